@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -66,20 +66,30 @@ class Lending(Server):
     lender: Lender
     said: list[str]
     site: Site
+    task: asyncio.Task[None]
 
     @property
     def tenant(self) -> Any:
         return self.host.rollout
 
 
-def new_site(folder: Path) -> Site:
+def new_site(folder: Path, model: str = "model-1") -> Site:
     site = Site(folder)
-    site.gate.terms = Terms(model="model-1", engine=rollout_spec(), heartbeat_s=0.1)
+    site.gate.terms = Terms(model=model, engine=rollout_spec(), heartbeat_s=0.1)
     return site
 
 
+def new_lender(host: Host, site: Site, name: str, said: list[str], token: Callable[[], str] | None = None) -> Lender:
+    return Lender(
+        host, site.url, token or (lambda: TOKEN), name=name, device="cpu", puller=lambda token: Weights(), retry_s=0.1,
+        say=said.append,
+    )  # fmt: skip
+
+
 @asynccontextmanager
-async def lending(folder: Path, host: Host | None = None) -> AsyncIterator[Lending]:
+async def lending(
+    folder: Path, host: Host | None = None, token: Callable[[], str] | None = None
+) -> AsyncIterator[Lending]:
     """A server that lends, and a controller."""
     site = new_site(folder)
     await site.port.open()
@@ -87,10 +97,8 @@ async def lending(folder: Path, host: Host | None = None) -> AsyncIterator[Lendi
     async with serving(host or new_host()) as server:
         s = Lending(server.host, server.api, server.url, server.http)
         s.said, s.site = [], site
-        s.lender = Lender(
-            s.host, site.url, TOKEN, name="lender", device="cpu", puller=Weights, retry_s=0.1, say=s.said.append
-        )
-        task = asyncio.create_task(s.lender.run())
+        s.lender = new_lender(s.host, site, "lender", s.said, token)
+        task = s.task = asyncio.create_task(s.lender.run())
         try:
             yield s
         finally:

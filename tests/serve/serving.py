@@ -19,7 +19,7 @@ from windfall.models import tokenizer as tokenizers
 from windfall.models.chat import Chat
 from windfall.models.load import TINY
 from windfall.serve import build
-from windfall.serve.api import ServeApi, ServedModel, ServeLimits
+from windfall.serve.api import IDLE_S, ServeApi, ServedModel, ServeLimits
 from windfall.serve.host import Host
 from windfall.serve.slo import Objectives
 from windfall.worker import engine_factory
@@ -92,14 +92,14 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(host: Host | None = None, **limits: Any) -> AsyncIterator[Server]:
+async def serving(host: Host | None = None, *, idle_s: float = IDLE_S, **limits: Any) -> AsyncIterator[Server]:
     host = host or new_host()
     stop = frozenset([EOS])
     served = ServedModel(model="tiny", context=256, vocabulary=tiny().get_input_embeddings().num_embeddings)
     chat = Chat(TOKENIZER, stop, template=TEMPLATE)
     api = ServeApi(host, TOKENIZER, chat, stop, served=served, limits=ServeLimits(**limits))
     host.start()
-    runner = web.AppRunner(api.app, handler_cancellation=True)
+    runner = api.runner(idle_s)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -88,6 +91,9 @@ def test_chat_and_streams() -> None:
         ({"n": 2}, "n"), ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"seed": 1.5}, "seed"),
         ({"prompt": [1, 10**9]}, "prompt"), ({"prompt": [5] * 400}, "messages"), ({"prompt": ""}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"), ({"stop": [""]}, "stop"), ({"ignore_eos": 3}, "ignore_eos"),
+        ({"temperature": 10**400}, "temperature"), ({"top_k": 10**400}, "top_k"), ({"top_p": float("nan")}, "top_p"),
+        ({"prompt": "\ud800"}, "messages"), ({"model": ["tiny"]}, "model"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
     ],
 )  # fmt: skip
 def test_wrong_requests_are_refused_in_openais_format(change: dict[str, Any], param: str) -> None:
@@ -100,11 +106,28 @@ def test_wrong_requests_are_refused_in_openais_format(change: dict[str, Any], pa
     run(main)
 
 
+def test_no_temperature_ends_the_service() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            for temperature in (1e-40, 1e-300, 1e-4, 100):
+                other = asyncio.create_task(s.complete(max_tokens=20, temperature=0, ignore_eos=True))
+                answer = await s.complete(max_tokens=5, temperature=temperature, top_p=0.9, logprobs=1)
+                assert all(math.isfinite(x) for x in answer["choices"][0]["logprobs"]["token_logprobs"])
+                assert (await other)["usage"]["completion_tokens"] == 20
+
+    run(main)
+
+
 def test_other_errors_and_models() -> None:
     async def main() -> None:
         async with serving(api_key="secret") as s:
             status, body = await s.post("/v1/completions", {"prompt": "3+4="})
             assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+            host, port = s.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xe9\r\n\r\n")
+            assert b" 401 " in await reader.readline(), "a key that is not UTF-8"
+            writer.close()
             key = {"Authorization": "Bearer secret"}
             assert (await s.post("/v1/completions", {"prompt": "3+4=", "max_tokens": 2}, headers=key))[0] == 200
             status, body = await s.post("/v1/nothing", {}, headers=key)
@@ -114,7 +137,7 @@ def test_other_errors_and_models() -> None:
             assert (status, body["error"]["code"]) == (404, "model_not_found")
             async with s.http.get(s.url + "/v1/models", headers=key) as answer:
                 assert [m["id"] for m in (await answer.json())["data"]] == ["tiny"]
-            async with s.http.post(s.url + "/v1/completions", data=b"x" * (9 << 20), headers=key) as answer:
+            async with s.http.post(s.url + "/v1/completions", data=b"x" * (2 << 20), headers=key) as answer:
                 assert answer.status == 413
             assert (await s.get("/health"))[0] == 200
             assert (await s.get("/metrics"))[0] == 200
@@ -176,6 +199,66 @@ def test_slow_clients_are_cut_off() -> None:
     run(main)
 
 
+def test_clients_without_a_key_or_a_whole_request_occupy_nothing() -> None:
+    async def main() -> None:
+        async with serving(api_key="secret", max_requests=1, idle_s=0.2) as s:
+            host, port = s.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            silent, half = await asyncio.open_connection(host, int(port))
+            half.write(b"POST /v1/completions HTTP/1.1\r\nHos")
+            headers = {"Authorization": "Bearer secret"}
+            status, body = await s.post("/v1/completions", {"prompt": "3+4=", "max_tokens": 2}, headers=headers)
+            assert status == 200, body
+            assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
+            assert await asyncio.wait_for(silent.read(), 10) == b"", "half of a head: the connection is closed"
+            writer.close()
+            half.close()
+
+    run(main)
+
+
+def test_an_engine_that_fails_answers_all_requests() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            body = {"prompt": "3+4=", "max_tokens": 200, "ignore_eos": True}
+            whole = asyncio.create_task(s.post("/v1/completions", body))
+            async with s.http.post(s.url + "/v1/completions", json={**body, "stream": True}) as stream:
+                await stream.content.readline()
+
+                def broken(*limits: Any) -> Any:
+                    raise RuntimeError("the kernel failed")
+
+                s.host.engine.step = broken
+                status, answer = await asyncio.wait_for(whole, 10)
+                assert (status, answer["error"]["type"]) == (503, "server_error")
+                assert "the engine has failed" in (await asyncio.wait_for(stream.content.read(), 10)).decode()
+            assert isinstance(s.host.failed, RuntimeError)
+            assert (await s.get("/health"))[0] == 503
+            assert (await s.post("/v1/completions", body))[0] == 503
+
+    run(main)
+
+
+def test_a_drain_keeps_its_time_limit() -> None:
+    """A stream that takes longer than the drain gets an error, and the server ends."""
+
+    async def main() -> None:
+        began_s = 0.0
+        async with serving() as s:
+            body = {"prompt": "3+4=", "max_tokens": 240, "ignore_eos": True, "stream": True}
+            step = s.host.engine.step
+            s.host.engine.step = lambda *limits: (time.sleep(0.02), step(*limits))[1]
+            async with s.http.post(s.url + "/v1/completions", json=body) as stream:
+                await stream.content.readline()
+                began_s = time.monotonic()
+                assert not await s.api.drain(0.1)
+                assert "the server is shutting down" in (await asyncio.wait_for(stream.content.read(), 10)).decode()
+        assert time.monotonic() - began_s < 5.0
+
+    run(main)
+
+
 def test_an_error_in_the_middle_of_a_stream_is_sent_in_the_stream() -> None:
     async def main() -> None:
         async with serving() as s:
@@ -193,6 +276,21 @@ def test_an_error_in_the_middle_of_a_stream_is_sent_in_the_stream() -> None:
     run(main)
 
 
+def check_exposition(text: str) -> None:
+    """Every sample belongs to the metric before it, and only counters end with `_total`."""
+    name = kind = ""
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            name, kind = line.split()[2:]
+            assert name.endswith("_total") == (kind == "counter"), line
+        elif not line.startswith("#"):
+            found = re.fullmatch(r'([a-z_]+)(\{[a-z]+="[^"]*"\})? (\S+)', line)
+            assert found, line
+            suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+            assert found[1] in {name + s for s in suffixes}, line
+            assert math.isfinite(float(found[3]))
+
+
 def test_metrics_count_what_was_served() -> None:
     async def main() -> None:
         async with serving() as s:
@@ -203,9 +301,40 @@ def test_metrics_count_what_was_served() -> None:
             assert await s.metric("serve_tpot_seconds_count") == 3
             _, text = await s.get("/metrics")
             assert 'windfall_serve_requests_total{finish="length"} 3' in text
+            assert 'windfall_lend_state{state="frozen"} 0' in text
+            check_exposition(text)
             times = s.host.serving_time
             assert times.steps >= 20
             assert times.predicted_s == pytest.approx(times.actual_s, rel=0.9)
+
+    run(main)
+
+
+def test_a_stop_string_is_counted_as_such_even_in_the_last_token() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            options = {"temperature": 0, "ignore_eos": True}
+            text = (await s.complete(**options, max_tokens=20))["choices"][0]["text"]
+            stop = text[3:5]
+            cut = await s.complete(**options, max_tokens=20, stop=stop)
+            exact = await s.complete(**options, max_tokens=cut["usage"]["completion_tokens"], stop=stop)
+            assert exact["choices"][0] == cut["choices"][0]
+            assert exact["choices"][0]["finish_reason"] == "stop"
+            await until(lambda: s.host.requests == 0, "all have ended")
+            assert "canceled" not in s.host.metrics.requests
+            assert s.host.metrics.requests["stop"] >= 1
+            assert s.host.metrics.tpot.count == 3
+
+    run(main)
+
+
+def test_time_to_the_first_token_includes_tokenizing() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            encode = s.api._encode
+            s.api._encode = lambda text: (time.sleep(0.3), encode(text))[1]  # pyright: ignore
+            await s.complete(max_tokens=2)
+            assert s.host.metrics.ttft.sum > 0.3
 
     run(main)
 

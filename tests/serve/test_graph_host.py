@@ -17,6 +17,8 @@ from lending import rollout_model, rollout_spec
 from serving import PATIENT, spec, tiny
 
 from windfall.engine.cuda.engine import GraphEngine
+from windfall.engine.torch.engine import TorchEngine
+from windfall.errors import WindfallError
 from windfall.link.messages import Capacity, Released, Tokens, Work
 from windfall.serve import build, rollout_tenant
 from windfall.serve.host import WEIGHTS, Host
@@ -115,9 +117,9 @@ def work(handle: int, max_tokens: int = 60) -> Work:
                 sampling=Sampling(temperature=0.0), stop=())  # fmt: skip
 
 
-def ask(host: Host, answers: Answers, ids: range, max_tokens: int = 40) -> None:
+def ask(host: Host, answers: Answers, ids: range, max_tokens: int = 40, prompt_tokens: int = 30) -> None:
     for n in ids:
-        prompt = tuple(3 + (n * 5 + i) % 80 for i in range(30))
+        prompt = tuple(3 + (n * 5 + i) % 80 for i in range(prompt_tokens))
         how = Sampling(temperature=0.0)
         host.submit(Request(id=str(n), prompt=prompt, seed=n, max_tokens=max_tokens, sampling=how), answers)
 
@@ -195,12 +197,12 @@ def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatc
         weights = blocks.held(WEIGHTS)
         assert weights > 0, "the weights are in the last blocks"
         tenant.add([work(n, 90) for n in range(4)])
-        ask(host, answers, range(16), max_tokens=120)  # more than all blocks together
+        ask(host, answers, range(16), max_tokens=40, prompt_tokens=110)  # more than all blocks together
         until(lambda: tenant.weightless_s is not None, "serving takes the blocks of the weights")
         assert blocks.held(WEIGHTS) == 0
         until(lambda: frames.slots[-1] == 0, "the run knows that there is nothing to be had")
         until(lambda: len(answers.ended) == 16, "serving has ended")
-        assert {len(t) for t in answers.tokens.values()} == {120}
+        assert {len(t) for t in answers.tokens.values()} == {40}
         until(lambda: blocks.held(WEIGHTS) == weights and tenant.weightless_s is None, "there is room again")
         until(lambda: frames.slots[-1] > 0, "the run knows that there is room again")
         until(lambda: len(frames.ended) + len(frames.released) == 4, "every response has ended or was returned")
@@ -209,12 +211,77 @@ def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatc
         assert swapped.wait(20)  # the next step of the run: the budget is computed again
         tenant.add([work(n) for n in range(10, 14)])
         until(lambda: frames.ended >= set(range(10, 14)), "the rollout goes on")
-        ask(host, again, range(16), max_tokens=120)
+        ask(host, again, range(16), max_tokens=40, prompt_tokens=110)
         until(lambda: len(again.ended) == 16, "serving has ended")
         host.call(blocks.check).result()
     assert again.tokens == answers.tokens or CUDA
     made = {n: frames.tokens[n] for n in range(10, 14)}
     assert made == generated(range(10, 14)) or CUDA, "the weights are those that were loaded"
+
+
+def test_a_load_that_another_one_replaces_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_tenant, "RESTORE_S", 0.0)
+    frames, go_on, ended = Frames(), threading.Event(), list[tuple[int, BaseException | None]]()
+    with graph_host() as host, rollout(host, frames) as tenant:
+        engine: Any = tenant.engine
+        load, activated = engine.ready_weights.load, list[int]()
+
+        def slow(version: int, weights: Any) -> None:
+            assert version != 2 or go_on.wait(20)
+            load(version, weights)
+
+        engine.ready_weights.load = slow
+        engine.ready_weights.activate = lambda: activated.append(engine.version)
+        weights = dict(rollout_model().state_dict())
+        tenant.swap(2, weights, lambda error: ended.append((2, error)))
+        tenant.weightless_s = 0.0
+        host.wake()
+        time.sleep(0.1)
+        assert not activated, "a load is in progress: nothing is activated again"
+        tenant.swap(3, weights, lambda error: ended.append((3, error)))
+        until(lambda: ended, "version 3 is loaded")
+        go_on.set()
+        until(lambda: len(ended) == 2, "both have ended")
+        assert dict(ended)[3] is None
+        assert isinstance(dict(ended)[2], WindfallError)
+        assert (engine.version, len(activated)) == (3, 1)
+
+
+def test_rows_of_the_prefill_are_those_that_no_step_has_computed() -> None:
+    with graph_host() as host:
+        host.call(lambda: None).result()
+        other = TorchEngine(tiny(), kv_tokens=512)
+        request = Request(id="0", prompt=tuple(range(3, 33)), seed=0, max_tokens=8, sampling=Sampling(temperature=0.0))
+        for engine in (other, host.engine):
+            engine.add(request)
+            assert engine.prefill_rows == 30
+            while len(engine):
+                engine.step(10, 1)
+                assert engine.prefill_rows in (20, 19, 10, 9, 0)
+            assert engine.prefill_rows == 0
+
+
+def test_a_starved_lender_has_no_slots_until_serving_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_tenant, "STARVED_S", 0.1)
+    monkeypatch.setattr(rollout_tenant, "LOOK_S", 0.02)
+    monkeypatch.setattr(rollout_tenant, "REPORT_S", 0.02)
+    answers, frames = Answers(), Frames()
+    objectives = Objectives(ttft_s=60.0, tpot_s=20.0, max_slowdown=1e-9)
+    with graph_host(objectives=objectives) as host, rollout(host, frames) as tenant:
+        until(lambda: frames.slots and frames.slots[-1] > 0, "the run may use it")
+        step = host.engine.step
+        host.engine.step = lambda *limits: (time.sleep(0.01), step(*limits))[1]
+        ask(host, answers, range(2), max_tokens=100)
+        until(lambda: len(answers.tokens) == 2, "both are running")
+        tenant.add([work(n) for n in range(2)])
+        until(lambda: sorted(frames.released) == [0, 1], "the responses are returned")
+        assert not answers.ended
+        reported = len(frames.slots)
+        assert frames.slots[-1] == 0, "they would starve again"
+        until(lambda: len(frames.slots) > reported + 3, "it is reported again")
+        assert set(frames.slots[reported:]) == {0} or answers.ended
+        until(lambda: len(answers.ended) == 2, "serving has ended")
+        until(lambda: frames.slots[-1] > 0, "the run may use it again")
 
 
 def test_a_failing_rollout_does_not_end_serving() -> None:

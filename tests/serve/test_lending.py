@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -10,16 +11,22 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from lending import Lending, Weights, episode, expected, lending, new_site, rollout_spec
+import pytest
+from doorway import TOKEN, Site
+from lending import Lending, Weights, episode, expected, lending, new_lender, new_site, rollout_model, rollout_spec
 from serving import new_host, run, serving, until
 
+from windfall.errors import WindfallError
+from windfall.launch import invitation
 from windfall.link.messages import Work
 from windfall.scheduling.members import WorkerState
+from windfall.serve import build
 from windfall.serve.build import build_rollout
 from windfall.serve.memory_policy import MemoryState
 from windfall.serve.rollout_tenant import MAX_UNSENT, RolloutTenant
 from windfall.serve.slo import Objectives
 from windfall.types import Sampling
+from windfall.worker import engine_factory
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
 
@@ -67,6 +74,23 @@ def test_both_tenants_get_what_they_would_get_alone(tmp_path: Path) -> None:
     run(main)
 
 
+async def next_controller(s: Lending, site: Site) -> None:
+    """A controller at the address of the first one, which is killed after a response."""
+    site.port.port = s.site.port.port
+    await site.port.open()
+    watching = asyncio.create_task(site.dispatch.watch())
+    try:
+        more = episode("9/0")
+        site.dispatch.open(more, site.listener)
+        await until(lambda: "9/0" in site.ended, "the next controller gets its response")
+        assert more.tokens.tolist() == expected(more)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await site.port.close("killed")
+        site.events.close()
+
+
 def test_serving_goes_on_without_the_controller(tmp_path: Path) -> None:
     async def main() -> None:
         async with lending(tmp_path / "a") as s:
@@ -79,21 +103,10 @@ def test_serving_goes_on_without_the_controller(tmp_path: Path) -> None:
             assert s.tenant.pages.held_blocks == 0
             for n in range(3):
                 await s.complete(f"{n}+1=", max_tokens=5)
-            second = new_site(tmp_path / "b")
-            second.port.port = s.site.port.port
-            await second.port.open()
-            watching = asyncio.create_task(second.dispatch.watch())
-            try:
-                more = episode("9/0")
-                second.dispatch.open(more, second.listener)
-                await until(lambda: "9/0" in second.ended, "the next controller gets its response")
-                assert more.tokens.tolist() == expected(more)
-                assert s.lender.tenants == 1, "the engine was not built again"
-            finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
-                await second.port.close()
-                second.events.close()
+            await next_controller(s, new_site(tmp_path / "b"))
+            assert s.lender.tenants == 1, "the engine was not built again"
+            await next_controller(s, new_site(tmp_path / "c", model="model-2"))
+            assert s.lender.tenants == 2, "another run with another model"
             assert len(episodes) == 4
 
     run(main)
@@ -187,6 +200,27 @@ def test_a_lender_that_leaves_returns_its_responses(tmp_path: Path) -> None:
     run(main)
 
 
+def test_responses_of_a_lost_lender_go_on_at_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with lending(tmp_path) as s, serving() as other:
+            second = asyncio.create_task(new_lender(other.host, s.site, "second", s.said).run())
+            for name in ("lender", "second"):
+                await until(lambda name=name: s.site.state(name) is WorkerState.READY, f"{name} has joined")
+            episodes = [episode(f"{n}/0") for n in range(6)]
+            for e in episodes:
+                s.site.dispatch.open(e, s.site.listener)
+            await until(lambda: s.tenant._generated and other.host.metrics.rollout_tokens, "both generate")
+            s.task.cancel()
+            await finished(s, episodes)
+            assert [e.tokens.tolist() for e in episodes] == [expected(e) for e in episodes]
+            answer = await s.complete(max_tokens=5, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 5, "its service goes on"
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+
+    run(main)
+
+
 def test_a_link_that_does_not_move_does_not_stop_serving() -> None:
     async def main() -> None:
         async with serving() as s:
@@ -225,6 +259,32 @@ def test_a_run_that_does_not_fit_is_refused_and_serving_goes_on(tmp_path: Path) 
             assert any("a page of this model takes" in line for line in s.said)
             assert s.host.arena.blocks.held("rollout") == 0
             assert (await s.complete(max_tokens=5))["usage"]["completion_tokens"] <= 5
+
+    run(main)
+
+
+def test_a_model_without_room_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = new_host()
+    room = engine_factory.model_bytes(json.loads(rollout_spec().model_config), "float32")
+    assert room == sum(p.numel() * 4 for p in rollout_model().parameters())
+    monkeypatch.setattr(build, "free_bytes", lambda device: room)
+    monkeypatch.setattr(engine_factory, "build_full_model", lambda *spec: pytest.fail("memory was allocated"))
+    with pytest.raises(WindfallError, match="the run's weights take"):
+        build_rollout(host, rollout_spec(), "cpu")
+
+
+def test_lending_begins_when_the_token_is_there_and_a_wrong_one_ends_it(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+
+    async def main() -> None:
+        async with lending(tmp_path, token=lambda: TOKEN if file.exists() else invitation.token(str(file))) as s:
+            await until(lambda: any("waiting for the run's token" in line for line in s.said), "it waits")
+            assert (await s.complete(max_tokens=5))["choices"], "serving does not wait"
+            file.touch()
+            await until(lambda: s.site.state("lender") is WorkerState.READY, "it has joined")
+        async with lending(tmp_path / "b", token=lambda: "wrong-token-0123456789abcdef") as s:
+            await until(lambda: any("serving goes on without lending" in line for line in s.said), "it is refused")
+            assert (await s.complete(max_tokens=5))["choices"]
 
     run(main)
 

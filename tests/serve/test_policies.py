@@ -151,6 +151,20 @@ def test_a_machine_that_becomes_slower_is_learned_again() -> None:
 # Admission.
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_prefills_are_not_forgotten_in_a_long_time_of_decoding(noise: float) -> None:
+    rng, estimate = random.Random(1), StepTime()
+
+    def step_s(rows: int, context: int) -> float:
+        return (0.008 + 8e-5 * rows + 2e-7 * context) * (1 + rng.uniform(-noise, noise))
+
+    for n in range(2100):
+        rows, context = (528, 140_000) if n < 100 and n % 4 == 0 else (16, 6400 + 16 * (n % 500))
+        estimate.observe(StepShape(rows, context), step_s(rows, context))
+    assert estimate.predict_s(528, 140_000) == pytest.approx(0.0782, rel=0.2)
+    assert 60 < estimate.most_rows(0.03, context_per_row=400.0) < 200  # 137 if all is known exactly
+
+
 def test_slack_is_that_of_the_tightest_request() -> None:
     serving = learned(0.01, 0.0001)
     assert slack_s(ServingLoad(), SLO, serving, 5.0) == math.inf
@@ -253,6 +267,16 @@ def test_credit_is_not_spent_on_few_rows() -> None:
     assert rows_allowed(0.025, SLO, time, load, growing=True) >= 100
 
 
+def test_credit_is_not_spent_on_a_prefill_of_few_rows() -> None:
+    time = learned(fixed=0.004, each=0.0001)
+    load = RolloutLoad(running=1, waiting=3, context=0, prefill=1000)
+    assert 0 < rows_allowed(0.0045, SLO, time, load) < 10
+    assert rows_allowed(0.0045, SLO, time, load, growing=True) == 0, "almost all of the step would be fixed"
+    assert rows_allowed(0.012, SLO, time, load, growing=True) >= 40
+    short = RolloutLoad(running=0, waiting=1, context=0, prefill=6)
+    assert rows_allowed(0.0045, SLO, time, short, growing=True) >= 3, "there is no more to compute"
+
+
 def test_steps_of_a_launch_fit_into_the_slack() -> None:
     time = learned(fixed=0.002, each=0.0)
     assert steps_allowed(1.0, 0.02, time, 10, 100, 8) == 8
@@ -302,3 +326,42 @@ def test_lending_slows_no_request_down_by_more_than_the_limit(
         for state in running.values():
             state[1] += took_s
     assert lent_s <= limit * now_s
+
+
+@pytest.mark.parametrize(("rate", "tokens"), [(100, 5), (20, 20), (5, 100)])
+def test_a_stream_of_requests_leaves_the_idle_share_to_the_rollout(rate: float, tokens: int) -> None:
+    """Requests without end, with the limit of the slowdown: the rollout's rows are at least 70 % of what it could
+    compute in the time that serving alone leaves idle."""
+    slo = Objectives(ttft_s=0.5, tpot_s=0.15, max_slowdown=0.15)
+    serving, rollout, rows_each = learned(0.002, 0.0), learned(0.012, 0.0001), 32
+
+    def lent_or_idle_s(lend: bool) -> tuple[float, int]:
+        rng, now_s, next_s, idle_s, rows_done = random.Random(3), 0.0, 0.0, 0.0, 0
+        running: list[list[float]] = []  # first token, time lent, tokens left
+        while now_s < 6.0:
+            while next_s <= now_s:
+                running.append([math.inf, 0.0, rng.expovariate(1 / tokens) + 1])
+                next_s += rng.expovariate(rate)
+            if running:
+                now_s += 0.002
+                running = [[min(r[0], now_s), r[1], r[2] - 1] for r in running if r[2] > 1]
+            load = ServingLoad(
+                last_tokens_s=(now_s,) * len(running), lent_s=tuple((now_s - r[0], r[1]) for r in running)
+            )
+            slack = slack_s(load, slo, serving, now_s)
+            offered = RolloutLoad(running=rows_each if lend else 0, waiting=0, context=0)
+            growing = slack == credit_s(load, slo) < math.inf
+            if rows := min(rows_each, rows_allowed(slack, slo, rollout, offered, growing=growing)):
+                now_s += rollout.predict_s(rows, 0)
+                rows_done += rows
+                for r in running:
+                    r[1] += rollout.predict_s(rows, 0)
+            elif not running:
+                idle_s += next_s - now_s
+                now_s = next_s
+        return idle_s, rows_done
+
+    idle_s, _ = lent_or_idle_s(lend=False)
+    _, rows_done = lent_or_idle_s(lend=True)
+    assert idle_s > 1.0
+    assert rows_done >= 0.7 * rows_each * idle_s / rollout.predict_s(rows_each, 0)

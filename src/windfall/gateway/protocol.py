@@ -48,7 +48,7 @@ class CallOptions:
 
 def options(body: Mapping[str, Any], *, chat: bool) -> CallOptions:
     if body.get("n") not in (None, 1):
-        raise ApiError(400, "n must be 1: every call is one turn of the session", param="n")
+        raise ApiError(400, "n must be 1: a call has one answer", param="n")
     if chat and body.get("top_logprobs"):
         raise ApiError(400, "top_logprobs is not available; logprobs of the sampled tokens are", param="top_logprobs")
     for name in ("echo", "suffix", "best_of"):

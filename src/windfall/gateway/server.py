@@ -24,6 +24,7 @@ from typing import Any
 from aiohttp import web
 
 from windfall.envs.failures import MAX_REWARD
+from windfall.errors import WindfallError
 from windfall.gateway import protocol
 from windfall.gateway.base import Sampler
 from windfall.gateway.chunks import IdChunks, TextChunks
@@ -105,6 +106,10 @@ class Gateway:
 
     def _encode(self, text: str) -> list[int]:
         check_length(text, self._max_chars)
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:  # JSON can write half of a surrogate pair
+            raise WindfallError(f"the prompt is not valid Unicode: {e.reason}", fix="Send whole characters.") from e
         return self._tokenizer.encode(text)
 
     # Requests.

@@ -12,7 +12,9 @@ cancels its request.
 
 Limits: `max_body_bytes` of a body, `max_requests` in flight, waiting or running (429 beyond it), `read_s` seconds for a
 client to send its body, `write_s` seconds to take the next part of a stream, and `request_s` seconds from the first
-byte of a request to the last byte of its answer. A client that is too slow is cut off, and its request is canceled.
+byte of a request to the last byte of its answer. A client that is too slow is cut off, and its request is canceled. A
+client without a valid key is refused before its body is read, so it occupies none of the `max_requests`. A connection
+without a whole request for `IDLE_S` is closed (`runner`).
 """
 
 from __future__ import annotations
@@ -41,6 +43,16 @@ from windfall.serve.host import Host
 from windfall.serve.sampling_options import SamplingOptions
 from windfall.types import Chunk, Finish, Request
 
+IDLE_S = 75.0
+"""Seconds that a connection may be open between two requests, or before the head of its first one is complete."""
+CLOSE_S = 1.0
+"""Seconds that handlers get to end after the drain."""
+MIN_BODY_BYTES, MAX_BODY_BYTES = 1 << 20, 8 << 20
+BYTES_PER_TOKEN = 64
+"""Upper limit for the size of a body, per token of the context. Parsing holds up all streams, about 10 ms per MiB."""
+MAX_ECHO = 100
+"""Characters of a client's text that an error repeats at most."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
@@ -68,11 +80,19 @@ class _CallSampler:
         self.model, self.context, self.vocabulary = served.model, served.context, served.vocabulary
         self._host, self._stop = host, stop
         self.options: SamplingOptions | None = None
+        self.arrival_s: float | None = None
+        """When the body of the request had arrived, by the host's clock."""
+        self.over = False
+        """The client has its answer, or has gone away."""
 
     def read(self, body: Mapping[str, Any]) -> None:
         """Check the fields of a request that concern sampling."""
-        if body.get("model") not in (None, self.model):
-            raise ApiError(404, f"there is no model {body['model']!r}; this is {self.model!r}", code="model_not_found")
+        model = body.get("model")
+        if model is not None and not isinstance(model, str):
+            raise ApiError(400, "model must be text", param="model")
+        if model not in (None, self.model):
+            what = f"there is no model {model[:MAX_ECHO]!r}; this is {self.model!r}"
+            raise ApiError(404, what, code="model_not_found", param="model")
         self.options = sampling_options.read(body)
 
     def retract(self, request: TurnRequest, keep: int) -> None:
@@ -93,7 +113,7 @@ class _CallSampler:
             id=request.session, prompt=request.prompt, seed=seed, max_tokens=request.max_tokens,
             sampling=self.options.sampling, stop=stop,
         )  # fmt: skip
-        self._host.submit(asked, listen)
+        self._host.submit(asked, listen, arrival_s=self.arrival_s)
         finish: Finish | None = None
         tokens, logprobs, known = list[int](), list[float](), 0
         try:
@@ -110,17 +130,19 @@ class _CallSampler:
                 known = len(tokens)
                 if kept is not None:  # a stop string was found, or the session ends
                     del tokens[kept:], logprobs[kept:]
-                    break
+                    if finish is None and not self.over:
+                        self._host.cancel(asked.id, "stop")
+                    finish = "stop"
         finally:
-            if finish is None:
-                self._host.cancel(asked.id)
-        return SampledTurn(tokens=tuple(tokens), logprobs=tuple(logprobs), finish=finish or "stop")
+            self._host.cancel(asked.id)  # no effect on a request that has ended
+        return SampledTurn(tokens=tuple(tokens), logprobs=tuple(logprobs), finish=finish)
 
 
 @dataclass
 class _RequestState:
     session: GatewaySession | None = None
     sampler: _CallSampler | None = None
+    arrival_s: float | None = None
     begun: bool = False
     """The first bytes of the answer were sent."""
 
@@ -130,8 +152,6 @@ _state: ContextVar[_RequestState] = ContextVar("request")
 
 
 class ServeApi(Gateway):
-    max_body_bytes = 8 << 20
-
     def __init__(
         self, host: Host, tokenizer: Any, chat: Chat | None, stop: frozenset[int], *, served: ServedModel,
         limits: ServeLimits | None = None,
@@ -139,11 +159,18 @@ class ServeApi(Gateway):
         self._host, self.served, self._limits = host, served, limits or ServeLimits()
         self._in_flight = 0
         self.write_s = self._limits.write_s
+        self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, BYTES_PER_TOKEN * served.context))
         self.draining = ""
         """Why no request is accepted any more; empty while they are."""
         super().__init__(_CallSampler(host, served, stop), tokenizer, chat, stop)
         self.app.middlewares.append(self._one_request)
         self.app.on_response_prepare.append(_mark_begun)
+
+    def runner(self, idle_s: float = IDLE_S) -> web.AppRunner:
+        """What listens for this application."""
+        return web.AppRunner(
+            self.app, handler_cancellation=True, access_log=None, keepalive_timeout=idle_s, shutdown_timeout=CLOSE_S
+        )
 
     def _add_routes(self) -> None:
         add = self.app.router
@@ -154,12 +181,21 @@ class ServeApi(Gateway):
         add.add_get("/health", self._health)
         add.add_get("/metrics", self._metrics)
 
-    def _session(self, request: web.Request) -> GatewaySession:
+    @property
+    def has_key(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self._limits.api_key)
+
+    def _check_key(self, request: web.Request) -> None:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         wanted = self._limits.api_key
         if wanted and not (scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), _digest(wanted))):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    def _session(self, request: web.Request) -> GatewaySession:
+        self._check_key(request)
         state, sampler = _state.get(), _CallSampler(self._host, self.served, self._stop)
+        sampler.arrival_s = state.arrival_s
         session = GatewaySession(
             secrets.token_hex(12), sampler, self._chat, self._decode, in_thread=self._in_thread, max_tokens=sys.maxsize
         )
@@ -183,6 +219,7 @@ class ServeApi(Gateway):
         _state.set(state)
         if request.method != "POST":
             return await handler(request)
+        self._check_key(request)  # before anything is read or counted
         if self.draining or self._host.failed is not None:
             raise ApiError(503, self.draining or "the engine has failed", code="unavailable")
         if self._in_flight >= self._limits.max_requests:
@@ -192,6 +229,7 @@ class ServeApi(Gateway):
         self._in_flight += 1
         try:
             await self._read_body(request)
+            state.arrival_s = self._host.now_s()  # tokenizing counts, the client's upload does not
             async with asyncio.timeout(self._limits.request_s):
                 return await handler(request)
         except TimeoutError:
@@ -202,6 +240,8 @@ class ServeApi(Gateway):
             raise ApiError(499, "the client closed the connection") from None
         finally:
             self._in_flight -= 1
+            if state.sampler is not None:
+                state.sampler.over = True
             if state.session is not None:
                 await state.session.end()
 
@@ -220,11 +260,20 @@ class ServeApi(Gateway):
 
     async def _metrics(self, request: web.Request) -> web.Response:
         del request
-        return web.Response(text=metrics.render(self._host.metrics, self._host.gauges()))
+        text = metrics.render(self._host.metrics, self._host.state())
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def drain(self, timeout_s: float, why: str = "the server is shutting down") -> bool:
-        """Accept no more requests, and wait for those in flight. Returns whether all have ended."""
+        """Accept no more requests, and wait for those in flight. Those that have not ended then get an error. Returns
+        whether all have ended in time."""
         self.draining = why
+        if drained := await self._wait_for_requests(timeout_s):
+            return drained
+        self._host.end_requests(why)
+        await self._wait_for_requests(CLOSE_S)
+        return drained
+
+    async def _wait_for_requests(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._in_flight:
@@ -239,4 +288,4 @@ async def _mark_begun(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from windfall.devices import choose_matmul_library
 from windfall.engine import blocks
 from windfall.errors import WindfallError
+from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec
 from windfall.serve.host import ROLLOUT, SERVING, WEIGHTS, Host
 from windfall.serve.slo import Objectives
@@ -20,6 +21,10 @@ LENT_SHARE = 0.8
 
 WEIGHT_SHARE = 0.4
 """Upper limit for the rollout's weights in the arena, as a share of it. Larger weights get memory of their own."""
+
+MODEL_SHARE = 0.8
+"""Upper limit for the rollout's weights outside the arena, as a share of the free memory: serving needs some for its
+steps, and a machine without memory ends the service."""
 
 LEAST_BLOCKS = 32
 """Least number of blocks. Fewer blocks are larger: pages of a rollout model with more layers fit into them, too."""
@@ -105,15 +110,29 @@ def _rollout_model(host: Host, spec: EngineSpec, device: str, engine: EngineKind
     on_gpu = device.startswith("cuda") and engine_factory.cuda_engine_disabled(spec) is None
     if (on_gpu or engine == "graph") and skeleton.unsupported_reason(fields) is None:
         dtype = getattr(torch, spec.dtype)
-        tail = host.call(lambda: _weight_blocks(host, weight_bytes(fields, dtype))).result()
+        nbytes = weight_bytes(fields, dtype)
+        check_room(nbytes, "cpu")
+        tail = host.call(lambda: _weight_blocks(host, nbytes)).result()
         try:
+            if tail is None:
+                check_room(nbytes, device)
             ready = ReadyWeights(fields, dtype=dtype, device=device, memory=None if tail is None else tail.memory)
         except BaseException:  # the blocks must be free whatever happened
             if tail is not None:
                 host.call(tail.leave).result()
             raise
         return ready.model, ready, tail
+    check_room(engine_factory.model_bytes(fields, spec.dtype), device)
     return engine_factory.build_full_model(fields, spec.dtype, device), None, None
+
+
+def check_room(nbytes: int, device: str) -> None:
+    """Raise WindfallError unless the run's weights leave serving enough of the free memory of a device."""
+    free = free_bytes(device)
+    if nbytes > MODEL_SHARE * free:
+        what = f"the run's weights take {nbytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {device}"
+        fix = f"Lower --memory, or lend a larger device: at most {MODEL_SHARE:.0%} may be used."
+        raise WindfallError(what, where="windfall serve --lend", fix=fix)
 
 
 def _weight_blocks(host: Host, nbytes: int) -> Any:

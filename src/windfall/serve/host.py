@@ -8,7 +8,8 @@ steps (`call`, `submit`, `cancel`). Rules:
 - a GPU engine launches several steps at once, but no more than take `LAUNCH_S`. Without a rollout tenant, serving is
   one launch ahead of the device. With one, every launch is waited for, so that what it took is known; only while
   serving is idle, the rollout is one launch ahead;
-- an error of the rollout tenant ends that tenant, and its blocks are free. An error of serving ends the host.
+- an error of the rollout tenant ends that tenant, and its blocks are free. An error of serving ends the host, and every
+  request gets an error.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from windfall.engine.torch.arena import Arena
 from windfall.errors import WindfallError
-from windfall.serve.memory_policy import MemoryPolicy
-from windfall.serve.metrics import ServeMetrics
+from windfall.serve.memory_policy import MemoryPolicy, MemoryState
+from windfall.serve.metrics import Metric, ServeMetrics
 from windfall.serve.slo import (
     Objectives,
     RolloutLoad,
@@ -119,39 +120,53 @@ class Host:
         self._orders.put(run)
         return future
 
-    def submit(self, request: Request, listener: Listener) -> None:
-        arrival_s = self._clock()
-        self._orders.put(lambda: self._add(request, listener, arrival_s))
+    def submit(self, request: Request, listener: Listener, *, arrival_s: float | None = None) -> None:
+        """`arrival_s`: when it arrived, by the host's clock; by default, now. Its TTFT begins then."""
+        arrived_s = self._clock() if arrival_s is None else arrival_s
+        self._orders.put(lambda: self._add(request, listener, arrived_s))
+        if self.failed is not None:
+            listener(_engine_failed())  # no thread takes the order
 
-    def cancel(self, id: str) -> None:
-        self._orders.put(lambda: self._cancel(id))
+    def cancel(self, id: str, how: str = "canceled") -> None:
+        """End a request. `how`: for the metrics."""
+        self._orders.put(lambda: self._cancel(id, how))
+
+    def now_s(self) -> float:
+        """The host's clock."""
+        return self._clock()
+
+    def end_requests(self, why: str) -> None:
+        """Cancel all requests. Their listeners get an error."""
+        self._orders.put(lambda: self._end_requests(WindfallError(why)))
 
     @property
     def requests(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def gauges(self) -> dict[str, Any]:
-        """For /metrics."""
+    def state(self) -> list[Metric]:
+        """What /metrics shows beside the counts of requests."""
         blocks, serving, rollout = self.arena.blocks, self.serving_time, self.rollout_time
         waiting = sum(r.tokens == 0 for r in list(self._requests.values()))
-        times = {
-            "serving_predicted": serving.predicted_s, "serving_actual": serving.actual_s,
-            "rollout_predicted": rollout.predicted_s, "rollout_actual": rollout.actual_s,
-        }  # fmt: skip
         held = {name: blocks.held(name) for name in (SERVING, ROLLOUT, WEIGHTS)}
-        return {
-            "serve_running": ("Requests with at least one token.", self.requests - waiting),
-            "serve_waiting": ("Requests without a token.", waiting),
-            "kv_blocks": ("Blocks of KV memory by tenant.", {**held, "free": blocks.free}),
-            "kv_blocks_moved": ("Blocks that went from one tenant to the other.", blocks.moves),
-            "lend_state": ("Memory state of the lender.", {self.policy.state.value: 1}),
-            "lend_budget_blocks": ("Blocks that the run may hold.", self.policy.budget),
-            "lend_pressure": ("Number of times that serving needed memory of the run.", self.policy.halvings),
-            "lend_slack_seconds": ("Slack of the tightest request; 1e9 without requests.", min(self.slack_s, 1e9)),
-            "step_seconds": ("Sum of predicted and actual step times.", times),
-            "step_error": ("Mean relative error of step times.", {SERVING: serving.error, ROLLOUT: rollout.error}),
-        }
+        times = {SERVING: serving, ROLLOUT: rollout}
+        predicted, actual = ({n: t.predicted_s for n, t in times.items()}, {n: t.actual_s for n, t in times.items()})
+        states = {state.value: int(state is self.policy.state) for state in MemoryState}
+        slack = min(self.slack_s, 1e9)
+        return [
+            Metric("serve_running", "gauge", "Requests with at least one token.", self.requests - waiting),
+            Metric("serve_waiting", "gauge", "Requests without a token.", waiting),
+            Metric("kv_blocks", "gauge", "Blocks of KV memory.", {**held, "free": blocks.free}, "tenant"),
+            Metric("kv_blocks_moved_total", "counter", "Blocks that went to the other tenant.", blocks.moves),
+            Metric("lend_state", "gauge", "Memory state of the lender: 1 for the present one.", states, "state"),
+            Metric("lend_budget_blocks", "gauge", "Blocks that the run may hold.", self.policy.budget),
+            Metric("lend_pressure_total", "counter", "Times that serving took memory back.", self.policy.halvings),
+            Metric("lend_slack_seconds", "gauge", "Slack of the tightest request; 1e9 without requests.", slack),
+            Metric("step_predicted_seconds_total", "counter", "Predicted time of all steps.", predicted, "tenant"),
+            Metric("step_actual_seconds_total", "counter", "Actual time of the same steps.", actual, "tenant"),
+            Metric("step_error", "gauge", "Recent mean relative error of predicted step times.",
+                   {n: t.error for n, t in times.items()}, "tenant"),
+        ]  # fmt: skip
 
     # The methods below run in the thread.
 
@@ -162,6 +177,11 @@ class Host:
                 self._turn()
         except BaseException as e:  # fault boundary: this is the only way in which the server learns of the error
             self.failed = e
+            with contextlib.suppress(Exception):  # the server must learn of it whatever else fails
+                while not self._orders.empty():  # some requests may not be added yet
+                    if (order := self._orders.get()) is not None:
+                        order()
+                self._end_requests(_engine_failed())
             self._on_failure()
 
     def _take_orders(self) -> bool:
@@ -207,6 +227,8 @@ class Host:
 
     def _add(self, request: Request, listener: Listener, arrival_s: float) -> None:
         try:
+            if self.failed is not None:
+                raise _engine_failed()
             self.engine.add(request)
         except WindfallError as e:
             self.metrics.ended("rejected")
@@ -215,10 +237,16 @@ class Host:
         self._requests[request.id] = _Running(listener, arrival_s)
         self.metrics.prompt_tokens += len(request.prompt)
 
-    def _cancel(self, id: str) -> None:
-        self.engine.cancel(id)
-        if self._requests.pop(id, None) is not None:
-            self.metrics.ended("canceled")
+    def _cancel(self, id: str, how: str = "canceled") -> None:
+        if self.failed is None:
+            self.engine.cancel(id)
+        if (request := self._requests.pop(id, None)) is not None:
+            self._count_end(request, how)
+
+    def _end_requests(self, error: WindfallError) -> None:
+        for id, request in list(self._requests.items()):
+            self._cancel(id)
+            request.listener(error)
 
     def _step_serving(self) -> None:
         evicted = self.rollout.evicted if self.rollout is not None else 0
@@ -248,12 +276,15 @@ class Host:
         metrics.generated_tokens += len(chunk.tokens)
         if chunk.finish:
             del self._requests[chunk.id]
-            metrics.ended(chunk.finish)
-            if request.tokens > 1:
-                each_s = (now_s - request.first_s) / (request.tokens - 1)
-                metrics.tpot.add(each_s)
-                metrics.late_tokens += each_s > slo.tpot_s
+            self._count_end(request, chunk.finish)
         request.listener(chunk)
+
+    def _count_end(self, request: _Running, how: str) -> None:
+        self.metrics.ended(how)
+        if request.tokens > 1:
+            each_s = (request.last_s - request.first_s) / (request.tokens - 1)
+            self.metrics.tpot.add(each_s)
+            self.metrics.late_tokens += each_s > self.objectives.tpot_s
 
     # The rollout.
 
@@ -304,7 +335,8 @@ class Host:
             else:
                 self.metrics.rollout_waits += 1
         self.metrics.returned("memory", tenant.return_evicted())
-        self.metrics.returned("compute", tenant.return_starved(self._clock()))
+        for why, count in tenant.return_starved(self._clock()).items():
+            self.metrics.returned(why, count)
 
     def slack_now(self, now_s: float) -> float:
         """The smallest slack of the objectives. Credit is left out: it limits how often the rollout has a step, not how
@@ -354,8 +386,13 @@ class Host:
         )  # fmt: skip
 
 
+def _engine_failed() -> WindfallError:
+    return WindfallError("the engine has failed", fix="Try again: the server restarts.")
+
+
 def rollout_load(engine: Any) -> RolloutLoad:
     running = [s for s in engine.sequences if s.pages]
     return RolloutLoad(
-        running=len(running), waiting=len(engine) - len(running), context=sum(len(s.tokens) for s in running)
-    )
+        running=len(running), waiting=len(engine) - len(running), context=sum(len(s.tokens) for s in running),
+        prefill=engine.prefill_rows,
+    )  # fmt: skip

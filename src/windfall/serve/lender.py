@@ -1,20 +1,25 @@
 """Lends the host to a run: a worker's agent with a `borrowed` lease, whose engine is the rollout tenant of the host.
 
-    Lender.run ──▶ Agent ──▶ (run) ... drained, or the tenant failed ──▶ wait ──▶ another Agent ──▶ ...
-                     └──▶ refused for good: no more lending; serving goes on
+    Lender.run ──▶ token ──▶ Agent ──▶ (run) ... drained, or the tenant failed ──▶ wait ──▶ token ──▶ another Agent ...
+                               └──▶ refused: as above, but after a longer time if this run never fitted
 
-The agent reconnects without end while there is no controller. It keeps the engine and its weights meanwhile, but no
-response: these are continued elsewhere, and their pages are free.
+A server outlives the runs that it lends to. After a crash, the next run at the same address may train another model or
+have another token: the agent is refused, and the next one begins with neither model nor engine. The token is read when
+an agent starts; a token file that does not exist yet is awaited, while serving goes on. The agent reconnects without
+end while there is no controller. It keeps the engine and its weights meanwhile, but no response: these are continued
+elsewhere, and their pages are free.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl as tls
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.serve.build import build_rollout
 from windfall.serve.host import Host
@@ -27,31 +32,46 @@ RETRY_S = 10.0
 """Seconds between the end of one agent and the start of the next."""
 REFUSED = 3
 """Exit status of an agent that the run has refused for good."""
+REFUSED_S = 300.0
+"""Seconds until the next attempt if the run cannot use this server at all, or does not accept its token."""
 PATIENCE_S = 10 * 365 * 86400.0
 """The service outlives any outage of the run."""
 
 
 class Lender:
     def __init__(
-        self, host: Host, url: str, token: str, *, name: str, device: str, puller: Callable[[], Any],
+        self, host: Host, url: str, token: Callable[[], str], *, name: str, device: str, puller: Callable[[str], Any],
         lease_device: str = "", region: str = "", ssl: tls.SSLContext | None = None, retry_s: float = RETRY_S,
+        refused_s: float = REFUSED_S,
         say: Callable[[str], None] = lambda line: print(f"lend: {line}", file=sys.stderr, flush=True),
     ) -> None:  # fmt: skip
-        """`puller` makes a weights.pull.Puller for every agent. `lease_device`: name of the device in the lease."""
-        self._host, self._url, self._token, self._name, self._device = host, url, token, name, device
-        self._puller, self._ssl, self._retry_s, self._say = puller, ssl, retry_s, say
+        """`token` returns the run's token, or raises WindfallError while there is none; it is called in a thread.
+        `puller` makes a weights.pull.Puller for every agent, given the token. `lease_device`: name of the device in the
+        lease."""
+        self._host, self._url, self._read_token, self._name, self._device = host, url, token, name, device
+        self._puller, self._ssl, self._retry_s, self._refused_s, self._say = puller, ssl, retry_s, refused_s, say
         self._lease = Lease(kind="borrowed", device=lease_device or device, region=region)
         self._agent: Agent | None = None
         self._tenant: RolloutTenant | None = None
-        self._leaving = False
+        self._leaving = asyncio.Event()
         self.tenants = 0
         """Number of rollout tenants that were made."""
 
     async def run(self) -> None:
-        """Lend until the run refuses this worker for good, or until `leave`."""
-        while not self._leaving:
+        """Lend until `leave`."""
+        waiting = ""
+        while not self._leaving.is_set():
+            self._tenant = None
+            try:
+                token = await asyncio.to_thread(self._read_token)
+            except (WindfallError, OSError) as e:
+                if str(e) != waiting:  # print repeats once
+                    waiting = str(e)
+                    self._say(f"waiting for the run's token: {e}")
+                await self._pause(self._retry_s)
+                continue
             agent = self._agent = Agent(
-                self._url, self._token, name=self._name, lease=self._lease, puller=self._puller(), build=self._build,
+                self._url, token, name=self._name, lease=self._lease, puller=self._puller(token), build=self._build,
                 ssl=self._ssl, patience_s=PATIENCE_S, host=self._make_tenant, say=self._say,
             )  # fmt: skip
             try:
@@ -63,15 +83,21 @@ class Lender:
                     self._tenant.close(0.0)
             finally:
                 self._agent = None
-            if code == REFUSED:
-                self._say("the run does not take this worker; serving goes on without lending")
-                return
-            if not self._leaving:
-                await asyncio.sleep(self._retry_s)
+            if code == REFUSED and not (self._tenant is not None and self._tenant.built):
+                what = "the run does not take this worker; serving goes on without lending"
+                self._say(f"{what}; the next attempt is in {self._refused_s:g} s")
+                await self._pause(self._refused_s)
+            else:
+                await self._pause(self._retry_s)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait for the next attempt, or for `leave`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._leaving.wait(), seconds)
 
     def leave(self, why: str) -> None:
         """Tell the run that this worker leaves soon, so that it takes its responses back. `run` ends then."""
-        self._leaving = True
+        self._leaving.set()
         if self._agent is not None:
             self._agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail=why))
 

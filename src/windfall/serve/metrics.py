@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0,
@@ -45,7 +46,7 @@ class ServeMetrics:
     generated_tokens: int = 0
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
-    """Mean time per token after the first, one value for every request with at least two tokens."""
+    """Mean time per token after the first, one value for every request with at least two tokens, canceled ones too."""
     late_first_tokens: int = 0
     """Requests whose first token came later than the objective."""
     late_tokens: int = 0
@@ -68,8 +69,18 @@ class ServeMetrics:
         self.responses_returned[why] = self.responses_returned.get(why, 0) + count
 
 
-def render(metrics: ServeMetrics, gauges: Mapping[str, tuple[str, Mapping[str, float] | float]]) -> str:
-    """The text of /metrics. `gauges`: by name, a help text and the value, or values by the content of a label."""
+class Metric(NamedTuple):
+    """A number, or several by the content of a label. The name of a counter ends with `_total`."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    help: str
+    value: Mapping[str, float] | float
+    label: str = ""
+
+
+def render(metrics: ServeMetrics, state: Iterable[Metric]) -> str:
+    """The text of /metrics. `state`: what to show beside the counts."""
     m, out = metrics, list[str]()
 
     def one(name: str, kind: str, help: str, lines: Iterable[str]) -> None:
@@ -95,7 +106,7 @@ def render(metrics: ServeMetrics, gauges: Mapping[str, tuple[str, Mapping[str, f
     one("serve_ttft_seconds", "histogram", "Time to the first token.", m.ttft.lines("windfall_serve_ttft_seconds"))
     tpot = m.tpot.lines("windfall_serve_tpot_seconds")
     one("serve_tpot_seconds", "histogram", "Mean time per token after the first, by request.", tpot)
-    for name, (help, value) in gauges.items():
-        lines = [f"windfall_{name} {value}"] if isinstance(value, int | float) else labeled(name, "of", value)
-        one(name, "gauge", help, lines)
+    for name, kind, help, value, label in state:
+        lines = [f"windfall_{name} {value}"] if isinstance(value, int | float) else labeled(name, label, value)
+        one(name, kind, help, lines)
     return "\n".join(out) + "\n"

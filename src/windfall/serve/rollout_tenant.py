@@ -8,6 +8,8 @@ Rules:
 - what the tenant can take is reported about once per second, and before a response is returned (capacity.py);
 - a response that loses its pages is returned to the controller, after all its tokens. So is one that had no pages, and
   every one if the tenant had no step, for `STARVED_S`;
+- a tenant that had no step for so long reports no slots for `REST_S` while serving has requests: otherwise the
+  controller would send the same responses again and again, and each time they would wait for nothing;
 - if serving needs the blocks of the weights, too, all responses are returned. The weights stay in host memory, and are
   activated again with the next version, or when there has been room for them for `RESTORE_S`.
 """
@@ -36,6 +38,7 @@ from windfall.types import Chunk
 from windfall.worker.engine_thread import Emit, EngineThread, Make, order
 
 STARVED_S = 2.0
+REST_S = 10.0
 RESTORE_S = 10.0
 MAX_UNSENT = 64
 """Frames that may wait to be forwarded before the tenant pauses."""
@@ -88,7 +91,9 @@ class RolloutTenant(EngineThread):
         waking = self._orders = _WakingQueue()
         waking.wake = host.wake
         self._forwarder: _Forwarder | None = None
-        self._swapping = self._closed = False
+        self._swapping = self._loading = self._closed = False
+        """`_loading`: new weights are being copied to host memory. `_swapping`: the engine's weights change."""
+        self._swaps = 0
         self.weightless_s: float | None = None
         """Since when the weights' blocks have been serving's; None: the weights are on the device."""
         self._copying = threading.Lock()
@@ -99,6 +104,8 @@ class RolloutTenant(EngineThread):
         self._without_pages_s: dict[str, float] = {}
         """Since when each response has been without pages."""
         self._looked_s = 0.0
+        self._rests_until_s = -math.inf
+        """Until then, serving leaves it too little time for any response."""
         self.response_tokens = 0
         """Tokens of the longest possible response; 0: not known, and the slots divide the memory."""
         self._meter: CapacityMeter | None = None
@@ -158,15 +165,29 @@ class RolloutTenant(EngineThread):
             self._in_thread(lambda: copy_weights(engine.model, version, weights), version, done)
             return
 
+        self._swaps += 1
+        number, self._loading = self._swaps, True
+
         def load() -> None:
             """To host memory first: the tenant steps with the old weights meanwhile."""
             error: BaseException | None = None
+            with self._copying:
+                pass  # the version before this one must be on the device before it is overwritten in host memory
             try:
                 ready.load(version, weights)
             except Exception as e:  # fault boundary: the session reports it to the controller
                 error = e
-            after = functools.partial(self._in_thread, ready.activate, version, done)
-            self._orders.put(after if error is None else functools.partial(self._copied, version, done, error))
+            self._orders.put(lambda: activate(error))
+
+        def activate(error: BaseException | None) -> None:
+            if number != self._swaps:  # a session after this one loads another version into the same memory
+                done(error or WindfallError(f"version {version} was replaced while it was loaded"))
+                return
+            self._loading = False
+            if error is not None:
+                self._copied(version, done, error)
+            else:
+                self._in_thread(ready.activate, version, done)
 
         threading.Thread(target=load, name="rollout weights", daemon=True).start()
 
@@ -184,6 +205,8 @@ class RolloutTenant(EngineThread):
             self._copied(version, done, None)
             return
         self.weightless_s = None
+        if tail is not None:
+            engine.ready_weights.interrupted.clear()
         self._copying.acquire()  # released by the thread: until then, `give_up_weights` waits
 
         def run() -> None:
@@ -200,6 +223,7 @@ class RolloutTenant(EngineThread):
 
     def _copied(self, version: int, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
         self._swapping = False
+        self._stepped_s = time.monotonic()  # the time of the swap is no sign of starvation
         if error is None:
             self.engine.swap(version)
             self._mixed = False
@@ -225,20 +249,22 @@ class RolloutTenant(EngineThread):
         engine.kv.leave()
         tail = getattr(engine, "weight_blocks", None)
         if tail is not None:
+            engine.ready_weights.interrupted.set()
             with self._copying:
                 tail.leave()
 
     def give_up_weights(self) -> None:
         """Serving gets the blocks of the weights now."""
-        with self._copying:  # a copy takes a fraction of a second
-            self.weightless_s = time.monotonic()
         engine: Any = self.engine
+        engine.ready_weights.interrupted.set()  # a copy in progress ends within milliseconds
+        with self._copying:
+            self.weightless_s = time.monotonic()
         self._cancel(list(engine.sequences))
 
     def restore_weights(self, now_s: float) -> None:
         """Activate the weights again if there is room for them."""
         engine: Any = self.engine
-        if self.weightless_s is None or self._swapping or not engine.ready_weights.loaded:
+        if self.weightless_s is None or self._swapping or self._loading or not engine.ready_weights.loaded:
             return
         if now_s < self.weightless_s + RESTORE_S or not self._host.may_restore(engine.weight_blocks.count):
             return
@@ -337,7 +363,8 @@ class RolloutTenant(EngineThread):
             self._reported_s = now_s
             budget = host.policy.budget * self.pages.per_block * self.pages.size
             slots = self._meter.slots(budget, running=load.running, held_tokens=load.context)
-            slots = slots if self.weightless_s is None else 0
+            resting = now_s < self._rests_until_s and host.requests > 0
+            slots = slots if self.weightless_s is None and not resting else 0
             self._emit(self._meter.report(slots=slots, state=host.policy.state, slack_s=slack_s))
 
     def _evict(self, pages: frozenset[int]) -> None:
@@ -357,25 +384,27 @@ class RolloutTenant(EngineThread):
         handles, self._evicted = self._evicted, []
         return self._return(handles)
 
-    def return_starved(self, now_s: float) -> int:
-        """Return the responses that have waited too long. Returns how many."""
+    def return_starved(self, now_s: float) -> dict[str, int]:
+        """Return the responses that have waited too long. Returns how many, by what they have waited for."""
         if now_s < self._looked_s + LOOK_S:
-            return 0
+            return {}
         self._looked_s = now_s
         engine: Any = self.engine
         if self._idle() and self.weightless_s is None:
             self._without_pages_s.clear()
-            return 0
-        sequences = engine.sequences
+            return {}
+        sequences, why = engine.sequences, "memory"
         if time.monotonic() - self._stepped_s > STARVED_S:
             starved = [s.request.id for s in sequences]
+            if self.weightless_s is None:
+                why, self._rests_until_s = "compute", now_s + REST_S
         else:
             before = self._without_pages_s
             self._without_pages_s = {s.request.id: before.get(s.request.id, now_s) for s in sequences if not s.pages}
             starved = [id for id, since_s in self._without_pages_s.items() if now_s - since_s > STARVED_S]
         for id in starved:
             engine.cancel(id)
-        return self._return([int(id) for id in starved])
+        return {why: self._return([int(id) for id in starved])}
 
     def _return(self, handles: list[int]) -> int:
         given = tuple(h for h in handles if h in self._running)

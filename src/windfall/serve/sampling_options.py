@@ -1,12 +1,11 @@
 """How a serving request wants its tokens sampled: reads and checks the fields of its body. Plain data in and out.
 
 A field that changes the distribution and that the engine does not have is refused with status 400, unless its value has
-no effect.
+no effect. No value of any field may raise another error: all requests share an engine.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,14 @@ from windfall.types import Sampling
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
-    "min_tokens": (0,), "use_beam_search": (False,), "response_format": ({"type": "text"},), "guided_json": (),
+    "min_tokens": (0,), "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
+    "bad_words": ([],), "allowed_token_ids": ([],), "structured_outputs": (), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "length_penalty": (1,), "prompt_logprobs": (0,),
 }  # fmt: skip
 """Fields that are not supported, and the values that have no effect."""
 MAX_SEED = 1 << 63
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy. Logits divided by a tiny number would be infinite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +51,9 @@ def read(body: Mapping[str, Any]) -> SamplingOptions:
     top_p = _number(body, "top_p", 1.0, 0.0, 1.0)
     if top_p == 0.0:
         raise ApiError(400, "top_p must be above 0", param="top_p")
-    sampling = Sampling(
-        temperature=_number(body, "temperature", 1.0, 0.0, 100.0), top_p=top_p, top_k=max(0, int(top_k))
-    )
+    temperature = _number(body, "temperature", 1.0, 0.0, 100.0)
+    temperature = temperature if temperature >= GREEDY_BELOW else 0.0
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=max(0, int(top_k)))
     return SamplingOptions(
         sampling=sampling, seed=None if seed is None else seed % (1 << 64), ignore_eos=bool(ignore_eos)
     )
@@ -60,8 +63,8 @@ def _number(body: Mapping[str, Any], name: str, default: float, least: float, mo
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ApiError(400, f"{name} must be a number", param=name)
-    if not least <= value <= most:
-        raise ApiError(400, f"{name} is {value}; it must be between {least:g} and {most:g}", param=name)
+    if not least <= value <= most:  # also NaN
+        raise ApiError(400, f"{name} must be between {least:g} and {most:g}", param=name)
     return float(value)

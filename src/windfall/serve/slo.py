@@ -15,7 +15,9 @@ Rules:
 - before any rollout step was measured the rollout gets `FIRST_ROWS` if serving is idle, and otherwise one row, provided
   that the slack is at least half of `idle_s`;
 - a rollout step prefills at most `CHUNK` rows, so its time changes little from step to step;
-- credit grows with time, so it is not spent on a step of few rows, which costs almost as much as one of many.
+- credit grows with time, so it is not spent on a step of few rows, which costs almost as much as one of many: the step
+  must have a row for half of the running responses, and half of the prefill's rows or so many more that they take as
+  long as the fixed part of the step.
 """
 
 from __future__ import annotations
@@ -108,6 +110,8 @@ class RolloutLoad:
     waiting: int
     context: int
     """Tokens of all running responses."""
+    prefill: int = 0
+    """Rows that are still to be prefilled, beside one row of every running response."""
 
 
 def rows_allowed(
@@ -123,8 +127,10 @@ def rows_allowed(
     rows = rollout.most_rows(min(slack, objectives.idle_s), context_per_row=each)
     if rows == 0 and idle:
         rows = 1  # a single row takes longer than `idle_s`; without requests the rollout still makes progress
-    if growing and 2 * rows < load.running:
-        return 0
+    if growing:
+        prefill = min(min(load.prefill, CHUNK) / 2, rollout.worthwhile_rows(context_per_row=each))
+        if rows < load.running / 2 + prefill:
+            return 0
     return min(rows, load.running + CHUNK)
 
 

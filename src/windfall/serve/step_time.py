@@ -3,7 +3,9 @@
     seconds = fixed + each * rows + attended * context
 
 `rows` are the tokens that the step computes, and `context` the tokens that they attend to, over all sequences. The
-coefficients are never negative. Older steps count less and less, so the estimate follows a change of the machine.
+coefficients are never negative. Older steps count less and less, so the estimate follows a change of the machine. But
+steps are forgotten by their size: after a thousand decode steps of equal size, the last prefills still say what a row
+costs. Steps of a size that has not occurred for a while count little, but never nothing.
 
 Every step is predicted before it is learned from. `error` is the recent mean of |actual / predicted - 1|; predictions
 for admission are widened by it, so an estimate that is wrong becomes careful (`upper_s`).
@@ -19,7 +21,9 @@ import numpy as np
 from windfall.scheduling.least_squares import non_negative
 
 FORGET = 0.96
-"""Weight of the past when a new step is added: about the last 25 steps count."""
+"""Weight of steps of the same size when a new one is added: about the last 25 count. Sizes are powers of two."""
+AGE, LEAST_WEIGHT = 0.96, 0.001
+"""Factor of a size's weight for every step of another size, and its lower limit."""
 FIT_EVERY = 4
 """Number of steps between two fits, once there are enough."""
 MAX_ERROR = 2.0
@@ -38,7 +42,9 @@ class StepShape:
 
 class StepTime:
     def __init__(self) -> None:
-        self._products = np.zeros((4, 4))
+        self._products: dict[int, np.ndarray] = {}
+        self._weights: dict[int, float] = {}
+        """Both by the size of the steps."""
         self._fixed = self._each = self._attended = 0.0
         self.steps = 0
         """Number of steps learned from."""
@@ -70,13 +76,16 @@ class StepTime:
             self.error += (miss - self.error) * max(1.0 - FORGET, 1.0 / self.steps)
             actual_s = min(actual_s, MAX_OUTLIER * predicted_s) if self.steps >= FIT_EVERY else actual_s
         row = np.array([1.0, shape.rows, shape.context, actual_s]) / actual_s  # relative errors count alike
-        self._products = self._products * FORGET + np.outer(row, row)
+        size = shape.rows.bit_length()
+        self._weights = {n: max(LEAST_WEIGHT, w * AGE) for n, w in self._weights.items()}
+        self._products[size] = self._products.get(size, 0.0) * FORGET + np.outer(row, row)
+        self._weights[size] = 1.0
         self.steps += 1
         if self.steps <= FIT_EVERY or self.steps % FIT_EVERY == 0:
             self._fit()
 
     def _fit(self) -> None:
-        products = self._products
+        products = np.sum([self._weights[n] * each for n, each in self._products.items()], axis=0)
         if not products[2, 2]:  # no step had a context
             self._fixed, self._each = non_negative(products[np.ix_((0, 1, 3), (0, 1, 3))])
         else:
@@ -94,6 +103,11 @@ class StepTime:
         if left_s < 0.0:
             return 0
         return min(MOST_ROWS, int(left_s / each)) if each * MOST_ROWS > left_s else MOST_ROWS
+
+    def worthwhile_rows(self, *, context_per_row: float = 0.0) -> float:
+        """Number of rows with which half of a step's time is fixed."""
+        each = self._each + self._attended * context_per_row
+        return self._fixed / each if each > 0.0 else MOST_ROWS
 
 
 MOST_ROWS = 1 << 20

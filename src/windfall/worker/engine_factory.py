@@ -57,6 +57,20 @@ def build_full_model(fields: dict[str, Any], dtype: str, device: str) -> Any:
     return model.to(device).eval()
 
 
+def model_bytes(fields: dict[str, Any], dtype: str) -> int:
+    """Bytes that the weights of this model take. Allocates nothing."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.for_model(**fields)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    except Exception as e:  # fault boundary: model code may raise anything
+        raise load.unsupported(e, "model.path") from e
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def build_uninitialized(config: Any, device: str, **how: Any) -> Any:
     """Build the module without spending time on random weights. Returns None if the module computes any buffers besides
     the rotary frequencies when it is created, because their values would be lost."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_models import build, drain, requests, tokens
 
+from windfall.engine.cuda import ready_weights
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.ready_weights import ALIGN, ReadyWeights, weight_bytes
 from windfall.errors import WindfallError
@@ -66,6 +67,43 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
         weights.load(2, wrong)
     weights.activate()
     assert torch.equal(weights.model.state_dict()["model.norm.weight"].cpu(), model.state_dict()["model.norm.weight"])
+
+
+def test_there_is_nothing_to_activate_while_weights_are_loaded_or_after_an_error() -> None:
+    model = build("llama")
+    weights = ready(model)
+    weights.load(1, model.state_dict())
+    seen: list[bool] = []
+
+    class Computed(dict[str, Any]):
+        def copy_into(self, name: str, target: Any) -> None:
+            seen.append(weights.loaded)
+            if len(seen) == 3:
+                raise RuntimeError("out of memory in the middle of the copy")
+
+        def shape(self, name: str) -> Any:
+            return self[name].shape
+
+    with pytest.raises(RuntimeError):
+        weights.load(2, Computed(model.state_dict()))
+    assert seen == [False] * 3
+    assert not weights.loaded, "host memory has a mix of two versions"
+    weights.load(3, model.state_dict())
+    assert weights.loaded
+
+
+def test_an_activation_is_interrupted_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready_weights, "PART", 1024)
+    model = build("llama")
+    weights = ready(model)
+    weights.load(1, model.state_dict())
+    weights._device.zero_()
+    weights.interrupted.set()
+    weights.activate()
+    assert not weights._device.any(), "the memory belongs to another owner now"
+    weights.interrupted.clear()
+    weights.activate()
+    assert torch.equal(weights._device.cpu(), weights._host)
 
 
 def test_tensors_are_aligned() -> None:

@@ -87,3 +87,10 @@ def test_nothing_that_was_cut_is_ever_drawn_even_at_the_edges() -> None:
         logits = torch.full((6,), -1e4)
         logits[hot] = 0.0
         assert set(draw(2000, Sampling(), logits)) == {hot}
+
+
+def test_logits_without_any_number_give_a_token_of_the_vocabulary() -> None:
+    logits = torch.stack([torch.zeros(7), torch.full((7,), torch.nan)])
+    tokens, logprobs = sample(logits, [1, 2], [0, 0], [Sampling(), Sampling()])
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < 7
+    assert logprobs[0].isfinite()

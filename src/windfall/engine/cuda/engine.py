@@ -149,6 +149,11 @@ class GraphEngine:
         return [*self._plan.running, *self._plan.waiting]
 
     @property
+    def prefill_rows(self) -> int:
+        """Rows that are still to be prefilled."""
+        return self._plan.prefill_rows
+
+    @property
     def in_flight(self) -> bool:
         """Whether the device may still run a launch."""
         return bool(self._pending)

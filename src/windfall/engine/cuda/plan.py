@@ -154,6 +154,11 @@ class BatchPlanner:
         self.retention.clear()
         self.pages.clear_cache()
 
+    @property
+    def prefill_rows(self) -> int:
+        """Rows that are still to be prefilled."""
+        return sum(len(s.tokens) - s.prefilled for s in [*self._prefilling, *self.waiting])
+
     def _plan_prefill(self, most_rows: int) -> tuple[list[PrefillChunk], bool]:
         """Chunks within the budget of rows, and whether more are waiting: then the next launch should come soon."""
         left = most_rows - int((self._decoding & (self._planned < self._end)).sum())

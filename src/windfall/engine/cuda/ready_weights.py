@@ -7,9 +7,12 @@ layout: every tensor at the same offset of one range of bytes. The device's rang
 captured with it stay valid while the model is inactive.
 
 Rules:
-- `load` changes host memory only, and all of it or nothing if the weights do not fit the model;
+- `load` changes host memory only, and all of it or nothing if the weights do not fit the model. Until it has ended, and
+  after any other error, there is nothing to activate (`loaded`);
+- `load` and `activate` may be called from several threads: one waits for the other;
 - `activate` copies on a stream of its own, in the calling thread, and returns when the copy is complete. Other work on
-  the device goes on; the model must not run meanwhile;
+  the device goes on; the model must not run meanwhile. If `interrupted` is set, it returns after the part that it
+  copies at the moment, and the device's memory is of no use;
 - host memory is page-locked on a machine with a GPU: otherwise the copy would be several times slower.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -27,11 +31,12 @@ from torch import Tensor
 
 from windfall.engine.cuda.skeleton import ModelSkeleton
 from windfall.engine.torch.engine import copy_weights
+from windfall.errors import WindfallError
 
 ALIGN = 512
 """Bytes. Every tensor starts at a multiple of it, like an allocation of its own."""
 PART = 256 << 20
-"""Bytes that one copy transfers: other copies come between two of them."""
+"""Bytes that one copy transfers, in a few milliseconds: other copies, or an interruption, come between two of them."""
 
 
 class _Carver:
@@ -70,16 +75,29 @@ class ReadyWeights:
         self.model = ModelSkeleton(config, dtype=dtype, device=device, empty=_Carver(dtype, self._device))
         self._in_host = ModelSkeleton(config, dtype=dtype, device="cpu", empty=_Carver(dtype, self._host))
         self.loaded = False
-        """Whether host memory holds weights."""
+        """Whether host memory holds weights, all of one version."""
+        self._lock = threading.Lock()
+        self.interrupted = threading.Event()
+        """Set by another thread that needs the device's memory, and cleared by the caller of `activate`."""
         self.activation_s = 0.0
         """How long the last activation took (seconds)."""
 
     def load(self, version: int, weights: Mapping[str, Any]) -> None:
-        copy_weights(self._in_host, version, weights)
-        self.loaded = True
+        with self._lock:
+            before, self.loaded = self.loaded, False
+            try:
+                copy_weights(self._in_host, version, weights)
+            except WindfallError:  # nothing has changed
+                self.loaded = before
+                raise
+            self.loaded = True
+
+    def activate(self) -> None:
+        with self._lock:
+            self._copy()
 
     @torch.no_grad()
-    def activate(self) -> None:
+    def _copy(self) -> None:
         began_s = time.monotonic()
         cuda = self._device.is_cuda
         stream = torch.cuda.Stream(self._device.device) if cuda else None
@@ -87,9 +105,11 @@ class ReadyWeights:
             if stream is not None:  # what was there before may still be read or cleared
                 stream.wait_stream(torch.cuda.default_stream(self._device.device))
             for start in range(0, self.nbytes, PART):
+                if self.interrupted.is_set():
+                    break
                 self._device[start : start + PART].copy_(self._host[start : start + PART], non_blocking=True)
-        if stream is not None:
-            stream.synchronize()
+                if stream is not None:
+                    stream.synchronize()
         self.activation_s = time.monotonic() - began_s
 
 

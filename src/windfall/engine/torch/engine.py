@@ -100,6 +100,11 @@ class TorchEngine:
         """All responses in the order in which they are computed. For reading only."""
         return [*self._scheduler.running, *self._scheduler.waiting]
 
+    @property
+    def prefill_rows(self) -> int:
+        """Rows that are still to be prefilled, beside one for every running response."""
+        return sum(len(s.tokens) - s.computed for s in self.sequences) - len(self._scheduler.running)
+
     def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
         """One step of at most `most_rows` rows."""
         del most_steps

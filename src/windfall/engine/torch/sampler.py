@@ -2,7 +2,7 @@
 
 A counter-based hash gives one uniform random number per (seed, position). The token is the first one whose cumulative
 probability, in vocabulary order, exceeds that number. There is no generator state, so a response that moves,
-restarts or shares a step with others samples the same tokens.
+restarts or shares a step with others samples the same tokens. Whatever the logits are, the token is in the vocabulary.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def sample(
         if 0.0 in temperatures:
             greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)
             tokens = torch.where(greedy, logp.argmax(-1), tokens)
+        tokens = tokens.clamp_max(logits.shape[-1] - 1)  # NaN logits: one bad row must not end the whole step
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from windfall import devices, errors
+from windfall import devices
 from windfall.errors import WindfallError
 from windfall.launch import invitation, tls
 from windfall.launch.processes.trainer import text_for
@@ -33,6 +33,9 @@ from windfall.weights.pull import Puller
 
 LEAVE_S = 5.0
 """Time limit for returning the run's responses at the end (seconds)."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+REPORT_S = 2.0
+"""Time limit for telling clients that the engine has failed (seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +91,15 @@ def main(options: ServeOptions) -> None:
     async def run() -> int:
         lender: Lender | None = None
         if options.lend:
-            token = await asyncio.to_thread(invitation.token, options.token)
             lender = Lender(
-                host, options.lend, token, name=f"{socket.gethostname()}-{os.getpid()}", device=device,
-                lease_device=devices.describe(device), ssl=context,
-                puller=lambda: Puller(key=auth.weights_key(token), ssl=context),
+                host, options.lend, lambda: invitation.token(options.token), device=device,
+                name=f"{socket.gethostname()}-{os.getpid()}", lease_device=devices.describe(device), ssl=context,
+                puller=lambda token: Puller(key=auth.weights_key(token), ssl=context),
             )  # fmt: skip
         return await serve(host, api, options, lender)
 
     async def run_and_exit() -> NoReturn:
-        code = await errors.guard(run())
+        code = await run()  # an error in a callback, of the lender or of one connection, is logged: serving goes on
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # threads may be in the middle of a step or a pull whose result is no longer needed
@@ -109,7 +111,7 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
     """Listen until a signal or until the engine fails. Returns the exit status."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     host.start(lambda: loop.call_soon_threadsafe(ended.set) and None)
-    runner = web.AppRunner(api.app, handler_cancellation=True, access_log=None)
+    runner = api.runner()
     await runner.setup()
     try:
         await web.TCPSite(runner, options.host, options.port).start()
@@ -129,10 +131,13 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
         f"serving {api.served.model} at http://{options.host}:{port}/v1 "
         f"(TTFT {slo.ttft_s * 1000:g} ms, TPOT {slo.tpot_s * 1000:g} ms)", flush=True,
     )  # fmt: skip
+    if not api.has_key and options.host not in LOOPBACK:
+        print(f"warning: every client that reaches {options.host} may use this server; set --api-key", file=sys.stderr)
     lending: asyncio.Task[Any] | None = asyncio.create_task(lender.run()) if lender is not None else None
     await ended.wait()
     if host.failed is not None:
         print(f"the engine failed: {type(host.failed).__name__}: {host.failed}", file=sys.stderr, flush=True)
+        await api.drain(REPORT_S, "the engine has failed")
         return 1
     if lender is not None:
         lender.leave("the server is shutting down")

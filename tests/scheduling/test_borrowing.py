@@ -72,6 +72,7 @@ def member(id: str, *, use: float = 0.0, slots: int = 8, kind: LeaseKind = "borr
     out = Member(id=id, name=id, lease=Lease(kind=kind), joined_s=0, seen_s=0, state=WorkerState.READY)
     out.slots = 8
     if kind == "borrowed":
+        out.lends, out.in_use = True, False
         out.capacity = Capacity(slots=slots, state="normal", use=use, lent=0.0)
     return out
 

@@ -168,7 +168,8 @@ class Dispatch:
     async def attend(self, link: Link, hello: m.Hello) -> None:
         """Handle one worker from its Hello until it is gone."""
         now = asyncio.get_running_loop().time()
-        member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
+        member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest,
+                                   lends=hello.lends)  # fmt: skip
         id = member.id
         self._set_engine(member, hello.engine)
         self.placement.speeds.join(id, hello.lease.device)
@@ -210,7 +211,8 @@ class Dispatch:
             case m.Stats():
                 self.turns.dropped(id, message.dropped)
             case m.Capacity():
-                self._set_capacity(member, message)
+                if self.borrowing.report(member, message):
+                    self._schedule_soon()
             case m.Loaded():
                 self.turns.cleared(id)
                 self._set_engine(member, message.engine)
@@ -234,13 +236,6 @@ class Dispatch:
                 self._lose(id, f"left: {'refused: ' if message.refused else ''}{message.why}")
             case _:
                 raise Malformed(f"unexpected message {type(message).__name__}")
-
-    def _set_capacity(self, member: Member, message: m.Capacity) -> None:
-        if message.slots < 0 or not 0 <= message.use <= 1 or not 0 <= message.lent <= 1:
-            raise Malformed(f"a capacity of {message.slots} slots, {message.use} in use and {message.lent} lent")
-        before, member.capacity = member.open_slots, message
-        if member.open_slots > before:
-            self._schedule_soon()
 
     def _set_engine(self, member: Member, engine: Capabilities) -> None:
         if not engine.name:

@@ -32,6 +32,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from windfall.ledger.episode import Malformed
+from windfall.link.messages import Capacity
 from windfall.scheduling.members import Member
 from windfall.scheduling.worker_speed import Profile
 
@@ -97,10 +99,10 @@ class Borrowing:
         profile: Callable[[str], Profile | None], now_s: float,
     ) -> None:  # fmt: skip
         """Sets `in_use` of the lenders among the workers that may get work."""
-        lenders = [w for w in ready if w.lease.kind == "borrowed"]
+        lenders = [w for w in ready if w.lends]
         if not lenders:
             return
-        own = [w for w in ready if w.lease.kind != "borrowed"]
+        own = [w for w in ready if not w.lends]
         need = Need(
             responses=queued + sum(running(w.id) for w in ready), own_workers=len(own),
             own_slots=sum(w.slots for w in own), knee=knee(profile(w.id) for w in ready),
@@ -119,6 +121,19 @@ class Borrowing:
         for w in lenders:
             w.in_use = w.id in chosen
         self._used |= chosen
+
+    @staticmethod
+    def report(member: Member, capacity: Capacity) -> bool:
+        """A lender has reported its capacity. Returns whether it takes more than before."""
+        c = capacity
+        if not member.lends:
+            raise Malformed("a capacity from a worker that does not lend")
+        if c.slots < 0 or not 0 <= c.use <= 1 or not 0 <= c.lent <= 1 or not math.isfinite(c.slack_s or 0.0):
+            raise Malformed(
+                f"a capacity of {c.slots} slots, {c.use} in use, {c.lent} lent and a slack of {c.slack_s} s"
+            )
+        before, member.capacity = member.open_slots, c
+        return member.open_slots > before
 
     def take_used(self) -> set[str]:
         """The lenders that were in use at any time since the last call."""

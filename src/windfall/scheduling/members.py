@@ -115,6 +115,8 @@ class Member:
     """Responses that it can run at once; 0 until it has been ready."""
     stats: Stats | None = None
     """Its last Stats message."""
+    lends: bool = False
+    """It serves requests of its own first, and lends the run what these leave (`windfall serve --lend`)."""
     capacity: Capacity | None = None
     """What a lender last reported that it can take; None for other workers."""
     in_use: bool = True
@@ -154,8 +156,9 @@ class Member:
 
     @property
     def lendable(self) -> int:
-        """Responses that it can run at once now: a lender takes fewer while its service needs the machine."""
-        return self.slots if self.capacity is None else min(self.slots, self.capacity.slots)
+        """Responses that it can run at once now: a lender takes fewer while its service needs the machine, and none
+        before its first report."""
+        return min(self.slots, self.capacity.slots if self.capacity else 0) if self.lends else self.slots
 
     @property
     def open_slots(self) -> int:
@@ -201,13 +204,18 @@ class Members:
         """Number of workers that are here."""
         return len(self._here)
 
-    def join(self, name: str, lease: Lease, now_s: float, *, version: int = -1, digest: str = "") -> Member:
+    def join(
+        self, name: str, lease: Lease, now_s: float, *, version: int = -1, digest: str = "", lends: bool = False
+    ) -> Member:
         """Adds a new member, even if a worker of this name was here before."""
         self._generation[name] = n = self._generation.get(name, 0) + 1
         id = name if n == 1 else f"{name}#{n}"
         if len(self._generation) > 100 * self._remember:
             del self._generation[next(iter(self._generation))]
-        member = Member(id=id, name=name, lease=lease, joined_s=now_s, seen_s=now_s, version=version, digest=digest)
+        member = Member(
+            id=id, name=name, lease=lease, joined_s=now_s, seen_s=now_s, version=version, digest=digest, lends=lends,
+            in_use=not lends,
+        )  # fmt: skip
         member._rate_from = (now_s, 0)
         self.all[id] = self._here[id] = member
         return member

@@ -183,10 +183,8 @@ class SimFleet:
                 response_tokens=self._scenario.real.sim.prompt_tokens + self._scenario.real.rollout.max_tokens,
             )  # fmt: skip
             name = f"l{n + 1}"
-            lender = self.workers[name] = SimLender(
-                self._worker_spec(name, kind, "borrowed", 0.0), lending, self._token_schedule, self._attend,
-                started_s=now,
-            )  # fmt: skip
+            spec = replace(self._worker_spec(name, kind, "borrowed", 0.0), lends=True)
+            lender = self.workers[name] = SimLender(spec, lending, self._token_schedule, self._attend, started_s=now)
             lender.dial()
 
     def _start(self, node: str, spec: WorkerSpec, started_s: float) -> None:

@@ -170,9 +170,10 @@ class SimFleet:
             self._own_workers[name] = self.workers[name]
 
     def _start_lenders(self) -> None:
-        """Lenders are there from the beginning: they serve whether or not there is a run."""
+        """Lenders are there from the beginning: they serve whether or not there is a run. A run that borrows from none
+        refuses them."""
         x, load, now = self._scenario.real.sim.lenders, self._scenario.serving_load, asyncio.get_running_loop().time()
-        if x is None or load is None:
+        if x is None or load is None or not self._scenario.real.fleet.borrowed_max:
             return
         kind = replace(self._scenario.worker, slots=x.slots, kv_tokens=x.kv_tokens)
         for n in range(x.count):

@@ -191,7 +191,8 @@ def test_lenders_come_first_and_replace_spot_workers(tmp_path: Path) -> None:
             run.join(f"l{n}", lent, 4000, lends=True)
         for _ in range(3):
             d = run.dispatch
-            d.borrowing.update(list(d.members.here()), 400, lambda id: 8, d.placement.speeds.profile, run.now_s)
+            here = list(d.members.here())
+            d.borrowing.update(here, here, 400, lambda id: 8, d.placement.speeds.profile, run.now_s)
             run.step()
         counts[lenders] = run.advisor.advice[prices.kind(SPOT)].count
         if lenders:
@@ -208,7 +209,8 @@ def test_lenders_that_are_not_used_do_not_count(tmp_path: Path) -> None:
         run.join(name, lent, 4000, lends=True)
     for _ in range(3):
         d = run.dispatch
-        d.borrowing.update(list(d.members.here()), 400, lambda id: 0, d.placement.speeds.profile, run.now_s)
+        here = list(d.members.here())
+        d.borrowing.update(here, here, 400, lambda id: 0, d.placement.speeds.profile, run.now_s)
         run.step()
     advice = run.advisor.advice[prices.kind(lent, lends=True)]
     assert (advice.now, advice.count) == (1, 1)
@@ -222,7 +224,8 @@ def test_idle_nodes_of_a_cluster_are_no_lenders(tmp_path: Path) -> None:
     run.join("a", idle, 4000)
     d = run.dispatch
     for _ in range(3):
-        d.borrowing.update(list(d.members.here()), 0, lambda id: 0, d.placement.speeds.profile, run.now_s)
+        here = list(d.members.here())
+        d.borrowing.update(here, here, 0, lambda id: 0, d.placement.speeds.profile, run.now_s)
         run.step()
     advice = run.advisor.advice[prices.kind(idle)]
     assert advice.now == 1
@@ -235,7 +238,8 @@ def test_lender_without_slots_at_the_end_of_a_step_does_not_have_any_number_of_t
     lent = Lease(kind="borrowed", device="card")
     run.join("a", lent, 4000, lends=True)
     d = run.dispatch
-    d.borrowing.update(list(d.members.here()), 400, lambda id: 0, d.placement.speeds.profile, run.now_s)
+    here = list(d.members.here())
+    d.borrowing.update(here, here, 400, lambda id: 0, d.placement.speeds.profile, run.now_s)
     d.members.all["a"].capacity = Capacity(slots=0, state="frozen", use=0.9, lent=0.0)
     run.step()
     assert run.advisor._kinds[prices.kind(lent, lends=True)].slots == 1

@@ -1,4 +1,4 @@
-"""Dispatch and lenders whose reports a test sends: lies, late reports, borrowed_max, and what must never wait for them."""
+"""Dispatch and lenders whose reports a test sends: lies, late reports, and what must never wait for a lender."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from windfall.events.log import EventLog, read
+from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
@@ -160,5 +160,92 @@ def test_lender_that_claims_far_too_much_gets_what_its_engine_takes(tmp_path: Pa
         world.open(*(f"{n}/0" for n in range(20)))
         await settle()
         assert world.work("l") == SLOTS
+
+    play(tmp_path, part)
+
+
+def test_evaluation_does_not_wait_for_a_lender_that_is_given_back(tmp_path: Path) -> None:
+    async def part(world: World) -> None:
+        await world.join("l")
+        await world.load("l")
+        await world.report("l", SLOTS)
+        assert world.dispatch.keep_version(2)
+        world.publish(2)
+        world.open("1/0", "1/1", version=1)
+        await settle()
+        assert (world.work("l"), world.loads("l")) == (2, [1]), "no other worker has the version"
+        world.dispatch.release_version(1)
+
+    play(tmp_path, part, staleness=1)
+
+
+def test_own_workers_keep_the_version_of_an_evaluation_before_lenders_do(tmp_path: Path) -> None:
+    async def part(world: World) -> None:
+        await world.join("l")
+        await world.own("own")
+        await world.load("l", "own")
+        await world.report("l", SLOTS)
+        assert world.dispatch.keep_version(2)
+        world.publish(2)
+        await settle()
+        assert [world.dispatch.fixed.keeps(name) for name in ("l", "own")] == [False, True]
+
+    play(tmp_path, part, staleness=1)
+
+
+def test_response_that_fits_only_on_a_lender_gets_it(tmp_path: Path) -> None:
+    async def part(world: World) -> None:
+        await world.own("own")
+        await world.join("l")
+        await world.load("own", longest=50)
+        await world.load("l", longest=5000)
+        await world.report("l", SLOTS)
+        for batch in (1, 8):  # steps hardly depend on the batch: no lender is needed for speed
+            for _ in range(20):
+                world.dispatch.placement.speeds.observe("own", batch, 10 * batch, 0.1)
+        world.open("1/0", max_tokens=9)
+        world.open("2/0", max_tokens=900)
+        await settle()
+        assert (world.work("own"), world.work("l")) == (1, 1)
+        assert not world.dispatch.ledger.queue
+
+    play(tmp_path, part)
+
+
+def test_lender_that_no_step_needs_loads_only_its_first_version(tmp_path: Path) -> None:
+    async def part(world: World) -> None:
+        await world.own("own")
+        await world.join("l")
+        await world.load("own", "l")
+        await world.report("l", SLOTS)
+        world.publish(2)
+        world.open("1/0")
+        await settle()
+        assert (world.loads("own"), world.loads("l")) == ([1, 2], [1])
+        await world.load("own", version=2)
+        assert world.work("own") == 1
+        world.open(*(f"{n}/0" for n in range(2, 2 + SLOTS)))
+        await asyncio.sleep(0.3)
+        assert world.loads("l") == [1, 2], "now there is more than the run's own machine takes"
+
+    play(tmp_path, part)
+
+
+def test_lenders_without_slots_do_not_hold_work_back(tmp_path: Path) -> None:
+    """A worker that pulls will soon take its share, but not one that may not be used."""
+
+    async def part(world: World) -> None:
+        await world.own("own")
+        for name in ("l", "k"):
+            await world.join(name)
+            await world.load(name)
+            await world.report(name, 0)
+        await world.load("own")
+        world.dispatch.members.pull_s = 60.0
+        for name in ("l", "k"):
+            world.dispatch.members.pull(name, asyncio.get_running_loop().time())
+        world.open(*(f"{n}/0" for n in range(SLOTS)))
+        await settle()
+        assert world.work("own") == SLOTS
 
     play(tmp_path, part)

@@ -211,7 +211,7 @@ class Dispatch:
             case m.Stats():
                 self.turns.dropped(id, message.dropped)
             case m.Capacity():
-                if self.borrowing.report(member, message):
+                if self.borrowing.report(member, message, now):
                     self._schedule_soon()
             case m.Loaded():
                 self.turns.cleared(id)
@@ -427,22 +427,32 @@ class Dispatch:
         if offer is None:
             return
         self.fixed.choose()
-        self.loading.request_all(self.ledger, self.fixed, needed=bool(self._staleness or self.ledger.queue))
+        needed = bool(self._staleness or self.ledger.queue)
+        self.loading.request_all(self.ledger, self.fixed, self.borrowing, needed=needed)
         # A response that starts on older weights would be older than admission assumes (scheduling/admission.py).
         ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest and self._open(w)]
+        self._borrow(ready)
         for version in list(self.ledger.fixed_versions):
             self._assign_fixed(version)
-        queued, profile = len(self.ledger.queue), self.placement.speeds.profile
-        self.borrowing.update(ready, queued, self.ledger.running, profile, self._last_schedule_s)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
-        if queued:
-            coming = len(self.members.nearly_ready(asyncio.get_running_loop().time()))
+        if self.ledger.queue:
+            now = self._last_schedule_s
+            coming = len(self.borrowing.usable(self.members.nearly_ready(now), now))
             versions = {w.id: w.version for w in ready}
             for worker, entries in self.placement.assign(loads, versions, coming=coming, longest=longest).items():
                 self._assign(worker, entries)
         elif loads and not self._releasing:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
+
+    def _borrow(self, ready: Collection[Member]) -> None:
+        """Decide which lenders to use."""
+        ledger = self.ledger
+        too_long = self.room.too_long(max((w.longest for w in ready if not w.lends), default=math.inf))
+        self.borrowing.update(
+            list(self.members.here()), ready, len(ledger.queue), ledger.running, self.placement.speeds.profile,
+            self._last_schedule_s, room=room(too_long.episode) if too_long else 0, keeps=self.fixed.keeps,
+        )  # fmt: skip
 
     def _open(self, member: Member) -> bool:
         """Whether the worker takes work now: an engine without live slots only if it is idle."""

@@ -6,7 +6,8 @@ appear. A lost worker is replaced by another one that holds the version, or that
 it. If there is none, the evaluation cannot go on.
 
 Rule: a worker that keeps a version is not asked to load another one. The trainer's own engine never keeps one, because
-its weights are those of the trainer.
+its weights are those of the trainer. A lender keeps one only if other workers have too few slots: its service may need
+the machine until long after the evaluation should have ended.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class FixedVersions:
         for kept in self._kept.values():
             holders = {m.id: m for m in self._members.here() if _holds(m, kept)}
             kept.workers &= holders.keys()  # a suspect worker may stay
-            able = {id: m.slots for id, m in holders.items() if id in kept.workers or not m.suspect}
-            for worker in sorted(able, key=lambda id: -able[id]):
+            able = {id: m.lendable for id, m in holders.items() if id in kept.workers or not m.suspect}
+            for worker in sorted(able, key=lambda id: (holders[id].lends, -able[id])):
                 if sum(able[id] for id in kept.workers) < kept.responses:
                     kept.workers.add(worker)
 

@@ -119,6 +119,8 @@ class Member:
     """It serves requests of its own first, and lends the run what these leave (`windfall serve --lend`)."""
     capacity: Capacity | None = None
     """What a lender last reported that it can take; None for other workers."""
+    able_s: float = -math.inf
+    """When a lender last reported slots (loop time, seconds)."""
     in_use: bool = True
     """False for a lender from which the run does not borrow at the moment (scheduling/borrowing.py)."""
     requested: tuple[int, str] = (-1, "")

@@ -249,3 +249,30 @@ def test_lenders_without_slots_do_not_hold_work_back(tmp_path: Path) -> None:
         assert world.work("own") == SLOTS
 
     play(tmp_path, part)
+
+
+def test_slow_lender_is_noticed_and_does_not_make_own_machines_of_its_device_look_slow(tmp_path: Path) -> None:
+    async def part(world: World) -> None:
+        await world.own("own")
+        await world.join("l")
+        await world.load("own", "l")
+        await world.report("l", SLOTS)
+        speeds = world.dispatch.placement.speeds
+        for n in range(60):
+            speeds.observe("own", 4, 40, 0.1, 4000 + n)
+        speeds.prefilled("own", 10_000, 1.0)
+        before = speeds.profile("own")
+        for n in range(60):
+            speeds.observe("l", 4, 10, 0.1, 4000 + n)
+        speeds.prefilled("l", 10_000, 9.0)
+        assert speeds.prefill_tok_per_s("own") == pytest.approx(10_000)
+        assert speeds.prefill_tok_per_s("l") == pytest.approx(10_000 / 9)
+        assert speeds.profile("own") == before
+        assert speeds.tok_per_s("own", 4) / speeds.tok_per_s("l", 4) == pytest.approx(4.0, rel=0.1)
+        for n in range(60):  # six quiet seconds of its service
+            speeds.observe("l", 4, 40, 0.1, 4000 + n)
+        assert speeds.tok_per_s("own", 4) / speeds.tok_per_s("l", 4) == pytest.approx(1.0, rel=0.3)
+        world.open(*(f"{n}/0" for n in range(2)))
+        await settle()
+
+    play(tmp_path, part)

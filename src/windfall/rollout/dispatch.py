@@ -172,7 +172,8 @@ class Dispatch:
                                    lends=hello.lends)  # fmt: skip
         id = member.id
         self._set_engine(member, hello.engine)
-        self.placement.speeds.join(id, hello.lease.device)
+        # A lender's steps wait for those of its service, so its speed says nothing of other machines of this device.
+        self.placement.speeds.join(id, f"{hello.lease.device} that serves" if hello.lends else hello.lease.device)
         price = prices.of(hello.lease)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
         self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price.or_none, trainer=hello.name == LOCAL,

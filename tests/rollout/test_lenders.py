@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from windfall.events.log import EventLog
+from windfall.events.log import EventLog, read
 from windfall.ledger.episode import Episode
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
@@ -274,5 +274,25 @@ def test_slow_lender_is_noticed_and_does_not_make_own_machines_of_its_device_loo
         assert speeds.tok_per_s("own", 4) / speeds.tok_per_s("l", 4) == pytest.approx(1.0, rel=0.3)
         world.open(*(f"{n}/0" for n in range(2)))
         await settle()
+
+    play(tmp_path, part)
+
+
+def test_run_says_that_it_waits_if_all_lenders_need_their_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windfall.rollout.dispatch.NO_WORKERS_S", 0.1)
+
+    async def part(world: World) -> None:
+        member = await world.join("l")
+        await world.load("l")
+        await world.report("l", 0)
+        world.open("1/0")
+        await asyncio.sleep(0.6)
+        assert next(e for e in read(world.log) if e["name"] == "no_workers")["lenders"] == 1
+        member.able_s = asyncio.get_running_loop().time()
+        before = len([e for e in read(world.log) if e["name"] == "no_workers"])
+        await asyncio.sleep(0.4)
+        assert len([e for e in read(world.log) if e["name"] == "no_workers"]) == before
 
     play(tmp_path, part)

@@ -67,7 +67,7 @@ class Dispatch:
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
         self._staleness = staleness
-        self.window, self.fixed = VersionWindow(), FixedVersions(self.members)
+        self.window, self.fixed = VersionWindow(), FixedVersions(self.members, borrowed_max=borrowed_max)
         self._listeners: dict[str, Listener] = {}
         """The listener of each open response."""
         self.on_failure: Callable[[WindfallError], None] = lambda error: None
@@ -387,11 +387,12 @@ class Dispatch:
             self._check_room(now)
             if self.ledger.queue and (error := self.refusals.check(self.members.here(), now)):
                 self.on_failure(error)
-            if not self.ledger.queue or any(True for _ in self.members.here()):
+            if not self.ledger.queue or self.borrowing.usable(self.members.here(), now):
                 last_manned_s = now
             elif now - max(last_manned_s, last_event_s) >= NO_WORKERS_S:
                 last_event_s = now
-                self._events.instant("no_workers", queued=len(self.ledger.queue), s=now - last_manned_s)
+                queued, lenders = len(self.ledger.queue), self.members.count  # no other workers are here
+                self._events.instant("no_workers", queued=queued, lenders=lenders, s=now - last_manned_s)
             await asyncio.sleep(tick_s)
 
     def _flush_soon(self) -> None:

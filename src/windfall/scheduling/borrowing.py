@@ -168,10 +168,10 @@ class Borrowing:
         return now_s - self._needed_s.get(member.id, -math.inf) <= STANDBY_S
 
     def usable(self, members: Iterable[Member], now_s: float) -> list[Member]:
-        """The workers that can take part in a step: of the lenders, those that have had slots within `HOLD_S`, and no
-        more than the run may use."""
+        """The workers that can take part in a step: of the lenders, those that have had slots within `HOLD_S` or are
+        starting, and no more than the run may use."""
         all = list(members)
-        able = [w for w in all if w.lends and (w.lendable or now_s - w.able_s <= HOLD_S)]
+        able = [w for w in all if w.lends and (w.lendable or not w.booted or now_s - w.able_s <= HOLD_S)]
         best = {w.id for w in sorted(able, key=lambda w: _order(_capacity(w)))[: self.most]}
         return [w for w in all if not w.lends or w.id in best]
 

@@ -375,7 +375,7 @@ class Dispatch:
             now = loop.time()
             if not self.loading.served():
                 self.members.extend_deadlines(now)
-            for change in self.members.tick(now):
+            for change in self.members.tick(now, self.ledger.running):
                 if change.what == "gone":
                     self._lose(change.id, change.why)
                     continue

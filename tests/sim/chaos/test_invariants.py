@@ -262,7 +262,7 @@ def every_lender_is_used(patch: Patch) -> None:
 
 @breaks("holder")
 def silence_is_never_detected(patch: Patch) -> None:
-    patch.setattr(Members, "tick", lambda self, now_s: [])
+    patch.setattr(Members, "tick", lambda self, now_s, running: [])
 
 
 @breaks("holder")

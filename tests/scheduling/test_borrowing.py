@@ -126,6 +126,8 @@ def test_only_lenders_that_steps_need_load_every_version() -> None:
 
     assert look(0.0, [own, a, b], queued=9) == ["own", "a"]
     assert look(1.0, [], queued=9) == ["own", "a"], "all are outdated, and nothing more is needed"
+    a.capacity = Capacity(slots=8, state="normal", use=0.35, lent=0.0)
+    assert look(1.5, [], queued=9) == ["own", "a"], "the other one is hardly better"
     a.capacity = Capacity(slots=0, state="frozen", use=0.9, lent=0.0)
     assert look(2.0, [own, a], queued=9) == ["own", "a", "b"], "another one instead"
     assert look(STANDBY_S + 3.0, [own, a, b], queued=0) == ["own"]

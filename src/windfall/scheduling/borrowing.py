@@ -152,7 +152,8 @@ class Borrowing:
         """Note which lenders this step needs, whether or not they and the run's own machines have its weights yet."""
         own = [w for w in here if not w.lends and w.booted and w.state in (WorkerState.READY, WorkerState.PULLING)]
         step = replace(need, own_workers=len(own), own_slots=sum(w.slots for w in own))
-        needed = choose(step, [_capacity(w) for w in lenders if not w.suspect], most=self.most)
+        views = [replace(_capacity(w), in_use=self._was_needed(w.id, now_s)) for w in lenders if not w.suspect]
+        needed = choose(step, views, most=self.most)
         for id in {*needed, *in_use}:
             self._needed_s[id] = now_s
         if len(self._needed_s) > 2 * len(lenders):
@@ -165,7 +166,10 @@ class Borrowing:
             return True
         if member.state is WorkerState.JOINING:
             return self.most > 0
-        return now_s - self._needed_s.get(member.id, -math.inf) <= STANDBY_S
+        return self._was_needed(member.id, now_s)
+
+    def _was_needed(self, lender: str, now_s: float) -> bool:
+        return now_s - self._needed_s.get(lender, -math.inf) <= STANDBY_S
 
     def usable(self, members: Iterable[Member], now_s: float) -> list[Member]:
         """The workers that can take part in a step: of the lenders, those that have had slots within `HOLD_S` or are

@@ -175,3 +175,14 @@ def test_no_prompt_is_sent_twice_to_a_server(monkeypatch: pytest.MonkeyPatch) ->
     )  # fmt: skip
     asyncio.run(bench.measure("x", Namespace(url="", ready=ready), options, 100))
     assert len(seeds) == len(set(seeds)) > 40
+
+
+def test_small_market_of_roses_table_has_as_large_a_share_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    table = load("rose_table", monkeypatch)
+    windows, _ = table.market(None)
+    for changes in windows.values():
+        up = table.mean_up(table.at_most(changes, 16), 2000.0)
+        quarter = table.mean_up(table.at_most(table.thinned(changes, 4), 4), 2000.0)
+        assert quarter == pytest.approx(up / 4, rel=0.25), "the machines that are up first would be 3.3 to 4 of 4"
+        assert table.thinned(changes, 1) == changes

@@ -9,7 +9,9 @@ that GRPO of 8B with lenders is 1.31 times as fast as without. For 32B they scal
 Everything else is a prediction. ROSE publishes neither code nor most of its settings: `ASSUMED` lists what is guessed.
 
 Rows "over spot" compare the time of the rollouts: lenders with windfall's policies against spot machines with
-RLBoost's Algorithm 2, which does not send turns to the worker that has their tokens.
+RLBoost's Algorithm 2, which does not send turns to the worker that has their tokens. The spot machines are those that
+the market has, at most as many as there are lenders; a lost one is replaced if another is up. The row is the mean over
+the three segments of the market.
 """
 
 from __future__ import annotations
@@ -18,12 +20,23 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rlboost_model import H100_BYTES, H100_BYTES_PER_S, H100_FLOP_PER_S, MODELS, Assumptions, Model, market
+from rlboost_model import (
+    H100_BYTES,
+    H100_BYTES_PER_S,
+    H100_FLOP_PER_S,
+    MODELS,
+    WINDOW_S,
+    Assumptions,
+    Model,
+    at_most,
+    market,
+)  # fmt: skip
 
 from windfall import config
 from windfall.events import log as events
@@ -43,7 +56,7 @@ ASSUMED = (
     "DAPO: half of the groups have equal rewards and are replaced (reward 1 with probability 0.042)",
     "serving: Qwen2.5-7B and 32B; as many requests as keep 18.9 % of the FLOP/s busy; peak 4.2 times the mean",
     "10 % of a GPU's memory is not for KV; weights of both models stay there; both clusters have H100 data sheets",
-    "training has as many GPUs as the dedicated rollout; spot: as many machines as lenders, those up first",
+    "training has as many GPUs as the dedicated rollout; spot: what the market has, at most as many as lenders",
 )
 SERVED = {
     "8B": Model(name="7B", parameters=7.6e9, layers=28, heads=28, kv_heads=4, trainer_gpus=0),
@@ -123,19 +136,21 @@ class Bench:
     steps: int
     seeds: int
     requests: Path | None
-    spot: list[Change]
+    spot: dict[str, list[Change]]
+    """The segments of the market."""
     scale: int
 
     def rollout_s(self, s: Setting, algorithm: str, where: str) -> tuple[float, float, list[SimLender]]:
-        """Mean seconds of a rollout, sampled tokens of a step, and the lenders. `where`: fixed, lent or spot."""
+        """Mean seconds of a rollout, sampled tokens of a step, and the lenders. `where`: fixed, lent, or the name of a
+        segment of the spot market."""
         times, tokens, lenders = [], [], []
         for seed in range(self.seeds):
             r = recipe(s, algorithm, self.steps, self.requests, seed)
             if where != "lent":
                 r = scenario.with_keys(r, {"sim": {"lenders": None}})
-            w = scenario.build(variants.apply(r, "algorithm2" if where == "spot" else "windfall"))
-            if where == "spot":
-                w = scenario_with(w, self.spot, s.borrowed // s.gpus)
+            w = scenario.build(variants.apply(r, "algorithm2" if where in self.spot else "windfall"))
+            if where in self.spot:
+                w = replace(w, changes=tuple(at_most(thinned(self.spot[where], self.scale), s.borrowed // s.gpus)))
             began_s, log = time.perf_counter(), self.folder / "events.jsonl"
             done = run.simulate(w, log)
             found = [e for e in events.read(log) if e["name"] in ("rollout", "step") and e.get("step", 0) > 1]
@@ -147,10 +162,20 @@ class Bench:
         return mean(times), mean(tokens), lenders
 
 
-def scenario_with(w: scenario.Scenario, changes: list[Change], count: int) -> scenario.Scenario:
-    """The scenario with `count` machines of a spot trace."""
-    chosen = set(list(dict.fromkeys(c.node for c in changes))[:count])
-    return replace(w, changes=tuple(c for c in changes if c.node in chosen))
+def thinned(changes: list[Change], scale: int) -> list[Change]:
+    """Every `scale`-th machine of a market, in the order of their time up, so that the share that is up stays."""
+    up_s: dict[str, float] = {}
+    for c in changes:
+        left_s = WINDOW_S - c.at_s
+        up_s[c.node] = up_s.get(c.node, 0.0) + (left_s if c.up else -left_s)
+    chosen = set(sorted(up_s, key=lambda node: (up_s[node], node))[scale // 2 :: scale])
+    return [c for c in changes if c.node in chosen]
+
+
+def mean_up(changes: Sequence[Change], seconds: float) -> float:
+    """Mean number of machines that are up in the first seconds."""
+    signed_s = ((1 if c.up else -1) * max(0.0, seconds - c.at_s) for c in changes)
+    return sum(signed_s) / seconds
 
 
 def main() -> None:
@@ -163,11 +188,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
     windows, origin = market(args.trace)
-    print(f"spot trace: {origin}, segment B; requests: {args.requests.name if args.requests else 'generated'}")
+    print(f"spot trace: {origin}; requests: {args.requests.name if args.requests else 'generated'}")
     print("assumed:", *ASSUMED, sep="\n  ")
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(
-            folder=Path(temporary), steps=args.steps, seeds=args.seeds, requests=args.requests, spot=windows["B"],
+            folder=Path(temporary), steps=args.steps, seeds=args.seeds, requests=args.requests, spot=windows,
             scale=4 if args.quick else args.scale,
         )  # fmt: skip
         report(bench, ["8B"] if args.quick else list(SETTINGS))
@@ -191,9 +216,17 @@ def report(bench: Bench, names: list[str]) -> None:
             ratio = (fixed_s + train_s) / (lent_s + train_s)
             print_row(name, algorithm, fixed_s, lent_s, train_s, ratio, service(lenders))
             if algorithm == "GRPO":
-                spot_s, _, _ = bench.rollout_s(s, algorithm, "spot")
-                print_row(name, "over spot", spot_s, lent_s, 0.0, spot_s / lent_s, "")
+                over_spot(bench, s, lent_s)
     print(f"fitted: training of 8B takes {fitted_s:.0f} s in a step, so that {' '.join(FITTED)} is {PAPER[FITTED]}x")
+
+
+def over_spot(bench: Bench, s: Setting, lent_s: float) -> None:
+    times, more, most = [], [], s.borrowed // s.gpus
+    for segment, changes in bench.spot.items():
+        times.append(bench.rollout_s(s, "GRPO", segment)[0])
+        up = mean_up(at_most(thinned(changes, bench.scale), most), bench.steps * times[-1])
+        more.append(f"{segment}: {times[-1]:,.0f} s with {up:.1f} of {most}")
+    print_row(s.model.name, "over spot", mean(times), lent_s, 0.0, mean(times) / lent_s, "; ".join(more))
 
 
 def print_row(name: str, what: str, base_s: float, lent_s: float, train_s: float, ratio: float, more: str) -> None:

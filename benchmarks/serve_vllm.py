@@ -23,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +129,15 @@ async def ask(http: aiohttp.ClientSession, url: str, arrival: Arrival, seed: int
     return served
 
 
-async def run(url: str, plan: list[Arrival], vocabulary: int, timeout_s: float) -> tuple[list[Served], float]:
+async def run(
+    url: str, plan: list[Arrival], vocabulary: int, timeout_s: float, seeds: Iterator[int]
+) -> tuple[list[Served], float]:
     limits = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as http:
         began_s, tasks = time.monotonic(), list[asyncio.Task[Served]]()
-        for n, arrival in enumerate(plan):
+        for arrival in plan:
             await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.monotonic()))
-            tasks.append(asyncio.create_task(ask(http, url, arrival, n, vocabulary)))
+            tasks.append(asyncio.create_task(ask(http, url, arrival, next(seeds), vocabulary)))
         served = await asyncio.gather(*tasks)
         return served, time.monotonic() - began_s
 
@@ -143,13 +147,15 @@ async def measure(name: str, server: Server, options: argparse.Namespace, vocabu
     base = requests(options.trace, 4000, max_prompt=options.max_prompt, max_output=options.max_output)
     start_s = await server.ready()
     out.append({"server": name, "load": "start", "values": {"seconds": start_s}})
+    seeds = count()  # no prompt is sent twice: a prefix cache would make it free
     warm = [Arrival(0.05 * n, a.prompt, min(a.tokens, 16)) for n, a in enumerate(base[:24])]
-    await run(server.url, warm, vocabulary, options.timeout)
-    await run(server.url, [Arrival(0.0, a.prompt, 16) for a in base[: options.at_once]], vocabulary, options.timeout)
+    await run(server.url, warm, vocabulary, options.timeout, seeds)
+    full = [Arrival(0.0, a.prompt, 16) for a in base[: options.at_once]]
+    await run(server.url, full, vocabulary, options.timeout, seeds)
     plans = [(f"{rate:g}/s", schedule(base, rate, options.seconds)) for rate in options.rates]
     plans.append((f"{options.at_once} at once", [Arrival(0.0, a.prompt, a.tokens) for a in base[: options.at_once]]))
     for load, plan in plans:
-        served, took_s = await run(server.url, plan, vocabulary, options.timeout)
+        served, took_s = await run(server.url, plan, vocabulary, options.timeout, seeds)
         values = latencies(served, took_s, ttft_s=options.ttft_ms / 1000, tpot_s=options.tpot_ms / 1000)
         out.append({"server": name, "load": load, "values": values})
         errors = {s.error for s in served if s.error}

@@ -152,3 +152,37 @@ def test_table_of_co_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = coserve.table(figures)
     assert "+10%" in lines[2]
     assert lines[2].endswith("80%"), "480 of the 600 that an idle share of 60 % allows"
+
+
+def test_no_prompt_is_sent_twice_to_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bench = load("serve_vllm", monkeypatch)
+    seeds: list[int] = []
+
+    async def ask(http: Any, url: str, arrival: Any, seed: int, vocabulary: int) -> Any:
+        seeds.append(seed)
+        served = bench.Served(0.0, 1)
+        served.got(0.1, 1)
+        return served
+
+    async def ready() -> float:
+        return 0.0
+
+    monkeypatch.setattr(bench, "ask", ask)
+    options = Namespace(
+        trace=None, max_prompt=64, max_output=8, timeout=5.0, at_once=8, rates=[200.0], seconds=0.1, ttft_ms=1.0,
+        tpot_ms=1.0,
+    )  # fmt: skip
+    asyncio.run(bench.measure("x", Namespace(url="", ready=ready), options, 100))
+    assert len(seeds) == len(set(seeds)) > 40
+
+
+def test_small_market_of_roses_table_has_as_large_a_share_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    table = load("rose_table", monkeypatch)
+    windows, _ = table.market(None)
+    for changes in windows.values():
+        up = table.mean_up(table.at_most(changes, 16), 2000.0)
+        quarter = table.mean_up(table.at_most(table.thinned(changes, 4), 4), 2000.0)
+        assert quarter == pytest.approx(up / 4, rel=0.25), "the machines that are up first would be 3.3 to 4 of 4"
+        assert table.thinned(changes, 1) == changes

@@ -79,8 +79,8 @@ def test_top_reads_the_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_snapshot_has_what_lenders_reported(tmp_path: Path) -> None:
     with report(tmp_path, staleness=0) as fleet:
         members = fleet._dispatch.members
-        member = members.join("l", Lease(kind="borrowed", device="cpu"), 0.0)
+        member = members.join("l", Lease(kind="borrowed", device="cpu"), 0.0, lends=True)
         assert "lender" not in written(fleet)["workers"][0]
         member.slots, member.capacity = 8, Capacity(slots=3, state="pressure", use=0.5, lent=0.1, slack_s=0.2)
-        reported = {"in_use": True, "slots": 3, "state": "pressure", "use": 0.5, "lent": 0.1, "slack_s": 0.2}
+        reported = {"in_use": False, "slots": 3, "state": "pressure", "use": 0.5, "lent": 0.1, "slack_s": 0.2}
         assert written(fleet)["workers"][0]["lender"] == reported

@@ -82,6 +82,7 @@ class OpenGate:
         max_workers: int = 8,
         log: Callable[..., None] | None = None,
         max_frame_bytes: int = 1 << 16,
+        borrows: bool = True,
         **limits: Any,
     ) -> None:
         """`limits` are the options of a listener.Listener."""
@@ -89,7 +90,9 @@ class OpenGate:
         self.logged: list[dict[str, Any]] = []
         self.received: dict[str, list[Any]] = {}
         self.links: dict[str, Link] = {}
-        self.gate = Gate(RUN, TOKEN, log=log or self._log, max_workers=max_workers, trainer_secret=SECRET)
+        self.gate = Gate(
+            RUN, TOKEN, log=log or self._log, max_workers=max_workers, trainer_secret=SECRET, borrows=borrows
+        )  # fmt: skip
         self.gate.terms = Terms(model=MODEL, engine=engine(), heartbeat_s=1.0, stalled_s=60.0)
 
     def _log(self, name: str, **fields: Any) -> None:

@@ -177,6 +177,17 @@ def test_full_run_asks_worker_to_retry(open_gate: OpenGate) -> None:
     asyncio.run(run())
 
 
+def test_run_that_borrows_from_none_refuses_lenders(open_gate: OpenGate) -> None:
+    async def run() -> None:
+        async with open_gate(borrows=False).open() as d, d.undisturbed():
+            link, challenge = await d.dial()
+            await link.send(d.hello(challenge, lends=True))
+            answer = await link.receive()
+            assert answer == m.Refused(why="the run borrows from no lender (fleet.borrowed_max is 0)", again=False)
+
+    asyncio.run(run())
+
+
 def test_worker_is_asked_to_retry_before_the_model_is_known(open_gate: OpenGate) -> None:
     async def run() -> None:
         async with open_gate().open() as d:

@@ -9,6 +9,7 @@ import pytest
 
 from windfall.cost import prices
 from windfall.events.log import EventLog
+from windfall.link.messages import Capacity
 from windfall.rollout import advisor
 from windfall.rollout.advisor import Advisor
 from windfall.rollout.dispatch import Dispatch
@@ -34,9 +35,10 @@ class Run:
         self.advisor = Advisor(self.dispatch, responses=64, trainer_usd_per_h=80.0, max_count=max_count)
         self.now_s = 0.0
 
-    def join(self, name: str, lease: Lease, tok_per_s: float) -> None:
+    def join(self, name: str, lease: Lease, tok_per_s: float, *, lends: bool = False) -> None:
         d = self.dispatch
-        member = d.members.join(name, lease, self.now_s)
+        member = d.members.join(name, lease, self.now_s, lends=lends)
+        member.capacity = Capacity(slots=64, state="normal", use=0.1, lent=0.0) if lends else None
         d.accounts.join(self.now_s, member.id, kind=lease.kind, usd_per_h=prices.of(lease).or_none)
         d.placement.speeds.join(member.id, lease.device)
         d.members.pull(member.id, self.now_s)
@@ -186,14 +188,15 @@ def test_lenders_come_first_and_replace_spot_workers(tmp_path: Path) -> None:
             run.join(f"s{n}", SPOT, 4000)
         lent = Lease(kind="borrowed", device="card")
         for n in range(lenders):
-            run.join(f"l{n}", lent, 4000)
+            run.join(f"l{n}", lent, 4000, lends=True)
         for _ in range(3):
             d = run.dispatch
-            d.borrowing.update(list(d.members.here()), 400, lambda id: 8, d.placement.speeds.profile, run.now_s)
+            here = list(d.members.here())
+            d.borrowing.update(here, here, 400, lambda id: 8, d.placement.speeds.profile, run.now_s)
             run.step()
         counts[lenders] = run.advisor.advice[prices.kind(SPOT)].count
         if lenders:
-            advice = run.advisor.advice[prices.kind(lent)]
+            advice = run.advisor.advice[prices.kind(lent, lends=True)]
             assert (advice.now, advice.count) == (3, 3)
     assert counts[3] < counts[0]
 
@@ -203,10 +206,40 @@ def test_lenders_that_are_not_used_do_not_count(tmp_path: Path) -> None:
     run.dispatch.borrowing.most = 1
     lent = Lease(kind="borrowed", device="card")
     for name in "ab":
-        run.join(name, lent, 4000)
+        run.join(name, lent, 4000, lends=True)
     for _ in range(3):
         d = run.dispatch
-        d.borrowing.update(list(d.members.here()), 400, lambda id: 0, d.placement.speeds.profile, run.now_s)
+        here = list(d.members.here())
+        d.borrowing.update(here, here, 400, lambda id: 0, d.placement.speeds.profile, run.now_s)
         run.step()
-    advice = run.advisor.advice[prices.kind(lent)]
+    advice = run.advisor.advice[prices.kind(lent, lends=True)]
     assert (advice.now, advice.count) == (1, 1)
+
+
+def test_idle_nodes_of_a_cluster_are_no_lenders(tmp_path: Path) -> None:
+    """Workers with a borrowed lease that serve nobody: the run starts them, and may start more."""
+    run = Run(tmp_path)
+    idle = Lease(kind="borrowed", device="card")
+    run.join(LOCAL, Lease(kind="reserved", device="big"), 10_000)
+    run.join("a", idle, 4000)
+    d = run.dispatch
+    for _ in range(3):
+        here = list(d.members.here())
+        d.borrowing.update(here, here, 0, lambda id: 0, d.placement.speeds.profile, run.now_s)
+        run.step()
+    advice = run.advisor.advice[prices.kind(idle)]
+    assert advice.now == 1
+    assert advice.count > 1
+    assert d.members.all["a"].open_slots == 64, "it does not depend on the need of the step"
+
+
+def test_lender_without_slots_at_the_end_of_a_step_does_not_have_any_number_of_them(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    lent = Lease(kind="borrowed", device="card")
+    run.join("a", lent, 4000, lends=True)
+    d = run.dispatch
+    here = list(d.members.here())
+    d.borrowing.update(here, here, 400, lambda id: 0, d.placement.speeds.profile, run.now_s)
+    d.members.all["a"].capacity = Capacity(slots=0, state="frozen", use=0.9, lent=0.0)
+    run.step()
+    assert run.advisor._kinds[prices.kind(lent, lends=True)].slots == 1

@@ -23,6 +23,7 @@ from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.seeding import Seeding
 from windfall.rollout.stream import Rollout
+from windfall.scheduling.borrowing import HOLD_S
 from windfall.scheduling.members import WorkerState
 from windfall.scheduling.seed_time import RemoteFleet, SeedPlan, StepMeasurement
 from windfall.scheduling.step_model import Progress
@@ -252,6 +253,24 @@ def test_booting_worker_does_not_keep_the_engine_paused(tmp_path: Path) -> None:
             await asyncio.gather(boots, return_exceptions=True)
 
     play(main())
+
+
+def test_lender_whose_service_needs_it_does_not_keep_the_engine_paused(tmp_path: Path) -> None:
+    """It is there, has the weights, and may have no slot for hours."""
+
+    async def main() -> None:
+        async with world(tmp_path, 0.03, (LOCAL, slow(0.005)), ("w", slow(0.01))) as w:
+            member = w.dispatch.members.all["w"]
+            member.lends, member.able_s = True, asyncio.get_running_loop().time() + 1.0 - HOLD_S
+            member.capacity = messages.Capacity(slots=64, state="normal", use=0.1, lent=0.0)
+            step = asyncio.create_task(w.step())
+            await w.until(lambda: w.state() is WorkerState.PAUSED)
+            member.capacity = messages.Capacity(slots=0, state="frozen", use=0.9, lent=0.0)
+            w.dispatch._released(member, tuple(e.handle for e in w.dispatch.ledger.held("w")))
+            await asyncio.wait_for(step, 4.0)
+
+    play(main())
+    assert "local_resumed" in [e["name"] for e in read(tmp_path / "events.jsonl")]
 
 
 def test_time_before_the_step_does_not_count_as_seed_time(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from windfall.link.messages import Capacity
 from windfall.scheduling.fixed_versions import FixedVersions
 from windfall.scheduling.members import Member, Members, WorkerState
 from windfall.types import LOCAL, Lease
 
 
-def worker(members: Members, name: str, *, version: int = 5, slots: int = 8) -> Member:
-    member = members.join(name, Lease(), 0.0)
+def worker(members: Members, name: str, *, version: int = 5, slots: int = 8, lends: bool = False) -> Member:
+    member = members.join(name, Lease(), 0.0, lends=lends)
+    member.capacity = Capacity(slots=slots, state="normal", use=0.1, lent=0.0) if lends else None
     members.pull(member.id, 0.0)
     member.requested = (version, f"d{version}")
     members.loaded(member.id, version, f"d{version}", slots, 1.0)
@@ -87,3 +89,16 @@ def test_worker_that_is_silent_for_a_moment_keeps_its_version() -> None:
     assert fixed.keeps("a"), "but it is not asked to load another version"
     member.suspect = False
     assert kept(fixed) == ["a"]
+
+
+def test_lenders_keep_a_version_only_if_there_are_no_other_workers() -> None:
+    members = Members()
+    for name in "abc":
+        worker(members, name, lends=True)
+    fixed = FixedVersions(members, borrowed_max=2)
+    assert fixed.keep(5, "d5", 100)
+    assert kept(fixed) == ["a", "b"], "as many as may be used"
+    members.join("spot", Lease(), 0.0)
+    fixed = FixedVersions(members)
+    fixed.keep(5, "d5", 4)
+    assert kept(fixed) == [], "the worker that pulls will keep it"

@@ -330,3 +330,24 @@ def test_check_finds_broken_rules(change: dict[str, Any]) -> None:
         setattr(member, name, value)
     with pytest.raises(AssertionError):
         members.check()
+
+
+def test_lender_that_neither_generates_nor_returns_its_responses_is_given_up() -> None:
+    """Its heartbeat goes on, and says nothing of its engine."""
+    members = Members(Patience(gone_s=8.0, stalled_s=60.0))
+    for name in ("lender", "own"):
+        member = members.join(name, Lease(), 0.0, lends=name == "lender")
+        member.last_tokens_s = 10.0
+
+    def look(now_s: float, running: int) -> list[str]:
+        members._ticked_s = now_s - 0.25
+        for name in ("lender", "own"):
+            members.seen(name, now_s)
+        return [c.id for c in members.tick(now_s, lambda worker: running)]
+
+    assert look(69.0, running=3) == []
+    assert look(70.0, running=0) == []
+    assert look(70.0, running=3) == ["lender"]
+    members.seen("lender", 200.0)
+    members.seen("own", 200.0)
+    assert members.tick(200.0, lambda worker: 3) == [], "the controller itself stood still"

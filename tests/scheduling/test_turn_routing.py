@@ -101,3 +101,11 @@ def test_borrowed_worker_within_its_slo_comes_before_spot_and_the_least_used_fir
     assert route([lost], [spot, frozen], typical=100).placed == [("1/0", "spot")]
     assert route([lost], [idle, load("own", 2, reserved=True)], typical=100).placed == [("1/0", "own")]
     assert route([turn(holder="spot")], [spot, idle], typical=100).placed == [("1/0", "spot")], "it has the tokens"
+
+
+def test_turn_does_not_wait_for_a_lender_that_the_run_has_given_back() -> None:
+    """It has the tokens and its SLO holds, but no slot will become free there."""
+    given_back, own = load("a", slots=0, borrowed=True), load("own", 2, reserved=True)
+    routes = route([turn(context=40_000)], [given_back, own], typical=100)
+    assert (routes.placed, routes.waiting) == ([("1/0", "own")], set())
+    assert route([turn(context=40_000)], [given_back, load("own", 8)], typical=100).waiting == set()

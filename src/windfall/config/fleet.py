@@ -38,7 +38,7 @@ class Fleet(Section):
     much together in $ per hour. 0 sets no ceiling. Sources elsewhere then need a price in the recipe."""
     borrowed_max: int = Field(default=64, ge=0)
     """Upper limit for the lenders (`windfall serve --lend`) that the run uses at once. It uses those whose owners have
-    needed their memory least, and only as many as the step needs. 0: borrow from none."""
+    needed their memory least, and only as many as the step needs. 0: lenders are refused."""
     worker_threads: Count = 1
     """CPU threads of each worker on this machine."""
     worker_memory: float = Field(default=0.0, ge=0, lt=1)

@@ -316,7 +316,7 @@ class SimLenders(Section):
     """Objective of the service: seconds per token after the first."""
     max_slowdown: float = Field(default=0.15, ge=0)
     """Upper limit for the time per token that lending adds, as a share of the time without lending."""
-    requests_per_s: float = Field(default=1.0, ge=0)
+    requests_per_s: float = Field(default=1.0, ge=0, le=10_000)
     """Mean number of requests per second of one lender. 0 with a file: as many as in the file."""
     requests_file: FilePath | None = None
     """Requests to replay, in lines of `time,prompt tokens,generated tokens`. If left out, requests are generated."""

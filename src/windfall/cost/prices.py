@@ -79,12 +79,15 @@ def of(lease: Lease) -> Price:
     return lookup(lease.device, kind=lease.kind, where=lease.region) or UNKNOWN
 
 
-def kind(lease: Lease) -> str:
-    """The common name of all leases with these terms, device and price.
+def kind(lease: Lease, *, lends: bool = False) -> str:
+    """The common name of all leases with these terms, device and price. `lends`: of machines that serve requests of
+    their own first, which a run cannot start.
 
-    >>> kind(Lease(kind="spot", device="NVIDIA H200"))
-    'spot NVIDIA H200 at $3.29/h'
+    >>> kind(Lease(kind="spot", device="NVIDIA H200")), kind(Lease(kind="borrowed", device="NVIDIA H200"), lends=True)
+    ('spot NVIDIA H200 at $3.29/h', 'lent NVIDIA H200')
     """
+    if lends:
+        return f"lent {lease.device or 'machine'}"
     price = of(lease)
     return f"{lease.kind} {lease.device or 'machine'}" + (f" at ${price.usd_per_h:.2f}/h" if price.known else "")
 

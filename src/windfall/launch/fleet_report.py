@@ -167,7 +167,7 @@ class FleetReport:
         gone_shown = {w.id for w in [w for w in members if w.state is WorkerState.GONE][-GONE_SHOWN:]}
         workers = [
             {
-                "worker": w.id, "lease": prices.kind(w.lease), "kind": w.lease.kind,
+                "worker": w.id, "lease": prices.kind(w.lease, lends=w.lends), "kind": w.lease.kind,
                 "device": w.lease.device, "engine": w.engine.label, "region": w.lease.region,
                 "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
                 "version": w.version, "running": ledger.running(w.id), "slots": w.slots,

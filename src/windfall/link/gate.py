@@ -37,11 +37,12 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 class Gate:
     def __init__(
-        self, run: str, token: str, *, log: Callable[..., None], max_workers: int, trainer_secret: str = ""
-    ) -> None:
-        """Without a `trainer_secret`, no trainer is accepted."""
+        self, run: str, token: str, *, log: Callable[..., None], max_workers: int, trainer_secret: str = "",
+        borrows: bool = True,
+    ) -> None:  # fmt: skip
+        """Without a `trainer_secret`, no trainer is accepted. `borrows`: workers that lend are accepted."""
         self.run, self._token, self._log, self.max_workers = run, token, log, max_workers
-        self._trainer_secret = trainer_secret
+        self._trainer_secret, self._borrows = trainer_secret, borrows
         self.terms: Terms | None = None  # None until a trainer has joined; before that, workers must dial again later
         self.workers = 0  # workers connected now
         # The last logged refusals by peer and reason: when (monotonic, s), and how many were left out since.
@@ -63,6 +64,8 @@ class Gate:
             await self._refuse(link, "the device, region or digest is longer than 128 characters")
         elif not 0 <= hello.lease.price_usd_per_h < math.inf:
             await self._refuse(link, f"invalid price: {hello.lease.price_usd_per_h} $ per hour")
+        elif hello.lends and not self._borrows:
+            await self._refuse(link, "the run borrows from no lender (fleet.borrowed_max is 0)")
         elif self.workers >= self.max_workers:
             why = f"the run has its maximum of {self.max_workers} workers (fleet.max_workers)"
             await self._refuse(link, why, again=True)

@@ -53,6 +53,7 @@ class Hello(Message, frozen=True, tag=2):
     digest: str = ""  # digest of these weights
     age_s: float = 0.0  # Seconds that the worker's process has been running. It is billed from its start.
     engine: Capabilities = Capabilities()  # what is known of the engine; a worker that has none yet knows it at Loaded
+    lends: bool = False  # It serves requests of its own first (`windfall serve --lend`), and reports its Capacity.
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ class _KindMeasurement:
     """The measurements of one kind so far."""
 
     lease: Lease
+    lends: bool = False
     tok_per_s: float = 0.0
     """Tokens per second of one worker while it has work; time spent on pulls is included."""
     boot_s: float = 0.0
@@ -81,7 +82,7 @@ class Advisor:
         if self._by_wait_share:
             advice = self._follow_wait_share(kinds, last.train_wait_s, held_s, step_s)
         else:
-            advice = advise_all(run, kinds, lent={n for n, k in self._kinds.items() if k.lease.kind == "borrowed"})
+            advice = advise_all(run, kinds, lent={n for n, k in self._kinds.items() if k.lends})
         changed = {n: a for n, a in advice.items() if not self._same(n, a)}
         self.advice = advice
         return changed
@@ -121,28 +122,31 @@ class Advisor:
         # In asynchronous training, workers go on generating while they pull.
         pulling_factor = 1.0 if self._asynchronous else max(0.0, 1 - self._dispatch.members.pull_s / step_s)
         for member in here:
-            kind = prices.kind(member.lease)
+            kind = _name(member)
             # popped and inserted again, so that the newest kinds are last
-            known = self._kinds[kind] = self._kinds.pop(kind, None) or _KindMeasurement(lease=member.lease)
-            known.slots, known.profile = member.lendable, self._dispatch.placement.speeds.profile(member.id)
+            known = self._kinds[kind] = self._kinds.pop(kind, None) or _KindMeasurement(
+                lease=member.lease, lends=member.lends
+            )
+            # A lender may have no slot at this moment, but 0 would mean that any number of responses fits.
+            known.slots, known.profile = max(1, member.lendable), self._dispatch.placement.speeds.profile(member.id)
             if rate := self._dispatch.placement.rate(member, self._responses, len(here) + len(local)):
                 known.tok_per_s = _average(known.tok_per_s, rate * pulling_factor)
             if (boot_s := self._dispatch.accounts.of(member.id, now_s).seconds.get("booting")) is not None:
                 known.boot_s = _average(known.boot_s, boot_s)
-        most = max(KINDS, len({prices.kind(member.lease) for member in here}))
+        most = max(KINDS, len({_name(member) for member in here}))
         for kind in list(self._kinds)[: max(0, len(self._kinds) - most)]:
             del self._kinds[kind]
 
     def _counts(self, member: Member) -> bool:
         """Whether the worker is one of those that the run has: a lender only if it was in use."""
-        return member.lease.kind != "borrowed" or member.id in self._used
+        return not member.lends or member.id in self._used
 
     def _kind(self, name: str, measured: _KindMeasurement, now_s: float) -> WorkerKind:
         """The loss rate is the preemptions of the workers that `members` remembers, per hour of their presence."""
-        alike = [m for m in self._dispatch.members.all.values() if m.name != LOCAL and prices.kind(m.lease) == name]
+        alike = [m for m in self._dispatch.members.all.values() if m.name != LOCAL and _name(m) == name]
         staying = [m for m in alike if m.state is not WorkerState.GONE]
         here, most = [m for m in staying if self._counts(m)], self._max_count
-        if measured.lease.kind == "borrowed":
+        if measured.lends:
             most = min(self._dispatch.borrowing.most, len(staying))
         present_s = sum((m.seen_s if m.state is WorkerState.GONE else now_s) - m.joined_s for m in alike)
         lost = sum(m.preempted for m in alike)
@@ -154,13 +158,17 @@ class Advisor:
 
 
 def advise_all(run: RunMeasurements, kinds: Mapping[str, WorkerKind], *, lent: Collection[str]) -> dict[str, Advice]:
-    """The advice for every kind. `lent`: the kinds that are borrowed, which come first."""
+    """The advice for every kind. `lent`: the kinds of lenders, which come first."""
     kinds, out = dict(kinds), {}
     for name in sorted(kinds, key=lambda name: name not in lent):
         out[name] = advise(run, kinds[name], [k for other, k in kinds.items() if other != name])
         if name in lent:
             kinds[name] = replace(kinds[name], now=out[name].count)
     return out
+
+
+def _name(member: Member) -> str:
+    return prices.kind(member.lease, lends=member.lends)
 
 
 def _average(old: float, new: float) -> float:

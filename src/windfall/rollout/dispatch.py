@@ -67,7 +67,7 @@ class Dispatch:
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
         self._staleness = staleness
-        self.window, self.fixed = VersionWindow(), FixedVersions(self.members)
+        self.window, self.fixed = VersionWindow(), FixedVersions(self.members, borrowed_max=borrowed_max)
         self._listeners: dict[str, Listener] = {}
         """The listener of each open response."""
         self.on_failure: Callable[[WindfallError], None] = lambda error: None
@@ -168,10 +168,12 @@ class Dispatch:
     async def attend(self, link: Link, hello: m.Hello) -> None:
         """Handle one worker from its Hello until it is gone."""
         now = asyncio.get_running_loop().time()
-        member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
+        member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest,
+                                   lends=hello.lends)  # fmt: skip
         id = member.id
         self._set_engine(member, hello.engine)
-        self.placement.speeds.join(id, hello.lease.device)
+        # A lender's steps wait for those of its service, so its speed says nothing of other machines of this device.
+        self.placement.speeds.join(id, f"{hello.lease.device} that serves" if hello.lends else hello.lease.device)
         price = prices.of(hello.lease)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
         self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price.or_none, trainer=hello.name == LOCAL,
@@ -210,7 +212,8 @@ class Dispatch:
             case m.Stats():
                 self.turns.dropped(id, message.dropped)
             case m.Capacity():
-                self._set_capacity(member, message)
+                if self.borrowing.report(member, message, now):
+                    self._schedule_soon()
             case m.Loaded():
                 self.turns.cleared(id)
                 self._set_engine(member, message.engine)
@@ -234,13 +237,6 @@ class Dispatch:
                 self._lose(id, f"left: {'refused: ' if message.refused else ''}{message.why}")
             case _:
                 raise Malformed(f"unexpected message {type(message).__name__}")
-
-    def _set_capacity(self, member: Member, message: m.Capacity) -> None:
-        if message.slots < 0 or not 0 <= message.use <= 1 or not 0 <= message.lent <= 1:
-            raise Malformed(f"a capacity of {message.slots} slots, {message.use} in use and {message.lent} lent")
-        before, member.capacity = member.open_slots, message
-        if member.open_slots > before:
-            self._schedule_soon()
 
     def _set_engine(self, member: Member, engine: Capabilities) -> None:
         if not engine.name:
@@ -379,7 +375,7 @@ class Dispatch:
             now = loop.time()
             if not self.loading.served():
                 self.members.extend_deadlines(now)
-            for change in self.members.tick(now):
+            for change in self.members.tick(now, self.ledger.running):
                 if change.what == "gone":
                     self._lose(change.id, change.why)
                     continue
@@ -391,11 +387,12 @@ class Dispatch:
             self._check_room(now)
             if self.ledger.queue and (error := self.refusals.check(self.members.here(), now)):
                 self.on_failure(error)
-            if not self.ledger.queue or any(True for _ in self.members.here()):
+            if not self.ledger.queue or self.borrowing.usable(self.members.here(), now):
                 last_manned_s = now
             elif now - max(last_manned_s, last_event_s) >= NO_WORKERS_S:
                 last_event_s = now
-                self._events.instant("no_workers", queued=len(self.ledger.queue), s=now - last_manned_s)
+                queued, lenders = len(self.ledger.queue), self.members.count  # no other workers are here
+                self._events.instant("no_workers", queued=queued, lenders=lenders, s=now - last_manned_s)
             await asyncio.sleep(tick_s)
 
     def _flush_soon(self) -> None:
@@ -432,22 +429,32 @@ class Dispatch:
         if offer is None:
             return
         self.fixed.choose()
-        self.loading.request_all(self.ledger, self.fixed, needed=bool(self._staleness or self.ledger.queue))
+        needed = bool(self._staleness or self.ledger.queue)
+        self.loading.request_all(self.ledger, self.fixed, self.borrowing, needed=needed)
         # A response that starts on older weights would be older than admission assumes (scheduling/admission.py).
         ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest and self._open(w)]
+        self._borrow(ready)
         for version in list(self.ledger.fixed_versions):
             self._assign_fixed(version)
-        queued, profile = len(self.ledger.queue), self.placement.speeds.profile
-        self.borrowing.update(ready, queued, self.ledger.running, profile, self._last_schedule_s)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
-        if queued:
-            coming = len(self.members.nearly_ready(asyncio.get_running_loop().time()))
+        if self.ledger.queue:
+            now = self._last_schedule_s
+            coming = len(self.borrowing.usable(self.members.nearly_ready(now), now))
             versions = {w.id: w.version for w in ready}
             for worker, entries in self.placement.assign(loads, versions, coming=coming, longest=longest).items():
                 self._assign(worker, entries)
         elif loads and not self._releasing:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
+
+    def _borrow(self, ready: Collection[Member]) -> None:
+        """Decide which lenders to use."""
+        ledger = self.ledger
+        too_long = self.room.too_long(max((w.longest for w in ready if not w.lends), default=math.inf))
+        self.borrowing.update(
+            list(self.members.here()), ready, len(ledger.queue), ledger.running, self.placement.speeds.profile,
+            self._last_schedule_s, room=room(too_long.episode) if too_long else 0, keeps=self.fixed.keeps,
+        )  # fmt: skip
 
     def _open(self, member: Member) -> bool:
         """Whether the worker takes work now: an engine without live slots only if it is idle."""

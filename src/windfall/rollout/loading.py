@@ -20,6 +20,7 @@ from windfall.ledger.episode import Malformed
 from windfall.ledger.ledger import Ledger
 from windfall.link import messages as m
 from windfall.rollout.assignment import Offer
+from windfall.scheduling.borrowing import Borrowing
 from windfall.scheduling.fixed_versions import FixedVersions, KeptVersion
 from windfall.scheduling.members import Member, Members, WorkerState
 from windfall.scheduling.version_window import VersionWindow
@@ -44,13 +45,13 @@ class Loading:
         self.served: Callable[[], bool] = lambda: True
         """Whether the weights are being served at the moment."""
 
-    def request_all(self, ledger: Ledger, fixed: FixedVersions, *, needed: bool) -> None:
+    def request_all(self, ledger: Ledger, fixed: FixedVersions, borrowing: Borrowing, *, needed: bool) -> None:
         """Have workers load the newest version. New workers load it at once. With staleness 0, others load it when
         there is work for them; above 0, at once if running responses are interrupted, otherwise when idle (`needed`).
-        The trainer's engine always has the newest weights."""
+        Lenders load it if they are needed. The trainer's engine always has the newest weights."""
         now = asyncio.get_running_loop().time()
         for member in self._members.outdated(self.window, needed=needed):
-            if fixed.keeps(member.id):
+            if fixed.keeps(member.id) or not borrowing.loads(member, now):
                 continue
             busy = ledger.running(member.id) > 0
             if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:

@@ -300,11 +300,12 @@ class Seeding:
         """The other workers that can take part in this step, now or as soon as their pull ends."""
         members = self._dispatch.members
         ready = [m for m in members.here() if m.state is WorkerState.READY and not m.suspect]
-        return [m for m in (*ready, *members.nearly_ready(self._now())) if m.name != LOCAL]
+        others = [m for m in (*ready, *members.nearly_ready(self._now())) if m.name != LOCAL]
+        return self._dispatch.borrowing.usable(others, self._now())
 
     def _generators(self) -> list[Member]:
         """Workers that hold a version of the window: they generate, or could."""
-        return self._dispatch.members.routable(self._dispatch.window)
+        return [m for m in self._dispatch.members.routable(self._dispatch.window) if m.in_use]
 
     def _why_alone(self) -> str:
         """Why only the trainer's engine can generate what is queued; empty if another worker can."""

@@ -6,7 +6,8 @@ appear. A lost worker is replaced by another one that holds the version, or that
 it. If there is none, the evaluation cannot go on.
 
 Rule: a worker that keeps a version is not asked to load another one. The trainer's own engine never keeps one, because
-its weights are those of the trainer.
+its weights are those of the trainer. Lenders keep one only if there are no other workers: their service may need them
+until long after the evaluation should have ended.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class KeptVersion:
 
 
 class FixedVersions:
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    def __init__(self, members: Members, *, borrowed_max: int = 64) -> None:
+        """`borrowed_max`: as in the recipe."""
+        self._members, self._borrowed_max = members, borrowed_max
         self._kept: dict[int, KeptVersion] = {}
 
     def keep(self, version: int, digest: str, responses: int) -> bool:
         """Have workers keep this version, the newest, until `release`. Returns False if there is no worker to do so."""
-        if all(m.name == LOCAL or m.state is WorkerState.DRAINING for m in self._members.here()):
+        if not any(_may_keep(m) for m in self._members.here()):
             return False
         self._kept[version] = KeptVersion(version=version, digest=digest, responses=responses)
         return True
@@ -44,11 +46,14 @@ class FixedVersions:
 
     def choose(self) -> None:
         """Choose workers for the versions that have too few. Call this before workers are asked to load versions."""
+        others = any(not m.lends and _may_keep(m) for m in self._members.here())
         for kept in self._kept.values():
             holders = {m.id: m for m in self._members.here() if _holds(m, kept)}
             kept.workers &= holders.keys()  # a suspect worker may stay
-            able = {id: m.slots for id, m in holders.items() if id in kept.workers or not m.suspect}
-            for worker in sorted(able, key=lambda id: -able[id]):
+            able = {id: m.lendable for id, m in holders.items() if id in kept.workers or not m.suspect}
+            for worker in sorted(able, key=lambda id: (not holders[id].in_use, -able[id])):
+                if holders[worker].lends and (others or len(kept.workers) >= self._borrowed_max):
+                    continue
                 if sum(able[id] for id in kept.workers) < kept.responses:
                     kept.workers.add(worker)
 
@@ -74,6 +79,10 @@ class FixedVersions:
 
     def _coming(self, kept: KeptVersion) -> bool:
         return any(m.loading and m.requested == (kept.version, kept.digest) for m in self._members.here())
+
+
+def _may_keep(member: Member) -> bool:
+    return member.name != LOCAL and member.state is not WorkerState.DRAINING
 
 
 def _holds(member: Member, kept: KeptVersion) -> bool:

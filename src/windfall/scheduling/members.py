@@ -8,7 +8,9 @@ Rules:
 - A worker without work pulls a new version in the state PULLING. With `on_new_weights = "interrupt"`, a worker with
   work stays READY and goes on generating while it pulls; its engine takes the new weights between two steps.
 - A worker that is silent for `suspect_s` becomes suspect and gets no new work until its next message. A worker that is
-  silent for `gone_s`, or has work but makes no engine step for `stalled_s`, is gone.
+  silent for `gone_s`, or has work but makes no engine step for `stalled_s`, is gone. So is a lender that has work and
+  sends no token of it for `stalled_s`: it does not count the steps of its engine, which waits for its service, but it
+  returns responses for which it has no time.
 - A PULLING worker that receives no byte of the weights for `stalled_s` is stuck, even if it sends messages and retries;
   it is drained. Every received byte extends the deadline, and so does any time in which no process serves the weights
   (`extend_deadlines`). Building the engine and swapping in the weights have their own limits, which the worker
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -115,8 +117,12 @@ class Member:
     """Responses that it can run at once; 0 until it has been ready."""
     stats: Stats | None = None
     """Its last Stats message."""
+    lends: bool = False
+    """It serves requests of its own first, and lends the run what these leave (`windfall serve --lend`)."""
     capacity: Capacity | None = None
     """What a lender last reported that it can take; None for other workers."""
+    able_s: float = -math.inf
+    """When a lender last reported slots (loop time, seconds)."""
     in_use: bool = True
     """False for a lender from which the run does not borrow at the moment (scheduling/borrowing.py)."""
     requested: tuple[int, str] = (-1, "")
@@ -154,8 +160,9 @@ class Member:
 
     @property
     def lendable(self) -> int:
-        """Responses that it can run at once now: a lender takes fewer while its service needs the machine."""
-        return self.slots if self.capacity is None else min(self.slots, self.capacity.slots)
+        """Responses that it can run at once now: a lender takes fewer while its service needs the machine, and none
+        before its first report."""
+        return min(self.slots, self.capacity.slots if self.capacity else 0) if self.lends else self.slots
 
     @property
     def open_slots(self) -> int:
@@ -201,13 +208,18 @@ class Members:
         """Number of workers that are here."""
         return len(self._here)
 
-    def join(self, name: str, lease: Lease, now_s: float, *, version: int = -1, digest: str = "") -> Member:
+    def join(
+        self, name: str, lease: Lease, now_s: float, *, version: int = -1, digest: str = "", lends: bool = False
+    ) -> Member:
         """Adds a new member, even if a worker of this name was here before."""
         self._generation[name] = n = self._generation.get(name, 0) + 1
         id = name if n == 1 else f"{name}#{n}"
         if len(self._generation) > 100 * self._remember:
             del self._generation[next(iter(self._generation))]
-        member = Member(id=id, name=name, lease=lease, joined_s=now_s, seen_s=now_s, version=version, digest=digest)
+        member = Member(
+            id=id, name=name, lease=lease, joined_s=now_s, seen_s=now_s, version=version, digest=digest, lends=lends,
+            in_use=not lends,
+        )  # fmt: skip
         member._rate_from = (now_s, 0)
         self.all[id] = self._here[id] = member
         return member
@@ -272,11 +284,12 @@ class Members:
         was_suspect, member.suspect = member.suspect, False
         return was_suspect
 
-    def tick(self, now_s: float) -> list[MemberChange]:
-        """Called every `tick_s`. Returns the workers that became suspect, stuck or gone; the caller then calls
-        `move`."""
+    def tick(self, now_s: float, running: Callable[[str], int] = lambda worker: 0) -> list[MemberChange]:
+        """Called every `tick_s`. Returns the workers that became suspect, stuck or gone; the caller then calls `move`.
+        `running`: the number of responses that a worker has."""
         p = self.patience
-        if self._ticked_s is not None and (late_s := now_s - self._ticked_s - 2 * p.tick_s) > 0:
+        late_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s - 2 * p.tick_s
+        if late_s > 0:
             for member in self.here():  # no message could be received while the controller itself was stalled
                 member.seen_s = min(now_s, member.seen_s + late_s)
                 member.progress_s = min(now_s, member.progress_s + late_s)
@@ -289,6 +302,8 @@ class Members:
                 changes.append(MemberChange(member.id, "gone", f"silent for {silent_s:.1f} s"))
             elif member.stats is not None and member.stats.idle_s >= p.stalled_s:
                 changes.append(MemberChange(member.id, "gone", f"no engine step for {member.stats.idle_s:.0f} s"))
+            elif member.lends and late_s <= 0 and running(member.id) and now_s - member.last_tokens_s >= p.stalled_s:
+                changes.append(MemberChange(member.id, "gone", f"no token for {now_s - member.last_tokens_s:.0f} s"))
             elif now_s - member.drain_sent_s >= LEAVING_S:
                 why = f"asked to drain, and still connected after {LEAVING_S:g} s"
                 changes.append(MemberChange(member.id, "gone", why))

@@ -125,8 +125,7 @@ class Placement:
                 waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
                 prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id), reserved=w.lease.kind == "reserved",
                 stalled=w.stats is not None and w.stats.idle_s >= STALLED_S,
-                borrowed=w.lease.kind == "borrowed", use=w.capacity.use if w.capacity else 0.0,
-                admits=w.capacity is None or w.capacity.slots > 0,
+                borrowed=w.lends, use=w.capacity.use if w.capacity else 0.0, admits=not w.lends or w.lendable > 0,
             )
             for w in ready
         ]  # fmt: skip

@@ -15,7 +15,7 @@ In this order:
 3. the cheapest worker with a free slot;
 4. otherwise the turn stays in the queue.
 A borrowed worker counts only while it `admits` turns: while the SLO of its owner holds. A stalled worker gets no turn,
-not even those whose tokens it has.
+not even those whose tokens it has, and no turn waits for a worker without slots: a lender that the run has given back.
 
 Example: `a` has the 4,000 tokens of the turn and runs eight responses, `b` is idle. Prefill on `b` would take 0.4 s;
 the longer steps on `a` cost less:
@@ -121,7 +121,7 @@ class _Fleet:
         cost_s += self._typical * (self._fixed + self._each * (2 * self.running + 1))
         free = (self.running < self._slots) & (turn.room <= self._longest)
         wait_s = 0.0
-        if holder >= 0 and turn.room <= self._longest[holder] and not free[holder]:
+        if holder >= 0 and self._slots[holder] and turn.room <= self._longest[holder] and not free[holder]:
             step_s = self._fixed[holder] + self._each[holder] * self.running[holder]
             wait_s = self._typical * step_s * (1 + self.queued[holder]) / max(1, self.running[holder])
         open_s = np.where(free, cost_s, math.inf)

@@ -72,7 +72,7 @@ class Lender:
                 continue
             agent = self._agent = Agent(
                 self._url, token, name=self._name, lease=self._lease, puller=self._puller(token), build=self._build,
-                ssl=self._ssl, patience_s=PATIENCE_S, host=self._make_tenant, say=self._say,
+                ssl=self._ssl, patience_s=PATIENCE_S, host=self._make_tenant, lends=True, say=self._say,
             )  # fmt: skip
             try:
                 code = await agent.run()

@@ -160,8 +160,10 @@ class Console:
             case "worker_suspect":
                 self._out.print(f"[yellow]?[/] {escape(event['worker'])} has been {event['why']}")
             case "no_workers":
+                busy = f"; {event['lenders']} lenders need their machines" if event.get("lenders") else ""
                 self._out.print(
                     f"[yellow]waiting for workers[/]: none for {event['s']:.0f} s, {event['queued']} responses queued"
+                    f"{busy}"
                 )
             case "refused":
                 more = f" ({event['repeats']} more since the last such line)" if event.get("repeats") else ""

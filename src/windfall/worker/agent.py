@@ -55,17 +55,17 @@ class Agent:
         self, url: str, token: str, *, name: str, lease: Lease, puller: Any,
         build: Callable[[m.EngineSpec], tuple[Any, int]], boot: Callable[[], m.LoadTimes] = m.LoadTimes,
         ssl: tls.SSLContext | None = None, patience_s: float = 300.0, model: str = "",
-        address: Callable[[], str] | None = None,
+        address: Callable[[], str] | None = None, lends: bool = False,
         host: Callable[[Make], EngineThread] = lambda make: EngineThread(None, make=make),
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:  # fmt: skip
         """`build` returns (engine, slots), and runs in the engine's thread while the weights are pulled. `puller`: a
         weights.pull.Puller. `boot`: how long imports and building took. `address`: the controller's present URL.
-        `host` makes the thread, or whatever stands for it, in which the engine runs."""
+        `host` makes the thread, or whatever stands for it, in which the engine runs. `lends`: as in Hello."""
         self._dialer = Dialer(url, "/worker", m.ToWorker, ssl=ssl)
         self._token, self._name, self._lease, self._say = token, name, lease, say
         self._build, self._puller, self._patience_s = build, puller, patience_s
-        self._model, self._address, self._new_host = model, address, host
+        self._model, self._address, self._new_host, self._lends = model, address, host, lends
         self._host: EngineThread | None = None
         self._boot, self._boot_reported = boot, False
         self._held: tuple[int, str] = (-1, "")
@@ -178,6 +178,7 @@ class Agent:
         hello = functools.partial(
             m.Hello, name=self._name, lease=self._lease, model=self._model, version=version, digest=digest,
             age_s=process.age_s(), engine=self._host.capabilities if self._host else Capabilities(),
+            lends=self._lends,
         )  # fmt: skip
         try:
             return await handshake.join(link, handshake.WORKER, self._token, hello)

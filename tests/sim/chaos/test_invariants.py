@@ -24,6 +24,7 @@ from windfall.rollout.loading import Loading
 from windfall.rollout.stream import Rollout, Stream
 from windfall.scheduling import admission
 from windfall.scheduling.admission import Admission
+from windfall.scheduling.borrowing import Borrowing
 from windfall.scheduling.members import Members, WorkerState
 from windfall.scheduling.placement import Placement
 from windfall.scheduling.version_window import VersionWindow
@@ -247,9 +248,21 @@ def lost_worker_keeps_its_work(patch: Patch) -> None:
     patch.setattr(Ledger, "release", lambda self, worker: [])
 
 
+@breaks("borrowed", seed=11)
+def every_lender_is_used(patch: Patch) -> None:
+    real = Borrowing.update
+
+    def update(self: Borrowing, here: Any, *args: Any, **more: Any) -> None:
+        real(self, here, *args, **more)
+        for worker in here:
+            worker.in_use = True
+
+    patch.setattr(Borrowing, "update", update)
+
+
 @breaks("holder")
 def silence_is_never_detected(patch: Patch) -> None:
-    patch.setattr(Members, "tick", lambda self, now_s: [])
+    patch.setattr(Members, "tick", lambda self, now_s, running: [])
 
 
 @breaks("holder")

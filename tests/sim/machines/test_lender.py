@@ -49,7 +49,7 @@ def test_lenders_make_a_run_faster_and_stay_within_their_objectives(tmp_path: Pa
     assert len(lenders) == 3
     assert all(max(x.turns_s) < 0.15 for x in lenders), "time per token of the requests"
     assert {w.lease.kind for w in done.dispatch.members.all.values()} == {"reserved", "borrowed"}
-    assert any("borrowed" in line for line in lent.advice)
+    assert any("lent" in line for line in lent.advice)
     bill = done.dispatch.accounts.totals(1e6).holders
     assert bill["borrowed"].tokens > 0
     assert bill["borrowed"].total_usd == 0
@@ -103,9 +103,32 @@ def test_requests_from_a_file(tmp_path: Path) -> None:
     assert sum(len(fast.arrivals(n, 0.0, 10.0)) for n in range(2)) == pytest.approx(40, abs=2)
     _, lenders, _ = simulate(tmp_path, {"requests_file": file, "requests_per_s": 2.0}, run={"steps": 2})
     assert all(x.turns_s for x in lenders)
-    file.write_text("nothing\n")
-    with pytest.raises(WindfallError, match="at least two requests"):
-        serving_load.read(file, lenders=2, per_s=0.0)
+    wrong = {
+        "nothing\n": "at least two requests", "1,2,3\n0,2,3\n": "in order of time", "nan,2,3\n1,2,3\n": "in order",
+        "0,5,5\n1,5,many\n": "not a list of requests", "0,5,5\nsoon,5,5\n": "not a list of requests",
+    }  # fmt: skip
+    for text, message in wrong.items():
+        file.write_text(text)
+        with pytest.raises(WindfallError, match=message):
+            serving_load.read(file, lenders=2, per_s=0.0)
+    with pytest.raises(WindfallError, match="cannot read the requests"):
+        serving_load.read(tmp_path / "missing.csv", lenders=2, per_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [({"serving": {}}, "sim.lenders.serving"), ({"serving": SPEED | {"fixed": 1.0}}, "sim.lenders.serving"),
+     ({"serving": SPEED | {"fixed_s": 0.0}}, "sim.lenders.serving"),
+     ({"serving": SPEED | {"each_s": -1.0}}, "sim.lenders.serving"),
+     ({"serving": SPEED | {"each_s": float("nan")}}, "sim.lenders.serving"),
+     ({"requests_per_s": float("nan")}, "requests_per_s"), ({"requests_per_s": float("inf")}, "requests_per_s"),
+     ({"tpot_s": 0.0}, "tpot_s"), ({"count": 0}, "count"), ({"peak": 1000.0}, "peak"),
+     ({"requests_file": "missing.csv"}, "missing.csv: cannot read"), ({"max_slowdown": float("nan")}, "max_slowdown")],
+)  # fmt: skip
+def test_wrong_settings_are_errors_that_name_the_key(keys: dict[str, Any], where: str, tmp_path: Path) -> None:
+    with pytest.raises(WindfallError) as raised:
+        simulate(tmp_path, keys, run={"steps": 1})
+    assert where in str(raised.value)
 
 
 def test_learned_step_times_are_those_of_the_formula() -> None:

@@ -97,6 +97,7 @@ class ControllerProcess:
         self.gate = Gate(
             recipe.run.name, auth.read_token(folder / "token"), log=events.instant,
             max_workers=recipe.fleet.max_workers, trainer_secret=auth.make_token(folder / "trainer.secret"),
+            borrows=recipe.fleet.borrowed_max > 0,
         )  # fmt: skip
         self.life.on_trainer = self._set_terms
         self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks, evaluation_data(recipe))

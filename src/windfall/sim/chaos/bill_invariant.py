@@ -37,7 +37,7 @@ def check(
     events = [json.loads(line) for line in log.read_text().splitlines()]
     bills = [(e["m"], msgspec.convert(e["bill"], Totals)) for e in events if e.get("bill")]
     starts = {stay.name: stay.start_s for stay in stays}
-    expected: dict[Holder, float] = {"spot": 0.0, "trainer": 0.0}
+    expected: dict[Holder, float] = {"spot": 0.0, "trainer": 0.0, "borrowed": 0.0}
     for start_s, end_s in pairwise([*controller_starts, math.inf]):
         last_s = max((m for m, _ in bills if start_s <= m < end_s), default=None)
         if last_s is None:
@@ -62,20 +62,22 @@ def _seconds_of_controller(
     ended: dict[str, float] = {}
     newest: dict[tuple[str, float], str] = {}
     """The newest worker id of every process. A process may dial again before its previous link is given up."""
+    holders: dict[str, Holder] = {LOCAL: "trainer"}
+    """By name of the worker."""
     for e in events:
         name = str(e.get("worker", "")).partition("#")[0]
-        holder: Holder = "trainer" if name == LOCAL else "spot"
         if e["name"] == "worker_joined":
+            holders.setdefault(name, e["lease"])
             start_s = trainer_starts[bisect_right(trainer_starts, e["m"]) - 1] if name == LOCAL else starts[name]
             old = newest.get((name, start_s))
             newest[name, start_s] = e["worker"]
             if old in since:
-                yield holder, e["m"] - since.pop(old)
+                yield holders[name], e["m"] - since.pop(old)
                 since[e["worker"]] = e["m"]
             else:
                 since[e["worker"]] = max(start_s, before_s, ended.get(name, -math.inf))
         elif e["name"] in ("worker_lost", "worker_left") and e["worker"] in since:
             ended[name] = e["m"]
-            yield holder, e["m"] - since.pop(e["worker"])
+            yield holders[name], e["m"] - since.pop(e["worker"])
     for worker, since_s in since.items():
-        yield "trainer" if worker.partition("#")[0] == LOCAL else "spot", last_s - since_s
+        yield holders[worker.partition("#")[0]], last_s - since_s

@@ -7,6 +7,7 @@
   (sim/chaos/staleness_invariants.py);
 - holder: a running response is held by one worker that is connected and ready (or pausing, or draining), and no worker
   stays a member that is silent, or whose pull hangs, for longer than the recipe allows;
+- borrowed: no more than `fleet.borrowed_max` lenders hold responses, apart from those of an evaluation;
 - batch: a step that is trained again from an older checkpoint gets the same samples; no response is in it twice, and
   none whose reward is missing (`missing`);
 - bill: every second of every worker is in exactly one bill (sim/chaos/bill_invariant.py lists the exceptions);
@@ -221,6 +222,10 @@ class Invariants:
             if hangs_s > members.patience.stalled_s + 3 * LATE_S:
                 what = f"the pull of {worker.spec.name} has hung for {hangs_s:.1f} s, and it is still a member"
                 raise InvariantBroken("holder", what)
+        d = life.dispatch
+        lenders = [w.id for w in members.here() if w.lends and d.ledger.running(w.id) and not d.fixed.keeps(w.id)]
+        if len(lenders) > d.borrowing.most:
+            raise InvariantBroken("borrowed", f"{lenders} hold responses")
         here, paid = {w.id for w in members.here()}, {w for w in accounts._here if not w.startswith("trainer ")}
         if here != paid:
             raise InvariantBroken("bill", f"members: {sorted(here)}; billed: {sorted(paid)}")

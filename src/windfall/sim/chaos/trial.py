@@ -36,6 +36,12 @@ STEPS = 100_000
 """More steps than any trial completes: a trial is stopped after its last fault."""
 COMPARED_FIELDS = ("reward", "responses", "groups", "drawn", "missing", "mean_length", "cut", "made", "trained")
 """Fields of a step event that must not depend on faults."""
+LENDERS = {
+    "count": 3, "serving": {"fixed_s": 0.03, "each_s": 0.002, "prefill_s": 1e-4}, "slots": 4, "kv_tokens": 400,
+    "serving_kv_tokens": 4000, "requests_per_s": 1.0, "prompt_tokens": 200.0, "generated_tokens": 20.0,
+    "max_slowdown": 1.0,
+}  # fmt: skip
+"""Small lenders: a burst of requests takes most of their memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +78,7 @@ def recipe(seed: int) -> Recipe:
         "eval": {"tasks": pick("eval", 0, 3), "every": 3},
         "checkpoint": {"every": pick("checkpoint", 1, 2, 4)},
         "fleet": {"local": pick("local", True, True, False), "heartbeat_s": 0.3, "suspect_s": 1.0, "gone_s": 2.5,
-                  "stalled_s": 5.0, "trainer_price_usd_per_h": 80.0},
+                  "stalled_s": 5.0, "trainer_price_usd_per_h": 80.0, "borrowed_max": pick("borrowed", 1, 64)},
         "trace": {"nodes": pick("nodes", 4, 6, 8), "price_usd_per_h": 5.0, "mean_up_s": 1e9},
         "techniques": {"seeding": pick("seeding", True, True, False), "balancing": pick("balancing", True, True, False),
                        "pipelining": pick("pipelining", True, True, False)},
@@ -86,6 +92,7 @@ def recipe(seed: int) -> Recipe:
             "trainer_down_s": pick("trainer", 0.5, 2.0), "controller_down_s": pick("controller", 0.2, 1.0),
             "trainer": {"fixed_s": 0.03, "each_s": 0.002, "prefill_s": 1e-4, "train_s": 0.0004, "update_s": 0.05},
             "worker": {"fixed_s": 0.03, "each_s": 0.002, "prefill_s": 1e-4},
+            "lenders": pick("lenders", None, None, None, LENDERS, LENDERS | {"requests_per_s": 6.0, "peak": 8.0}),
         },
     }  # fmt: skip
     return config.parse(sections, where=f"chaos, seed {seed}")
@@ -158,7 +165,8 @@ class _ChaosRun:
 
     def check_ended(self) -> None:
         starts = self.invariants.controller_starts, self.invariants.trainer_starts
-        bill_invariant.check(self.log, *starts, self.simulation.stays)
+        stays = [*self.simulation.stays, *self.simulation.fleet.lender_stays]
+        bill_invariant.check(self.log, *starts, stays)
 
     def _start(self, simulation: run.Simulation) -> None:
         self.simulation, self.injector = simulation, FaultInjector(simulation, self._faults, self._count)

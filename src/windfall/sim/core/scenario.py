@@ -78,10 +78,11 @@ def build(recipe: Recipe) -> Scenario:
     granule = s.granule or max(1, round(s.median_tokens / STEPS_PER_MEDIAN))
     if s.prices_file is not None and not t.nodes:
         raise WindfallError("prices are given, but trace.nodes is 0", where="sim.prices_file", fix="Set trace.nodes.")
-    if not recipe.fleet.local and not (t.nodes or recipe.fleet.workers or s.lenders):
+    lenders = s.lenders is not None and recipe.fleet.borrowed_max > 0
+    if not recipe.fleet.local and not (t.nodes or recipe.fleet.workers or lenders):
         raise WindfallError(
             "nothing could be generated: fleet.local is off, and there are no workers", where="fleet",
-            fix="Set trace.nodes, fleet.workers or sim.lenders.",
+            fix="Set trace.nodes or fleet.workers, or sim.lenders and fleet.borrowed_max.",
         )  # fmt: skip
     prices = market.prices(s.prices_file) if s.prices_file else market.constant(t.price_usd_per_h)
     worker = MachineKind(

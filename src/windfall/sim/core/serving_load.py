@@ -60,13 +60,7 @@ class GeneratedLoad:
         name = f"{self.seed}/lender {lender}"
         spread = 3.0 - math.sqrt(9.0 - 2.0 * math.log(self.peak))  # exp(3 s - s^2 / 2) is the peak
         factor = math.exp(spread * standard_normal(f"{name}/{begin_s // PERIOD_S}") - spread * spread / 2)
-        expected, drawn = self.per_s * factor * (end_s - begin_s), uniform(f"{name}/count/{begin_s}")
-        count, chance = 0, math.exp(-expected)
-        total = chance
-        while drawn > total and count < 10_000:
-            count += 1
-            chance *= expected / count
-            total += chance
+        count = _poisson(self.per_s * factor * (end_s - begin_s), f"{name}/count/{begin_s}")
         return [
             SimRequest(
                 self._length(self.prompt_tokens, f"{name}/{begin_s}/{n}/p"),
@@ -77,6 +71,23 @@ class GeneratedLoad:
 
     def _length(self, median: float, name: str) -> int:
         return max(1, round(median * math.exp(self.sigma * standard_normal(name))))
+
+
+def _poisson(expected: float, name: str) -> int:
+    """
+    >>> draws = [_poisson(2000.0, str(n)) for n in range(200)]
+    >>> 1980 < sum(draws) / 200 < 2020, max(draws) < 2300, _poisson(0.0, "")
+    (True, True, 0)
+    """
+    if expected > 500:  # about normal; exp(-expected) would soon be 0
+        return max(0, round(expected + math.sqrt(expected) * standard_normal(name)))
+    drawn, count, chance = uniform(name), 0, math.exp(-expected)
+    total = chance
+    while drawn > total and (count < expected or chance > 1e-18):
+        count += 1
+        chance *= expected / count
+        total += chance
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +123,14 @@ def read(path: Path, *, lenders: int, per_s: float) -> RecordedLoad:
         with path.open(encoding="utf-8", newline="") as file:
             rows = [row for row in csv.reader(file) if len(row) >= 3 and row[1].strip().isdecimal()]
         times = [_seconds(row[0]) for row in rows]
+        requests = [SimRequest(int(row[1]), max(1, int(row[2]))) for row in rows]
     except OSError as e:
         raise WindfallError(f"cannot read the requests: {e.strerror}", where=str(path), fix="Check the path.") from e
-    except ValueError as e:
+    except (ValueError, csv.Error) as e:
         raise WindfallError(f"not a list of requests: {e}", where=str(path), fix=fix) from e
-    if len(rows) < 2 or times != sorted(times):
+    if len(rows) < 2 or not all(map(math.isfinite, times)) or times != sorted(times):
         raise WindfallError("not a list of at least two requests in order of time", where=str(path), fix=fix)
     times = [t - times[0] for t in times]
-    requests = [SimRequest(int(row[1]), max(1, int(row[2]))) for row in rows]
     speed = per_s * lenders * (times[-1] + 1.0) / len(rows) if per_s else 1.0
     return RecordedLoad(times, requests, lenders, speed)
 

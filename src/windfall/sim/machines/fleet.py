@@ -22,6 +22,7 @@ from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario, service
 from windfall.sim.core.service import Service, uniform
 from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines import market
 from windfall.sim.machines.lender import LenderSpec, SimLender
 from windfall.sim.machines.market import Prices
 from windfall.sim.machines.network import Network
@@ -49,6 +50,10 @@ class SimFleet:
         """Current workers by node."""
         self.stays: list[Stay] = []
         """Stays of all machines of the trace so far."""
+        self.lender_stays: list[Stay] = []
+        """Stays of all lenders so far, which cost nothing."""
+        self._lenders: dict[str, LenderSpec] = {}
+        """By node."""
         self.make_link: Callable[..., SimLink] = SimLink
         self._starts: dict[str, count[int]] = {}
         self._up: dict[str, Stay] = {}
@@ -120,6 +125,10 @@ class SimFleet:
         return node in self._up
 
     def bring_up(self, node: str) -> None:
+        x = self._scenario.real.sim.lenders
+        if x is not None and node in self._lenders:
+            self._start_lender(node, slots=x.slots, kv_tokens=x.kv_tokens)
+            return
         now = asyncio.get_running_loop().time()
         life = next(self._starts.setdefault(node, count(1)))
         kinds = self._scenario.kinds
@@ -170,24 +179,30 @@ class SimFleet:
             self._own_workers[name] = self.workers[name]
 
     def _start_lenders(self) -> None:
-        """Lenders are there from the beginning: they serve whether or not there is a run."""
-        x, load, now = self._scenario.real.sim.lenders, self._scenario.serving_load, asyncio.get_running_loop().time()
-        if x is None or load is None:
+        """Lenders are there from the beginning: they serve whether or not there is a run. A run that borrows from none
+        refuses them."""
+        x, load = self._scenario.real.sim.lenders, self._scenario.serving_load
+        if x is None or load is None or not self._scenario.real.fleet.borrowed_max:
             return
-        kind = replace(self._scenario.worker, slots=x.slots, kv_tokens=x.kv_tokens)
         for n in range(x.count):
-            lending = LenderSpec(
+            self._lenders[f"l{n + 1}"] = LenderSpec(
                 number=n, serving=service(x.serving, "sim.lenders.serving"), load=load,
                 objectives=Objectives(ttft_s=x.ttft_s, tpot_s=x.tpot_s, max_slowdown=x.max_slowdown),
                 serving_kv_tokens=x.serving_kv_tokens,
                 response_tokens=self._scenario.real.sim.prompt_tokens + self._scenario.real.rollout.max_tokens,
             )  # fmt: skip
-            name = f"l{n + 1}"
-            lender = self.workers[name] = SimLender(
-                self._worker_spec(name, kind, "borrowed", 0.0), lending, self._token_schedule, self._attend,
-                started_s=now,
-            )  # fmt: skip
-            lender.dial()
+            self._start_lender(f"l{n + 1}", slots=x.slots, kv_tokens=x.kv_tokens)
+
+    def _start_lender(self, node: str, *, slots: int, kv_tokens: int) -> None:
+        now, life = asyncio.get_running_loop().time(), next(self._starts.setdefault(node, count(1)))
+        kind = replace(self._scenario.worker, slots=slots, kv_tokens=kv_tokens)
+        stay = self._up[node] = Stay(name=f"{node}.{life}", prices=market.constant(0.0), start_s=now, joined=True)
+        self.lender_stays.append(stay)
+        spec = replace(self._worker_spec(stay.name, kind, "borrowed", 0.0), lends=True)
+        lender = self.workers[node] = SimLender(
+            spec, self._lenders[node], self._token_schedule, self._attend, started_s=now
+        )
+        lender.dial()
 
     def _start(self, node: str, spec: WorkerSpec, started_s: float) -> None:
         worker = self.workers[node] = SimWorker(spec, self._token_schedule, self._attend, started_s=started_s)

@@ -60,6 +60,8 @@ class WorkerSpec:
     longest: int = 0
     """Longest response that it accepts, in simulated tokens including the prompt. 0: any length."""
     make_link: Callable[..., SimLink] = SimLink
+    lends: bool = False
+    """It serves requests of its own first (lender.py)."""
 
 
 class _Swap(NamedTuple):
@@ -117,7 +119,7 @@ class SimWorker:
         version, digest = self._held
         hello = m.Hello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", name=self.spec.name, lease=self.spec.lease, version=version,
-            digest=digest, age_s=now - self._started_s,
+            digest=digest, age_s=now - self._started_s, lends=self.spec.lends,
         )  # fmt: skip
         self._attending = self._loop.create_task(self._attend(self.link, hello), name=f"attend {self.spec.name}")
         self._heartbeat(self.link)

@@ -7,14 +7,16 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from windfall import __version__, config
+from windfall.commands.env_server import env_server
 from windfall.commands.gateway import gateway
+from windfall.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option, warn_of_visible_token
 from windfall.errors import WindfallError, nearest
 
 if TYPE_CHECKING:
@@ -29,42 +31,20 @@ app.add_typer(bench, name="bench")
 fleet = typer.Typer(help="Workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
 app.add_typer(fleet, name="fleet")
 app.command(epilog="Example: windfall gateway runs/demo")(gateway)
+app.command(
+    name="env-server", epilog="Example: windfall env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000"
+)(env_server)
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="Recipe to run.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a recipe key; may be repeated.")
-]
-TlsCert = Annotated[
-    Path | None, typer.Option(help="Certificate chain (PEM) of the controller; workers then connect over https.")
-]
-TlsKey = Annotated[Path | None, typer.Option(help="Private key (PEM) of the certificate.")]
 FILE_SYSTEM_ERRORS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
 """File system errors that can occur with any file. They are not bugs in windfall."""
 
 
-def _warn_of_visible_token(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
-    """Warn if the token itself is on the command line, where the process list shows it."""
-    from windfall.link.auth import token_or_path
-
-    source = context.get_parameter_source(str(parameter.name))
-    typed = source is not None and source.name == "COMMANDLINE"
-    if typed and value is not None and isinstance(token_or_path(value), str):
-        why = "every user of this machine can read this token in the process list; give a file, or set WINDFALL_TOKEN"
-        print(f"warning: --token: {why}", file=sys.stderr)
-    return value
-
-
-def _token_option(note: str) -> Any:
-    help = f"File that holds the run's token{note}."
-    return typer.Option(metavar="FILE", envvar="WINDFALL_TOKEN", callback=_warn_of_visible_token, help=help)
-
-
 TrainerToken = Annotated[
     str,
     typer.Option(
-        metavar="FILE", envvar="WINDFALL_TRAINER_TOKEN", callback=_warn_of_visible_token,
+        metavar="FILE", envvar="WINDFALL_TRAINER_TOKEN", callback=warn_of_visible_token,
         help="Copy of trainer.secret in the run's folder; it may be created after this command starts.",
     ),
 ]  # fmt: skip
@@ -94,7 +74,7 @@ def train(
     ] = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
-    token: Annotated[str | None, _token_option("; by default a new one is created")] = None,
+    token: Annotated[str | None, token_option("; by default a new one is created")] = None,
     trainer_token: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="File that holds the secret for `windfall ranks`; by default a new one."),
@@ -145,7 +125,7 @@ def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to cre
 @app.command(epilog="Example: windfall worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63")
 def worker(
     join: Annotated[str, typer.Option(metavar="URL", help="Address of the controller; the run prints it at startup.")],
-    token: Annotated[str, _token_option("; it may be created after the worker starts")],
+    token: Annotated[str, token_option("; it may be created after the worker starts")],
     name: Annotated[str, typer.Option(help="Name of the worker. Default: host name and process id.")] = "",
     lease: Annotated[str, typer.Option(help="Lease terms: reserved, spot or borrowed.")] = "spot",
     price: Annotated[

@@ -54,3 +54,21 @@ class Lighthouse:
 
 def build(seed: int, **options: Any) -> Lighthouse:
     return Lighthouse(seed, **options)
+
+
+class Crowd:
+    """Without state. The reward is the number of calls in progress, and a call takes `s` seconds."""
+
+    def __init__(self, seed: int, s: float = 0.2) -> None:
+        self.s, self.calls = s, 0
+
+    def task(self, index: int) -> Task:
+        return Task(id=f"crowd/{index}", prompt="Wait.")
+
+    async def feedback(self, task: Task, turns: Any) -> Feedback:
+        self.calls += 1
+        try:
+            await asyncio.sleep(self.s)
+            return Feedback(reward=float(self.calls))
+        finally:
+            self.calls -= 1

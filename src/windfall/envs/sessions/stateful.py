@@ -49,7 +49,7 @@ class Stateful:
     ) -> None:  # fmt: skip
         self.env, self._max_idle, self._idle_s, self._clock = env, max_idle, idle_s, clock
         self.task = env.task
-        self._replayable = bool(getattr(env, "replayable", True))
+        self.replayable = bool(getattr(env, "replayable", True))
         self._idle: OrderedDict[int, tuple[tuple[str, History], Session, float]] = OrderedDict()
         """Sessions that wait for their next turn, longest first: their key, and since when they wait."""
         self._by_key: dict[tuple[str, History], list[int]] = {}
@@ -77,7 +77,7 @@ class Stateful:
         return feedback
 
     async def _restore(self, task: Task, before: History) -> Session:
-        if before and not self._replayable:
+        if before and not self.replayable:
             raise EnvFailed(
                 f"the session of task '{task.id}' is gone after {len(before)} turns, and {self.name} cannot replay it",
                 "a lost session that cannot be replayed", final=True,
@@ -149,7 +149,7 @@ class Stateful:
     async def _close_old(self) -> None:
         while self._idle:
             number, (_, _, since_s) = next(iter(self._idle.items()))
-            too_many = len(self._idle) > self._max_idle and self._replayable
+            too_many = len(self._idle) > self._max_idle and self.replayable
             if not too_many and self._clock() - since_s < self._idle_s:
                 return
             await _call(self._remove(number).close)

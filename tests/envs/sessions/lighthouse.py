@@ -72,3 +72,32 @@ class Crowd:
             return Feedback(reward=float(self.calls))
         finally:
             self.calls -= 1
+
+
+class Relay:
+    """With state: three turns of 0.1 s. The reward depends on all texts. Every step adds a byte to a file."""
+
+    def __init__(self, seed: int, notes: str) -> None:
+        self.notes = notes
+
+    def task(self, index: int) -> Task:
+        return Task(id=f"relay/{index}", prompt=f"{index % 10}+1=")
+
+    def open(self, task: Task) -> Any:
+        return RelaySession(self.notes)
+
+
+class RelaySession:
+    def __init__(self, notes: str) -> None:
+        self._notes, self._said = notes, list[str]()
+
+    async def step(self, text: str) -> Feedback:
+        with open(self._notes, "a") as file:
+            file.write(".")
+        self._said.append(text)
+        await asyncio.sleep(0.1)
+        if len(self._said) == 3:
+            return Feedback(reward=sum(map(ord, "".join(self._said))) % 7 / 7)
+        return Feedback(observation=f"{len(self._said)}+{len(text)}=")
+
+    def close(self) -> None: ...

@@ -363,6 +363,31 @@ def test_servers_that_lie_do_not_hurt(token: Path, monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - began_s < 20
 
 
+def test_server_that_fails_its_calls_gets_few(token: Path) -> None:
+    """It fails at once, so it would always have the lowest load."""
+
+    async def attend(link: Any) -> None:
+        _, proof = await handshake.challenge(link, handshake.ENV_CLIENT, NAME, lambda _: TOKEN)
+        link.authenticated()
+        await link.send(welcome(proof))
+        while True:
+            message: Any = await link.receive()
+            await link.send(e.CallFailed(number=message.number, error="full", cause="", traceback="", final=False))
+
+    async def main() -> None:
+        async with listening(attend) as sick, serving(slots=1) as (port, _), client(token, sick, port) as host:
+            await host.ready()
+            task = Task(id="light/3", prompt="Find the light.")
+            turns = [Turn(text="east", observation="at 1"), Turn(text="east")]
+            graded = await asyncio.gather(
+                *(grade(host, 3, task, turns, tries=3, timeout_s=5.0, backoff_s=0.01) for _ in range(60))
+            )
+            assert sum(g.feedback is None for g in graded) <= 5
+            assert host.load().servers[0].errors < 20
+
+    run(main())
+
+
 def test_a_call_that_ends_every_server_fails(token: Path) -> None:
     async def attend(link: Any) -> None:
         _, proof = await handshake.challenge(link, handshake.ENV_CLIENT, NAME, lambda _: TOKEN)

@@ -42,6 +42,10 @@ WAIT_S = 600.0
 """Seconds in which a server must begin a call."""
 NEW_WEIGHT = 0.1
 """Weight of a new measurement in a running mean."""
+SICK_SHARE = 0.5
+"""A server is sick if more than this share of its recent answers are failures, and twice that of another server."""
+PROBE_S = 5.0
+"""Seconds between two new calls to a sick server."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -93,7 +97,8 @@ class EnvServer:
         self._fault = ""
         self._closing: asyncio.Task[None] | None = None
         self.answers = self.errors = self.losses = 0
-        self._mean_s = 0.0
+        self._mean_s = self.failing = 0.0
+        """Running means: seconds for an answer, and the share of failures."""
 
     # The state, for whoever spreads calls.
 
@@ -106,6 +111,12 @@ class EnvServer:
     @property
     def has_slot(self) -> bool:
         return self.terms is not None and len(self.sent) < self.terms.slots
+
+    def accepts_new(self, least_failing: float) -> bool:
+        """Whether a call without a session here may be sent. A sick server would fail calls faster than others answer
+        them, and so get most of them. `least_failing`: the share of failures of the best server."""
+        sick = self.failing > max(SICK_SHARE, 2 * least_failing)
+        return self.has_slot and not (sick and (self.sent or time.monotonic() - self._answered_s < PROBE_S))
 
     @property
     def busy(self) -> int:
@@ -182,7 +193,7 @@ class EnvServer:
             raise WindfallError("it describes the environment differently than another", where=self._where, fix=fix)
         self._expected.traits = traits
         if terms.slots < 1 or terms.sessions < 1:
-            raise LinkClosed(f"{self.address}: it offers {terms.slots} slots and {terms.sessions} sessions")
+            raise LinkClosed(f"it offers {terms.slots} slots and {terms.sessions} sessions")
 
     @property
     def _where(self) -> str:
@@ -198,7 +209,8 @@ class EnvServer:
     def _end(self, error: LinkClosed | WindfallError) -> None:
         """There is no link any more, or there was none."""
         had_link, self.terms, self._link = self.terms is not None, None, None
-        self.why = self._fault or clip(error.what if isinstance(error, WindfallError) else error)
+        said = error.what if isinstance(error, WindfallError) else str(error)
+        self.why = self._fault or clip(said.removeprefix(f"{self._dialer.url}: "))
         self.refused, self.tried = self._refusal(error), True
         calls = [*self.sent.values(), *self.queue]
         for call in self.sent.values():
@@ -244,7 +256,7 @@ class EnvServer:
         number = getattr(message, "number", None)
         call = self.sent.get(number) if isinstance(number, int) else None
         if call is None:
-            raise LinkClosed(f"{self.address}: it sent a {type(message).__name__} that answers no call")
+            raise LinkClosed(f"it sent a {type(message).__name__} that answers no call")
         if isinstance(message, e.CallBegan):
             call.began_s = call.began_s or time.monotonic()
             return
@@ -254,7 +266,10 @@ class EnvServer:
         took_s, self._answered_s = now_s - call.sent_s, now_s
         self._mean_s = (1 - NEW_WEIGHT) * self._mean_s + NEW_WEIGHT * took_s if self.answers else took_s
         self.answers += 1
-        self.errors += isinstance(value, EnvFailed)
+        if not call.future.cancelled():  # otherwise it "failed" because it was canceled
+            failed = isinstance(value, EnvFailed)
+            self.errors += failed
+            self.failing += NEW_WEIGHT * (failed - self.failing)
         self._on_answer(self, call, value)
         self._on_change(self)
 
@@ -266,7 +281,7 @@ class EnvServer:
         elif isinstance(message, e.Graded) and call.what == "feedback":
             value = Feedback(reward=message.reward, observation=message.observation, scores=message.scores)
         else:
-            raise LinkClosed(f"{self.address}: it answered a {call.what} with a {type(message).__name__}")
+            raise LinkClosed(f"it answered a {call.what} with a {type(message).__name__}")
         if fault := task_fault(value) if isinstance(value, Task) else feedback_fault(value):
-            raise LinkClosed(f"{self.address}: it sent a wrong answer: {fault}")
+            raise LinkClosed(f"it sent a wrong answer: {fault}")
         return value

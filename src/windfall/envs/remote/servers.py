@@ -9,6 +9,7 @@
 - A server has at most as many calls and sessions as it said. Others wait here, which counts against no time limit. The
   time limit of a call is kept by the server; this side only notices servers that do not answer (connection.py).
 - A call that was in progress on more than MAX_MOVES lost servers fails: it may be what ends them.
+- A server whose calls fail much more often than those of another one gets few new ones (connection.py).
 - While no server is reachable, calls wait for LOST_S. Then they fail, and their rewards are missing.
 """
 
@@ -196,7 +197,8 @@ class EnvServers:
         """The server with the lowest load that can take the call. One that was lost with it is the last choice."""
         connected = [s for s in self.servers if s.terms is not None]
         others = [s for s in connected if s is not call.failed_at] or connected
-        free = [s for s in others if s.has_slot and (not opens or s.sessions.has_room(s.busy))]
+        least = min((s.failing for s in others), default=0.0)
+        free = [s for s in others if s.accepts_new(least) and (not opens or s.sessions.has_room(s.busy))]
         return min(free, key=lambda s: s.load, default=None)
 
     # What servers report.

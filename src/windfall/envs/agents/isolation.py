@@ -57,6 +57,7 @@ def available() -> Protections:
     if pid == 0:
         code = 1
         try:
+            _own_proc_files()
             _hide([os.getcwd()])
             code = 0
         except OSError:
@@ -70,7 +71,7 @@ def isolate(hidden: Sequence[str], use: Protections, *, strict: bool = False) ->
     """Isolate this process, which must have one thread, and all that it will start. Raises OSError."""
     if sys.platform != "linux":
         return
-    _libc().prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise its own files in /proc would be root's
+    _own_proc_files()
     folders = [os.path.realpath(folder) for folder in hidden]
     if use.mounts:
         _hide(folders)
@@ -83,6 +84,12 @@ def forbid_tracing() -> None:
     """Other processes of the same user can no longer read this one's memory or environment variables (root can)."""
     if sys.platform == "linux":
         _libc().prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _own_proc_files() -> None:
+    """Undo `forbid_tracing` of the parent: otherwise this process's own files in /proc are root's, and a user who is
+    not root cannot set up a user namespace."""
+    _libc().prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def _libc() -> ctypes.CDLL:
@@ -145,13 +152,14 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 
 
 def _outside(folders: Sequence[str], top: str = "/") -> Iterator[str]:
-    """The largest files and folders that contain none of these folders and are not inside one."""
-    for entry in os.scandir(top):
-        above = [f for f in folders if f.startswith(f"{entry.path}/")]
-        if above and not entry.is_symlink():
-            yield from _outside(folders, entry.path)
-        elif entry.path not in folders and not entry.is_symlink():
-            yield entry.path
+    """The largest files and folders that contain none of these folders and are not inside one. Of a folder above them
+    that this user may not list, such as /home, nothing else is found."""
+    below = top.rstrip("/") + "/"
+    leading = {below + folder.removeprefix(below).partition("/")[0] for folder in folders if folder.startswith(below)}
+    with contextlib.suppress(PermissionError), os.scandir(top) as entries:
+        yield from (entry.path for entry in entries if entry.path not in leading and not entry.is_symlink())
+    for path in leading.difference(folders):
+        yield from _outside(folders, path)
 
 
 def _drop_capabilities() -> None:

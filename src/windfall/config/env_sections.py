@@ -194,8 +194,9 @@ class AgentLimits(Section):
     """Folder in which agents are imported and run. If left out, it is the folder in which the run was started."""
     isolation: Literal["auto", "strict", "off"] = "auto"
     """Whether agents are kept from reading the run's folder and from reaching other processes. "auto" does what the
-    system allows, "strict" also uses what may keep agents from reading files that they created, and refuses to start
-    if that is not enough; "off" is for agents that must trace or signal other processes. See docs/agents.md."""
+    system allows, "strict" also uses what may keep agents from creating files in folders above the run's, and refuses
+    to start if that is not enough; "off" is for agents that must trace or signal other processes. See
+    docs/agents.md."""
 
     @field_validator("memory_mb")
     @classmethod

@@ -295,21 +295,38 @@ def test_landlock_alone_hides_files_if_strict(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "token").write_text("hush")
     (tmp_path / "data").write_text("data")
+    (tmp_path / "work").mkdir()
+
+    def denied(act: Callable[[], object]) -> bool:
+        try:
+            act()
+        except PermissionError:
+            return True
+        return False
+
+    def check() -> bool:
+        isolation.isolate([str(folder)], isolation.Protections(landlock=isolation.available().landlock), strict=True)
+        (tmp_path / "work" / "new").write_text((tmp_path / "data").read_text())
+        (tmp_path / "work" / "new").rename(tmp_path / "work" / "newer")
+        (tmp_path / "data").write_text("other data")
+        Path(os.devnull).write_text("")
+        acts = (
+            (folder / "token").read_text, (folder / "token").unlink, (folder / "more").mkdir,
+            lambda: (folder / "token").write_text("mine"), lambda: (folder / "new").write_text("mine"),
+            lambda: os.truncate(folder / "token", 0),
+        )  # fmt: skip
+        return all(map(denied, acts))
+
     pid = os.fork()
     if pid == 0:
         code = 9
         try:
-            isolation.isolate(
-                [str(folder)], isolation.Protections(landlock=isolation.available().landlock), strict=True
-            )
-            code = int((tmp_path / "data").read_text() != "data")
-            (folder / "token").read_text()
-            code = 2
-        except PermissionError:
-            pass
+            code = int(not check())
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (folder / "token").read_text() == "hush"
+    assert (tmp_path / "work" / "newer").read_text() == "data"
 
 
 @linux

@@ -231,6 +231,26 @@ def test_calls_that_are_canceled_free_their_slot(token: Path) -> None:
     run(main())
 
 
+def test_session_of_a_turn_that_is_canceled_in_the_queue_ends(token: Path) -> None:
+    async def main() -> None:
+        async with serving(slots=1) as (port, pool), client(token, port) as host:
+            await host.ready()
+            task = await host.task(3, 10.0)
+            for _ in range(2):
+                await host.feedback(3, task, [Turn(text="east")], 10.0)
+            turns = [Turn(text="east", observation="at 1")]
+            assert len(pool.sessions) == 2
+            first = asyncio.create_task(host.feedback(3, task, [*turns, Turn(text="wait")], 10.0))
+            second = asyncio.create_task(host.feedback(3, task, [*turns, Turn(text="east")], 10.0))
+            await asyncio.sleep(0.1)
+            second.cancel()
+            assert (await first).observation == "at 1"
+            while len(pool.sessions) != 1:
+                await asyncio.sleep(0.01)
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("client_keys", "words"),
     [

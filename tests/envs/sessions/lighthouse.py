@@ -18,8 +18,10 @@ class Walk:
         await asyncio.sleep(0)
         if text == "crash":
             raise RuntimeError("the walker fell")
+        if text == "wait":
+            await asyncio.sleep(0.3)
         if text == "hoard":
-            bytearray(3 << 30)
+            bytes(3 << 30)  # not written to, so it only takes address space
         if text == "die":
             os._exit(3)
         self._at += {"east": 1, "west": -1}.get(text, 0)

@@ -184,6 +184,8 @@ class EnvServers:
             while server.has_slot and server.queue:
                 if not (call := server.queue.popleft()).future.done():
                     server.send(call)
+                else:  # it was canceled, and nothing else knows of its session
+                    server.end_session(call.args[1], tuple(turn[:2] for turn in call.args[3][:-1]))
         for queue in (self._opening, self._pending):
             while queue:
                 if queue[0].future.done():  # it was canceled

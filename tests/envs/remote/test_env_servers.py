@@ -75,9 +75,9 @@ async def listening(attend: Callable[[Any], Any]) -> AsyncIterator[int]:
 @contextlib.asynccontextmanager
 async def serving(*, slots: int = 16, **keys: Any) -> AsyncIterator[tuple[int, EnvPool]]:
     given = section(**keys)
-    async with EnvPool(given, 0) as pool:
+    async with EnvPool(given, 0, max_calls=slots) as pool:
         await pool.ready()
-        service = EnvService(pool, settings_of(given, 0, None), TOKEN, slots=slots, timeout_s=30.0)
+        service = EnvService(pool, settings_of(given, 0, None), TOKEN, timeout_s=30.0)
         async with listening(service.attend) as port:
             yield port, pool
 
@@ -215,6 +215,29 @@ def test_waiting_for_a_slot_counts_against_no_limit(token: Path, monkeypatch: py
     run(main())
 
 
+def test_two_runs_share_one_server(token: Path) -> None:
+    """One slot and one session: a run that waits for the session does not hold the slot."""
+
+    async def main() -> None:
+        keys = {"options": {"replayable": False}, "max_sessions": 1}
+        async with (
+            serving(slots=1, **keys) as (port, _),
+            client(token, port, **keys) as one,
+            client(token, port, **keys) as two,
+        ):
+            await one.ready()
+            await two.ready()
+            task = await one.task(0, 10.0)
+            first = await one.feedback(0, task, [Turn(text="east")], 10.0)
+            waiting = asyncio.create_task(two.feedback(0, task, [Turn(text="west")], 0.5))
+            await asyncio.sleep(0.2)
+            turns = [Turn(text="east", observation=first.observation)]
+            assert (await one.feedback(0, task, [*turns, Turn(text="east")], 10.0)).reward == 1.0
+            assert (await waiting).observation == "at -1"
+
+    run(main())
+
+
 def test_calls_that_are_canceled_free_their_slot(token: Path) -> None:
     async def main() -> None:
         keys = {"factory": "lighthouse:Crowd", "options": {"s": 1e6}}
@@ -294,7 +317,7 @@ def test_wrong_token_and_other_protocol_are_refused(
         await link.send(welcome(b"no proof"))
 
     async def main() -> None:
-        service = EnvService(EnvPool(section(), 0), {}, TOKEN, slots=1, timeout_s=1.0)
+        service = EnvService(EnvPool(section(), 0), {}, TOKEN, timeout_s=1.0)
         assert "wrong token" in await refusal(tmp_path / "other.token", service.attend)
         assert f"the environment server uses protocol {m.PROTOCOL + 1}" in await refusal(token, newer)
         assert "does not know the secret" in await refusal(token, impostor)

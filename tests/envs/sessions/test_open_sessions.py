@@ -128,6 +128,28 @@ def test_canceled_calls_free_their_place() -> None:
     run(main())
 
 
+def test_answer_that_is_never_seen_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits is canceled after the answer has arrived, and before it could be read."""
+
+    async def main() -> None:
+        async with pool(1, replayable=False) as host:
+            await host.ready()
+            task, keep = await host.task(3, 10.0), host.sessions.keep
+
+            def keep_and_cancel(*args: Any) -> None:
+                keep(*args)
+                asyncio.get_running_loop().call_soon(call.cancel)
+
+            monkeypatch.setattr(host.sessions, "keep", keep_and_cancel)
+            call = asyncio.create_task(host.feedback(3, task, [Turn(text="east")], 10.0))
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            monkeypatch.setattr(host.sessions, "keep", keep)
+            await first_turn(host, 3)
+
+    run(main())
+
+
 def test_lost_places_and_expired_sessions() -> None:
     now = [0.0]
     sessions: OpenSessions[str] = OpenSessions(10, clock=lambda: now[0])

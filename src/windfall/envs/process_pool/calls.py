@@ -63,6 +63,17 @@ class PoolChild:
         return len(self.sent) - len(self.waiting)
 
 
+async def feedback_of(call: asyncio.Future[Any], unseen: Callable[[Feedback], None]) -> Feedback:
+    """The result of a call. `unseen` gets it if whoever waits is canceled just after it has arrived: it may have left a
+    session that waits for a next turn."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        if call.done() and not call.cancelled() and call.exception() is None:
+            unseen(call.result())
+        raise
+
+
 def parse_answer(what: str, of: str, fields: list[Any]) -> Task | Feedback | EnvFailed:
     """Parse a child's answer to a call to the method `of`. Raises ValueError or TypeError if it is not an answer."""
     if what == "failed":

@@ -29,9 +29,10 @@ from windfall import envs
 from windfall.envs.base import HostLoad
 from windfall.envs.failures import EnvFailed, timeout_failure
 from windfall.envs.process_pool import limits
-from windfall.envs.process_pool.calls import Call, PoolChild, parse_answer
+from windfall.envs.process_pool.calls import Call, PoolChild, feedback_of, parse_answer
 from windfall.envs.process_pool.child_process import ChildProcess
 from windfall.envs.process_pool.sizing import MAX_CHILDREN, Sizing
+from windfall.envs.sessions.base import answered
 from windfall.envs.sessions.open_sessions import Key, OpenSessions
 from windfall.errors import WindfallError, describe_exit
 from windfall.types import Feedback, Task, Turn, prompt_key
@@ -58,13 +59,14 @@ class EnvPool:
 
     def __init__(
         self, section: Any, seed: int, *, build_s: float = BUILD_S, evaluation: dict[str, Any] | None = None,
-        processes: int = 0,
+        processes: int = 0, max_calls: int = sys.maxsize,
     ) -> None:  # fmt: skip
-        """`section` is an env section of windfall.config. For `evaluation` and `processes` see hosting.py."""
+        """`section` is an env section of windfall.config. For `evaluation` and `processes` see hosting.py. `max_calls`:
+        upper limit for calls that have begun."""
         options: dict[str, Any] = envs.env_options(section) | ({"evaluation": evaluation} if evaluation else {})
         self.name = options.get("factory", options["name"])
         self._strict = not envs.runs_user_code(options)
-        self.needs_tokens = False
+        self.max_calls, self.needs_tokens = max_calls, False
         """Turns must come with their token ids."""
         self._build_message, self._build_s = (0, "build", options, seed, self._strict), build_s
         self._children: list[PoolChild] = []
@@ -120,7 +122,8 @@ class EnvPool:
 
     async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
         args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), [self._plain(t) for t in turns])
-        return await self.call("feedback", args, timeout_s)
+        call = self.call("feedback", args, timeout_s)
+        return await feedback_of(call, lambda f: self.end_session(index, task, answered(turns, f)))
 
     def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
         self.end((task.id, *((t.text, t.observation) for t in turns)))
@@ -170,21 +173,20 @@ class EnvPool:
 
     def _send_pending(self) -> None:
         self._sending_soon = False
-        self._admit_opening()
         out: dict[PoolChild, list[tuple[Any, ...]]] = {}
-        while self._pending:
-            call = self._pending[0]
+        while (queue := self._next_queue()) and sum(len(c.sent) for c in self._children) < self.max_calls:
+            call = queue[0]
             if call.future.done():
-                self._pending.popleft()  # it was canceled
+                queue.popleft()  # it was canceled
                 continue
             child = self._home(call)
             if child is None and self._steps(call) and not self.sessions.has_room(self._busy()):
-                self._opening.append(self._pending.popleft())
+                self._opening.append(queue.popleft())
                 continue
             child = child or self._free_child(call.what)
             if child is None:
                 break
-            self._pending.popleft()
+            queue.popleft()
             if not child.sent:
                 child.last_message_s = time.monotonic()
             child.sent[call.number], call.late_s, call.stack = call, None, ""
@@ -193,8 +195,13 @@ class EnvPool:
             out.setdefault(child, []).append((call.number, call.what, *call.args, call.limit_s))
         for child, messages in out.items():
             child.process.send(messages)
-        if self._pending and not any(c.ready for c in self._children) and not any(self._starting()):
+        waiting = self._pending or self._opening
+        if waiting and not any(c.ready for c in self._children) and not any(self._starting()):
             self._start()
+
+    def _next_queue(self) -> deque[Call]:
+        """The calls that come next: those that waited for room for a session, once there is some."""
+        return self._opening if self._opening and self.sessions.has_room(self._busy()) else self._pending
 
     def _free_child(self, what: str) -> PoolChild | None:
         """The child with the shortest queue among those that can take this call."""
@@ -209,12 +216,6 @@ class EnvPool:
     def _busy(self) -> int:
         """Number of sessions that make a step now."""
         return sum(child.stepping for child in self._children)
-
-    def _admit_opening(self) -> None:
-        """Let calls pass that waited for room for another session, the oldest first."""
-        room = self.sessions.limit - len(self.sessions) - self._busy()
-        passed = [self._opening.popleft() for _ in range(min(max(0, room), len(self._opening)))]
-        self._pending.extendleft(reversed(passed))
 
     def _home(self, call: Call) -> PoolChild | None:
         """The child that has the session of this call, as far as it is known and still there."""
@@ -422,11 +423,11 @@ class EnvPool:
         await child.process.kill()
 
     def _grow(self, now: float) -> None:
-        if self._pending and not self._starting():
+        if (queue := self._next_queue()) and not self._starting():
             running_s = max(
                 (now - since for number, since in (c.running_call for c in self._children) if number), default=0.0
             )
-            what, pending = self._pending[0].what, len(self._pending)
+            what, pending = queue[0].what, len(queue)
             for _ in range(self._sizing.children_to_start(what, pending, len(self._children), running_s)):
                 self._start()
 

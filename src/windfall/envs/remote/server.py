@@ -4,8 +4,8 @@
                      ◀── CallBegan, then one answer ──┘
 
 - A controller must prove that it knows the token before it learns anything (link/handshake.py).
-- At most `slots` calls of all controllers together are in the pool. Others wait here, the oldest first. The time limit
-  of a call counts from when it begins to run in a process; it is at most the server's own.
+- The calls of all controllers share the limits of the pool. The time limit of a call counts from when it begins to run
+  in a process; it is at most the server's own.
 - Sessions belong to the link: when it ends, its calls are canceled and its idle sessions are closed.
 - A controller that breaks the protocol loses its link.
 """
@@ -34,13 +34,13 @@ NAME = "environment server"
 
 class EnvService:
     def __init__(
-        self, pool: EnvPool, settings: dict[str, Any], token: str, *, slots: int, timeout_s: float,
+        self, pool: EnvPool, settings: dict[str, Any], token: str, *, timeout_s: float,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         """`pool` must be ready. `settings`: what its environment was built from (settings.py). `timeout_s`: upper limit
         for the time of one call. `say` shows a line to the user."""
-        self.pool, self._settings, self._token, self.slots = pool, settings, token, slots
-        self._timeout_s, self._say, self._free = timeout_s, say, asyncio.Semaphore(slots)
+        self.pool, self._settings, self._token = pool, settings, token
+        self._timeout_s, self._say = timeout_s, say
 
     async def attend(self, link: Link) -> None:
         """Serve the link of one controller until it ends."""
@@ -58,7 +58,7 @@ class EnvService:
         await link.send(
             e.EnvWelcome(
                 proof=proof, name=pool.name, settings=self._settings, stateful=pool.stateful,
-                replayable=pool.sessions.replayable, needs_tokens=pool.needs_tokens, slots=self.slots,
+                replayable=pool.sessions.replayable, needs_tokens=pool.needs_tokens, slots=pool.max_calls,
                 sessions=min(pool.sessions.limit, 1 << 31),
             )
         )  # fmt: skip
@@ -72,13 +72,10 @@ class EnvService:
         finally:
             client.end()
 
-    async def run(self, what: str, args: tuple[Any, ...], limit_s: float, begin: Callable[[], object]) -> Any:
-        """Run a call once a slot is free. Raises EnvFailed."""
-        async with self._free:
-            try:
-                return await self.pool.call(what, args, min(limit_s, self._timeout_s), begin)
-            except WindfallError as error:  # the environment cannot be built again
-                raise EnvFailed(str(error), "the environment cannot be built") from error
+    def call(
+        self, what: str, args: tuple[Any, ...], limit_s: float, begin: Callable[[], object]
+    ) -> asyncio.Future[Any]:
+        return self.pool.call(what, args, min(limit_s, self._timeout_s), begin)
 
 
 class _Client:
@@ -86,7 +83,8 @@ class _Client:
 
     def __init__(self, service: EnvService, link: Link) -> None:
         self._service, self._link = service, link
-        self._calls: dict[int, asyncio.Task[Any]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._ended = False
         self._idle: Counter[Key] = Counter()
         """Its sessions that wait for their next turn."""
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -95,6 +93,7 @@ class _Client:
         await exchange(self._link, self._outbox, self._handle, self._unsendable)
 
     def end(self) -> None:
+        self._ended = True
         for call in self._calls.values():
             call.cancel()
         for key in self._idle.elements():
@@ -126,13 +125,13 @@ class _Client:
                 raise LinkClosed(f"{self._link.peer}: unexpected {type(message).__name__}")
 
     def _begin(self, number: int, what: str, args: tuple[Any, ...], limit_s: float) -> None:
-        if number in self._calls or len(self._calls) >= self._service.slots or not limit_s > 0:
+        if number in self._calls or len(self._calls) >= self._service.pool.max_calls or not limit_s > 0:
             raise LinkClosed(f"{self._link.peer}: call {number} is a second one, one too many, or without a time limit")
         begin = lambda: self._outbox.put_nowait(e.CallBegan(number=number))  # noqa: E731
-        call = self._calls[number] = asyncio.create_task(self._service.run(what, args, limit_s, begin))
+        call = self._calls[number] = self._service.call(what, args, limit_s, begin)
         call.add_done_callback(lambda call: self._answer(number, args, call))
 
-    def _answer(self, number: int, args: tuple[Any, ...], call: asyncio.Task[Any]) -> None:
+    def _answer(self, number: int, args: tuple[Any, ...], call: asyncio.Future[Any]) -> None:
         del self._calls[number]
         error = asyncio.CancelledError() if call.cancelled() else call.exception()
         if error is None:
@@ -140,9 +139,14 @@ class _Client:
             answer = _value(number, value)
             if self._service.pool.stateful and isinstance(value, Feedback) and value.observation is not None:
                 before, last = args[3][:-1], args[3][-1][0]
-                self._idle[(args[1], *(turn[:2] for turn in before), (last, value.observation))] += 1
+                key = (args[1], *(turn[:2] for turn in before), (last, value.observation))
+                self._idle[key] += 1
+                if self._ended:
+                    self._service.pool.end(key)
         elif isinstance(error, EnvFailed):
             answer = _failed(number, error)
+        elif isinstance(error, WindfallError):
+            answer = _failed(number, EnvFailed(str(error), "the environment cannot be built again"))
         else:  # canceled, or a bug: the controller must get an answer in any case
             what = "canceled" if call.cancelled() else f"the environment server failed: {error!r}"
             answer = _failed(number, EnvFailed(what, what))

@@ -25,9 +25,11 @@ from typing import Any, Self
 
 from windfall.envs.base import HostLoad
 from windfall.envs.failures import EnvFailed
+from windfall.envs.process_pool.calls import feedback_of
 from windfall.envs.process_pool.pool import MAX_MOVES, QUIET_S
 from windfall.envs.remote.connection import EnvServer, Expected, RemoteCall
 from windfall.envs.remote.settings import settings_of
+from windfall.envs.sessions.base import answered
 from windfall.envs.sessions.open_sessions import Key
 from windfall.errors import WindfallError
 from windfall.link import auth
@@ -135,7 +137,8 @@ class EnvServers:
     async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
         plain = tuple((t.text, t.observation, t.tokens if self.needs_tokens else ()) for t in turns)
         args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), plain)
-        return await self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'")
+        call = self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'")
+        return await feedback_of(call, lambda f: self.end_session(index, task, answered(turns, f)))
 
     def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
         key = (task.id, *((t.text, t.observation) for t in turns))

@@ -47,12 +47,13 @@ async def _run(recipe: Recipe, token: str, host: str, port: int, concurrency: in
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    pool = EnvPool(section, recipe.run.seed, evaluation=evaluation, processes=recipe.rollout.reward_processes)
+    pool = EnvPool(
+        section, recipe.run.seed, evaluation=evaluation, processes=recipe.rollout.reward_processes,
+        max_calls=concurrency,
+    )  # fmt: skip
     async with pool:
         await pool.ready()
-        service = EnvService(
-            pool, settings, token, slots=concurrency, timeout_s=recipe.rollout.reward_timeout_s, say=_say
-        )
+        service = EnvService(pool, settings, token, timeout_s=recipe.rollout.reward_timeout_s, say=_say)
         route = Route(
             receives=e.ToEnvServer,
             max_frame_bytes=e.MAX_ENV_FRAME_BYTES,

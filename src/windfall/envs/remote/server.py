@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,8 @@ from windfall.link.base import Link, LinkClosed, clip
 from windfall.types import Feedback, Task
 
 NAME = "environment server"
+REFUSAL_S = 1.0
+"""At most one refusal is shown in this many seconds, so that a peer that dials in a loop does not fill the disk."""
 
 
 class EnvService:
@@ -40,14 +43,16 @@ class EnvService:
         """`pool` must be ready. `settings`: what its environment was built from (settings.py). `timeout_s`: upper limit
         for the time of one call. `say` shows a line to the user."""
         self.pool, self._settings, self._token = pool, settings, token
-        self._timeout_s, self._say = timeout_s, say
+        self._timeout_s, self._say, self._refused_s = timeout_s, say, -REFUSAL_S
 
     async def attend(self, link: Link) -> None:
         """Serve the link of one controller until it ends."""
         try:
             _, proof = await handshake.challenge(link, handshake.ENV_CLIENT, NAME, lambda _: self._token)
         except handshake.PeerRefused as error:
-            self._say(f"refused {link.peer}: {clip(error)}")
+            if time.monotonic() - self._refused_s > REFUSAL_S:
+                self._refused_s = time.monotonic()
+                self._say(f"refused {link.peer}: {clip(error)}")
             with contextlib.suppress(LinkClosed, TimeoutError):
                 async with asyncio.timeout(1.0):
                     await link.send(m.Refused(why=clip(error)))
@@ -67,7 +72,7 @@ class EnvService:
         try:
             await client.serve()
         except LinkClosed as error:
-            self._say(f"{link.peer} is gone: {clip(error)}")
+            self._say(f"connection ended: {clip(error)}")
             raise
         finally:
             client.end()

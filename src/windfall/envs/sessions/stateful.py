@@ -13,6 +13,7 @@ So a session is a cache: any session can be lost or closed early, and is restore
 - At most `max_idle` sessions wait for their next turn. Beyond that, and after `idle_s`, the one that has waited longest
   is closed. Sessions of an environment that is not replayable are only closed after `idle_s`. A timer sees to it, so a
   session of a response that ran out of tokens or was withdrawn is closed although its next turn never comes.
+- The pool of processes limits the open sessions of all its processes together (open_sessions.py).
 - `end_session` closes the session of a response that ran out of tokens or was dropped.
 - `close` closes all sessions that wait. The pool of processes calls it when the run ends.
 """

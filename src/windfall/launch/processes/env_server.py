@@ -45,14 +45,14 @@ async def _run(recipe: Recipe, token: str, host: str, port: int, concurrency: in
     settings, context = settings_of(section, recipe.run.seed, evaluation), tls.server_context(fleet)
     listener.raise_file_limit()
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     pool = EnvPool(
         section, recipe.run.seed, evaluation=evaluation, processes=recipe.rollout.reward_processes,
         max_calls=concurrency,
     )  # fmt: skip
     async with pool:
         await pool.ready()
+        for number in (signal.SIGINT, signal.SIGTERM):  # not earlier: a build that takes long can be interrupted
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
         service = EnvService(pool, settings, token, timeout_s=recipe.rollout.reward_timeout_s, say=_say)
         route = Route(
             receives=e.ToEnvServer,

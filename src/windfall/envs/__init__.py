@@ -30,14 +30,10 @@ HOST_KEYS = frozenset({"servers", "servers_token", "max_sessions"})
 """Keys of an env section for the host of the environment, not for the environment."""
 
 
-def env_options(section: Any) -> dict[str, Any]:
-    """The keys of an env section of windfall.config that its environment is built from, as plain data."""
-    return {key: value for key, value in section_dict(section).items() if key not in HOST_KEYS}
-
-
 def section_dict(section: Any) -> dict[str, Any]:
-    """Convert an env section of windfall.config into plain data that can be sent to another process."""
-    return section.model_dump(mode="json", exclude_none=True)
+    """What the environment of an env section of windfall.config is built from, as plain data that can be sent to
+    another process."""
+    return section.model_dump(mode="json", exclude_none=True, exclude=set(HOST_KEYS))
 
 
 def build(section: dict[str, Any], seed: int) -> Env:

@@ -63,7 +63,7 @@ class EnvPool:
     ) -> None:  # fmt: skip
         """`section` is an env section of windfall.config. For `evaluation` and `processes` see hosting.py. `max_calls`:
         upper limit for calls that have begun."""
-        options: dict[str, Any] = envs.env_options(section) | ({"evaluation": evaluation} if evaluation else {})
+        options: dict[str, Any] = envs.section_dict(section) | ({"evaluation": evaluation} if evaluation else {})
         self.name = options.get("factory", options["name"])
         self._strict = not envs.runs_user_code(options)
         self.max_calls, self.needs_tokens = max_calls, False

@@ -89,6 +89,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "cost/prices.py",
     "cost/bill.py",
     "cost/accounts.py",
+    "link/env_messages.py",
     "link/messages.py",
     "weights/manifest.py",
     "weights/delta.py",

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from windfall import __version__, config
+from windfall.commands.env_server import env_server
 from windfall.commands.gateway import gateway
+from windfall.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
 from windfall.commands.serve import serve
-from windfall.commands.token_option import token_option
 from windfall.errors import WindfallError, nearest
 
 if TYPE_CHECKING:
@@ -31,15 +32,10 @@ app.add_typer(bench, name="bench")
 fleet = typer.Typer(help="Workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
 app.add_typer(fleet, name="fleet")
 app.command(epilog="Example: windfall gateway runs/demo")(gateway)
+app.command(
+    name="env-server", epilog="Example: windfall env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000"
+)(env_server)
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="Recipe to run.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a recipe key; may be repeated.")
-]
-TlsCert = Annotated[
-    Path | None, typer.Option(help="Certificate chain (PEM) of the controller; workers then connect over https.")
-]
-TlsKey = Annotated[Path | None, typer.Option(help="Private key (PEM) of the certificate.")]
 FILE_SYSTEM_ERRORS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip

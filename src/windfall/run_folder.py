@@ -180,7 +180,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         return section.model_copy(update={key: path.resolve() for key, path in paths.items() if path is not None})
 
     def resolved_env(env: Any) -> Any:
-        env = resolved(env, "path", "eval_path")
+        env = resolved(env, "path", "eval_path", "servers_token")
         if isinstance(env, config.AgentLimits):
             env = env.model_copy(update={"directory": (env.directory or Path.cwd()).resolve()})
         if isinstance(env, config.AgentEnv) and env.tasks is not None:

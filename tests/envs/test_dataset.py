@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from windfall import config, run_folder
+from windfall import config, envs, run_folder
 from windfall.config import Recipe
 from windfall.envs.base import HELD_OUT
 from windfall.envs.dataset import Dataset
@@ -37,7 +37,7 @@ def recipe(env: dict[str, Any], **evaluation: Any) -> Recipe:
 
 
 def prompts(r: Recipe, first: int, count: int) -> list[str]:
-    options = {k: v for k, v in r.env.model_dump(mode="json", exclude_none=True).items() if k != "name"}
+    options = {k: v for k, v in envs.section_dict(r.env).items() if k != "name"}
     env = Dataset(**options, evaluation=evaluation_data(r))
     return [str(env.task(first + n).prompt) for n in range(count)]
 

@@ -303,6 +303,19 @@ def test_generate_streams_ids() -> None:
     run(main)
 
 
+def test_offsets_of_streamed_tokens_count_from_the_first_one() -> None:
+    async def main() -> None:
+        async with talking(Scripted("It is 7.", step_s=0.002)) as (_, _, api):
+            *chunks, _ = await api.stream("completions", prompt="3+4=", logprobs=0, max_tokens=9)
+            choices = [c["choices"][0] for c in chunks if c["choices"][0]["logprobs"]]
+            assert len(choices) > 3
+            offsets = [n for c in choices for n in c["logprobs"]["text_offset"]]
+            texts = [text for c in choices for text in c["logprobs"]["tokens"]]
+            assert offsets == [len("".join(texts[:n])) for n in range(len(texts))]
+
+    run(main)
+
+
 def test_only_new_tokens_are_decoded() -> None:
     decoded: list[int] = []
 

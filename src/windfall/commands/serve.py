@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from windfall.commands.token_option import token_option
+from windfall.commands.options import token_option
 
 LENDING = "Options for lending"
 

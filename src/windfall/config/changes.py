@@ -28,9 +28,13 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "env": ("fixed", "Rewards before and after would measure different tasks."),
     "env.path": ("free", "The contents of the file are compared with those at the start of the run."),
     "env.tasks.path": ("free", "The contents of the file are compared with those at the start of the run."),
+    **{
+        f"{section}.{key}": ("free", "")
+        for section in ("env", "env.tasks")
+        for key in ("servers", "servers_token", "max_sessions", "memory_mb")
+    },
     "env.concurrency": ("free", ""),
     "env.time_limit_s": ("free", ""),
-    "env.memory_mb": ("free", ""),
     "env.restart": ("free", ""),
     "env.port": ("free", ""),
     "env.directory": ("free", ""),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from windfall.config.section import Count, FilePath, Section
 
 MIN_MEMORY_MB = 128
+MAX_SESSIONS = 4096
+"""Default limit for open sessions: more than the responses of most runs, so that it only stops a leak."""
 RewardName = Annotated[str, Field(pattern=r"^(math|exact|[^:]+\.py:\w+|[\w.]+:\w+)$")]
 
 
@@ -20,7 +22,27 @@ class ArithmeticEnv(Section):
     """Upper limit for the steps of one chain."""
 
 
-class GymEnv(Section):
+class HostedEnv(Section):
+    """An environment that runs in processes of its own, on this machine or on others."""
+
+    servers: list[Annotated[str, Field(pattern=r"^(https?://)?[^/\s]+:\d+$")]] = Field(default=[])
+    """Environment servers to use instead of processes on this machine, such as `["10.0.0.5:9000"]`: `windfall
+    env-server` starts one on another machine. Calls and sessions are spread over them by load."""
+    servers_token: FilePath | None = None
+    """File with the token of these servers. `windfall token FILE` creates one."""
+
+    @model_validator(mode="after")
+    def _servers_have_a_token(self) -> Self:
+        if self.servers and self.servers_token is None:
+            raise ValueError(
+                "servers need a token: set servers_token to the file that was given to windfall env-server"
+            )
+        if len(set(self.servers)) < len(self.servers):
+            raise ValueError("a server is named twice in servers")
+        return self
+
+
+class GymEnv(HostedEnv):
     name: Literal["gym"]
     task: str
     """Name of a reasoning-gym task, such as "chain_sum"."""
@@ -32,7 +54,7 @@ class GymEnv(Section):
     """Use the task's partial score of the extracted answer as the reward, instead of only right or wrong."""
 
 
-class JsonLinesEnv(Section):
+class JsonLinesEnv(HostedEnv):
     name: Literal["jsonl"]
     path: FilePath
     """File of tasks, one JSON object per line."""
@@ -55,7 +77,7 @@ class JsonLinesEnv(Section):
         return self
 
 
-class DatasetEnv(Section):
+class DatasetEnv(HostedEnv):
     name: Literal["dataset"]
     path: FilePath
     """Data set: a JSONL or parquet file, a folder that `datasets` saved (save_to_disk), or a folder with the files of a
@@ -106,7 +128,7 @@ class GuessEnv(Section):
     """Number of guesses allowed per task."""
 
 
-class FrozenLakeEnv(Section):
+class FrozenLakeEnv(HostedEnv):
     name: Literal["frozen_lake"]
     size: int = Field(default=4, ge=2, le=64)
     """Width and height of the map."""
@@ -126,9 +148,11 @@ class FrozenLakeEnv(Section):
     """What the policy sees: the whole map, or only the four fields next to it."""
     rules: bool = True
     """Explain the game in the prompt."""
+    max_sessions: Count = MAX_SESSIONS
+    """Upper limit for games that are open at the same time on one machine. A response that needs one more waits."""
 
 
-class CustomEnv(Section):
+class CustomEnv(HostedEnv):
     name: Literal["custom"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     """Function that returns an Env, as "package.module:function". It is called with `seed` and the options."""
@@ -137,6 +161,10 @@ class CustomEnv(Section):
     memory_mb: int = Field(default=0, ge=0)
     """Upper limit for the address space of each process of this environment, in MiB. 0: no limit. The number of
     processes is limited by rollout.reward_processes."""
+    max_sessions: Count = MAX_SESSIONS
+    """Upper limit for the sessions of an environment with state that are open at the same time on one machine. A
+    response that needs one more waits, which counts against no time limit. If the environment can be replayed, the
+    session that has waited longest for its next turn is closed for it after 30 s."""
 
 
 TaskEnv = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | DatasetEnv | CustomEnv, Field(discriminator="name")]
@@ -166,8 +194,9 @@ class AgentLimits(Section):
     """Folder in which agents are imported and run. If left out, it is the folder in which the run was started."""
     isolation: Literal["auto", "strict", "off"] = "auto"
     """Whether agents are kept from reading the run's folder and from reaching other processes. "auto" does what the
-    system allows, "strict" also uses what may keep agents from reading files that they created, and refuses to start
-    if that is not enough; "off" is for agents that must trace or signal other processes. See docs/agents.md."""
+    system allows, "strict" also uses what may keep agents from creating files in folders above the run's, and refuses
+    to start if that is not enough; "off" is for agents that must trace or signal other processes. See
+    docs/agents.md."""
 
     @field_validator("memory_mb")
     @classmethod

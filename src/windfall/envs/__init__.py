@@ -26,9 +26,14 @@ def runs_user_code(section: dict[str, Any]) -> bool:
     return section["name"] == "custom" or any(":" in reward for reward in section.get("rewards", ()))
 
 
+HOST_KEYS = frozenset({"servers", "servers_token", "max_sessions"})
+"""Keys of an env section for the host of the environment, not for the environment."""
+
+
 def section_dict(section: Any) -> dict[str, Any]:
-    """Convert an env section of windfall.config into plain data that can be sent to another process."""
-    return section.model_dump(mode="json", exclude_none=True)
+    """What the environment of an env section of windfall.config is built from, as plain data that can be sent to
+    another process."""
+    return section.model_dump(mode="json", exclude_none=True, exclude=set(HOST_KEYS))
 
 
 def build(section: dict[str, Any], seed: int) -> Env:

@@ -5,6 +5,7 @@ far. So a run can resume from a task number, an episode can move to another proc
 
 An environment is foreign code. It may block, raise, print, exit the process or return garbage, so the rest of windfall
 calls it only through an EnvHost. `process_pool.pool.EnvPool` runs environments in child processes that can be killed.
+`remote.servers.EnvServers` has such a pool on every one of several machines.
 `in_process.InProcess` calls them in this process: for simulations, tests and the two environments whose calls take
 microseconds.
 """
@@ -40,6 +41,23 @@ class Env(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServerLoad:
+    """One environment server since the start."""
+
+    address: str
+    connected: bool
+    calls: int
+    """Calls in progress."""
+    answers: int
+    errors: int
+    """Answers that are failures."""
+    lost: int
+    """How often its link was lost."""
+    answer_s: float
+    """Running mean of the seconds from sending a call to its answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HostLoad:
     """How busy a host is now."""
 
@@ -49,6 +67,8 @@ class HostLoad:
     """Upper limit for them."""
     queued: int = 0
     """Calls that have not begun."""
+    servers: tuple[ServerLoad, ...] = ()
+    """The environment servers, if the environment runs there."""
 
 
 class EnvHost(Protocol):

@@ -1,7 +1,8 @@
-"""Chooses where the environment of a recipe runs: in this process or in child processes."""
+"""Chooses where the environment of a recipe runs: in this process, in child processes, or on environment servers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from windfall import envs
@@ -9,6 +10,7 @@ from windfall.envs.base import EnvHost
 from windfall.envs.in_process import InProcess
 from windfall.envs.numbered import Numbered
 from windfall.envs.process_pool.pool import EnvPool
+from windfall.envs.remote.servers import EnvServers
 
 AGENTS = ("agent", "verifiers")
 """Environments that are programs: launch/agents.py starts them."""
@@ -16,8 +18,13 @@ QUICK = ("arithmetic", "guess")
 """Environments of windfall whose calls take microseconds: a message to another process would cost ten times as much."""
 
 
+Log = Callable[..., None]
+"""Gets the name and the fields of an event."""
+
+
 def env_host(
-    section: Any, seed: int, *, evaluation: dict[str, Any] | None = None, processes: int = 0
+    section: Any, seed: int, *, evaluation: dict[str, Any] | None = None, processes: int = 0,
+    log: Log = lambda name, **fields: None,
 ) -> EnvHost:  # fmt: skip
     """Create the host. `section` is an env section of windfall.config. For agents, it hosts their tasks. `evaluation`:
     a separate data set for the evaluation. `processes`: upper limit for child processes; 0 chooses it."""
@@ -25,17 +32,18 @@ def env_host(
         tasks = getattr(section, "tasks", None)
         if tasks is None:
             return InProcess(Numbered(), name=section.name)
-        return env_host(tasks, seed, evaluation=evaluation, processes=processes)
+        return env_host(tasks, seed, evaluation=evaluation, processes=processes, log=log)
     if section.name in QUICK:
         return InProcess(envs.build(envs.section_dict(section), seed))
+    if section.servers:
+        return EnvServers(section, seed, evaluation=evaluation, log=log)
     return EnvPool(section, seed, evaluation=evaluation, processes=processes)
 
 
-def recipe_host(recipe: Any) -> EnvHost:
+def recipe_host(recipe: Any, log: Log = lambda name, **fields: None) -> EnvHost:
     """Create the host for a recipe of windfall.config."""
-    return env_host(
-        recipe.env, recipe.run.seed, evaluation=evaluation_data(recipe), processes=recipe.rollout.reward_processes
-    )
+    processes = recipe.rollout.reward_processes
+    return env_host(recipe.env, recipe.run.seed, evaluation=evaluation_data(recipe), processes=processes, log=log)
 
 
 def evaluation_data(recipe: Any) -> dict[str, Any] | None:

@@ -68,7 +68,7 @@ class TextChunks:
         self._hold = max((len(s) - 1 for s in options.stop), default=0)
         """Characters that may be the start of a stop string."""
         self._growing, self._held = GrowingText(decode), ""
-        self._sent_text = self._sent_tokens = 0
+        self._sent_text = self._sent_tokens = self._offset = 0
         self._ends: deque[tuple[int, int]] = deque()
         """Numbers of characters and of tokens, for text that is held back."""
         self.sent = 0
@@ -117,8 +117,13 @@ class TextChunks:
         chunk = self._chunk({"content": new} if self._chat else new)
         choice = chunk["choices"][0]
         if self._options.logprobs:
-            build = protocol.chat_logprobs if self._chat else protocol.text_logprobs
-            choice["logprobs"] = build(self._token_texts(tokens), logprobs)
+            texts = self._token_texts(tokens)
+            choice["logprobs"] = (
+                protocol.chat_logprobs(texts, logprobs)
+                if self._chat
+                else protocol.text_logprobs(texts, logprobs, self._offset)
+            )
+            self._offset += sum(map(len, texts))
         if self._options.return_token_ids:
             choice["token_ids"] = tokens
             if not self._chat and self._sent_tokens == 0:

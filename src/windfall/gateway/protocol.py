@@ -180,7 +180,8 @@ def chat_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, 
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    offsets = list(accumulate(map(len, texts), initial=0))[:-1]
+def text_logprobs(texts: Sequence[str], logprobs: Sequence[float], start: int = 0) -> dict[str, Any]:
+    """`start`: number of characters before these tokens."""
+    offsets = list(accumulate(map(len, texts), initial=start))[:-1]
     none = [None] * len(texts)
     return {"tokens": list(texts), "token_logprobs": list(logprobs), "top_logprobs": none, "text_offset": offsets}

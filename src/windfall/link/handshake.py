@@ -10,7 +10,8 @@ run's folder and on the other machines of the trainer, so a worker cannot pass f
 supervisor in the same way, with that secret. Use TLS against an attacker who can read or change traffic.
 
 The controller calls `challenge` (link/gate.py), and so does the supervisor (launch/machines.py). The peers call `join`
-(worker/agent.py, train/agent.py, launch/processes/rank_host.py).
+(worker/agent.py, train/agent.py, launch/processes/rank_host.py). Between a controller and an environment server it is
+the server that listens and calls `challenge` (envs/remote/server.py), with a token of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windfall.link import auth
+from windfall.link import env_messages as e
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed, clip
 
@@ -37,11 +39,14 @@ class Role:
     hello_purpose: str
     welcome: type[Any]
     welcome_purpose: str
+    listener: str = "controller"
+    """What the peer joins, for messages."""
 
 
 WORKER = Role(m.Hello, "hello", m.Welcome, "welcome")
 TRAINER = Role(m.TrainerHello, "trainer", m.TrainerWelcome, "trainer welcome")
 MACHINE = Role(m.MachineHello, "machine", m.MachineWelcome, "machine welcome")
+ENV_CLIENT = Role(e.EnvHello, "env client", e.EnvWelcome, "env welcome", listener="environment server")
 
 
 class PeerRefused(Exception):
@@ -96,9 +101,9 @@ async def join(link: Link, role: Role, secret: str, hello: Callable[..., Any]) -
         async with asyncio.timeout(TIMEOUT_S):
             opening = await link.receive()
             if not isinstance(opening, m.Challenge):
-                raise LinkClosed(f"{link.peer}: not a windfall controller")
+                raise LinkClosed(f"{link.peer}: not a windfall {role.listener}")
             if opening.protocol != m.PROTOCOL:
-                what = f"the controller uses protocol {opening.protocol}, this process uses {m.PROTOCOL}"
+                what = f"the {role.listener} uses protocol {opening.protocol}, this process uses {m.PROTOCOL}"
                 raise JoinRefused(f"{what}: {SAME_VERSION}", again=False)
             nonce = auth.nonce()
             proof = auth.proof(secret, role.hello_purpose, opening.run, opening.nonce, nonce)
@@ -110,5 +115,7 @@ async def join(link: Link, role: Role, secret: str, hello: Callable[..., Any]) -
         raise JoinRefused(clip(answer.why), again=answer.again)
     expected = auth.proof(secret, role.welcome_purpose, opening.run, opening.nonce, nonce)
     if not isinstance(answer, role.welcome) or not hmac.compare_digest(answer.proof, expected):
-        raise ControllerUnverified(f"{link.peer}: does not know the secret, so it is not the controller of this run")
+        raise ControllerUnverified(
+            f"{link.peer}: does not know the secret, so it is not the {role.listener} of this run"
+        )
     return answer

@@ -17,7 +17,7 @@ SLOW_S = 20.0
 class Grading:
     """Counters since the last reset, and the calls that are in progress (loop time, seconds)."""
 
-    def __init__(self, load: Callable[[], dict[str, int]] = dict) -> None:
+    def __init__(self, load: Callable[[], dict[str, Any]] = dict) -> None:
         """`load`: how busy the environment is now, with the fields of envs.base.HostLoad."""
         self._load = load
         self._open: dict[int, float] = {}
@@ -68,11 +68,13 @@ class Grading:
     def describe(self) -> dict[str, Any]:
         """Fields of the step's event."""
         times_s = sorted(self._times_s)
+        load = self._load()
         p99 = times_s[math.ceil(0.99 * len(times_s)) - 1] if times_s else 0.0
         return {
             "reward_s": self.mean_s, "reward_s_p99": p99, "reward_s_max": times_s[-1] if times_s else 0.0,
             "grading_peak": self.peak, "grader_errors": self.errors, "rewards_retried": self.retried,
-            "grader_processes": self._load().get("processes", 0),
+            "grader_processes": load.get("processes", 0),
+            **({"env_servers": load["servers"]} if load.get("servers") else {}),
         }  # fmt: skip
 
     def slow_s(self, now_s: float) -> float | None:

@@ -112,6 +112,11 @@ class Console:
                 self._out.print(f"[yellow]reward missing[/] for {event['response']}: {_failure(event)}")
             case "grading_slow":
                 self._out.print(f"[yellow]rewards are slow[/]: {rewards.graders_of_snapshot(event)}")
+            case "env_server_lost":
+                moved = f"; {event['calls']} calls go to other servers" if event["calls"] else ""
+                self._out.print(f"[yellow]environment server lost[/] {event['address']}: {escape(event['why'])}{moved}")
+            case "env_server_joined":
+                self._out.print(f"environment server {event['address']} connected, {event['slots']} calls at once")
             case "reward_retried":
                 self._out.print(f"[yellow]grader failed[/], and graded {event['response']} later: {_failure(event)}")
             case "task_skipped":

@@ -61,15 +61,19 @@ def passes_of_run(first: Event, last: Event) -> list[str]:
 
 
 def graders_of_run(steps: Sequence[Event]) -> list[str]:
-    """Line of the summary, if rewards were slow or failed."""
+    """Lines of the summary: rewards, if they were slow or failed, and environment servers."""
+    there = servers(steps[-1].get("env_servers") or ()) if steps else []
     longest = max((e.get("reward_s_max") or 0.0 for e in steps), default=0.0)
     errors, retried = (sum(e.get(key) or 0 for e in steps) for key in ("grader_errors", "rewards_retried"))
     if longest < SLOW_S and not errors:
-        return []
+        return there
     mean = sum(e.get("reward_s") or 0.0 for e in steps) / max(1, len(steps))
     peak = max((e.get("grading_peak") or 0 for e in steps), default=0)
     failed = f"; {errors} tries failed, {retried} rewards came after a retry" if errors else ""
-    return [f"  rewards                    {mean:.2f} s on average, up to {longest:.1f} s, {peak} at once{failed}"]
+    return [
+        f"  rewards                    {mean:.2f} s on average, up to {longest:.1f} s, {peak} at once{failed}",
+        *there,
+    ]
 
 
 def graders_of_snapshot(graders: dict) -> str:
@@ -81,8 +85,25 @@ def graders_of_snapshot(graders: dict) -> str:
     """
     g = graders
     where = f"{g['processes']} processes (at most {g['limit']})" if g.get("processes") else "in the controller"
+    if servers := g.get("servers"):
+        where = f"{sum(s['connected'] for s in servers)} of {len(servers)} servers (at most {g['limit']} calls)"
     waiting = f"{g['grading']} rewards in progress ({g['queued']} queued, longest {g['longest_s']:.1f} s)"
     return f"graders: {where}, {waiting}, {g['reward_s']:.2f} s each, {g['errors']} errors"
+
+
+def servers(found: Sequence[dict]) -> list[str]:
+    """A line for each environment server, for `windfall top` and the summary.
+
+    >>> servers([{"address": "10.0.0.5:9000", "connected": True, "calls": 3, "answers": 1200, "errors": 2, "lost": 1,
+    ...           "answer_s": 0.5}])
+    ['  server 10.0.0.5:9000       1,200 answers, 0.50 s each, 2 errors, lost 1 times']
+    """
+    return [
+        f"  {'server ' + s['address']:<26} {s['answers']:,} answers, {s['answer_s']:.2f} s each, {s['errors']} errors"
+        + (f", lost {s['lost']} times" if s["lost"] else "")
+        + ("" if s["connected"] else ", not connected")
+        for s in found
+    ]
 
 
 def _number(value: float | None) -> str:

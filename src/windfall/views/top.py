@@ -94,8 +94,8 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
         out.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths))
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
     stale = staleness.of_snapshot(snapshot["staleness"], width) if snapshot.get("staleness") else []
-    graders = [rewards.graders_of_snapshot(snapshot["graders"])] if snapshot.get("graders") else []
-    lent = lenders.of_snapshot(snapshot["workers"])
+    busy, lent = snapshot.get("graders"), lenders.of_snapshot(snapshot["workers"])
+    graders = [rewards.graders_of_snapshot(busy), *rewards.servers(busy.get("servers") or ())] if busy else []
     return Group(Text("\n".join([_header(snapshot, len(present), live, run), *graders, *stale, *lent, *advice])), out)
 
 

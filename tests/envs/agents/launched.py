@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -48,6 +51,29 @@ def read(paths: list[str]) -> dict[str, Any]:
         except OSError:
             continue
     return {"reward": len(found), "text": "".join(found)}
+
+
+def keys_in_memory() -> list[str]:
+    """All keys that can be found in the memory of this process."""
+    pattern, found = re.compile(b"sk" + b"-[0-9A-Z]{20}"), set[str]()
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, rights = line.split()[:2]
+            start, end = (int(word, 16) for word in span.split("-"))
+            if rights.startswith("rw"):
+                with contextlib.suppress(OSError, OverflowError, ValueError):
+                    memory.seek(start)
+                    found |= {key.decode() for key in pattern.findall(memory.read(end - start))}
+    return sorted(found)
+
+
+def kill_reaper(path: str) -> float:
+    """Leave a process behind, and kill the one that would see to it."""
+    left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    Path(path).write_text(f"{left.pid} {os.getppid()} {os.getpid()}")
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60.0)
+    return 0.5
 
 
 def folder() -> str:

@@ -7,14 +7,15 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from windfall.envs.agents import isolation
+from windfall.envs.agents import isolation, reaper
 from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
 from windfall.errors import WindfallError
@@ -120,6 +121,111 @@ def test_nothing_survives_its_agent(tmp_path: Path, how: str) -> None:
 
 
 @linux
+def test_nothing_survives_a_killed_reaper(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with AgentLauncher(program(isolation="off")) as launcher:
+            path = tmp_path / "pids"
+            ended = await start(launcher, "kill_reaper", path=str(path))
+            assert ended.code == -signal.SIGKILL
+            deadline = time.monotonic() + 5
+            while alive(await pids_in(path)) and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            assert not alive(await pids_in(path))
+            assert (await start(launcher, "value")).value == 0.5, "the next agent runs"
+
+    run(main())
+
+
+@linux
+def test_agent_does_not_find_keys_of_others_in_its_memory() -> None:
+    """An agent that is a function runs in a copy of the process that starts all of them."""
+
+    async def main() -> None:
+        async with AgentLauncher(program()) as launcher:
+            await launcher.ready()
+            keys = [f"sk-{letter * 20}" for letter in "ABCDEFGH"]
+            never = asyncio.get_running_loop().create_future()
+            task = {"do": "value", "options": {"after_s": 0.5}}
+            others = [asyncio.create_task(launcher.run({**task, "text": key}, {"KEY": key}, never)) for key in keys]
+            await asyncio.sleep(0.2)
+            own = "sk-" + "Z" * 20
+            ended = await launcher.run({"do": "keys_in_memory"}, {"KEY": own}, never)
+            assert ended.value == [own]
+            assert [(await other).value for other in others] == [0.5] * 8
+
+    run(main())
+
+
+@linux
+def test_order_to_end_that_comes_before_the_agent_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM reaches the reaper just before it forks the agent."""
+    pid = os.fork()
+    if pid == 0:
+        early = lambda parent, death: os.kill(os.getpid(), death) if death == signal.SIGTERM else None  # noqa: E731
+        monkeypatch.setattr(reaper, "die_with_parent", early)
+        reaper.run_agent(lambda: time.sleep(60) or os._exit(0), 2)  # type: ignore[func-returns-value]
+    deadline = time.monotonic() + 5
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended[0]:
+        reaper.kill_descendants(pid)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == -signal.SIGKILL
+
+
+def in_process_of_another_user(check: Callable[[], bool]) -> bool:
+    """Run a check in a forked process without root's rights."""
+    pid = os.fork()
+    if pid == 0:
+        code = 9
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            os.chdir("/")
+            code = 0 if check() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@linux
+@pytest.mark.skipif(
+    not in_process_of_another_user(lambda: isolation._own_proc_files() or isolation.available().mounts),
+    reason="this system allows no user namespaces",
+)
+def test_process_that_cannot_be_traced_knows_its_protections() -> None:
+    def check() -> bool:
+        isolation.forbid_tracing()  # as the process that starts agents does
+        return isolation.available().mounts
+
+    assert in_process_of_another_user(check)
+
+
+@linux
+def test_folders_that_cannot_be_listed_hide_only_their_own_files() -> None:
+    """As /home on a shared machine."""
+    with tempfile.TemporaryDirectory() as top:
+        closed, hidden = Path(top) / "home", Path(top) / "home" / "me" / "runs" / "one"
+        hidden.mkdir(parents=True)
+        (closed / "me" / "data").write_text("data")
+        Path(top).chmod(0o755)
+        closed.chmod(0o311)
+
+        def check() -> bool:
+            found = set(isolation._outside([str(hidden)]))
+            above = {str(path) for path in (hidden, *hidden.parents)}
+            return str(closed / "me" / "data") in found and not found & above
+
+        try:
+            assert in_process_of_another_user(check)
+        finally:
+            closed.chmod(0o755)
+
+
+@linux
 def test_agent_that_dies_by_a_signal_says_so() -> None:
     async def main() -> None:
         command = ["sh", "-c", "kill -SEGV $$"]
@@ -169,12 +275,14 @@ def test_agent_cannot_read_the_run_and_other_processes(
 def test_agents_cannot_reach_each_other_or_the_controller(tmp_path: Path) -> None:
     async def main() -> None:
         async with AgentLauncher(program()) as launcher:
-            other = asyncio.create_task(start(launcher, "escape", path=str(tmp_path / "pids"), wait_s=0.7))
+            kill = asyncio.get_running_loop().create_future()
+            other = asyncio.create_task(start(launcher, "escape", kill, path=str(tmp_path / "pids"), wait_s=60.0))
             agent = (await pids_in(tmp_path / "pids"))[2]
             assert launcher._server is not None
             for pid in (os.getpid(), launcher._server.pid, agent):
                 assert (await start(launcher, "read", paths=[f"/proc/{pid}/environ"])).value["reward"] == 0
                 assert (await start(launcher, "signals", pid=pid)).value is False
+            kill.set_result("is not needed")
             await other
 
     run(main())
@@ -187,21 +295,38 @@ def test_landlock_alone_hides_files_if_strict(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "token").write_text("hush")
     (tmp_path / "data").write_text("data")
+    (tmp_path / "work").mkdir()
+
+    def denied(act: Callable[[], object]) -> bool:
+        try:
+            act()
+        except PermissionError:
+            return True
+        return False
+
+    def check() -> bool:
+        isolation.isolate([str(folder)], isolation.Protections(landlock=isolation.available().landlock), strict=True)
+        (tmp_path / "work" / "new").write_text((tmp_path / "data").read_text())
+        (tmp_path / "work" / "new").rename(tmp_path / "work" / "newer")
+        (tmp_path / "data").write_text("other data")
+        Path(os.devnull).write_text("")
+        acts = (
+            (folder / "token").read_text, (folder / "token").unlink, (folder / "more").mkdir,
+            lambda: (folder / "token").write_text("mine"), lambda: (folder / "new").write_text("mine"),
+            lambda: os.truncate(folder / "token", 0),
+        )  # fmt: skip
+        return all(map(denied, acts))
+
     pid = os.fork()
     if pid == 0:
         code = 9
         try:
-            isolation.isolate(
-                [str(folder)], isolation.Protections(landlock=isolation.available().landlock), strict=True
-            )
-            code = int((tmp_path / "data").read_text() != "data")
-            (folder / "token").read_text()
-            code = 2
-        except PermissionError:
-            pass
+            code = int(not check())
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (folder / "token").read_text() == "hush"
+    assert (tmp_path / "work" / "newer").read_text() == "data"
 
 
 @linux

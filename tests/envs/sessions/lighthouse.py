@@ -18,8 +18,10 @@ class Walk:
         await asyncio.sleep(0)
         if text == "crash":
             raise RuntimeError("the walker fell")
+        if text == "wait":
+            await asyncio.sleep(0.3)
         if text == "hoard":
-            bytearray(3 << 30)
+            bytes(3 << 30)  # not written to, so it only takes address space
         if text == "die":
             os._exit(3)
         self._at += {"east": 1, "west": -1}.get(text, 0)
@@ -54,3 +56,50 @@ class Lighthouse:
 
 def build(seed: int, **options: Any) -> Lighthouse:
     return Lighthouse(seed, **options)
+
+
+class Crowd:
+    """Without state. The reward is the number of calls in progress, and a call takes `s` seconds."""
+
+    def __init__(self, seed: int, s: float = 0.2) -> None:
+        self.s, self.calls = s, 0
+
+    def task(self, index: int) -> Task:
+        return Task(id=f"crowd/{index}", prompt="Wait.")
+
+    async def feedback(self, task: Task, turns: Any) -> Feedback:
+        self.calls += 1
+        try:
+            await asyncio.sleep(self.s)
+            return Feedback(reward=float(self.calls))
+        finally:
+            self.calls -= 1
+
+
+class Relay:
+    """With state: three turns of 0.1 s. The reward depends on all texts. Every step adds a byte to a file."""
+
+    def __init__(self, seed: int, notes: str) -> None:
+        self.notes = notes
+
+    def task(self, index: int) -> Task:
+        return Task(id=f"relay/{index}", prompt=f"{index % 10}+1=")
+
+    def open(self, task: Task) -> Any:
+        return RelaySession(self.notes)
+
+
+class RelaySession:
+    def __init__(self, notes: str) -> None:
+        self._notes, self._said = notes, list[str]()
+
+    async def step(self, text: str) -> Feedback:
+        with open(self._notes, "a") as file:
+            file.write(".")
+        self._said.append(text)
+        await asyncio.sleep(0.1)
+        if len(self._said) == 3:
+            return Feedback(reward=sum(map(ord, "".join(self._said))) % 7 / 7)
+        return Feedback(observation=f"{len(self._said)}+{len(text)}=")
+
+    def close(self) -> None: ...

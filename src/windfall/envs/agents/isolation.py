@@ -7,9 +7,10 @@ Three protections, each without privileges of its own where the kernel permits i
   environment variables, nor change mounts. This also holds for root. It exists since Linux 5.13; signals since 6.12.
 - Root's rights to go around this (CAPABILITIES) are given up for good.
 
-With `strict`, if there is no mount namespace, Landlock lets the process read only files that are outside the hidden
-folders when it starts. Landlock knows no exceptions, so every folder beside them is allowed by itself: a file that is
-created later directly in a folder above a hidden folder cannot be read. This is why it is not the default.
+With `strict`, if there is no mount namespace, Landlock lets the process read and change only files and folders that are
+outside the hidden folders when it starts. Landlock knows no exceptions, so every folder beside them is allowed by
+itself: directly in a folder above a hidden folder, the process can neither create files nor read those that are created
+later. This is why it is not the default.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import stat
 import struct
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +29,11 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_SLAVE = 1, 2, 4, 8, 1 << 1
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """System calls of Landlock: the same numbers on all architectures."""
-READ_FILE, MAKE_BLOCK, REFER = 1 << 2, 1 << 11, 1 << 13
+MAKE_BLOCK, REFER = 1 << 11, 1 << 13
+FILE_ACCESS, TRUNCATE = 1 << 1 | 1 << 2, 1 << 14
+"""Writing and reading a file; since version 3 of the interface also truncating it."""
+FOLDER_ACCESS = sum(1 << bit for bit in (4, 5, 6, 7, 8, 9, 10, 12))
+"""Removing and creating files and folders of all kinds, except block devices."""
 SCOPE_SIGNAL = 1 << 1
 CAPABILITIES = {
     "dac_read_search": 2, "sys_module": 16, "sys_rawio": 17, "sys_ptrace": 19, "sys_admin": 21, "sys_boot": 22,
@@ -57,6 +63,7 @@ def available() -> Protections:
     if pid == 0:
         code = 1
         try:
+            _own_proc_files()
             _hide([os.getcwd()])
             code = 0
         except OSError:
@@ -70,7 +77,7 @@ def isolate(hidden: Sequence[str], use: Protections, *, strict: bool = False) ->
     """Isolate this process, which must have one thread, and all that it will start. Raises OSError."""
     if sys.platform != "linux":
         return
-    _libc().prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise its own files in /proc would be root's
+    _own_proc_files()
     folders = [os.path.realpath(folder) for folder in hidden]
     if use.mounts:
         _hide(folders)
@@ -83,6 +90,12 @@ def forbid_tracing() -> None:
     """Other processes of the same user can no longer read this one's memory or environment variables (root can)."""
     if sys.platform == "linux":
         _libc().prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _own_proc_files() -> None:
+    """Undo `forbid_tracing` of the parent: otherwise this process's own files in /proc are root's, and a user who is
+    not root cannot set up a user namespace."""
+    _libc().prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def _libc() -> ctypes.CDLL:
@@ -110,11 +123,12 @@ def _hide(folders: Sequence[str]) -> None:
         _checked(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, b"size=4k,mode=555"), f"mount {folder}")
 
 
-def _enter_domain(unreadable: Sequence[str], abi: int) -> None:
+def _enter_domain(hidden: Sequence[str], abi: int) -> None:
     """Enter a Landlock domain. What it handles is forbidden unless a rule allows it: creating block devices, which no
-    agent needs, and, if there are `unreadable` folders, reading files."""
+    agent needs, and, if there are `hidden` folders, reading files and every change."""
     libc = _libc()
-    handled, everywhere = MAKE_BLOCK | (READ_FILE if unreadable else 0), 0
+    outside = FILE_ACCESS | FOLDER_ACCESS | (TRUNCATE if abi >= 3 else 0) if hidden else 0
+    handled, everywhere = MAKE_BLOCK | outside, 0
     if abi >= 2:  # moving files between folders is forbidden by every domain that does not allow it
         handled, everywhere = handled | REFER, REFER
     scoped = SCOPE_SIGNAL if abi >= 6 else 0
@@ -125,9 +139,9 @@ def _enter_domain(unreadable: Sequence[str], abi: int) -> None:
     try:
         if everywhere:
             _allow(ruleset, "/", everywhere)
-        for path in _outside(unreadable) if unreadable else ():
+        for path in _outside(hidden) if hidden else ():
             with contextlib.suppress(OSError):  # it is gone meanwhile
-                _allow(ruleset, path, READ_FILE)
+                _allow(ruleset, path, outside)
         if libc.syscall(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0)) < 0:
             _checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
             _checked(libc.syscall(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0)), "landlock")
@@ -138,6 +152,8 @@ def _enter_domain(unreadable: Sequence[str], abi: int) -> None:
 def _allow(ruleset: int, path: str, access: int) -> None:
     found = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
+        if not stat.S_ISDIR(os.fstat(found).st_mode):
+            access &= FILE_ACCESS | TRUNCATE
         rule = struct.pack("<Qi", access, found)
         _checked(_libc().syscall(ADD_RULE, ctypes.c_int(ruleset), 1, rule, ctypes.c_uint(0)), f"landlock {path}")
     finally:
@@ -145,13 +161,14 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 
 
 def _outside(folders: Sequence[str], top: str = "/") -> Iterator[str]:
-    """The largest files and folders that contain none of these folders and are not inside one."""
-    for entry in os.scandir(top):
-        above = [f for f in folders if f.startswith(f"{entry.path}/")]
-        if above and not entry.is_symlink():
-            yield from _outside(folders, entry.path)
-        elif entry.path not in folders and not entry.is_symlink():
-            yield entry.path
+    """The largest files and folders that contain none of these folders and are not inside one. Of a folder above them
+    that this user may not list, such as /home, nothing else is found."""
+    below = top.rstrip("/") + "/"
+    leading = {below + folder.removeprefix(below).partition("/")[0] for folder in folders if folder.startswith(below)}
+    with contextlib.suppress(PermissionError), os.scandir(top) as entries:
+        yield from (entry.path for entry in entries if entry.path not in leading and not entry.is_symlink())
+    for path in leading.difference(folders):
+        yield from _outside(folders, path)
 
 
 def _drop_capabilities() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from windfall.envs.agents.agent_exit import AgentExit
+from windfall.envs.agents.server_main import SIZES
 from windfall.envs.process_pool.child_process import SECRETS, child_environment
 from windfall.errors import WindfallError
 
@@ -89,7 +91,8 @@ class AgentLauncher:
         self._next_number += 1
         number = self._next_number
         ended = self._running[number] = asyncio.get_running_loop().create_future()
-        self._send(what="start", number=number, task=dict(task), variables=dict(variables))
+        secret = json.dumps({"task": dict(task), "variables": dict(variables)}).encode()
+        self._send(secret, what="start", number=number)
         try:
             await asyncio.wait([ended, kill], return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
@@ -100,9 +103,11 @@ class AgentLauncher:
             if not ended.done():
                 self._send(what="kill", number=number, why="is no longer needed")
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, secret: bytes = b"", /, **message: Any) -> None:
+        """`secret` is for the agent's process alone (server_main.py)."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(json.dumps(message).encode() + b"\n")
+            data = json.dumps(message).encode()
+            self._writer.write(struct.pack(SIZES, len(data), len(secret)) + data + secret)
 
     async def _begin(self) -> None:
         ours, theirs = socket.socketpair()

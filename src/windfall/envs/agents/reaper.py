@@ -4,8 +4,8 @@
 
 A process whose parent ends becomes a child of the reaper (PR_SET_CHILD_SUBREAPER), so nothing leaves this tree: not a
 daemon, and not a child with its own session. SIGTERM makes the reaper kill the tree; it gets that signal from the agent
-server, and from the kernel when the agent server ends. Without subreapers (macOS), only the agent's process group is
-killed.
+server, and from the kernel when the agent server ends. If the reaper itself is killed, the agent server gets what is
+left of the tree, and kills it. Without subreapers (macOS), only the agent's process group is killed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def run_agent(agent: Callable[[], NoReturn], output: int) -> NoReturn:
 def _run_agent(agent: Callable[[], NoReturn], server: int) -> int:
     """Returns how the agent ended, as os.waitpid does."""
     os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # one that comes before the fork must not be lost
     signal.signal(signal.SIGTERM, lambda *_: kill_descendants(os.getpid()))
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         die_with_parent(server, signal.SIGTERM)
     reaper = os.getpid()
     pid = os.fork()
@@ -54,9 +55,11 @@ def _run_agent(agent: Callable[[], NoReturn], server: int) -> int:
             die_with_parent(reaper, signal.SIGKILL)
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         agent()
     if sys.platform != "linux":
         signal.signal(signal.SIGTERM, lambda *_: _kill_group(pid))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # the pipes are the agent's
     while True:
         ended, status = os.wait()
@@ -65,6 +68,12 @@ def _run_agent(agent: Callable[[], NoReturn], server: int) -> int:
     _kill_group(pid)
     _kill_the_rest()
     return status
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _kill_the_rest() -> None:
@@ -100,11 +109,24 @@ def kill_descendants(pid: int) -> None:
 
 def descendants(pid: int) -> list[int]:
     """The descendants of a process, parents first. Empty without /proc."""
+    children = _children()
+    out = list(children.get(pid, ()))
+    for found in out:
+        out += children.get(found, ())
+    return out
+
+
+def children_of(pid: int) -> list[int]:
+    return _children().get(pid, [])
+
+
+def _children() -> dict[int, list[int]]:
+    """The children of every process."""
     children: dict[int, list[int]] = {}
     try:
         names = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
-        return []
+        return {}
     for name in names:
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
@@ -112,10 +134,7 @@ def descendants(pid: int) -> list[int]:
         except (OSError, ValueError, IndexError):  # it has ended meanwhile
             continue
         children.setdefault(parent, []).append(name)
-    out = list(children.get(pid, ()))
-    for found in out:
-        out += children.get(found, ())
-    return out
+    return children
 
 
 def _kill_group(pid: int) -> None:

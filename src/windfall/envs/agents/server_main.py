@@ -6,6 +6,9 @@
 
 Whatever one agent does, or lacks, only that agent fails: not this program, and not the other agents.
 
+An agent that is a function runs in a copy of this process. So the task and the key of another agent must not be found
+in its memory: they are read into one buffer, which is erased after the fork, and only the copy decodes it.
+
 A fork takes milliseconds, while importing an agent's packages takes seconds. This program has one thread and no event
 loop, so a fork is safe unless the agent's module starts threads when it is imported. What agents print is read here,
 and only its end is kept.
@@ -22,6 +25,7 @@ import resource
 import selectors
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import time
@@ -45,6 +49,8 @@ END_S = 2.0
 POLL_S = 0.1
 """Seconds between checks for agents that have ended without closing their outputs."""
 PIPES = ("stdout", "stderr", "value")
+SIZES = "<II"
+"""How a message begins: the bytes of its JSON, and those that follow it for the agent's process alone."""
 NOT_JSON = "left a result that is not JSON; does it write to file descriptor 3?"
 
 
@@ -65,18 +71,23 @@ class RunningAgent:
 def main() -> None:
     os.dup2(2, 1)
     isolation.forbid_tracing()  # keys of all sessions pass through this process
+    reaper.adopt_orphans()
     AgentServer(socket.socket(fileno=int(sys.argv[1]))).run()
 
 
 class AgentServer:
     def __init__(self, link: socket.socket) -> None:
-        self._link, self._partial_line = link, b""
+        self._link = link
         self._running: dict[int, RunningAgent] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ)
         self._build: dict[str, Any] = {}
         self._function: Any = None
         self._protections = isolation.Protections()
+        self._helpers: set[int] = set()
+        """Processes that the agent's module has started when it was imported."""
+        self._orphans = False
+        """A reaper was killed, so processes of its agent may have become children of this one."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._file_limit = soft
         """Limit of an agent's open files. This process takes three for each agent, so its own limit is raised."""
@@ -85,33 +96,42 @@ class AgentServer:
 
     def run(self) -> None:
         while True:
-            for key, _ in self._selector.select(POLL_S if self._running else None):
+            for key, _ in self._selector.select(POLL_S if self._running or self._orphans else None):
                 if key.fileobj is self._link:
                     self._receive()
                 else:
                     self._read(key.fd, key.data)
             for agent in list(self._running.values()):
                 self._check(agent)
+            if self._orphans:
+                self._kill_orphans()
 
     def _send(self, **message: Any) -> None:
         self._link.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive(self) -> None:
-        data = self._link.recv(1 << 18)
-        if not data:
-            self._end()
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            match message.pop("what"):
-                case "build":
-                    self._prepare(message)
-                case "start":
-                    self._start(**message)
-                case "kill" if message["number"] in self._running:
-                    agent = self._running[message["number"]]
-                    agent.why = agent.why or message["why"]
-                    _kill(agent)
+        sizes = struct.unpack(SIZES, self._read_exactly(struct.calcsize(SIZES)))
+        message, secret = json.loads(self._read_exactly(sizes[0])), self._read_exactly(sizes[1])
+        match message.pop("what"):
+            case "build":
+                self._prepare(message)
+            case "start":
+                self._start(message["number"], secret)
+                secret[:] = bytes(len(secret))  # the processes of later agents are copies of this one
+            case "kill" if message["number"] in self._running:
+                agent = self._running[message["number"]]
+                agent.why = agent.why or message["why"]
+                _kill(agent)
+
+    def _read_exactly(self, count: int) -> bytearray:
+        """Read into one buffer, without copies that could not be erased."""
+        data, have = bytearray(count), 0
+        while have < count:
+            got = self._link.recv_into(memoryview(data)[have:])
+            if not got:
+                self._end()
+            have += got
+        return data
 
     def _end(self) -> NoReturn:
         """Kill all agents, and give their reapers time to see to it."""
@@ -140,6 +160,7 @@ class AgentServer:
                 what="refused", error=f"{type(e).__name__}: {e}", where="env.function", fix=traceback.format_exc()
             )
         else:
+            self._helpers = set(reaper.children_of(os.getpid()))
             gc.collect()
             gc.freeze()  # agents share these objects: the garbage collector would copy their pages
             hides = not build["hidden"] or self._protections.hides_files(build["isolation"] == "strict")
@@ -155,14 +176,14 @@ class AgentServer:
             raise WindfallError(what, where="env.isolation", fix='Use Linux 5.13 or newer, or set it to "auto".')
         return found
 
-    def _start(self, number: int, task: dict[str, Any], variables: dict[str, str]) -> None:
-        """Start an agent. If the system refuses, for example because it has no more file descriptors or processes, this
-        agent has failed."""
+    def _start(self, number: int, secret: bytearray) -> None:
+        """Start an agent. `secret`: its task and its variables, as JSON, which only the agent's process decodes. If the
+        system refuses, for example because it has no more file descriptors or processes, this agent has failed."""
         pipes: dict[str, tuple[int, int]] = {}
         try:
             for name in PIPES:
                 pipes[name] = os.pipe()
-            pid = self._fork(pipes, task, variables)
+            pid = self._fork(pipes, secret)
         except OSError as e:
             for fd in (fd for pipe in pipes.values() for fd in pipe):
                 os.close(fd)
@@ -175,29 +196,29 @@ class AgentServer:
             agent.pipes[reading] = name
             self._selector.register(reading, selectors.EVENT_READ, agent)
 
-    def _fork(self, pipes: dict[str, tuple[int, int]], task: dict[str, Any], variables: dict[str, str]) -> int:
-        with tempfile.TemporaryFile() as stdin:
-            stdin.write(json.dumps(task).encode())
-            stdin.seek(0)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            pid = os.fork()
-            if pid == 0:
-                ends = {name: pipe[1] for name, pipe in pipes.items()}
-                agent = partial(self._become_agent, stdin.fileno(), ends, task, variables)
-                reaper.run_agent(agent, ends["stderr"])
-            return pid
+    def _fork(self, pipes: dict[str, tuple[int, int]], secret: bytearray) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            ends = {name: pipe[1] for name, pipe in pipes.items()}
+            reaper.run_agent(partial(self._become_agent, ends, secret), ends["stderr"])
+        return pid
 
-    def _become_agent(
-        self, stdin: int, pipes: dict[str, int], task: dict[str, Any], variables: dict[str, str]
-    ) -> NoReturn:
+    def _become_agent(self, pipes: dict[str, int], secret: bytearray) -> NoReturn:
         """In the process of the agent: run it, and never return."""
         code, pid = 1, os.getpid()
         try:
-            for source, target in ((stdin, 0), (pipes["stdout"], 1), (pipes["stderr"], 2)):
-                os.dup2(source, target)
+            os.dup2(pipes["stderr"], 2)
+            os.dup2(pipes["stdout"], 1)
             value = os.dup2(pipes["value"], 3, inheritable=False)
             os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # the link, and pipes of other agents
+            given = json.loads(secret)
+            task, variables = given["task"], given["variables"]
+            with tempfile.TemporaryFile() as stdin:
+                stdin.write(json.dumps(task).encode())
+                stdin.seek(0)
+                os.dup2(stdin.fileno(), 0)
             build = self._build
             if build["isolation"] != "off":
                 isolation.isolate(build["hidden"], self._protections, strict=build["isolation"] == "strict")
@@ -261,6 +282,7 @@ class AgentServer:
     def _check(self, agent: RunningAgent) -> None:
         """If the agent has ended, report it. Its reaper has killed what it started."""
         ended, status = os.waitpid(agent.pid, os.WNOHANG)
+        self._orphans = self._orphans or os.WIFSIGNALED(status)
         if not ended:
             if agent.killed_s and time.monotonic() - agent.killed_s > 2 * reaper.KILL_S:
                 os.kill(agent.pid, signal.SIGKILL)  # the reaper does not react
@@ -279,6 +301,18 @@ class AgentServer:
             self._send(what="ended", **ended, value=value, why=agent.why)
         except (ValueError, RecursionError):  # fault boundary: the bytes of an agent
             self._send(what="ended", **ended, why=agent.why or NOT_JSON)
+
+    def _kill_orphans(self) -> None:
+        """Kill what agents left behind whose reapers were killed, until nothing is left."""
+        known = self._helpers | {agent.pid for agent in self._running.values()}
+        left = [pid for pid in reaper.children_of(os.getpid()) if pid not in known]
+        self._orphans = bool(left)
+        for pid in left:
+            reaper.kill_descendants(pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 async def _awaited(awaitable: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +30,8 @@ class Call:
     """The stack of the call at that moment."""
     moves: int = 0
     """Number of children that ended during this call for an unknown reason."""
-    session: tuple[Any, ...] = ()
-    """The session that this call continues: the task and the turns so far. Empty: none."""
+    begin: Callable[[], object] = lambda: None
+    """Called when the call goes to a child."""
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -47,6 +48,8 @@ class PoolChild:
     process: ChildProcess = field(init=False)
     ready: bool = False
     sent: dict[int, Call] = field(default_factory=dict)
+    stepping: int = 0
+    """Number of the sent calls that make a step in a session."""
     waiting: set[int] = field(default_factory=set)
     """Numbers of the calls that wait in an `async def`, so that other calls can begin."""
     last_message_s: float = 0.0
@@ -58,6 +61,17 @@ class PoolChild:
     def queued(self) -> int:
         """Number of calls that are running or have not begun."""
         return len(self.sent) - len(self.waiting)
+
+
+async def feedback_of(call: asyncio.Future[Any], unseen: Callable[[Feedback], None]) -> Feedback:
+    """The result of a call. `unseen` gets it if whoever waits is canceled just after it has arrived: it may have left a
+    session that waits for a next turn."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        if call.done() and not call.cancelled() and call.exception() is None:
+            unseen(call.result())
+        raise
 
 
 def parse_answer(what: str, of: str, fields: list[Any]) -> Task | Feedback | EnvFailed:

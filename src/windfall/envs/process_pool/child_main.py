@@ -81,7 +81,7 @@ class ChildProgram:
         self._tasks: dict[int, Task] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ending: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         limits.announce = self._announce
@@ -99,7 +99,9 @@ class ChildProgram:
                 self._build(*args)
             elif what == "end session":
                 history = tuple((text, seen) for text, seen in args[1])
-                self._closing = asyncio.get_running_loop().create_task(self._env.end_session(args[0], history))
+                closing = asyncio.get_running_loop().create_task(self._env.end_session(args[0], history))
+                self._closing.add(closing)  # asyncio itself keeps no reference
+                closing.add_done_callback(self._closing.discard)
             elif what == "end":
                 self._ending = asyncio.get_running_loop().create_task(self._end())
             elif what == "cancel" and number in self._running:
@@ -131,7 +133,10 @@ class ChildProgram:
             return
         stateful = bool(getattr(self._env, "stateful", False))
         self._name = self._env.name if stateful else type(self._env).__name__
-        self.send(0, "ready", self._name, stateful, bool(getattr(self._env, "needs_tokens", False)))
+        needs_tokens, replayable = (
+            bool(getattr(self._env, *p)) for p in (("needs_tokens", False), ("replayable", True))
+        )
+        self.send(0, "ready", self._name, stateful, needs_tokens, replayable)
 
     def _begin(self, number: int, what: str, args: list[Any]) -> None:
         loop, limit_s = asyncio.get_running_loop(), args.pop()

@@ -8,7 +8,8 @@
   `async def` that waits is canceled. A call that blocks is killed with its child, and the failure contains its stack.
 - A child runs one plain call at a time. sizing.py decides when another child is useful.
 - If the environment has sessions, a turn goes to the child that has its session. If that child has ended, it goes to
-  any child, which replays the session (sessions/stateful.py).
+  any child, which replays the session (sessions/stateful.py). At most `max_sessions` are open in all children
+  together; calls that would open another one wait (sessions/open_sessions.py).
 - A call ends with a value, a failure, or the error that says why the environment cannot be built.
 """
 
@@ -20,17 +21,19 @@ import os
 import sys
 import time
 import zlib
-from collections import OrderedDict, deque
-from collections.abc import Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Self
 
 from windfall import envs
 from windfall.envs.base import HostLoad
 from windfall.envs.failures import EnvFailed, timeout_failure
 from windfall.envs.process_pool import limits
-from windfall.envs.process_pool.calls import Call, PoolChild, parse_answer
+from windfall.envs.process_pool.calls import Call, PoolChild, feedback_of, parse_answer
 from windfall.envs.process_pool.child_process import ChildProcess
 from windfall.envs.process_pool.sizing import MAX_CHILDREN, Sizing
+from windfall.envs.sessions.base import answered
+from windfall.envs.sessions.open_sessions import Key, OpenSessions
 from windfall.errors import WindfallError, describe_exit
 from windfall.types import Feedback, Task, Turn, prompt_key
 
@@ -47,8 +50,6 @@ CLOSE_S = 5.0
 """Seconds that the sessions of an environment may take to close when the run ends."""
 MAX_WAITING = 1024
 """Maximum number of waiting `async def` calls in one child."""
-MAX_HOMES = 1 << 16
-"""Number of sessions whose child is remembered. A turn of an older session goes to any child."""
 MAX_MOVES = 5
 """Number of children that may end during a call for an unknown reason before the call fails."""
 
@@ -58,21 +59,24 @@ class EnvPool:
 
     def __init__(
         self, section: Any, seed: int, *, build_s: float = BUILD_S, evaluation: dict[str, Any] | None = None,
-        processes: int = 0,
+        processes: int = 0, max_calls: int = sys.maxsize,
     ) -> None:  # fmt: skip
-        """`section` is an env section of windfall.config. For `evaluation` and `processes` see hosting.py."""
+        """`section` is an env section of windfall.config. For `evaluation` and `processes` see hosting.py. `max_calls`:
+        upper limit for calls that have begun."""
         options: dict[str, Any] = envs.section_dict(section) | ({"evaluation": evaluation} if evaluation else {})
         self.name = options.get("factory", options["name"])
         self._strict = not envs.runs_user_code(options)
-        self.needs_tokens = False
+        self.max_calls, self.needs_tokens = max_calls, False
         """Turns must come with their token ids."""
         self._build_message, self._build_s = (0, "build", options, seed, self._strict), build_s
         self._children: list[PoolChild] = []
         self._pending: deque[Call] = deque()
         self._next_number = 1
-        self._stateful = False
-        self._homes: OrderedDict[tuple[Any, ...], list[PoolChild]] = OrderedDict()
-        """By task and turns so far: the children that have a session with them."""
+        self.stateful = False
+        """The environment has sessions."""
+        self.sessions: OpenSessions[PoolChild] = OpenSessions(getattr(section, "max_sessions", sys.maxsize))
+        self._opening: deque[Call] = deque()
+        """Calls that wait because they would open one session too many."""
         self._sending_soon = False
         self._sizing = Sizing(cores=available_cores(), limit=processes or MAX_CHILDREN)
         self._broken: WindfallError | None = None
@@ -90,18 +94,19 @@ class EnvPool:
     async def __aexit__(self, *_: object) -> None:
         assert self._watching is not None
         self._watching.cancel()
-        for call in [*self._pending, *(call for child in self._children for call in child.sent.values())]:
+        for call in self._open_calls():
             call.future.cancel()
         self._pending.clear()
+        self._opening.clear()
         children, self._children = self._children, []
-        if self._stateful:
+        if self.stateful:
             await asyncio.gather(*(child.process.end(CLOSE_S) for child in children if child.ready))
         await asyncio.gather(*(child.process.kill() for child in children))
         await asyncio.gather(self._watching, *self._killing, return_exceptions=True)
 
     def load(self) -> HostLoad:
         begun = sum(1 for c in self._children if c.sent and c.queued)
-        queued = len(self._pending) + sum(c.queued for c in self._children) - begun
+        queued = len(self._pending) + len(self._opening) + sum(c.queued for c in self._children) - begun
         return HostLoad(processes=len(self._children), limit=self._sizing.limit, queued=queued)
 
     async def ready(self) -> None:
@@ -113,27 +118,37 @@ class EnvPool:
         await asyncio.shield(self._built)
 
     def task(self, index: int, timeout_s: float) -> asyncio.Future[Task]:
-        return self._call("task", (index,), timeout_s, f"{self.name}.task({index})")
+        return self.call("task", (index,), timeout_s)
 
     async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
         args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), [self._plain(t) for t in turns])
-        session = (index, *((t.text, t.observation) for t in turns[:-1])) if self._stateful and len(turns) > 1 else ()
-        return await self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'", session)
+        call = self.call("feedback", args, timeout_s)
+        return await feedback_of(call, lambda f: self.end_session(index, task, answered(turns, f)))
 
     def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
-        history = [(t.text, t.observation) for t in turns]
-        if self._stateful and (child := self._pop_home((index, *history))) is not None:
-            child.process.send([(0, "end session", task.id, history)])
+        self.end((task.id, *((t.text, t.observation) for t in turns)))
+
+    def end(self, key: Key) -> None:
+        """Close a session that waits for its next turn, if there is one with these turns."""
+        if self.stateful and (child := self.sessions.take(key)) is not None:
+            self._close_session(key, child)
+
+    def _close_session(self, key: Key, child: PoolChild) -> None:
+        child.process.send([(0, "end session", key[0], key[1:])])
+        self._send_soon()
 
     def _plain(self, turn: Turn) -> tuple[Any, ...]:
         return (turn.text, turn.observation, turn.tokens) if self.needs_tokens else (turn.text, turn.observation)
 
-    def _call(
-        self, what: str, args: tuple[Any, ...], limit_s: float, name: str, session: tuple[Any, ...] = ()
+    def call(
+        self, what: str, args: tuple[Any, ...], limit_s: float, begin: Callable[[], object] = lambda: None
     ) -> asyncio.Future[Any]:
+        """Call "task" with (index,), or "feedback" with (index, id and CRC-32 of the prompt of the task, turns).
+        `begin` is called when the call goes to a child, and again if it goes to another one."""
+        name = f"{self.name}.task({args[0]})" if what == "task" else f"{self.name}.feedback of task '{args[1]}'"
         future = asyncio.get_running_loop().create_future()
         call = Call(
-            number=self._next_number, what=what, args=args, limit_s=limit_s, name=name, future=future, session=session
+            number=self._next_number, what=what, args=args, limit_s=limit_s, name=name, future=future, begin=begin
         )
         self._next_number += 1
         future.add_done_callback(lambda future: self._on_cancel(call) if future.cancelled() else None)
@@ -159,22 +174,34 @@ class EnvPool:
     def _send_pending(self) -> None:
         self._sending_soon = False
         out: dict[PoolChild, list[tuple[Any, ...]]] = {}
-        while self._pending:
-            if self._pending[0].future.done():
-                self._pending.popleft()  # it was canceled
+        while (queue := self._next_queue()) and sum(len(c.sent) for c in self._children) < self.max_calls:
+            call = queue[0]
+            if call.future.done():
+                queue.popleft()  # it was canceled
                 continue
-            child = self._home(self._pending[0]) or self._free_child(self._pending[0].what)
+            child = self._home(call)
+            if child is None and self._steps(call) and not self.sessions.has_room(self._busy()):
+                self._opening.append(queue.popleft())
+                continue
+            child = child or self._free_child(call.what)
             if child is None:
                 break
-            call = self._pending.popleft()
+            queue.popleft()
             if not child.sent:
                 child.last_message_s = time.monotonic()
             child.sent[call.number], call.late_s, call.stack = call, None, ""
+            child.stepping += self._steps(call)
+            call.begin()
             out.setdefault(child, []).append((call.number, call.what, *call.args, call.limit_s))
         for child, messages in out.items():
             child.process.send(messages)
-        if self._pending and not any(c.ready for c in self._children) and not any(self._starting()):
+        waiting = self._pending or self._opening
+        if waiting and not any(c.ready for c in self._children) and not any(self._starting()):
             self._start()
+
+    def _next_queue(self) -> deque[Call]:
+        """The calls that come next: those that waited for room for a session, once there is some."""
+        return self._opening if self._opening and self.sessions.has_room(self._busy()) else self._pending
 
     def _free_child(self, what: str) -> PoolChild | None:
         """The child with the shortest queue among those that can take this call."""
@@ -182,25 +209,29 @@ class EnvPool:
         free = [c for c in self._children if c.ready and c.queued < limit and len(c.waiting) < MAX_WAITING]
         return min(free, key=lambda c: (c.queued, len(c.waiting)), default=None)
 
+    def _steps(self, call: Call) -> bool:
+        """Whether the call makes a step in a session."""
+        return self.stateful and call.what == "feedback"
+
+    def _busy(self) -> int:
+        """Number of sessions that make a step now."""
+        return sum(child.stepping for child in self._children)
+
     def _home(self, call: Call) -> PoolChild | None:
         """The child that has the session of this call, as far as it is known and still there."""
-        return self._pop_home(call.session)
+        if not self._steps(call) or len(call.args[3]) < 2:
+            return None
+        return self.sessions.take((call.args[1], *(tuple(turn[:2]) for turn in call.args[3][:-1])))
 
-    def _pop_home(self, session: tuple[Any, ...]) -> PoolChild | None:
-        homes = self._homes.get(session, [])
-        child = homes.pop() if homes else None
-        if not homes:
-            self._homes.pop(session, None)
-        return child if child in self._children else None
-
-    def _remember_home(self, child: PoolChild, call: Call, value: object) -> None:
+    def _keep_session(self, child: PoolChild, call: Call, value: object) -> None:
         """The session of an answered call waits in this child for its next turn."""
-        if self._stateful and isinstance(value, Feedback) and value.observation is not None:
+        if self._steps(call) and isinstance(value, Feedback) and value.observation is not None:
             before, last = call.args[3][:-1], call.args[3][-1][0]
-            key = (call.args[0], *before, (last, value.observation))
-            self._homes.setdefault(key, []).append(child)
-            if len(self._homes) > MAX_HOMES:
-                self._homes.popitem(last=False)
+            key = (call.args[1], *(tuple(turn[:2]) for turn in before), (last, value.observation))
+            if call.future.cancelled():
+                self._close_session(key, child)
+            else:
+                self.sessions.keep(key, child)
 
     def _handle_line(self, child: PoolChild, line: bytes) -> None:
         if child not in self._children:
@@ -241,13 +272,14 @@ class EnvPool:
             if not call.future.cancelled():  # a canceled call may not even have begun
                 self._sizing.learn(call.what, float(took_s), float(slept_s))
             del child.sent[number]
+            child.stepping -= self._steps(call)
             child.waiting.discard(number)
             if isinstance(value, EnvFailed):
                 call.fail(value)
             else:
-                self._remember_home(child, call, value)
+                self._keep_session(child, call, value)
                 call.succeed(value)
-        if self._pending:
+        if self._pending or self._opening:
             self._send_soon()
 
     # Starting and ending children.
@@ -264,8 +296,11 @@ class EnvPool:
         self._children.append(child)
         child.process.send([self._build_message])
 
-    def _child_ready(self, child: PoolChild, name: str, stateful: bool, needs_tokens: bool) -> None:
-        self._stateful, self.needs_tokens = stateful is True, needs_tokens is True
+    def _child_ready(
+        self, child: PoolChild, name: str, stateful: bool, needs_tokens: bool, replayable: bool
+    ) -> None:  # fmt: skip
+        self.stateful, self.needs_tokens = stateful is True, needs_tokens is True
+        self.sessions.replayable = replayable is True
         child.ready, self._sizing.start_s = True, time.monotonic() - child.born_s
         self.name = name
         assert self._built is not None
@@ -281,14 +316,16 @@ class EnvPool:
         assert self._built is not None
         if not self._built.done():
             self._built.set_exception(error)
-        while self._pending:
-            self._pending.popleft().fail(error)
+        for call in [*self._pending, *self._opening]:
+            call.fail(error)
+        self._pending.clear()
+        self._opening.clear()
 
     def _kill(self, child: PoolChild, blamed: Sequence[Call] = ()) -> None:
         """Kill a child. The blamed calls fail, because they took too long; its other calls are sent again."""
         if child not in self._children:
             return
-        self._children.remove(child)
+        self._remove(child)
         self._send_again([call for call in child.sent.values() if call not in blamed])
 
         async def kill() -> None:
@@ -312,7 +349,7 @@ class EnvPool:
         """A child has ended by itself, or something has killed it."""
         if child not in self._children:
             return
-        self._children.remove(child)
+        self._remove(child)
         how = describe_exit(code)
         if not child.ready:
             what = f"the process that builds it {how} after {time.monotonic() - child.born_s:.1f} s"
@@ -330,6 +367,13 @@ class EnvPool:
         self._send_again(list(child.sent.values()))
         self._send_soon()
 
+    def _remove(self, child: PoolChild) -> None:
+        self._children.remove(child)
+        self.sessions.drop(child)
+
+    def _open_calls(self) -> list[Call]:
+        return [*self._pending, *self._opening, *(call for child in self._children for call in child.sent.values())]
+
     def _send_again(self, calls: list[Call]) -> None:
         self._pending.extendleft(reversed([call for call in calls if not call.future.done()]))
 
@@ -345,12 +389,18 @@ class EnvPool:
                 elif now - child.born_s > self._build_s:
                     self._children.remove(child)
                     self._run_in_background(self._give_up_build(child))
+            self._close_sessions()
             self._grow(now)
+
+    def _close_sessions(self) -> None:
+        """Close sessions whose next turn does not come, and one that can be replayed if a call waits for its room."""
+        while found := self.sessions.expire() or (self.sessions.make_room(self._busy()) if self._opening else None):
+            self._close_session(*found)
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
         """If the watch fails because of a bug in windfall, all calls must fail: they must not wait forever."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            for call in [*self._pending, *(call for child in self._children for call in child.sent.values())]:
+            for call in self._open_calls():
                 call.fail(RuntimeError(f"the pool of environments failed: {error!r}"))
             raise error
 
@@ -373,11 +423,11 @@ class EnvPool:
         await child.process.kill()
 
     def _grow(self, now: float) -> None:
-        if self._pending and not self._starting():
+        if (queue := self._next_queue()) and not self._starting():
             running_s = max(
                 (now - since for number, since in (c.running_call for c in self._children) if number), default=0.0
             )
-            what, pending = self._pending[0].what, len(self._pending)
+            what, pending = queue[0].what, len(queue)
             for _ in range(self._sizing.children_to_start(what, pending, len(self._children), running_s)):
                 self._start()
 

@@ -14,6 +14,7 @@ A session can be lost at any time: its process ends, or the controller is killed
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from windfall.envs.base import Env
@@ -75,6 +76,11 @@ class StatelessSessions:
 
 History = tuple[tuple[str, str | None], ...]
 """The turns of a session so far: each text of the policy with the observation that answered it."""
+
+
+def answered(turns: Sequence[Turn], feedback: Feedback) -> list[Turn]:
+    """The turns with the observation that answers the last one."""
+    return [*turns[:-1], replace(turns[-1], observation=feedback.observation)]
 
 
 def history_of(turns: Sequence[Turn]) -> History:

@@ -13,6 +13,7 @@ So a session is a cache: any session can be lost or closed early, and is restore
 - At most `max_idle` sessions wait for their next turn. Beyond that, and after `idle_s`, the one that has waited longest
   is closed. Sessions of an environment that is not replayable are only closed after `idle_s`. A timer sees to it, so a
   session of a response that ran out of tokens or was withdrawn is closed although its next turn never comes.
+- The pool of processes limits the open sessions of all its processes together (open_sessions.py).
 - `end_session` closes the session of a response that ran out of tokens or was dropped.
 - `close` closes all sessions that wait. The pool of processes calls it when the run ends.
 """
@@ -49,7 +50,7 @@ class Stateful:
     ) -> None:  # fmt: skip
         self.env, self._max_idle, self._idle_s, self._clock = env, max_idle, idle_s, clock
         self.task = env.task
-        self._replayable = bool(getattr(env, "replayable", True))
+        self.replayable = bool(getattr(env, "replayable", True))
         self._idle: OrderedDict[int, tuple[tuple[str, History], Session, float]] = OrderedDict()
         """Sessions that wait for their next turn, longest first: their key, and since when they wait."""
         self._by_key: dict[tuple[str, History], list[int]] = {}
@@ -77,7 +78,7 @@ class Stateful:
         return feedback
 
     async def _restore(self, task: Task, before: History) -> Session:
-        if before and not self._replayable:
+        if before and not self.replayable:
             raise EnvFailed(
                 f"the session of task '{task.id}' is gone after {len(before)} turns, and {self.name} cannot replay it",
                 "a lost session that cannot be replayed", final=True,
@@ -149,7 +150,7 @@ class Stateful:
     async def _close_old(self) -> None:
         while self._idle:
             number, (_, _, since_s) = next(iter(self._idle.items()))
-            too_many = len(self._idle) > self._max_idle and self._replayable
+            too_many = len(self._idle) > self._max_idle and self.replayable
             if not too_many and self._clock() - since_s < self._idle_s:
                 return
             await _call(self._remove(number).close)

@@ -128,7 +128,7 @@ class ControllerProcess:
                 self.events.instant("end", **self._end, **self.life.report.last_bill(now))
 
     async def _run_steps(self) -> None:
-        async with recipe_host(self.recipe) as env:
+        async with recipe_host(self.recipe, self.events.instant) as env:
             await self.life.unless_stopped(env.ready())
             async with AgentService(self.recipe, self.folder, self.events, self.journal, env) as agents:
                 self.life.on_rollout = partial(self._start_agents, agents)

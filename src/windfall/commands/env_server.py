@@ -1,0 +1,38 @@
+"""`windfall env-server`: the environment of a recipe on a machine of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from windfall import config
+from windfall.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
+
+
+def env_server(
+    recipe: RecipeFile,
+    token: Annotated[
+        str, token_option("; the same file is env.servers_token of the run", what="the token of the server")
+    ],
+    host: Annotated[str, typer.Option(help="Address on which the server listens. 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the server. 0: any free one.")] = 9000,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=65536, help="Upper limit for calls in progress. Others wait for a free slot.")
+    ] = 64,
+    set: Overrides = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Host the environment of a recipe for runs on other machines, which name this server in env.servers.
+
+    Processes, memory, sessions and time per call are limited by this server's own recipe: rollout.reward_processes,
+    env.memory_mb, env.max_sessions and rollout.reward_timeout_s.
+    """
+    from windfall.launch import invitation
+    from windfall.launch.processes import env_server as process
+
+    process.main(
+        config.load(recipe, set), invitation.token(token), host=host, port=port, concurrency=concurrency,
+        cert=tls_cert, key=tls_key,
+    )  # fmt: skip

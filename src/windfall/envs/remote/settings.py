@@ -1,0 +1,77 @@
+"""What an environment is built from: a run and its environment servers must agree on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from windfall import envs
+from windfall.envs.data import files as data_files
+from windfall.errors import WindfallError
+from windfall.link.base import clip
+
+OWN_KEYS = ("memory_mb", "path", "eval_path")
+"""Keys that may differ between a run and a server. Instead of the paths, the contents of the files are compared."""
+
+
+def settings_of(section: Any, seed: int, evaluation: dict[str, Any] | None) -> dict[str, Any]:
+    """The settings as plain data, by recipe key. `section` is an env section of windfall.config; for `evaluation` see
+    hosting.py."""
+    found = {f"env.{key}": value for key, value in envs.section_dict(section).items() if key not in OWN_KEYS}
+    found |= {f"eval.{key}": value for key, value in (evaluation or {}).items() if key != "path"}
+    rewards = [Path(file.rpartition(":")[0]) for file in found.get("env.rewards", ()) if ".py:" in file]
+    if rewards:
+        found["env.rewards"] = [reward.rpartition("/")[2] for reward in found["env.rewards"]]
+    files = {f"contents of {file.name}": [file] for file in rewards}
+    files |= {f"contents of env.{key}": _files(section, path) for key, path in _paths(section)}
+    if evaluation:
+        where = (Path(evaluation["path"]), evaluation.get("split"), evaluation.get("subset"))
+        files["contents of the evaluation's data"] = list(data_files.find(*where, key="eval").files)
+    return found | {"run.seed": seed} | {key: _digest(paths) for key, paths in files.items()}
+
+
+def _paths(section: Any) -> list[tuple[str, Path]]:
+    return [(key, path) for key in ("path", "eval_path") if (path := getattr(section, key, None)) is not None]
+
+
+def _files(section: Any, path: Path) -> list[Path]:
+    if section.name != "dataset":
+        return [path]
+    return list(data_files.find(path, section.split, section.subset).files)
+
+
+def _digest(files: list[Path]) -> str:
+    digest = xxhash.xxh3_128()
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError as e:
+            raise WindfallError(f"cannot read the file: {e.strerror or e}", where=str(path)) from e
+    return digest.hexdigest()
+
+
+def difference(server: dict[str, Any], run: dict[str, Any]) -> str:
+    """Which settings differ, in words; "" if none does.
+
+    >>> difference({"env.size": 4, "run.seed": 0}, {"env.size": 3, "run.seed": 0})
+    'env.size is 4 there and 3 here'
+    >>> difference({"env.task": "sums"}, {})
+    "env.task is 'sums' there and not set here"
+    """
+    keys = [key for key in {**run, **server} if server.get(key) != run.get(key)]
+    said = []
+    for key in keys:
+        if key.startswith("contents"):
+            said.append(f"the {clip(key)} differ")
+        else:
+            there, here = (_short(repr(part[key])) if key in part else "not set" for part in (server, run))
+            said.append(f"{clip(key)} is {there} there and {here} here")
+    return "; ".join(said[:5]) + (f"; and {len(said) - 5} more" if len(said) > 5 else "")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:80]}..."

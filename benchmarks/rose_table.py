@@ -139,6 +139,10 @@ class Bench:
     spot: dict[str, list[Change]]
     """The segments of the market."""
     scale: int
+    idle: bool = False
+    """The lenders have no requests."""
+    groups: int = 1
+    """Groups of a step, as a multiple of the setting's."""
 
     def rollout_s(self, s: Setting, algorithm: str, where: str) -> tuple[float, float, list[SimLender]]:
         """Mean seconds of a rollout, sampled tokens of a step, and the lenders. `where`: fixed, lent, or the name of a
@@ -146,6 +150,10 @@ class Bench:
         times, tokens, lenders = [], [], []
         for seed in range(self.seeds):
             r = recipe(s, algorithm, self.steps, self.requests, seed)
+            if self.idle and r.sim.lenders is not None:
+                r = scenario.with_keys(
+                    r, {"sim": {"lenders": r.sim.lenders.model_copy(update={"requests_per_s": 0.0})}}
+                )
             if where != "lent":
                 r = scenario.with_keys(r, {"sim": {"lenders": None}})
             w = scenario.build(variants.apply(r, "algorithm2" if where in self.spot else "windfall"))
@@ -184,6 +192,9 @@ def main() -> None:
     parser.add_argument("--requests", type=Path, help="Requests of the service. Default: generated.")
     parser.add_argument("--trace", type=Path, help="Spot trace (docs/fleet-traces.md). Default: generated.")
     parser.add_argument("--scale", type=int, default=1, help="Divide machines and groups by this number, to save time.")
+    parser.add_argument("--only", choices=list(SETTINGS), help="Only this model.")
+    parser.add_argument("--idle", action="store_true", help="Lenders have no requests: what the service takes.")
+    parser.add_argument("--groups", type=int, default=1, help="Multiply the groups of a step by this number.")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
@@ -193,9 +204,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(
             folder=Path(temporary), steps=args.steps, seeds=args.seeds, requests=args.requests, spot=windows,
-            scale=4 if args.quick else args.scale,
+            scale=4 if args.quick else args.scale, idle=args.idle, groups=args.groups,
         )  # fmt: skip
-        report(bench, ["8B"] if args.quick else list(SETTINGS))
+        report(bench, ["8B"] if args.quick else [args.only] if args.only else list(SETTINGS))
 
 
 def report(bench: Bench, names: list[str]) -> None:
@@ -204,12 +215,14 @@ def report(bench: Bench, names: list[str]) -> None:
     print(f"\n{head[0]:<16}{head[1]:>17}{head[2]:>14}{head[3]:>11}{head[4]:>12}{head[5]:>8}  {head[6]}", flush=True)
     for name in names:
         s, n = SETTINGS[name], bench.scale
-        s = replace(s, dedicated=s.dedicated // n, borrowed=s.borrowed // n, groups=s.groups // n)
+        s = replace(s, dedicated=s.dedicated // n, borrowed=s.borrowed // n, groups=bench.groups * s.groups // n)
         for algorithm in ("GRPO", "DAPO"):
             fixed_s, tokens, _ = bench.rollout_s(s, algorithm, "fixed")
             lent_s, _, lenders = bench.rollout_s(s, algorithm, "lent")
             if (name, algorithm) == FITTED:
                 fitted_s = max(0.0, (fixed_s - PAPER[FITTED] * lent_s) / (PAPER[FITTED] - 1))
+                fitted_tokens = tokens
+            if not fitted_tokens:  # 8B is left out: nothing is fitted, and training counts as nothing
                 fitted_tokens = tokens
             scale = s.model.parameters / s.dedicated / (MODELS["8B"].parameters / (16 // n)) * tokens / fitted_tokens
             train_s = fitted_s * scale
@@ -244,7 +257,8 @@ def service(lenders: list[SimLender]) -> str:
     """How the service of the lenders was: its time per token at the 99th percentile, and how much was used and lent."""
     turns = sorted(t for x in lenders for t in x.turns_s)
     use, lent = mean(x.meter.use for x in lenders), mean(x.meter.lent for x in lenders)
-    return f"{1000 * turns[int(0.99 * len(turns))]:.0f} ms, {use:.0%}, {lent:.0%}"
+    late = f"{1000 * turns[int(0.99 * len(turns))]:.0f} ms" if turns else "no requests"
+    return f"{late}, {use:.0%}, {lent:.0%}"
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ LAYERS = [
     {"controller", "worker"},
     {"launch"},
     {"commands", "sim"},
+    {"plan"},
     {"cli"},
 ]
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
@@ -73,10 +74,17 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "weights/manifest.py",
     "weights/delta.py",
     "weights/plan.py",
+    "train/activation_memory.py",
+    "train/rank_budget.py",
+    "plan/__init__.py",
+    "plan/devices.py",
+    "plan/cluster.py",
+    "plan/workload.py",
+    "plan/cost_model.py",
 ]
 PURE_MAY_IMPORT = {
     "__future__", "array", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",
-    "itertools", "math", "msgspec", "numpy", "signal", "typing", "xxhash",
+    "itertools", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing", "xxhash",
 }  # fmt: skip
 LIGHT = [
     "cli",

@@ -81,6 +81,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "plan/cluster.py",
     "plan/workload.py",
     "plan/cost_model.py",
+    "plan/partition.py",
+    "plan/replan.py",
 ]
 PURE_MAY_IMPORT = {
     "__future__", "array", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",

@@ -98,6 +98,7 @@ LIGHT = [
     "views.top",
     "sim.report.command",
     "sim.calibrate.command",
+    "plan.command",
 ]
 HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard", "matplotlib"}
 

@@ -177,6 +177,11 @@ class HeldOut(NamedTuple):
     worst: float
     predictions: tuple[Prediction, ...]
 
+    def by_part(self) -> dict[str, float]:
+        """Mean absolute error of each part."""
+        parts = dict.fromkeys(p.row.part for p in self.predictions)
+        return {x: statistics.mean(abs(p.error) for p in self.predictions if p.row.part == x) for x in parts}
+
 
 def held_out(rows: Sequence[Row] = TABLE_ROWS) -> HeldOut:
     """Fit to the rows marked `fit`: mean and worst absolute error on the others."""

@@ -1,0 +1,254 @@
+"""`windfall plan`: reads its inputs, prints the plans and writes the recipe. All reading of files is here."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from windfall import config
+from windfall.config import Recipe
+from windfall.errors import WindfallError
+from windfall.fleet import trace
+from windfall.models import load
+from windfall.plan import cluster as clusters
+from windfall.plan import devices, measured, planner, recipe, review
+from windfall.plan.cluster import Cluster, Links, Machine
+from windfall.plan.devices import Gpu, Terms
+from windfall.plan.planner import Plan, Request, SpotMarket
+from windfall.plan.workload import MODELS, Workload
+from windfall.plan.workload import model as find_model
+from windfall.sim.report.figures import Figures
+from windfall.train.rank_budget import ModelShape
+
+BUDGET_MACHINE = 8
+"""GPUs of a machine if only a budget is given."""
+MOST_PER_KIND = 128
+"""GPUs of one kind that a budget may buy."""
+
+
+def main(
+    what: str, *, cluster: Path | None, gpus: str, budget: str, prices: Path | None, objective: str, deadline: float,
+    staleness: int | None, spot: Path | None, top: int, simulate: bool, write: Path | None,
+) -> None:  # fmt: skip
+    base, name, work = _workload(what, staleness)
+    known = _prices(prices) if prices is not None else None
+    usd = _budget(budget) if budget else math.inf
+    if sum((cluster is not None, bool(gpus))) > 1:
+        raise WindfallError("--cluster and --gpus both describe the GPUs", where="windfall plan", fix="Give one.")
+    if cluster is not None:
+        made = clusters.parse(_toml(cluster), str(cluster), known)
+    elif gpus:
+        made = clusters.from_text(gpus, known)
+    elif budget:
+        made = market(known or _built_in(), usd, spot is not None)
+    else:
+        fix = "Give --cluster FILE, --gpus '8xH100 + 6x2xH100:spot', or --budget 90/h."
+        raise WindfallError("nothing says which GPUs there are", where="windfall plan", fix=fix)
+    if objective == "deadline" and deadline <= 0:
+        raise WindfallError("the objective needs a time", where="--deadline", fix="Give the hours: --deadline 12.")
+    request = Request(
+        cluster=made, work=work, efficiency=measured.efficiency(), objective=objective, budget_usd_per_h=usd,  # pyright: ignore
+        deadline_h=deadline if objective == "deadline" else 0.0, spot=_spot(spot), top=top,
+    )  # fmt: skip
+    ranked = rank(planner.plans(request), request, base, simulate=simulate)
+    print("\n".join(report(name, request, ranked)))
+    if write is not None:
+        planned = recipe.write(ranked[0][0], request, base)
+        write.write_text(config.dump(planned), encoding="utf-8")
+        print(f"\nwritten: {write}; start it with: windfall train {write}")
+        for line in recipe.commands(ranked[0][0]):
+            print(f"  then on {line}")
+
+
+def check(run: Path) -> None:
+    """`windfall plan --check RUN`."""
+    print("\n".join([review.HEADER, *map(str, review.review(run))]))
+
+
+def rank(
+    plans: list[Plan], request: Request, base: Recipe | None, *, simulate: bool
+) -> list[tuple[Plan, Figures | None]]:
+    """The plans with their simulated figures, best first by these. A plan that cannot be simulated keeps its place."""
+    if not simulate:
+        return [(plan, None) for plan in plans]
+    rows: list[tuple[Plan, Figures | None]] = [(plan, recipe.simulate(plan, request, base)) for plan in plans]
+
+    def key(row: tuple[Plan, Figures | None]) -> float:
+        plan, figures = row
+        tok_per_s = figures.tok_per_s if figures else plan.tok_per_s
+        match request.objective:
+            case "throughput":
+                return -tok_per_s
+            case "cost":
+                return plan.usd_per_h / tok_per_s
+            case "deadline":
+                late = plan.work.steps * plan.work.tokens / tok_per_s > 3600 * request.deadline_h
+                return plan.usd_per_h + (1e9 if late else 0.0)
+
+    return sorted(rows, key=key)
+
+
+# the report
+
+
+def report(name: str, request: Request, ranked: list[tuple[Plan, Figures | None]]) -> list[str]:
+    w, e = request.work, request.efficiency
+    held = ", ".join(f"{part} {error:.0%}" for part, error in measured.held_out().by_part().items())
+    lines = [
+        f"{name} on {request.cluster}: {w.responses} responses a step, {w.mean_tokens:,.0f} tokens on average, "
+        f"staleness {w.staleness}",
+        f"speeds: {e.source}; held-out errors: {held}. Other GPUs: data sheets with the same shares, not measured",
+    ]
+    for n, (plan, figures) in enumerate(ranked, start=1):
+        lines += ["", f"{n}. {plan.name}", *_plan_lines(plan, figures)]
+    return [*lines, "", *picture(ranked[0][0])]
+
+
+def _plan_lines(plan: Plan, figures: Figures | None) -> list[str]:
+    predicted = f"{plan.tok_per_s:,.0f} tok/s, ${plan.usd_per_mtok:.3f} per million tokens, ${plan.usd_per_h:.2f}/h"
+    hours = plan.work.steps * plan.step_s / 3600
+    lines = []
+    if figures is not None:
+        usd = plan.usd_per_h / 3600 / figures.tok_per_s * 1e6
+        lines.append(
+            f"   simulated   {figures.tok_per_s:,.0f} tok/s, ${usd:.3f} per million tokens; idle: trainer "
+            f"{figures.trainer_idle:.0%}, workers {figures.workers_idle:.0%}"
+        )
+        hours = plan.work.steps * plan.work.tokens / figures.tok_per_s / 3600
+    gb = plan.training.memory_bytes / 1e9
+    engines = ", ".join(f"{e.memory_bytes / 1e9:.0f} GB ({kind.name})" for kind, e, _, _ in plan.replicas)
+    return [
+        *lines,
+        f"   predicted   {predicted}; idle: trainer {plan.trainer_idle:.0%}, workers {plan.rollout_idle:.0%}",
+        f"   run         {plan.work.steps} steps take {hours:.2f} h and cost ${hours * plan.usd_per_h:,.2f}",
+        f"   training    {plan.training.layout}, {gb:.0f} GB per GPU; engines: {engines}",
+        f"   bottleneck  {plan.bottleneck}: {plan.why}",
+        f"   search      {plan.method}",
+    ]
+
+
+def picture(plan: Plan, most: int = 24) -> list[str]:
+    """The machines, one character per GPU."""
+    lines = ["placement: T trains, R generates, = an engine over several GPUs, . unused"]
+    for p in plan.placed[:most]:
+        row = "T" * p.training + "".join("R" + "=" * (tp - 1) for tp in p.replicas) + "." * p.idle
+        lines.append(f"   {p.machine.name:5} {p.machine.kind.name:16} {row}")
+    if len(plan.placed) > most:
+        lines.append(f"   and {len(plan.placed) - most} more machines")
+    return lines
+
+
+# inputs
+
+
+def _workload(what: str, staleness: int | None) -> tuple[Recipe | None, str, Workload]:
+    if not what.endswith(".toml"):
+        name, shape = find_model(what)
+        return None, name, Workload(shape=shape, staleness=1 if staleness is None else staleness)
+    base = config.load(Path(what))
+    o, s = base.rollout, base.sim
+    shape = model_shape(base.model.path)
+    lora = base.train.lora
+    given = s.model_fields_set
+    return base, base.model.path, Workload(
+        shape=shape, groups=o.groups, group_size=o.group_size, max_tokens=o.max_tokens,
+        prompt_tokens=s.prompt_tokens, median_tokens=s.median_tokens if "median_tokens" in given else o.max_tokens / 3,
+        sigma=s.sigma, staleness=o.staleness if staleness is None else staleness, reward_s=s.reward_s,
+        steps=base.run.steps, kl=base.algorithm.kl > 0, offload=base.train.offload,
+        adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank),
+    )  # fmt: skip
+
+
+def _adapter_parameters(shape: ModelShape, rank: int) -> int:
+    """Adapters on all linear layers."""
+    wide = (shape.heads + 2 * shape.kv_heads) * shape.head + shape.hidden
+    return shape.layers * rank * (4 * shape.hidden + wide + 3 * (shape.hidden + shape.intermediate))
+
+
+def model_shape(path: str) -> ModelShape:
+    """The sizes of a model, from its config.json or from the table of known models."""
+    if path.rpartition("/")[2].lower() in (name.lower() for name in MODELS):
+        return find_model(path)[1]
+    where = load.resolve(path)
+    if not isinstance(where, Path):
+        return find_model(path)[1]
+    file = where / "config.json"
+    try:
+        c: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        heads = c["num_attention_heads"]
+        return ModelShape(
+            hidden=c["hidden_size"], intermediate=c["intermediate_size"], layers=c["num_hidden_layers"], heads=heads,
+            kv_heads=c.get("num_key_value_heads") or heads, head=c.get("head_dim") or c["hidden_size"] // heads,
+            vocabulary=c["vocab_size"], tied=bool(c.get("tie_word_embeddings", False)),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        fix = "Only decoders with the sizes of Llama or Qwen can be planned."
+        raise WindfallError(f"the sizes of this model cannot be read: {e!r}", where=str(file), fix=fix) from e
+
+
+def _toml(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise WindfallError("no such cluster file", where=str(path), fix="See docs/plan.md for an example.") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise WindfallError(f"not valid TOML: {e}", where=str(path), fix="Correct the syntax there.") from e
+
+
+def _prices(path: Path) -> dict[str, Gpu]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return devices.priced(csv.DictReader(file), str(path))
+    except FileNotFoundError as e:
+        raise WindfallError("no such price list", where=str(path), fix="Give a CSV file.") from e
+
+
+def _built_in() -> dict[str, Gpu]:
+    """GPUs whose prices the built-in table has."""
+    found = {name: devices.find(name) for name in devices.TABLE}
+    return {name: g for name, g in found.items() if g.spot_usd_per_h is not None}
+
+
+def _budget(text: str) -> float:
+    """
+    >>> _budget("90/h"), _budget("$12.5")
+    (90.0, 12.5)
+    """
+    found = re.fullmatch(r"\$?\s*(\d+(?:\.\d+)?)\s*(?:/\s*h)?", text.strip())
+    if found is None or float(found[1]) <= 0:
+        fix = "Give dollars per hour above 0, such as --budget 90/h."
+        raise WindfallError(f"{text!r} is not a budget", where="--budget", fix=fix)
+    return float(found[1])
+
+
+def market(known: Mapping[str, Gpu], usd_per_h: float, spot: bool) -> Cluster:
+    """Everything that the budget could buy: machines of each type, reserved ones, and spot ones if wanted."""
+    machines: list[Machine] = []
+    for gpu in known.values():
+        terms: tuple[Terms, ...] = ("reserved", "spot") if spot else ("reserved",)
+        for lease in terms:
+            count = min(MOST_PER_KIND, int(usd_per_h / gpu.price(lease == "spot")))
+            for n in range(math.ceil(count / BUDGET_MACHINE)):
+                size = min(BUDGET_MACHINE, count - n * BUDGET_MACHINE)
+                machines.append(Machine(name=f"m{len(machines)}", gpu=gpu, count=size, lease=lease))
+    if not machines:
+        cheapest = min(g.price(False) for g in known.values())
+        what = f"${usd_per_h:.2f} per hour buys no GPU; the cheapest costs ${cheapest:.2f}"
+        raise WindfallError(what, where="--budget", fix="Raise the budget.")
+    return Cluster(machines=tuple(machines), links=Links())
+
+
+def _spot(path: Path | None) -> SpotMarket:
+    if path is None:
+        return SpotMarket()
+    changes = trace.read(path)
+    seconds = changes[-1].at_s
+    made = trace.summary(changes, max(1.0, seconds))
+    availability = min(1.0, made.mean_up / max(1, made.max_up))
+    return SpotMarket(availability=availability, losses_per_h=made.losses_per_node_hour)

@@ -43,12 +43,13 @@ def test_spot_machines_never_train() -> None:
     assert all(p.machine.lease == "reserved" for p in best.placed if p.training)
 
 
-def test_the_best_plan_is_close_to_brute_force_over_all_counts() -> None:
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow)])
+def test_the_best_plan_is_close_to_brute_force_over_all_counts(seeds: range) -> None:
     """Batches depend on the counts, so the search is a heuristic on top of exact solvers: here is its gap."""
     gaps = []
-    for seed in range(12):
+    for seed in seeds:
         draw = random.Random(seed)
-        text = f"{draw.randint(4, 8)}xH100 + {draw.randint(1, 6)}xL40S"
+        text = f"{draw.randint(4, 6)}xH100 + {draw.randint(1, 4)}xL40S"
         asked = request(text, objective=draw.choice(["throughput", "cost"]))
         asked = replace(asked, work=replace(WORK, median_tokens=draw.choice([300, 3000]), staleness=draw.randint(0, 2)))
         best = planner.plans(asked)[0]
@@ -56,6 +57,7 @@ def test_the_best_plan_is_close_to_brute_force_over_all_counts() -> None:
         cost = asked.objective == "cost"
         value = (lambda p: 1 / p.usd_per_mtok) if cost else (lambda p: p.tok_per_s)
         gaps.append(1 - value(best) / max(map(value, found)))
+    print(f"gap: mean {sum(gaps) / len(gaps):.2%}, worst {max(gaps):.2%}, {len(gaps)} clusters")
     assert max(gaps) < 0.10
     assert sum(gaps) / len(gaps) < 0.02
 
@@ -123,13 +125,13 @@ def test_bad_input_is_explained(keys: dict, what: str) -> None:
 
 
 def test_simulation_agrees_with_the_cost_model_and_ranks() -> None:
-    asked = request("6xH100 + 2x2xH100:spot", top=2)
+    asked = replace(request("6xH100 + 2x2xH100:spot", top=2), work=replace(WORK, groups=96))
     ranked = command.rank(planner.plans(asked), asked, None, simulate=True)
     figures = [f for _, f in ranked if f is not None]
     assert [f.tok_per_s for f in figures] == sorted((f.tok_per_s for f in figures), reverse=True)
     for plan, found in ranked:
         assert found is not None
-        assert found.tok_per_s == pytest.approx(plan.tok_per_s, rel=0.35)
+        assert found.tok_per_s == pytest.approx(plan.tok_per_s, rel=0.25)
     lines = "\n".join(command.report("8B", asked, ranked))
     for word in ("tok/s", "per million tokens", "idle", "GB per GPU", "bottleneck", "placement", "T"):
         assert word in lines
@@ -182,9 +184,11 @@ def test_a_run_is_compared_with_its_plan() -> None:
 
 def test_advice_waits_for_a_lasting_gain_and_does_not_flap() -> None:
     advisor = Replanner(current="a")
-    noisy = [[Candidate("a", 100.0), Candidate("b", 100.0 + gain)] for gain in (8, 12, 8, 12, 2, 12, 12)]
+    noisy = [[Candidate("a", 100.0), Candidate("b", 100.0 + gain)] for gain in (8, 12, 2, 12, 8, 2, 12)]
     assert [advisor.observe(c, change_s=60.0) for c in noisy] == [None] * 7
-    advice = advisor.observe([Candidate("a", 100.0), Candidate("b", 125.0)], change_s=60.0)
+    lasting = [Candidate("a", 100.0), Candidate("b", 125.0)]
+    assert advisor.observe(lasting, change_s=60.0) is None
+    advice = advisor.observe(lasting, change_s=60.0)
     assert advice is not None
     assert advice.plan == "b"
     assert advisor.observe([Candidate("a", 105.0), Candidate("b", 100.0)], change_s=60.0) is None

@@ -21,9 +21,9 @@ from windfall.plan import devices, measured, planner, recipe, review
 from windfall.plan.cluster import Cluster, Links, Machine
 from windfall.plan.devices import Gpu, Terms
 from windfall.plan.planner import Plan, Request, SpotMarket
+from windfall.plan.recipe import Simulated
 from windfall.plan.workload import MODELS, Workload
 from windfall.plan.workload import model as find_model
-from windfall.sim.report.figures import Figures
 from windfall.train.rank_budget import ModelShape
 
 BUDGET_MACHINE = 8
@@ -73,13 +73,13 @@ def check(run: Path) -> None:
 
 def rank(
     plans: list[Plan], request: Request, base: Recipe | None, *, simulate: bool
-) -> list[tuple[Plan, Figures | None]]:
+) -> list[tuple[Plan, Simulated | None]]:
     """The plans with their simulated figures, best first by these. A plan that cannot be simulated keeps its place."""
     if not simulate:
         return [(plan, None) for plan in plans]
-    rows: list[tuple[Plan, Figures | None]] = [(plan, recipe.simulate(plan, request, base)) for plan in plans]
+    rows: list[tuple[Plan, Simulated | None]] = [(plan, recipe.simulate(plan, request, base)) for plan in plans]
 
-    def key(row: tuple[Plan, Figures | None]) -> float:
+    def key(row: tuple[Plan, Simulated | None]) -> float:
         plan, figures = row
         tok_per_s = figures.tok_per_s if figures else plan.tok_per_s
         match request.objective:
@@ -97,7 +97,7 @@ def rank(
 # the report
 
 
-def report(name: str, request: Request, ranked: list[tuple[Plan, Figures | None]]) -> list[str]:
+def report(name: str, request: Request, ranked: list[tuple[Plan, Simulated | None]]) -> list[str]:
     w, e = request.work, request.efficiency
     held = ", ".join(f"{part} {error:.0%}" for part, error in measured.held_out().by_part().items())
     lines = [
@@ -110,7 +110,7 @@ def report(name: str, request: Request, ranked: list[tuple[Plan, Figures | None]
     return [*lines, "", *picture(ranked[0][0])]
 
 
-def _plan_lines(plan: Plan, figures: Figures | None) -> list[str]:
+def _plan_lines(plan: Plan, figures: Simulated | None) -> list[str]:
     predicted = f"{plan.tok_per_s:,.0f} tok/s, ${plan.usd_per_mtok:.3f} per million tokens, ${plan.usd_per_h:.2f}/h"
     hours = plan.work.steps * plan.step_s / 3600
     lines = []

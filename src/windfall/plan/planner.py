@@ -25,6 +25,8 @@ from windfall.plan.workload import Workload
 
 ROUNDS = 3
 """Repetitions of search with the batches of the last solution."""
+PIPELINED = 0.9
+"""Without staleness: share of the shorter of training and generation that pipelining hides. From simulations."""
 BOOT_S = 60.0
 """Seconds until a new spot machine generates."""
 
@@ -207,7 +209,7 @@ class _Options:
         for (k, tp), engine in self.replicas.items():
             batch = max(1.0, min(_batch_at(engine, step_s, w), in_flight(w)))
             replicas.append(ReplicaOption(k, tp, engine.tok_per_s(batch, w) * useful_share(r, self.kinds[k][0])))
-            tail_s = min(tail_s, w.longest_tokens * _step_s(engine, batch, w) / (w.staleness + 1))
+            tail_s = min(tail_s, w.longest_tokens * _step_s(engine, 1.0, w) / (w.staleness + 1))
         pull_s = cost_model.pull_s(w, r.cluster.links.across_types, 1, 1)
         return Problem(
             have=tuple(sum(m.count for m in ms) for _, ms in self.kinds),
@@ -215,7 +217,7 @@ class _Options:
             trainers=tuple(TrainOption(k, n, t.step_s) for (k, n), t in self.trainers.items()),
             replicas=tuple(replicas), tokens=w.tokens, tail_s=max(tail_s, pull_s) if w.staleness else tail_s,
             update_s=w.reward_s + (0.0 if w.staleness else pull_s),
-            overlapped=w.staleness > 0, objective=r.objective, budget_usd_per_h=r.budget_usd_per_h,
+            overlapped=w.staleness > 0, hidden=PIPELINED, objective=r.objective, budget_usd_per_h=r.budget_usd_per_h,
             deadline_rate=w.steps / (3600 * r.deadline_h) if r.deadline_h else 0.0,
         )  # fmt: skip
 
@@ -331,23 +333,42 @@ def _scored(
 ) -> Plan:  # fmt: skip
     w = request.work
     engines = [(options.replicas[key], n) for key, n in counts.items()]
-    batches = share_out(engines, w)
     kinds = [options.kinds[k][0] for k, _ in counts]
-    tok_per_s = sum(
-        n * e.tok_per_s(b, w) * useful_share(request, kind)
-        for (e, n), b, kind in zip(engines, batches, kinds, strict=True)
-    )
-    slowest = [
-        (e.service.prefill_s * b * w.mean_context, _step_s(e, b, w)) for (e, _), b in zip(engines, batches, strict=True)
-    ]
-    tail_s = w.longest_tokens * min(s for _, s in slowest) / (w.staleness + 1)
+    shares = [n * useful_share(request, kind) for (_, n), kind in zip(engines, kinds, strict=True)]
+
+    def speed(batches: Sequence[float]) -> float:
+        return sum(x * e.tok_per_s(b, w) for (e, _), x, b in zip(engines, shares, batches, strict=True))
+
+    def again(batches: Sequence[float]) -> float:
+        """Seconds to compute the contexts of all running responses again, after new weights."""
+        used = max(e.service.prefill_s * b * w.mean_context for (e, _), b in zip(engines, batches, strict=True))
+        return used if w.staleness else 0.0
+
+    def tail(batches: Sequence[float]) -> float:
+        fastest = min(_step_s(e, b, w) for (e, _), b in zip(engines, batches, strict=True))
+        return (w.longest_tokens * fastest + w.staleness * again(batches)) / (w.staleness + 1)
+
+    full = share_out(engines, w)
+    low, high = 0.0, max(_step_s(e, b, w) for (e, _), b in zip(engines, full, strict=True))
+    batches, tok_per_s, again_s = full, speed(full), again(full)
+    # With staleness, engines that are fast enough run fewer responses at once, and each of them is faster.
+    for _ in range(20 if w.staleness else 0):
+        middle = (low + high) / 2
+        fewer = [max(1.0, min(_batch_at(e, middle, w), most)) for (e, _), most in zip(engines, full, strict=True)]
+        if w.tokens / speed(fewer) + again(fewer) > max(trained.step_s, tail(fewer)):
+            low = middle
+        else:
+            high, batches = middle, fewer
+    tail_s = tail(batches)
+    if w.tokens / speed(batches) + again(batches) < w.tokens / tok_per_s + again_s:
+        tok_per_s, again_s = speed(batches), again(batches)
     away = sum(1 for p in placed if p.replicas and not p.training)
     pull_s = 0.0
     if away:
         sources = sum(1 for p in placed if p.training)
         pull_s = cost_model.pull_s(w, request.cluster.links.across_types, away, sources)
     # With staleness, engines go on while new weights arrive; then the contexts of running responses are computed again.
-    update_s = w.reward_s + (max(s for s, _ in slowest) if w.staleness else pull_s)
+    update_s = w.reward_s + (again_s if w.staleness else pull_s)
     bound_s = max(tail_s, pull_s) if w.staleness else tail_s
     rate = replace(options.problem(1.0), update_s=update_s, tail_s=bound_s).rate(trained.step_s, tok_per_s)
     usd = sum((p.training + sum(p.replicas)) * price(request, p.machine.kind) for p in placed)

@@ -13,23 +13,27 @@ import math
 import random
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from windfall import config
 from windfall.config import Recipe
 from windfall.errors import WindfallError
+from windfall.events.log import read
 from windfall.fleet.trace_formats import Change
 from windfall.plan.cluster import Machine
 from windfall.plan.planner import Placed, Plan, Request
+from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.core.scenario import with_keys
-from windfall.sim.report.figures import Figures, figures
+from windfall.sim.report.figures import figures
 
 PORT = 29400
-SIM_STEPS, SIM_SKIP = 8, 3
-SIM_TOKENS = 24
+SIM_STEPS, SIM_SKIP = 6, 2
+"""Steps that the figures cover, and steps before them. As many steps as the staleness follow, in which nothing is
+generated for later steps."""
+SIM_TOKENS = 16
 """Simulated tokens of a response of median length."""
 TRACE_S = 14 * 86400.0
 
@@ -108,8 +112,18 @@ def _worker_command(p: Placed, machine: Machine) -> str:
     return f"windfall worker --join URL --token FILE --gpus {gpus} --lease {machine.lease} --price {price}"
 
 
-def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, steps: int = SIM_STEPS) -> Figures:
-    """Figures of the plan, run by the product's controller in virtual time."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    tok_per_s: float
+    """Trained response tokens per second."""
+    trainer_idle: float
+    workers_idle: float
+    step_s: tuple[float, ...]
+
+
+def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, measured: int = SIM_STEPS) -> Simulated:
+    """Figures of the plan over `measured` steps, run by the product's controller in virtual time."""
+    steps = SIM_SKIP + plan.work.staleness + measured
     work = plan.work
     recipe = with_keys(base or Recipe(), {
         "run": {"steps": steps, "name": "plan"}, "eval": {"tasks": 0}, "checkpoint": {"every": 100_000},
@@ -140,7 +154,13 @@ def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, steps:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "events.jsonl"
         done = run.simulate(world, log)
-        return figures(log, world, done.stays)
+        whole = figures(log, world, done.stays)
+        counted = event_log.steps_of(read(log))[SIM_SKIP : SIM_SKIP + measured]
+    seconds = sum(e["s"] for e in counted)
+    return Simulated(
+        tok_per_s=sum(e["trained"] for e in counted) * world.granule / seconds, trainer_idle=whole.trainer_idle,
+        workers_idle=whole.workers_idle, step_s=tuple(e["s"] for e in counted),
+    )  # fmt: skip
 
 
 def _changes(plan: Plan, request: Request) -> list[Change]:

@@ -1,7 +1,8 @@
 """Phase 1: how many GPUs of each kind train, and how many replicas of which size generate. Pure.
 
     steps per second   1 / max(train, tokens / H + update, tail)      staleness above 0: training overlaps
-                       1 / (train + max(tokens / H, tail) + update)   staleness 0
+                       1 / (the longer of training and g = max(tokens / H, tail), plus the part of the shorter one
+                       that pipelining does not hide, + update)       staleness 0
     H                  sum of the replicas' tokens per second
 
 Three solvers give the same answer; `solve` chooses:
@@ -64,6 +65,8 @@ class Problem:
     tail_s: float = 0.0
     """Lower bound of a step, set by its longest responses."""
     overlapped: bool = True
+    hidden: float = 0.0
+    """If not overlapped: share of the shorter of training and generation that pipelining hides."""
     objective: Objective = "throughput"
     budget_usd_per_h: float = math.inf
     deadline_rate: float = 0.0
@@ -76,7 +79,8 @@ class Problem:
         generate_s = self.tokens / tok_per_s
         if self.overlapped:
             return 1 / max(train_s, generate_s + self.update_s, self.tail_s)
-        return 1 / (train_s + max(generate_s, self.tail_s) + self.update_s)
+        parts = train_s, max(generate_s, self.tail_s)
+        return 1 / (max(parts) + (1 - self.hidden) * min(parts) + self.update_s)
 
     def key(self, rate: float, usd_per_h: float) -> tuple[float, ...]:
         """Smaller is better. Solutions over the budget or behind the deadline are not compared."""
@@ -337,15 +341,20 @@ class _Program:
     def _tangent(self, k: int, h: float) -> None:
         """R <= the line that touches 1 / time at h. Overlapped: the same for all trainers."""
         p = self.p
-        fixed_s = p.update_s + (0.0 if p.overlapped else p.trainers[k].step_s)
-        value, slope = h / (p.tokens + fixed_s * h), p.tokens / (p.tokens + fixed_s * h) ** 2
-        row = np.zeros(self.size)
-        row[-2], row[-1] = 1, -slope * self.h_scale / self.rate_scale
-        high = (value - slope * h) / self.rate_scale
+        forms = [(1.0, p.update_s)]  # seconds of a step = share x tokens / h + fixed, for every form
         if not p.overlapped:
-            row[k] = 1.0  # the bound holds only for this trainer; the rate is at most 1
-            high += 1.0
-        self._add(row, -np.inf, high)
+            train_s = p.trainers[k].step_s
+            forms = [(1.0, p.update_s + (1 - p.hidden) * train_s), (1 - p.hidden, p.update_s + train_s)]
+        for share, fixed_s in forms:
+            tokens = share * p.tokens
+            value, slope = h / (tokens + fixed_s * h), tokens / (tokens + fixed_s * h) ** 2
+            row = np.zeros(self.size)
+            row[-2], row[-1] = 1, -slope * self.h_scale / self.rate_scale
+            high = (value - slope * h) / self.rate_scale
+            if not p.overlapped:
+                row[k] = 1.0  # the bound holds only for this trainer; the rate is at most 1
+                high += 1.0
+            self._add(row, -np.inf, high)
 
     def best(self) -> Split:
         if self.p.objective != "cost":

@@ -102,10 +102,10 @@ class Workload:
 
     @property
     def longest_tokens(self) -> float:
-        """Length that one response of a step exceeds on average."""
+        """Expected length of the longest response of a step (Blom's approximation)."""
         if self.sigma == 0 or self.responses == 1:
             return min(self.median_tokens, self.max_tokens)
-        z = NormalDist().inv_cdf(1 - 1 / self.responses)
+        z = NormalDist().inv_cdf((self.responses - 0.375) / (self.responses + 0.25))
         return min(self.max_tokens, self.median_tokens * math.exp(self.sigma * z))
 
     @property

@@ -69,7 +69,7 @@ def table(h20_gpu: Gpu) -> None:
         h800 = best(model, 24, 0, e, h20_gpu)
         h20 = best(model, 0, int(BUDGET / 1.85), e, h20_gpu)
         most = max(
-            (best(model, 8 * n, int((BUDGET - 8 * n * 5.28) / 1.85), e, h20_gpu) for n in (1, 2)),
+            (best(model, int(8 * n), int((BUDGET - 8 * n * 5.28) / 1.85), e, h20_gpu) for n in (0.5, 1, 1.5, 2, 2.5)),
             key=lambda p: p.tok_per_s,
         )
         mixed = best(model, 8, 24, e, h20_gpu)

@@ -56,9 +56,10 @@ class Efficiency:
     prefill: float = 0.60
     train: float = 0.50
     """Share of peak FLOP/s in training."""
-    elementwise: float = 100.0
-    """Bytes that norms, activations and residuals move in training, per token, layer, hidden value and pass (three
-    passes: forward, and two of the backward pass)."""
+    elementwise: float = 20_000.0
+    """Time of training outside of matrix products, in FLOP at peak speed, per token, layer, hidden value and pass
+    (forward, and two of the backward pass). Counted in FLOP, so that a model reaches the same share of peak FLOP/s on
+    every GPU; by bandwidth, GPUs with much of it would look too good at training (docs/plan.md)."""
     publish_bytes_per_s: float = 18e9
     """Bytes per second at which a trainer's GPU makes new weights available."""
     publish_s: float = 0.0
@@ -70,7 +71,7 @@ class Efficiency:
 
 def elementwise_s(shape: ModelShape, gpu: Gpu, e: Efficiency) -> float:
     """Seconds per token of one pass of training outside of matrix products."""
-    return e.elementwise * shape.layers * shape.hidden / gpu.bandwidth
+    return e.elementwise * shape.layers * shape.hidden / gpu.flops
 
 
 def optimizer_s(state_bytes: float, bandwidth: float, e: Efficiency) -> float:

@@ -80,7 +80,7 @@ def fit(rows: Sequence[Row] = TABLE_ROWS) -> Efficiency:
     """The efficiencies that describe these rows."""
     e = _fit_decode([r for r in rows if r.part == "decode"])
     trained = [
-        (matmul_flops(r.shape) / H200.flops, r.shape.layers * r.shape.hidden / H200.bandwidth, _training_s(r, e) / 3)
+        (matmul_flops(r.shape) / H200.flops, r.shape.layers * r.shape.hidden / H200.flops, _training_s(r, e) / 3)
         for r in rows if r.part == "train"
     ]  # fmt: skip
     table = np.array(trained)

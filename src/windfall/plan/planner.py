@@ -25,6 +25,8 @@ from windfall.plan.workload import Workload
 
 ROUNDS = 3
 """Repetitions of search with the batches of the last solution."""
+CANDIDATES = 24
+"""Solutions that are placed and scored where they are enumerated anyway."""
 PIPELINED = 0.9
 """Without staleness: share of the shorter of training and generation that pipelining hides. From simulations."""
 BOOT_S = 60.0
@@ -148,10 +150,12 @@ def plans(request: Request) -> list[Plan]:
     """The best plans, best first; raises WindfallError if there is none."""
     options = _Options(request)
     found: dict[str, Plan] = {}
+    exact = search.combinations(options.problem(1.0)) <= search.EXACT_LIMIT
+    candidates = CANDIDATES if exact and request.method in ("auto", "exact") else 1
     for crowded in (False, True):
         step_s = options.first_step_s(crowded)
         for _ in range(ROUNDS):
-            splits = search.solve(options.problem(step_s), request.top, request.method)
+            splits = search.solve(options.problem(step_s), max(request.top, candidates), request.method)
             made = [plan for split in splits if (plan := _place(request, options, split)) is not None]
             new = [plan for plan in made if plan.name not in found]
             found.update((plan.name, plan) for plan in new)

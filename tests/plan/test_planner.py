@@ -125,7 +125,7 @@ def test_bad_input_is_explained(keys: dict, what: str) -> None:
 
 
 def test_simulation_agrees_with_the_cost_model_and_ranks() -> None:
-    asked = replace(request("6xH100 + 2x2xH100:spot", top=2), work=replace(WORK, groups=64))
+    asked = replace(request("6xH100 + 2x2xH100:spot", top=2), work=replace(WORK, groups=128))
     ranked = command.rank(planner.plans(asked), asked, None, simulate=True)
     figures = [f for _, f in ranked if f is not None]
     assert [f.tok_per_s for f in figures] == sorted((f.tok_per_s for f in figures), reverse=True)

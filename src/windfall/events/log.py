@@ -234,8 +234,10 @@ def tensorboard(folder: Path) -> Sink:
     def sink(event: Event) -> None:
         if event["kind"] != "scalar":
             return
-        for key, value in event.items():
-            if key not in ("t", "m", "step") and isinstance(value, int | float):
+        named = [(key, value) for key, value in event.items() if key not in ("t", "m", "step")]
+        parts = [(f"{key}/{k}", v) for key, value in named if isinstance(value, dict) for k, v in value.items()]
+        for key, value in (*named, *parts):
+            if isinstance(value, int | float):
                 writer.add_scalar(f"{event['name']}/{key}", value, event.get("step", 0), walltime=event["t"])
         writer.flush()
 

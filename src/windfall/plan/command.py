@@ -13,7 +13,7 @@ from typing import Any
 
 from windfall import config
 from windfall.config import Recipe
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, nearest
 from windfall.fleet import trace
 from windfall.models import load
 from windfall.plan import cluster as clusters
@@ -26,6 +26,7 @@ from windfall.plan.workload import MODELS, Workload
 from windfall.plan.workload import model as find_model
 from windfall.train.rank_budget import ModelShape
 
+OBJECTIVES = ("throughput", "cost", "deadline")
 BUDGET_MACHINE = 8
 """GPUs of a machine if only a budget is given."""
 MOST_PER_KIND = 128
@@ -36,6 +37,9 @@ def main(
     what: str, *, cluster: Path | None, gpus: str, budget: str, prices: Path | None, objective: str, deadline: float,
     staleness: int | None, spot: Path | None, top: int, simulate: bool, write: Path | None,
 ) -> None:  # fmt: skip
+    if objective not in OBJECTIVES:
+        wrong = f"unknown value {objective!r}; expected one of: {', '.join(OBJECTIVES)}"
+        raise WindfallError(wrong, where="--objective", fix=nearest(objective, OBJECTIVES))
     base, name, work = _workload(what, staleness)
     known = _prices(prices) if prices is not None else None
     usd = _budget(budget) if budget else math.inf
@@ -68,6 +72,8 @@ def main(
 
 def check(run: Path) -> None:
     """`windfall plan --check RUN`."""
+    if not (run / "recipe.toml").is_file():
+        raise WindfallError("no such run", where=str(run), fix="Give the folder of a run, such as runs/demo.")
     print("\n".join([review.HEADER, *map(str, review.review(run))]))
 
 

@@ -22,7 +22,8 @@ from windfall.plan import devices, measured, planner
 from windfall.plan.cluster import Cluster, Links, Machine
 from windfall.plan.cost_model import Efficiency
 from windfall.plan.devices import Gpu
-from windfall.plan.planner import Capabilities, Plan, Request
+from windfall.plan.request import Capabilities, Request
+from windfall.plan.scoring import Plan
 from windfall.plan.workload import MODELS, Workload
 
 PAPER = {"1.5B": (1.36, 2.80, 18_400, 17_900), "7B": (1.31, 2.76, 5_980, 6_000), "14B": (1.50, 2.29, 2_160, 2_300)}

@@ -12,8 +12,8 @@ import pytest
 from windfall import config
 from windfall.errors import WindfallError
 from windfall.plan import cluster, command, measured, planner, recipe, review
-from windfall.plan.planner import Request, SpotMarket
 from windfall.plan.replan import Candidate, Replanner
+from windfall.plan.request import Request, SpotMarket
 from windfall.plan.workload import MODELS, Workload
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=32, group_size=4, sigma=0.4)
@@ -43,7 +43,7 @@ def test_spot_machines_never_train() -> None:
     assert all(p.machine.lease == "reserved" for p in best.placed if p.training)
 
 
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 60), marks=pytest.mark.slow)])
 def test_the_best_plan_is_close_to_brute_force_over_all_counts(seeds: range) -> None:
     """Batches depend on the counts, so the search is a heuristic on top of exact solvers: here is its gap."""
     gaps = []
@@ -58,14 +58,13 @@ def test_the_best_plan_is_close_to_brute_force_over_all_counts(seeds: range) -> 
         value = (lambda p: 1 / p.usd_per_mtok) if cost else (lambda p: p.tok_per_s)
         gaps.append(1 - value(best) / max(map(value, found)))
     print(f"gap: mean {sum(gaps) / len(gaps):.2%}, worst {max(gaps):.2%}, {len(gaps)} clusters")
-    assert max(gaps) < 0.10
-    assert sum(gaps) / len(gaps) < 0.02
+    assert max(gaps) < 0.01
 
 
 def every_plan(asked: Request):
     from windfall.plan.search import ReplicaOption, Split, TrainOption
 
-    options = planner._Options(asked)
+    options = planner.Options(asked)
     have = [sum(m.count for m in ms) for _, ms in options.kinds]
     for (k, n), t in options.trainers.items():
         left = [h - n * (i == k) for i, h in enumerate(have)]
@@ -74,7 +73,7 @@ def every_plan(asked: Request):
             if replicas:
                 trainer = TrainOption(k, n, t.step_s)
                 split = Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0, method="all")
-                yield planner._place(asked, options, split)
+                yield planner.place(asked, options, split)
 
 
 def test_objectives_differ_as_they_should() -> None:
@@ -124,14 +123,16 @@ def test_bad_input_is_explained(keys: dict, what: str) -> None:
         command.main(given.pop("what", "8B"), **given)
 
 
-def test_simulation_agrees_with_the_cost_model_and_ranks() -> None:
-    asked = replace(request("6xH100 + 2x2xH100:spot", top=2), work=replace(WORK, groups=128))
+@pytest.mark.parametrize("groups", [24, pytest.param(128, marks=pytest.mark.slow)])
+def test_simulation_agrees_with_the_cost_model_and_ranks(groups: int) -> None:
+    """Small steps are mostly the tail of long responses, for which the cost model is too optimistic."""
+    asked = replace(request("6xH100 + 2x2xH100:spot", top=2), work=replace(WORK, groups=groups))
     ranked = command.rank(planner.plans(asked), asked, None, simulate=True)
     figures = [f for _, f in ranked if f is not None]
     assert [f.tok_per_s for f in figures] == sorted((f.tok_per_s for f in figures), reverse=True)
     for plan, found in ranked:
         assert found is not None
-        assert found.tok_per_s == pytest.approx(plan.tok_per_s, rel=0.25)
+        assert found.tok_per_s == pytest.approx(plan.tok_per_s, rel=0.25 if groups > 100 else 0.6)
     lines = "\n".join(command.report("8B", asked, ranked))
     for word in ("tok/s", "per million tokens", "idle", "GB per GPU", "bottleneck", "placement", "T"):
         assert word in lines

@@ -13,6 +13,7 @@ from typing import Any
 
 from windfall import config
 from windfall.config import Recipe
+from windfall.config.lora import DEFAULT_RANK
 from windfall.errors import WindfallError, nearest
 from windfall.fleet import trace
 from windfall.models import load
@@ -20,8 +21,9 @@ from windfall.plan import cluster as clusters
 from windfall.plan import devices, measured, planner, recipe, review
 from windfall.plan.cluster import Cluster, Links, Machine
 from windfall.plan.devices import Gpu, Terms
-from windfall.plan.planner import Plan, Request, SpotMarket
 from windfall.plan.recipe import Simulated
+from windfall.plan.request import Request, SpotMarket
+from windfall.plan.scoring import Plan
 from windfall.plan.workload import MODELS, Workload
 from windfall.plan.workload import model as find_model
 from windfall.train.rank_budget import ModelShape
@@ -167,7 +169,7 @@ def _workload(what: str, staleness: int | None) -> tuple[Recipe | None, str, Wor
         prompt_tokens=s.prompt_tokens, median_tokens=s.median_tokens if "median_tokens" in given else o.max_tokens / 3,
         sigma=s.sigma, staleness=o.staleness if staleness is None else staleness, reward_s=s.reward_s,
         steps=base.run.steps, kl=base.algorithm.kl > 0, offload=base.train.offload,
-        adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank),
+        adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank or DEFAULT_RANK),
     )  # fmt: skip
 
 

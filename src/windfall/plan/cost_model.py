@@ -17,7 +17,7 @@ shares are assumed, and every plan says so.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from windfall.plan.devices import Gpu
@@ -130,6 +130,7 @@ def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency) -> Servi
 def replica(work: Workload, gpu: Gpu, tp: int, e: Efficiency) -> Replica:
     """The engine that this many GPUs can run; raises DoesNotFit."""
     shape = work.shape
+    _check_measured(gpu, gpu.worker, tp)
     room = tp * ENGINE_MEMORY * gpu.memory_bytes - work.weights_bytes
     kv_tokens = int(room // kv_bytes(shape))
     longest = work.prompt_tokens + work.max_tokens
@@ -144,9 +145,16 @@ def replica(work: Workload, gpu: Gpu, tp: int, e: Efficiency) -> Replica:
     slots = max(1, min(MAX_RUNNING, int(kv_tokens / work.mean_context)))
     used = min(kv_tokens, slots * work.mean_context) * kv_bytes(shape) + work.weights_bytes
     return Replica(
-        gpu=gpu, tp=tp, service=decode_service(shape, gpu, tp, e), slots=slots, kv_tokens=kv_tokens,
+        gpu=gpu, tp=tp, service=gpu.worker or decode_service(shape, gpu, tp, e), slots=slots, kv_tokens=kv_tokens,
         memory_bytes=used / tp,
     )  # fmt: skip
+
+
+def _check_measured(gpu: Gpu, times: Service | None, gpus: int) -> None:
+    if times is None and gpu.measured_only:
+        raise DoesNotFit(f"the speed of {gpu.name} is not known: measure it with a short run and --measured RUN")
+    if times is not None and gpus > 1:
+        raise DoesNotFit(f"the times of {gpu.name} were measured on one, not on {gpus}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +188,7 @@ def _trained_tokens(work: Workload) -> float:
 @lru_cache(maxsize=65536)
 def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, e: Efficiency) -> Training:
     """Training with FSDP on `gpus` GPUs, `per_machine` of them in one machine; raises DoesNotFit."""
+    _check_measured(gpu, gpu.trainer, gpus)
     longest = work.prompt_tokens + work.max_tokens
     usable = activation_memory.MAX_MEMORY_SHARE * gpu.memory_bytes
 
@@ -208,6 +217,9 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     send_s = packs * rank.sent_per_pack / link if gpus > 1 else 0.0
     update_s = optimizer_s(rank.state, HOST_BYTES_PER_S if work.offload else gpu.bandwidth, e)
     update_s += e.publish_s + work.weights_bytes / gpus / e.publish_bytes_per_s
+    if gpu.trainer is not None:  # measured times are as they are
+        compute_s, send_s, update_s = gpu.trainer.train_s * work.tokens, 0.0, gpu.trainer.update_s
+        e = replace(e, slower=1.0)
     step_s = (max(compute_s, send_s) + update_s) * e.slower
     return Training(
         gpu=gpu, layout=f"fsdp {gpus}", gpus=gpus, compute_s=compute_s * e.slower, send_s=send_s * e.slower,

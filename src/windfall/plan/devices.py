@@ -14,6 +14,7 @@ from typing import Literal
 
 from windfall.cost import prices
 from windfall.errors import WindfallError, nearest
+from windfall.sim.core.service import Service
 
 PCIE4, PCIE5 = 25e9, 50e9
 """Bytes per second that a PCIe x16 link reaches in one direction."""
@@ -34,6 +35,12 @@ class Gpu:
     reserved_usd_per_h: float | None = None
     spot_usd_per_h: float | None = None
     price_source: str = ""
+    worker: Service | None = None
+    """Measured step times of an engine on one of these, for one model; instead of the cost model's."""
+    trainer: Service | None = None
+    """Measured `train_s` and `update_s` of a trainer on one of these."""
+    measured_only: bool = False
+    """No data sheet describes it: it can be planned only with measured times."""
 
     def price(self, spot: bool) -> float:
         """Dollars per hour; an unknown price is an error, never 0."""
@@ -65,6 +72,7 @@ TABLE: dict[str, Gpu] = {
         _gpu("RTX4090", 24, 1.008, 165, PCIE4, "NVIDIA Ada white paper, 2022-09"),
         replace(_gpu("H800", 80, 2.0, 756, 200e9, HEX), reserved_usd_per_h=5.28, price_source=HEX),
         replace(_gpu("H20", 96, 4.0, 148, 450e9, HEX), reserved_usd_per_h=1.85, price_source=HEX),
+        replace(_gpu("cpu", 16, 0.02, 0.1, 1e9, "no data sheet: measured times only"), measured_only=True),
     )
 }
 
@@ -94,7 +102,7 @@ def _priced(gpu: Gpu) -> Gpu:
     )  # fmt: skip
 
 
-Terms = Literal["reserved", "spot"]
+Terms = Literal["reserved", "spot", "borrowed"]
 
 
 def priced(rows: Iterable[Mapping[str, str]], where: str) -> dict[str, Gpu]:

@@ -23,7 +23,8 @@ from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.fleet.trace_formats import Change
 from windfall.plan.cluster import Machine
-from windfall.plan.planner import Placed, Plan, Request
+from windfall.plan.request import Request
+from windfall.plan.scoring import Placed, Plan
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.core.scenario import with_keys

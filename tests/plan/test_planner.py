@@ -117,7 +117,7 @@ def test_interruptions_cost_throughput_and_save_money() -> None:
 def test_bad_input_is_explained(keys: dict, what: str) -> None:
     given = {
         "cluster": None, "gpus": "", "budget": "", "prices": None, "objective": "throughput", "deadline": 0.0,
-        "staleness": None, "spot": None, "top": 2, "simulate": False, "write": None, **keys,
+        "staleness": None, "spot": None, "measured_in": None, "top": 2, "simulate": False, "write": None, **keys,
     }  # fmt: skip
     with pytest.raises(WindfallError, match=what):
         command.main(given.pop("what", "8B"), **given)

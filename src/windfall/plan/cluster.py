@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from windfall.errors import WindfallError, nearest
@@ -90,6 +90,11 @@ class Kind:
     def usd_per_h(self) -> float:
         """Dollars per hour of one GPU. A lender pays for its own."""
         return 0.0 if self.lease == "borrowed" else self.gpu.price(self.lease == "spot")
+
+    @property
+    def can_train(self) -> bool:
+        """Providers start workers only, and what can be taken away never trains."""
+        return self.lease == "reserved" and not self.provider
 
     @property
     def name(self) -> str:
@@ -228,7 +233,7 @@ def _service(row: Mapping[str, Any], key: str, where: str) -> Service | None:
     times = row.get(key)
     if times is None:
         return None
-    names = tuple(Service.__dataclass_fields__)
+    names = tuple(f.name for f in fields(Service))
     if not isinstance(times, dict):
         raise WindfallError(f"'{key}' is not a table", where=where, fix=f"Write {key} = {{ fixed_s = 0.02 }}.")
     _only(times, names, f"{where}, {key}")
@@ -306,6 +311,6 @@ def _unpriced(gpu: Gpu) -> Gpu:
 def _times(gpu: Gpu) -> dict[str, Any]:
     made = {"worker": gpu.worker, "trainer": gpu.trainer}
     return {
-        key: {n: t for n in Service.__dataclass_fields__ if (t := getattr(service, n))}
+        key: {f.name: t for f in fields(service) if (t := getattr(service, f.name))}
         for key, service in made.items() if service is not None
     }  # fmt: skip

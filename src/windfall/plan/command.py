@@ -8,6 +8,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from windfall import config
 from windfall.config import Recipe
 from windfall.config.lora import DEFAULT_RANK
 from windfall.errors import WindfallError, nearest
+from windfall.events.log import Event, read
 from windfall.fleet import trace
 from windfall.models import load
 from windfall.plan import cluster as clusters
-from windfall.plan import devices, measured, planner, recipe, review
+from windfall.plan import devices, measured, planner, recipe, review, run_log
 from windfall.plan.cluster import Cluster, Links, Machine
 from windfall.plan.devices import Gpu, Terms
 from windfall.plan.recipe import Simulated
@@ -31,13 +33,15 @@ from windfall.train.rank_budget import ModelShape
 OBJECTIVES = ("throughput", "cost", "deadline")
 BUDGET_MACHINE = 8
 """GPUs of a machine if only a budget is given."""
+MORE = 12
+"""Plans beyond those to show, in case some cannot run."""
 MOST_PER_KIND = 128
 """GPUs of one kind that a budget may buy."""
 
 
 def main(
     what: str, *, cluster: Path | None, gpus: str, budget: str, prices: Path | None, objective: str, deadline: float,
-    staleness: int | None, spot: Path | None, top: int, simulate: bool, write: Path | None,
+    staleness: int | None, spot: Path | None, measured_in: Path | None, top: int, simulate: bool, write: Path | None,
 ) -> None:  # fmt: skip
     if objective not in OBJECTIVES:
         wrong = f"unknown value {objective!r}; expected one of: {', '.join(OBJECTIVES)}"
@@ -47,29 +51,60 @@ def main(
     usd = _budget(budget) if budget else math.inf
     if sum((cluster is not None, bool(gpus))) > 1:
         raise WindfallError("--cluster and --gpus both describe the GPUs", where="windfall plan", fix="Give one.")
+    engine = "vllm" if base is not None and base.engine.name == "vllm" else "windfall"
     if cluster is not None:
-        made = clusters.parse(_toml(cluster), str(cluster), known)
+        made = clusters.parse(_toml(cluster), str(cluster), known, engine)
     elif gpus:
-        made = clusters.from_text(gpus, known)
+        made = clusters.from_text(gpus, known, engine)
     elif budget:
         made = market(known or _built_in(), usd, spot is not None)
     else:
         fix = "Give --cluster FILE, --gpus '8xH100 + 6x2xH100:spot', or --budget 90/h."
         raise WindfallError("nothing says which GPUs there are", where="windfall plan", fix=fix)
+    if measured_in is not None:
+        seen = run_log.speeds(events_of(measured_in), str(measured_in))
+        work = run_log.with_lengths(work, seen.lengths, seen.prompt_tokens)
+        made = run_log.with_speeds(made, seen, work)
     if objective == "deadline" and deadline <= 0:
         raise WindfallError("the objective needs a time", where="--deadline", fix="Give the hours: --deadline 12.")
     request = Request(
         cluster=made, work=work, efficiency=measured.efficiency(), objective=objective, budget_usd_per_h=usd,  # pyright: ignore
         deadline_h=deadline if objective == "deadline" else 0.0, spot=_spot(spot), top=top,
     )  # fmt: skip
-    ranked = rank(planner.plans(request), request, base, simulate=simulate)
+    found, refused = runnable(request, base)
+    ranked = rank(found, request, base, simulate=simulate)
     print("\n".join(report(name, request, ranked)))
+    for line in refused:
+        print(f"refused: {line}")
     if write is not None:
-        planned = recipe.write(ranked[0][0], request, base)
+        planned = recipe.write(ranked[0][0], request, base, ranked[0][1])
         write.write_text(config.dump(planned), encoding="utf-8")
         print(f"\nwritten: {write}; start it with: windfall train {write}")
-        for line in recipe.commands(ranked[0][0]):
+        for line in recipe.commands(ranked[0][0], name):
             print(f"  then on {line}")
+
+
+def runnable(request: Request, base: Recipe | None) -> tuple[list[Plan], list[str]]:
+    """The best plans that can run, and why better ones cannot."""
+    found, refused, first = list[Plan](), list[str](), None
+    for plan in planner.plans(replace(request, top=request.top + MORE)):
+        error = recipe.refusal(plan, request, base)
+        if error is None:
+            found.append(plan)
+        elif len(found) < request.top:
+            first = first or error
+            refused.append(f"{plan.name}: {error.what}")
+    if not found and first is not None:
+        raise first
+    return found[: request.top], refused
+
+
+def events_of(run: Path) -> list[Event]:
+    """The log of a run, from its folder or its file."""
+    file = run / "events.jsonl" if run.is_dir() else run
+    if not file.is_file():
+        raise WindfallError("no such run", where=str(run), fix="Give the folder of a run, such as runs/demo.")
+    return read(file)
 
 
 def check(run: Path) -> None:
@@ -113,6 +148,10 @@ def report(name: str, request: Request, ranked: list[tuple[Plan, Simulated | Non
         f"staleness {w.staleness}",
         f"speeds: {e.source}; held-out errors: {held}. Other GPUs: data sheets with the same shares, not measured",
     ]
+    known = {m.kind.name: m.gpu for m in request.cluster.machines if m.gpu.worker or m.gpu.trainer}
+    for kind, gpu in known.items():
+        parts = [part for part, times in (("engine", gpu.worker), ("training", gpu.trainer)) if times is not None]
+        lines.append(f"{kind}: {' and '.join(parts)} as measured")
     for n, (plan, figures) in enumerate(ranked, start=1):
         lines += ["", f"{n}. {plan.name}", *_plan_lines(plan, figures)]
     return [*lines, "", *picture(ranked[0][0])]

@@ -20,6 +20,9 @@ def plan(
     deadline: Annotated[float, typer.Option(min=0.0, help="Hours for all steps, with --objective deadline.")] = 0.0,
     staleness: Annotated[int | None, typer.Option(min=0, help="Staleness. Default: the recipe's, or 1.")] = None,
     spot: Annotated[Path | None, typer.Option(metavar="TRACE", help="Trace of spot machines' availability.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Use the times and lengths that this run measured.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, max=20, help="Number of plans to show.")] = 3,
     simulate: Annotated[bool, typer.Option(help="Simulate the plans and rank them by that.")] = True,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Recipe of the best plan to write.")] = None,
@@ -35,5 +38,5 @@ def plan(
         raise WindfallError("nothing to plan", where="windfall plan", fix="Give a recipe or a model, such as 8B.")
     command.main(
         what, cluster=cluster, gpus=gpus, budget=budget, prices=prices, objective=objective, deadline=deadline,
-        staleness=staleness, spot=spot, top=top, simulate=simulate, write=write,
+        staleness=staleness, spot=spot, measured_in=measured, top=top, simulate=simulate, write=write,
     )  # fmt: skip

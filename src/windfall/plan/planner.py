@@ -8,9 +8,9 @@
     5  improve   from the best plans, single changes of counts that raise the true score. The search cannot see all of
                  it: whether anything must be pulled depends on which machines are used at all
 
-Rules: spot machines and lenders never train. A trainer uses GPUs of one type. A replica stays inside one machine. Only
-what `Capabilities` and the machines' engines allow is planned; by default that is what windfall runs: FSDP, and engines
-on one GPU.
+Rules: spot machines, lenders and machines of a provider never train. A trainer uses GPUs of one type. A replica stays
+inside one machine. Only what `Capabilities` and the machines' engines allow is planned; by default that is what
+windfall runs: FSDP, and engines on one GPU.
 """
 
 from __future__ import annotations
@@ -120,13 +120,14 @@ class Options:
         refused: list[str] = []
         for k, (kind, machines) in enumerate(self.kinds):
             have, largest = sum(m.count for m in machines), max(m.count for m in machines)
-            for n in _trainer_sizes(have) if kind.lease == "reserved" else ():
+            for n in _trainer_sizes(have) if kind.can_train else ():
                 try:
                     self.trainers[k, n] = training(request, kind, n, largest)
                 except DoesNotFit as e:
                     refused.append(str(e))
-            if not any(key[0] == k for key in self.trainers) and kind.lease != "reserved":
-                refused.append(f"{kind.name} can be taken away, so it cannot train")
+            if not any(key[0] == k for key in self.trainers) and not kind.can_train:
+                why = f"is started by {kind.provider}" if kind.lease == "reserved" else "can be taken away"
+                refused.append(f"{kind.name} {why}, so it cannot train")
             for tp in request.replica_sizes(kind):
                 if tp <= largest:
                     try:

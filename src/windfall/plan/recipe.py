@@ -3,8 +3,11 @@
 The written recipe carries the plan's speeds in [sim], so `windfall plan --check RUN` can compare them with what the run
 measured. Machines other than the trainer's first one are started by their owner; `commands` prints how.
 
-In the simulation every replica is one worker. Workers of reserved machines stay; those of spot machines come and go by
-the market's rates, as `windfall sim` does it.
+Machines of a provider need its section in the recipe, which the plan completes: number of workers, engine, tensor
+parallelism, GPUs, terms and price.
+
+In the simulation every replica is one worker, and a lender is a worker that is slower by what it does not lend. Workers
+of reserved machines stay; those of spot machines come and go by the market's rates, as `windfall sim` does it.
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ from typing import Any
 
 from windfall import config
 from windfall.config import Recipe
+from windfall.config.worker_sources import WorkerSource
+from windfall.engine.vllm import installed
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.fleet.trace_formats import Change
-from windfall.plan.cluster import Machine
+from windfall.launch import worker_sources
+from windfall.plan import cluster as clusters
+from windfall.plan.cluster import PROVIDERS, Kind
 from windfall.plan.request import Request
 from windfall.plan.scoring import Placed, Plan
 from windfall.sim.calibrate import event_log
@@ -65,52 +72,156 @@ def sim_keys(plan: Plan, request: Request) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(plan: Plan, request: Request, base: Recipe | None) -> Recipe:
-    """The recipe that runs this plan; raises WindfallError if an address is missing."""
-    work, training = plan.work, [p for p in plan.placed if p.training]
+def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulated | None = None) -> Recipe:
+    """The recipe that runs this plan; raises WindfallError if an address, a provider's section or vLLM is missing."""
+    training = [p for p in plan.placed if p.training]
     first = training[0]
-    others = any(p.replicas for p in plan.placed if p is not first)
     base = base or Recipe()
     train: dict[str, Any] = {"ranks": first.training, "machines": len(training)}
-    fleet: dict[str, Any] = {
-        "local": False, "workers": len(first.replicas), "workers_max": 0, "kind": "reserved",
-        "trainer_price_usd_per_h": round(sum(p.training * p.machine.kind.usd_per_h for p in training), 4),
-    }  # fmt: skip
-    if first.replicas:
-        fleet["price_usd_per_h"] = round(first.replicas[0] * first.machine.kind.usd_per_h, 4)
-    if len(training) > 1 or others:
+    fleet = _fleet(plan, base)
+    if len(training) > 1 or any(p.replicas for p in plan.placed if p is not first):
         address = first.machine.address or base.fleet.host
-        if address in ("127.0.0.1", "localhost"):
+        if not first.machine.address and address in ("127.0.0.1", "localhost"):
             fix = "Set address of that machine in the cluster file, or fleet.host in the recipe."
             what = "the plan uses several machines, and the address of the trainer's first one is not known"
             raise WindfallError(what, where=f"machine {first.machine.name}", fix=fix)
         fleet["host"] = address
         if len(training) > 1:
             train["rendezvous"] = base.train.rendezvous or f"{address}:{PORT}"
+    engine: dict[str, Any] = {}
+    if first.replicas:
+        engine["name"] = first.machine.engine if first.machine.engine == "vllm" else base.engine.name
+    if first.machine.gpu.worker is None:
+        engine["max_running"] = max(e.slots for _, e, _, _ in plan.replicas)
     data = base.model_dump(exclude_none=True)
-    largest = max(engine.slots for _, engine, _, _ in plan.replicas)
     for section, keys in {
-        "rollout": {"staleness": work.staleness}, "train": train, "fleet": fleet,
-        "trace": {"nodes": 0}, "engine": {"max_running": largest}, "sim": sim_keys(plan, request),
+        "run": {"device": "cpu"} if first.machine.gpu.name == "cpu" else {},
+        "rollout": {"staleness": plan.work.staleness}, "train": train, "fleet": fleet, "trace": {"nodes": 0},
+        "engine": engine, "sim": sim_keys(plan, request), "plan": plan_keys(plan, request, simulated),
     }.items():  # fmt: skip
         data[section].update(keys)
-    return config.parse(data, where="the planned recipe")
+    made = config.parse(data, where="the planned recipe")
+    _check_engine(made)
+    return made
 
 
-def commands(plan: Plan) -> Iterator[str]:
-    """What to start on which machine, besides the run itself."""
+def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
+    """Section [fleet], with the sections of providers."""
+    training = [p for p in plan.placed if p.training]
+    first = training[0]
+    here = [tp for tp in first.replicas if tp == 1]
+    borrowed = sum(len(p.replicas) for p in plan.placed if p.machine.lease == "borrowed")
+    fleet: dict[str, Any] = {
+        "local": False, "workers": len(here), "workers_max": 0, "kind": "reserved", "borrowed_max": borrowed,
+        "trainer_price_usd_per_h": round(sum(p.training * p.machine.kind.usd_per_h for p in training), 4),
+    }  # fmt: skip
+    if here:
+        fleet["price_usd_per_h"] = round(first.machine.kind.usd_per_h, 4)
+    for name in PROVIDERS:
+        section = getattr(base.fleet, name)
+        found = {(p.machine.kind, tp) for p in plan.placed if p.machine.provider == name for tp in p.replicas}
+        if not found:
+            if section is not None:
+                fleet[name] = None  # the plan uses none of its machines
+            continue
+        count = sum(len(p.replicas) for p in plan.placed if p.machine.provider == name)
+        where, fix = f"fleet.{name}", f"Add [fleet.{name}] to the recipe; docs/recipes.md has its keys."
+        if section is None:
+            what = f"the plan has workers from {name}, and the recipe does not say how"
+            raise WindfallError(what, where=where, fix=fix)
+        if len(found) > 1:
+            what = f"the plan has {len(found)} kinds of workers from {name}; a recipe can have one"
+            fix = "Give all machines of this provider the same GPU, terms and engine."
+            raise WindfallError(what, where=where, fix=fix)
+        fleet[name] = {**section.model_dump(exclude_none=True), **_source_keys(name, section, *found.pop(), count)}
+    return fleet
+
+
+def _source_keys(name: str, section: WorkerSource, kind: Kind, tp: int, count: int) -> dict[str, Any]:
+    """The keys of a provider's section that follow from the plan."""
+    cpu = kind.gpu.name == "cpu"
+    keys: dict[str, Any] = {
+        "workers": count, "workers_max": 0, "kind": kind.lease, "engine": kind.engine, "tensor_parallel": tp,
+        "device": "cpu" if cpu else "auto", "price_usd_per_h": round(tp * kind.usd_per_h, 4),
+    }  # fmt: skip
+    match name:
+        case "ray" | "kubernetes":
+            keys["gpus"] = 0 if cpu else (float(tp) if name == "ray" else tp)
+        case "skypilot":
+            keys["accelerators"] = [] if cpu else f"{kind.gpu.name}:{tp}"
+        case "slurm":
+            typed = getattr(section, "gpus", "").rpartition(":")[0]
+            keys["gpus"] = "0" if cpu else f"{typed}:{tp}" if typed else str(tp)
+    return keys
+
+
+def _check_engine(made: Recipe) -> None:
+    if made.engine.name == "vllm" and made.fleet.workers and installed.find() is None:
+        fix = "pip install 'windfall[vllm]', or set engine = \"windfall\" for that machine in the cluster file."
+        raise WindfallError("the plan's workers on the trainer's machine need vLLM", where="engine.name", fix=fix)
+
+
+def refusal(plan: Plan, request: Request, base: Recipe | None) -> WindfallError | None:
+    """Why this plan cannot run from here: a provider or an engine is missing. Missing addresses are asked for only when
+    a recipe is written. None: it can."""
+    first = next(p for p in plan.placed if p.training)
+    try:
+        _fleet(plan, base or Recipe())
+        if base is None:
+            return None
+        named = replace(first.machine, address=first.machine.address or "0.0.0.0")
+        placed = tuple(replace(p, machine=named) if p is first else p for p in plan.placed)
+        worker_sources.check(write(replace(plan, placed=placed), request, base))
+    except WindfallError as error:
+        return error
+    return None
+
+
+def plan_keys(plan: Plan, request: Request, simulated: Simulated | None) -> dict[str, Any]:
+    """Section [plan]."""
+    tok_per_s = simulated.tok_per_s if simulated else plan.tok_per_s
+    return {
+        "name": plan.name, "objective": request.objective, "step_s": plan.work.tokens / tok_per_s,
+        "tok_per_s": tok_per_s, "usd_per_h": plan.usd_per_h, "train_s": plan.train_s, "rollout_s": plan.rollout_s,
+        "trainer_gpus": plan.training.gpus, "cluster": clusters.dump(request.cluster),
+        "workers": [
+            {"device": kind.gpu.name, "lease": kind.lease, "price_usd_per_h": round(engine.tp * kind.usd_per_h, 4),
+             "count": count, "gpus": engine.tp, "batch": float(batch), "worker": _engine_keys(engine.service)}
+            for kind, engine, count, batch in plan.replicas
+        ],
+    }  # fmt: skip
+
+
+def commands(plan: Plan, model: str = "MODEL") -> Iterator[str]:
+    """What to start on which machine, besides the run itself and the workers of providers."""
     first = next(p for p in plan.placed if p.training)
     for p in plan.placed:
         if p is not first and p.training:
             yield f"{p.machine.name}: windfall ranks --join URL --token FILE --ranks {p.training}"
-        if p is not first and p.replicas:
-            yield f"{p.machine.name}: {_worker_command(p, p.machine)}"
+        if p.machine.lease == "borrowed" and p.replicas:
+            yield f"{p.machine.name}: windfall serve {model} --lend URL --token FILE"
+        elif not p.machine.provider:
+            yield from (f"{p.machine.name}: {line}" for line in _worker_commands(p, here=p is first))
 
 
-def _worker_command(p: Placed, machine: Machine) -> str:
-    gpus = ",".join(str(p.training + n) for n in range(len(p.replicas)))
-    price = f"{machine.kind.usd_per_h:g}"
-    return f"windfall worker --join URL --token FILE --gpus {gpus} --lease {machine.lease} --price {price}"
+def _worker_commands(p: Placed, *, here: bool) -> Iterator[str]:
+    """One command for all engines on one GPU, which the run starts by itself on its own machine; one for each engine
+    on several GPUs."""
+    machine, at = p.machine, p.training
+    terms = f"--join URL --token FILE --engine {machine.engine} --lease {machine.lease}"
+    single = [at + n for n in range(p.replicas.count(1))]
+    price = f"--price {machine.kind.usd_per_h:g}"
+    if single and not here and machine.gpu.name == "cpu":
+        yield from (f"windfall worker {terms} {price} --device cpu --threads 1" for _ in single)
+    elif single and not here:
+        yield f"windfall worker {terms} {price} --gpus {','.join(map(str, single))}"
+    at += len(single)
+    for tp in p.replicas:
+        if tp > 1:
+            gpus = ",".join(str(at + n) for n in range(tp))
+            price = f"--price {tp * machine.kind.usd_per_h:g}"
+            yield f"CUDA_VISIBLE_DEVICES={gpus} windfall worker {terms} {price} --tensor-parallel {tp}"
+            at += tp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,14 +248,15 @@ def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, measur
         "fleet": {
             "local": False, "workers": 0, "workers_max": 0, "gone_s": 60.0, "suspect_s": 30.0, "heartbeat_s": 10.0,
             "trainer_price_usd_per_h": sum(p.training * p.machine.kind.usd_per_h for p in plan.placed),
+            **dict.fromkeys(PROVIDERS),
         },
         "sim": {
             **sim_keys(plan, request), "boot_s": 0.0, "skip_steps": SIM_SKIP,
             "granule": max(1, round(work.median_tokens / SIM_TOKENS)), "lengths_file": None, "prices_file": None,
             "kinds": [
                 config.SimKind(
-                    name=kind.name, share=count, worker=_engine_keys(engine.service), slots=engine.slots,
-                    kv_tokens=engine.kv_tokens, price_usd_per_h=engine.tp * kind.usd_per_h,
+                    name=kind.name, share=count, worker=_engine_keys(engine.service.slower(1 / kind.lent)),
+                    slots=engine.slots, kv_tokens=engine.kv_tokens, price_usd_per_h=engine.tp * kind.usd_per_h,
                 )
                 for kind, engine, count, _ in plan.replicas
             ],

@@ -149,7 +149,7 @@ def _bisectable(problem: Problem) -> bool:
 
 def _has_scipy() -> bool:
     try:
-        import scipy.optimize  # noqa: F401
+        import scipy.optimize  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
         return False
     return True
@@ -392,7 +392,7 @@ class _Program:
             return split
 
     def _solve(self, objective: np.ndarray) -> Split:
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.optimize import Bounds, LinearConstraint, milp  # pyright: ignore[reportMissingImports]
 
         upper = [1.0] * self.z + [self.p.have[r.kind] // r.tp for r in self.p.replicas] + [1.0 + 1e-9, np.inf]
         whole = np.array([1] * (self.z + self.y) + [0, 0])

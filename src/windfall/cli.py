@@ -21,6 +21,7 @@ from windfall.errors import WindfallError, nearest
 from windfall.plan.options import plan
 
 if TYPE_CHECKING:
+    from windfall.events.log import EventLog
     from windfall.worker.engine_choice import EngineName
 
 app = typer.Typer(
@@ -329,7 +330,15 @@ def _controller(run: Path) -> None:
     from windfall.launch.processes import controller
 
     isolation.forbid_tracing()  # the run's secrets are in this process, and agents may be of the same user
-    raise typer.Exit(controller.main(run))
+    raise typer.Exit(controller.main(run, observe=_advise_on_plan))
+
+
+def _advise_on_plan(recipe: config.Recipe, events: EventLog) -> None:
+    """Only planned runs need the planner."""
+    if recipe.plan.name:
+        from windfall.plan import live
+
+        live.attach(recipe, events)
 
 
 @app.command(name="_trainer", hidden=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from windfall import config
 from windfall.errors import WindfallError
-from windfall.plan import cluster, command, measured, planner, recipe, review
+from windfall.plan import cluster, command, measured, planner
 from windfall.plan.replan import Candidate, Replanner
 from windfall.plan.request import Request, SpotMarket
 from windfall.plan.workload import MODELS, Workload
@@ -136,51 +135,6 @@ def test_simulation_agrees_with_the_cost_model_and_ranks(groups: int) -> None:
     lines = "\n".join(command.report("8B", asked, ranked))
     for word in ("tok/s", "per million tokens", "idle", "GB per GPU", "bottleneck", "placement", "T"):
         assert word in lines
-
-
-def test_written_recipe_loads_and_says_what_the_plan_says(tmp_path: Path) -> None:
-    base = config.parse({"model": {"path": "tiny"}, "rollout": {"groups": 4, "group_size": 2}}, "test")
-    work = replace(WORK, shape=command.model_shape("tiny"), max_tokens=160, median_tokens=40)
-    asked = replace(request("4xL4"), work=work)
-    best = planner.plans(asked)[0]
-    path = tmp_path / "planned.toml"
-    path.write_text(config.dump(recipe.write(best, asked, base)))
-    loaded = config.load(path)
-    assert loaded.train.ranks == best.training.gpus
-    assert loaded.fleet.workers == sum(len(p.replicas) for p in best.placed)
-    assert loaded.rollout.staleness == 1
-    assert loaded.sim.trainer["train_s"] > 0
-
-
-def test_several_machines_need_an_address() -> None:
-    asked = request("2x8xH100")
-    best = planner.plans(asked)[0]
-    with pytest.raises(WindfallError, match="address"):
-        recipe.write(best, asked, None)
-    machines = tuple(replace(m, address="10.0.0.5") for m in asked.cluster.machines)
-    asked = replace(asked, cluster=replace(asked.cluster, machines=machines))
-    best = planner.plans(asked)[0]
-    assert recipe.write(best, asked, None).fleet.host == "10.0.0.5"
-    assert any("windfall worker" in line or "windfall ranks" in line for line in recipe.commands(best))
-
-
-def test_a_run_is_compared_with_its_plan() -> None:
-    planned = config.parse(
-        {"sim": {"trainer": {"fixed_s": 0.01, "each_s": 0.001, "train_s": 0.002, "update_s": 0.5},
-                 "worker": {"fixed_s": 0.01, "each_s": 0.001}, "median_tokens": 100.0}}, "test",
-    )  # fmt: skip
-    events = []
-    for n in (1, 2, 3):
-        lengths = [[90, 110], [100, 100]]
-        speeds = {"spot cpu": [[8.0, 0.02, 5]]}
-        events.append({"kind": "span", "name": "train", "step": n, "s": 1.3, "update_s": 0.5})
-        events.append(
-            {"kind": "scalar", "name": "step", "step": n, "trained": 400, "lengths": lengths, "speeds": speeds}
-        )
-    found = {p.name: p for p in review.parts(planned, events)}
-    assert found["median response"].error == pytest.approx(0.0)
-    assert found["training, per million tokens"].error == pytest.approx(0.0)
-    assert found["engine step, spot cpu, batch 8"].error == pytest.approx(-0.1)
 
 
 def test_advice_waits_for_a_lasting_gain_and_does_not_flap() -> None:

@@ -47,6 +47,12 @@ class PlanSection(Section):
     """Seconds of training per step, with the optimizer and publishing."""
     rollout_s: float = Field(default=0.0, ge=0)
     """Seconds of generation, rewards and weight updates per step, if nothing else limits them."""
+    budget_usd_per_h: float = Field(default=0.0, ge=0)
+    """Upper limit for the price that the plan had. 0: none."""
+    deadline_h: float = Field(default=0.0, ge=0)
+    """Hours for all steps, if `objective` is "deadline"."""
+    trainer_device: str = ""
+    """Device that trains, such as "H100"."""
     trainer_gpus: int = Field(default=0, ge=0)
     """GPUs that train."""
     workers: list[PlannedWorkers] = Field(default=[])

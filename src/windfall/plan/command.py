@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import re
 import tomllib
@@ -14,21 +13,19 @@ from typing import Any
 
 from windfall import config
 from windfall.config import Recipe
-from windfall.config.lora import DEFAULT_RANK
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import Event, read
 from windfall.fleet import trace
-from windfall.models import load
 from windfall.plan import cluster as clusters
 from windfall.plan import devices, measured, planner, recipe, review, run_log
 from windfall.plan.cluster import Cluster, Links, Machine
 from windfall.plan.devices import Gpu, Terms
+from windfall.plan.inputs import recipe_workload
 from windfall.plan.recipe import Simulated
 from windfall.plan.request import Request, SpotMarket
 from windfall.plan.scoring import Plan
-from windfall.plan.workload import MODELS, Workload
+from windfall.plan.workload import Workload
 from windfall.plan.workload import model as find_model
-from windfall.train.rank_budget import ModelShape
 
 OBJECTIVES = ("throughput", "cost", "deadline")
 BUDGET_MACHINE = 8
@@ -85,9 +82,19 @@ def main(
 
 
 def runnable(request: Request, base: Recipe | None) -> tuple[list[Plan], list[str]]:
-    """The best plans that can run, and why better ones cannot."""
+    """The best plans that can run, and why machines and better plans cannot be used."""
     found, refused, first = list[Plan](), list[str](), None
-    for plan in planner.plans(replace(request, top=request.top + MORE)):
+    for name in {m.provider: None for m in request.cluster.machines if m.provider}:
+        if error := recipe.provider_refusal(name, base or Recipe()):
+            first = first or error
+            refused.append(f"machines of {name}: {error.what}")
+            left = tuple(m for m in request.cluster.machines if m.provider != name)
+            request = replace(request, cluster=replace(request.cluster, machines=left))
+    try:
+        plans = planner.plans(replace(request, top=request.top + MORE))
+    except WindfallError as e:
+        raise (first or e) from e
+    for plan in plans:
         error = recipe.refusal(plan, request, base)
         if error is None:
             found.append(plan)
@@ -199,44 +206,8 @@ def _workload(what: str, staleness: int | None) -> tuple[Recipe | None, str, Wor
         name, shape = find_model(what)
         return None, name, Workload(shape=shape, staleness=1 if staleness is None else staleness)
     base = config.load(Path(what))
-    o, s = base.rollout, base.sim
-    shape = model_shape(base.model.path)
-    lora = base.train.lora
-    given = s.model_fields_set
-    return base, base.model.path, Workload(
-        shape=shape, groups=o.groups, group_size=o.group_size, max_tokens=o.max_tokens,
-        prompt_tokens=s.prompt_tokens, median_tokens=s.median_tokens if "median_tokens" in given else o.max_tokens / 3,
-        sigma=s.sigma, staleness=o.staleness if staleness is None else staleness, reward_s=s.reward_s,
-        steps=base.run.steps, kl=base.algorithm.kl > 0, offload=base.train.offload,
-        adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank or DEFAULT_RANK),
-    )  # fmt: skip
-
-
-def _adapter_parameters(shape: ModelShape, rank: int) -> int:
-    """Adapters on all linear layers."""
-    wide = (shape.heads + 2 * shape.kv_heads) * shape.head + shape.hidden
-    return shape.layers * rank * (4 * shape.hidden + wide + 3 * (shape.hidden + shape.intermediate))
-
-
-def model_shape(path: str) -> ModelShape:
-    """The sizes of a model, from its config.json or from the table of known models."""
-    if path.rpartition("/")[2].lower() in (name.lower() for name in MODELS):
-        return find_model(path)[1]
-    where = load.resolve(path)
-    if not isinstance(where, Path):
-        return find_model(path)[1]
-    file = where / "config.json"
-    try:
-        c: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        heads = c["num_attention_heads"]
-        return ModelShape(
-            hidden=c["hidden_size"], intermediate=c["intermediate_size"], layers=c["num_hidden_layers"], heads=heads,
-            kv_heads=c.get("num_key_value_heads") or heads, head=c.get("head_dim") or c["hidden_size"] // heads,
-            vocabulary=c["vocab_size"], tied=bool(c.get("tie_word_embeddings", False)),
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        fix = "Only decoders with the sizes of Llama or Qwen can be planned."
-        raise WindfallError(f"the sizes of this model cannot be read: {e!r}", where=str(file), fix=fix) from e
+    work = recipe_workload(base)
+    return base, base.model.path, work if staleness is None else replace(work, staleness=staleness)
 
 
 def _toml(path: Path) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ windfall runs: FSDP, and engines on one GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from windfall.errors import WindfallError
 from windfall.plan import cost_model, partition, search
@@ -107,6 +107,19 @@ def _changes(options: Options, plan: Plan) -> Iterator[Split]:
             if n != gpus and key[0] == trains:
                 free = have[trains] - n - sum(tp * c for (i, tp), c in now.items() if i == trains and tp != key[1])
                 yield from split(n, {**now, key: max(0, free // key[1])})
+
+
+def fixed(request: Request, device: str, gpus: int, counts: Mapping[tuple[Kind, int], int]) -> Plan | None:
+    """The plan in which this many GPUs of a device train, with these numbers of engines by kind and size. None: it
+    cannot be placed."""
+    options = Options(request)
+    number = {kind: k for k, (kind, _) in enumerate(options.kinds)}
+    trains = [k for k, n in options.trainers if n == gpus and options.kinds[k][0].gpu.name == device]
+    if not trains or not counts or any((number[kind], tp) not in options.replicas for kind, tp in counts):
+        return None
+    trainer = TrainOption(trains[0], gpus, options.trainers[trains[0], gpus].step_s)
+    replicas = {ReplicaOption(number[kind], tp, 1.0): n for (kind, tp), n in counts.items()}
+    return place(request, options, Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0, method="fixed"))
 
 
 class Options:

@@ -100,9 +100,10 @@ def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulate
         "engine": engine, "sim": sim_keys(plan, request), "plan": plan_keys(plan, request, simulated),
     }.items():  # fmt: skip
         data[section].update(keys)
-    made = config.parse(data, where="the planned recipe")
-    _check_engine(made)
-    return made
+    if first.machine.engine == "vllm" and first.replicas and installed.find() is None:
+        fix = "pip install 'windfall[vllm]', or set engine = \"windfall\" for that machine in the cluster file."
+        raise WindfallError("the plan's workers on the trainer's machine need vLLM", where="engine.name", fix=fix)
+    return config.parse(data, where="the planned recipe")
 
 
 def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
@@ -125,14 +126,12 @@ def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
                 fleet[name] = None  # the plan uses none of its machines
             continue
         count = sum(len(p.replicas) for p in plan.placed if p.machine.provider == name)
-        where, fix = f"fleet.{name}", f"Add [fleet.{name}] to the recipe; docs/recipes.md has its keys."
-        if section is None:
-            what = f"the plan has workers from {name}, and the recipe does not say how"
-            raise WindfallError(what, where=where, fix=fix)
+        if error := provider_refusal(name, base):
+            raise error
         if len(found) > 1:
             what = f"the plan has {len(found)} kinds of workers from {name}; a recipe can have one"
             fix = "Give all machines of this provider the same GPU, terms and engine."
-            raise WindfallError(what, where=where, fix=fix)
+            raise WindfallError(what, where=f"fleet.{name}", fix=fix)
         fleet[name] = {**section.model_dump(exclude_none=True), **_source_keys(name, section, *found.pop(), count)}
     return fleet
 
@@ -155,23 +154,31 @@ def _source_keys(name: str, section: WorkerSource, kind: Kind, tp: int, count: i
     return keys
 
 
-def _check_engine(made: Recipe) -> None:
-    if made.engine.name == "vllm" and made.fleet.workers and installed.find() is None:
-        fix = "pip install 'windfall[vllm]', or set engine = \"windfall\" for that machine in the cluster file."
-        raise WindfallError("the plan's workers on the trainer's machine need vLLM", where="engine.name", fix=fix)
+def provider_refusal(name: str, base: Recipe) -> WindfallError | None:
+    """Why no worker can come from this provider: its section or its program is missing. None: they can."""
+    section = getattr(base.fleet, name)
+    if section is None:
+        fix = f"Add [fleet.{name}] to the recipe; docs/recipes.md has its keys."
+        return WindfallError(
+            f"the recipe does not say how to start workers with {name}", where=f"fleet.{name}", fix=fix
+        )
+    only = {other: None for other in PROVIDERS if other != name}
+    try:
+        worker_sources.check(with_keys(base, {"fleet": {**only, "host": "0.0.0.0", "max_usd_per_h": 0.0}}))
+    except WindfallError as error:
+        return error
+    return None
 
 
 def refusal(plan: Plan, request: Request, base: Recipe | None) -> WindfallError | None:
     """Why this plan cannot run from here: a provider or an engine is missing. Missing addresses are asked for only when
     a recipe is written. None: it can."""
     first = next(p for p in plan.placed if p.training)
+    named = replace(first.machine, address=first.machine.address or "0.0.0.0")
+    placed = tuple(replace(p, machine=named) if p is first else p for p in plan.placed)
     try:
-        _fleet(plan, base or Recipe())
-        if base is None:
-            return None
-        named = replace(first.machine, address=first.machine.address or "0.0.0.0")
-        placed = tuple(replace(p, machine=named) if p is first else p for p in plan.placed)
-        worker_sources.check(write(replace(plan, placed=placed), request, base))
+        if base is not None:
+            write(replace(plan, placed=placed), request, base)
     except WindfallError as error:
         return error
     return None
@@ -183,6 +190,8 @@ def plan_keys(plan: Plan, request: Request, simulated: Simulated | None) -> dict
     return {
         "name": plan.name, "objective": request.objective, "step_s": plan.work.tokens / tok_per_s,
         "tok_per_s": tok_per_s, "usd_per_h": plan.usd_per_h, "train_s": plan.train_s, "rollout_s": plan.rollout_s,
+        "budget_usd_per_h": request.budget_usd_per_h if math.isfinite(request.budget_usd_per_h) else 0.0,
+        "deadline_h": request.deadline_h, "trainer_device": plan.training.gpu.name,
         "trainer_gpus": plan.training.gpus, "cluster": clusters.dump(request.cluster),
         "workers": [
             {"device": kind.gpu.name, "lease": kind.lease, "price_usd_per_h": round(engine.tp * kind.usd_per_h, 4),

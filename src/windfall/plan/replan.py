@@ -50,6 +50,11 @@ class Replanner:
     _ahead: str = field(default="", repr=False)
     _rounds: int = field(default=0, repr=False)
 
+    @property
+    def undecided(self) -> bool:
+        """A plan is ahead, but not for long enough."""
+        return self._rounds > 0
+
     def observe(self, candidates: list[Candidate], *, change_s: float) -> Advice | None:
         """One evaluation of all plans under the conditions of now. `change_s`: seconds without progress that a change
         costs. A current plan that is no longer possible is not among the candidates."""

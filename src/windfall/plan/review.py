@@ -19,6 +19,7 @@ from windfall.config import PlannedWorkers, Recipe
 from windfall.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
+from windfall.plan.cost_model import LINK_SHARE
 from windfall.plan.run_log import measured_steps, same_kind
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import service
@@ -80,8 +81,9 @@ def parts(recipe: Recipe, events: Sequence[Event]) -> list[Part]:
         out.append(Part(f"engine step, {kind}, batch {busiest.batch:.0f}", step_s * 1e3, busiest.step_s * 1e3, "ms"))
     pulled = [e["s"] for e in events if e["name"] == "worker_ready" and e.get("version", 0) > 0 and e.get("s", 0) > 0]
     if pulled:
-        planned_s = recipe.sim.weights_bytes / min(recipe.sim.egress_bytes_per_s, recipe.sim.ingress_bytes_per_s)
-        out.append(Part("pull of new weights, one worker", planned_s, statistics.mean(pulled), "s"))
+        rate = LINK_SHARE * min(recipe.sim.egress_bytes_per_s, recipe.sim.ingress_bytes_per_s)
+        planned_s = recipe.sim.weights_bytes / rate
+        out.append(Part("pull of new weights, one worker", planned_s, statistics.median(pulled), "s"))
     return out
 
 

@@ -46,7 +46,7 @@ class RunSpeeds:
     lengths: tuple[int, ...]
     prompt_tokens: float
     weights_s: float = 0.0
-    """Seconds from an offer of new weights until a worker holds them, on average."""
+    """Median seconds from an offer of new weights until a worker holds them; a worker's first pull is longer."""
 
     def worker(self, machine: Machine) -> Service | None:
         price = 0.0 if machine.lease == "borrowed" else machine.kind.usd_per_h
@@ -78,7 +78,7 @@ def speeds(events: Sequence[Event], where: str) -> RunSpeeds:
         workers={kind: service for kind, service in services.items() if kind != LOCAL}, trainer=trainer,
         trainer_device=str(start.get("machine") or start.get("device", "")), lengths=tuple(_lengths(steps)),
         prompt_tokens=statistics.mean(e.get("prompt_tokens") or 1.0 for e in steps),
-        weights_s=statistics.mean(pulls) if pulls else 0.0,
+        weights_s=statistics.median(pulls) if pulls else 0.0,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 from windfall.errors import WindfallError, nearest
@@ -56,6 +57,17 @@ def kv_bytes(shape: ModelShape) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head * VALUE_BYTES
 
 
+@lru_cache(maxsize=256)
+def _moment(median: float, sigma: float, most: int, power: int) -> float:
+    """E[min(X, most)^power] of a log-normal X."""
+    mu, s, k = math.log(median), sigma, power
+    if s == 0:
+        return min(median, most) ** k
+    normal, cut = NormalDist(), math.log(most)
+    below = math.exp(k * mu + k * k * s * s / 2) * normal.cdf((cut - mu - k * s * s) / s)
+    return below + most**k * (1 - normal.cdf((cut - mu) / s))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     shape: ModelShape
@@ -77,18 +89,9 @@ class Workload:
     def responses(self) -> int:
         return self.groups * self.group_size
 
-    def _moment(self, power: int) -> float:
-        """E[min(X, max)^power]."""
-        mu, s, k = math.log(self.median_tokens), self.sigma, power
-        if s == 0:
-            return min(self.median_tokens, self.max_tokens) ** k
-        normal, cut = NormalDist(), math.log(self.max_tokens)
-        below = math.exp(k * mu + k * k * s * s / 2) * normal.cdf((cut - mu - k * s * s) / s)
-        return below + self.max_tokens**k * (1 - normal.cdf((cut - mu) / s))
-
     @property
     def mean_tokens(self) -> float:
-        return max(1.0, self._moment(1))
+        return max(1.0, _moment(self.median_tokens, self.sigma, self.max_tokens, 1))
 
     @property
     def mean_context(self) -> float:
@@ -98,7 +101,7 @@ class Workload:
         >>> Workload(shape=shape, sigma=0.0, median_tokens=100, prompt_tokens=10).mean_context
         60.0
         """
-        return self.prompt_tokens + self._moment(2) / (2 * self.mean_tokens)
+        return self.prompt_tokens + _moment(self.median_tokens, self.sigma, self.max_tokens, 2) / (2 * self.mean_tokens)
 
     @property
     def longest_tokens(self) -> float:

@@ -42,22 +42,32 @@ def test_spot_machines_never_train() -> None:
     assert all(p.machine.lease == "reserved" for p in best.placed if p.training)
 
 
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 60), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow)])
 def test_the_best_plan_is_close_to_brute_force_over_all_counts(seeds: range) -> None:
     """Batches depend on the counts, so the search is a heuristic on top of exact solvers: here is its gap."""
-    gaps = []
+    gaps: dict[str, list[float]] = {}
     for seed in seeds:
         draw = random.Random(seed)
-        text = f"{draw.randint(4, 6)}xH100 + {draw.randint(1, 4)}xL40S"
-        asked = request(text, objective=draw.choice(["throughput", "cost"]))
-        asked = replace(asked, work=replace(WORK, median_tokens=draw.choice([300, 3000]), staleness=draw.randint(0, 2)))
-        best = planner.plans(asked)[0]
+        text = f"{draw.randint(4, 6)}xH100 + {draw.randint(1, 6)}xL40S"
+        work = replace(WORK, median_tokens=draw.choice([300, 3000]), staleness=draw.randint(0, 2))
+        asked = replace(request(text), work=replace(work, groups=draw.choice([32, 128])))
         found = [p for p in every_plan(asked) if p is not None]
-        cost = asked.objective == "cost"
-        value = (lambda p: 1 / p.usd_per_mtok) if cost else (lambda p: p.tok_per_s)
-        gaps.append(1 - value(best) / max(map(value, found)))
-    print(f"gap: mean {sum(gaps) / len(gaps):.2%}, worst {max(gaps):.2%}, {len(gaps)} clusters")
-    assert max(gaps) < 0.01
+        fastest, dearest = max(p.tok_per_s for p in found), max(p.usd_per_h for p in found)
+        hours = draw.uniform(1.05, 2.5) * asked.work.steps * asked.work.tokens / fastest / 3600
+        budget = draw.uniform(0.6, 0.9) * dearest
+        for name, keys, allowed, value in (
+            ("throughput", {}, lambda p: True, lambda p: p.tok_per_s),
+            ("cost", {"objective": "cost"}, lambda p: True, lambda p: 1 / p.usd_per_mtok),
+            ("deadline", {"objective": "deadline", "deadline_h": hours},
+             lambda p: p.work.steps * p.step_s <= 3600 * hours, lambda p: 1 / p.usd_per_h),  # noqa: B023
+            ("budget", {"budget_usd_per_h": budget}, lambda p: p.usd_per_h <= budget, lambda p: p.tok_per_s),  # noqa: B023
+        ):  # fmt: skip
+            best = max((value(p) for p in found if allowed(p)), default=None)
+            if best is not None:
+                gaps.setdefault(name, []).append(1 - value(planner.plans(replace(asked, **keys))[0]) / best)
+    for name, row in gaps.items():
+        print(f"{name}: gap mean {sum(row) / len(row):.2%}, worst {max(row):.2%}, {len(row)} clusters")
+    assert max(max(row) for row in gaps.values()) < 0.01
 
 
 def every_plan(asked: Request):
@@ -122,7 +132,7 @@ def test_bad_input_is_explained(keys: dict, what: str) -> None:
         command.main(given.pop("what", "8B"), **given)
 
 
-@pytest.mark.parametrize("groups", [24, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("groups", [16, pytest.param(128, marks=pytest.mark.slow)])
 def test_simulation_agrees_with_the_cost_model_and_ranks(groups: int) -> None:
     """Small steps are mostly the tail of long responses, for which the cost model is too optimistic."""
     asked = replace(request("6xH100 + 2x2xH100:spot", top=2), work=replace(WORK, groups=groups))

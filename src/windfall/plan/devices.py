@@ -1,8 +1,11 @@
 """What each GPU can do, and what it costs. Pure; fetches nothing.
 
-Figures are those of data sheets: dense FLOP/s in bfloat16 without sparsity, and bytes per second in one direction.
+Figures are those of data sheets: dense FLOP/s in bfloat16 without sparsity (data sheets print twice as much, with a
+footnote), and bytes per second in one direction (data sheets add both). Each has its document and date; they were
+compared with public copies and listings of these documents on 2026-11-17.
 The cost model knows what an engine reaches of them. Prices come from cost/prices.py unless a price list is given. GPUs
-of the AReaL-Hex paper have the paper's figures and prices, so that its clusters can be planned as they were.
+of the AReaL-Hex paper have the paper's figures and prices, so that its clusters can be planned as they were. Its H800
+has the FLOP/s and bandwidth of a PCIe card and the NVLink of an SXM module, which is "H800-SXM" here (docs/plan.md).
 """
 
 from __future__ import annotations
@@ -61,15 +64,23 @@ def _gpu(name: str, gb: float, tb_per_s: float, tflops: float, link: float, sour
 TABLE: dict[str, Gpu] = {
     g.name: g
     for g in (
-        _gpu("B200", 180, 7.7, 2250, 900e9, "NVIDIA DGX B200 data sheet, 2024-11"),
-        _gpu("H200", 141, 4.8, 989, 450e9, "NVIDIA H200 data sheet, 2023-11"),
+        _gpu(
+            "B200",
+            180,
+            7.7,
+            2250,
+            900e9,
+            "NVIDIA HGX B200 data sheet, 2025-03; bus: pytorch/ao#4002, 2026-03",
+        ),
+        _gpu("H200", 141, 4.8, 989, 450e9, "NVIDIA H200 SXM data sheet, 2023-11"),
         _gpu("H100", 80, 3.35, 989, 450e9, "NVIDIA H100 SXM5 data sheet, 2022-09"),
-        _gpu("A100-80GB", 80, 2.04, 312, 300e9, "NVIDIA A100 80GB SXM4 data sheet, 2021-06"),
-        _gpu("A100-40GB", 40, 1.56, 312, 300e9, "NVIDIA A100 40GB SXM4 data sheet, 2020-05"),
+        _gpu("A100-80GB", 80, 2.039, 312, 300e9, "NVIDIA A100 80GB SXM4 data sheet, 2021-06"),
+        _gpu("A100-40GB", 40, 1.555, 312, 300e9, "NVIDIA A100 40GB SXM4 data sheet, 2020-05"),
         _gpu("L40S", 48, 0.864, 362, PCIE4, "NVIDIA L40S data sheet, 2023-08"),
-        _gpu("A10G", 24, 0.6, 70, PCIE4, "AWS G5 instances, 2021-11"),
+        _gpu("A10G", 24, 0.6, 70, PCIE4, "AWS G5, 2021-11; tensor FLOP/s: baseten.co, A10 vs A10G, 2023"),
         _gpu("L4", 24, 0.3, 121, PCIE4, "NVIDIA L4 data sheet, 2023-03"),
-        _gpu("RTX4090", 24, 1.008, 165, PCIE4, "NVIDIA Ada white paper, 2022-09"),
+        _gpu("RTX4090", 24, 1.008, 165, PCIE4, "NVIDIA Ada white paper 2.01, 2023-03; accumulation in float32"),
+        _gpu("H800-SXM", 80, 3.35, 989, 200e9, "NVIDIA H100 SXM5 data sheet, 2022-09; 400 GB/s NVLink, 2023-03"),
         replace(_gpu("H800", 80, 2.0, 756, 200e9, HEX), reserved_usd_per_h=5.28, price_source=HEX),
         replace(_gpu("H20", 96, 4.0, 148, 450e9, HEX), reserved_usd_per_h=1.85, price_source=HEX),
         replace(_gpu("cpu", 16, 0.02, 0.1, 1e9, "no data sheet: measured times only"), measured_only=True),

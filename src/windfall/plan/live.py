@@ -248,6 +248,8 @@ class Observer:
         self._began_s: float | None = None
         self._searching = False
         self._not_before_s = 0.0
+        self._why = ""
+        """What had changed before the last search."""
 
     def __call__(self, event: Event) -> None:
         match event["name"]:
@@ -279,17 +281,21 @@ class Observer:
         self._why = why or self._why
         if why:
             self._last = now
-        self._searching, began_s = True, time.monotonic()
+        self._searching = True
+
+        def search() -> Found | None:
+            began_s = time.thread_time()  # other work on this machine is not this thread's
+            try:
+                return self._evaluations.evaluate(now)
+            finally:
+                self._not_before_s = time.monotonic() + (time.thread_time() - began_s) / BUSY
 
         def done(found: Found | None) -> None:
-            took_s = time.monotonic() - began_s
-            self._searching, self._not_before_s = False, began_s + took_s / BUSY
+            self._searching = False
             if found is not None:
                 self._log(event["step"], found)
 
-        self._submit(lambda: self._evaluations.evaluate(now), done)
-
-    _why = ""
+        self._submit(search, done)
 
     def _log(self, step: int, found: Found) -> None:
         a, now, best = found

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from windfall.errors import WindfallError
 from windfall.plan import cost_model, partition, search
@@ -32,8 +33,10 @@ CANDIDATES = 24
 """Solutions that are placed and scored where they are enumerated anyway."""
 IMPROVED = 3
 """Plans that are improved."""
-CHANGES = 60
+CHANGES = 300
 """Changed plans that are scored, per plan that is improved."""
+STEPS = (1, 2, 4, 8)
+"""Numbers of engines that a change adds or removes."""
 
 
 def plans(request: Request) -> list[Plan]:
@@ -53,6 +56,10 @@ def plans(request: Request) -> list[Plan]:
                 break
             step_s = max(step_time(engine, batch, request.work) for _, engine, _, batch in made[0].replicas)
     problem = options.problem(options.first_step_s(True))
+    if not found:  # the search's speeds are estimates: limits that it cannot meet may still be met
+        fastest = replace(problem, objective="throughput", budget_usd_per_h=math.inf)
+        made = [place(request, options, split) for split in search.solve(fastest, request.top, request.method)]
+        found.update((plan.name, plan) for plan in made if plan is not None)
     found.update((p.name, p) for p in _improved(request, options, problem, list(found.values())))
     allowed = [p for p in found.values() if problem.allowed(1 / p.step_s, p.usd_per_h)]
     if not allowed:
@@ -63,8 +70,12 @@ def plans(request: Request) -> list[Plan]:
 def _improved(request: Request, options: Options, problem: Problem, found: list[Plan]) -> Iterator[Plan]:
     """From the best plans, always the best of all single changes, until none is better."""
 
-    def key(plan: Plan) -> tuple[bool, tuple[float, ...]]:
-        return not problem.allowed(1 / plan.step_s, plan.usd_per_h), problem.key(1 / plan.step_s, plan.usd_per_h)
+    def key(plan: Plan) -> tuple[float, ...]:
+        """Allowed plans first; of others, those that miss a limit by the least."""
+        rate, usd = 1 / plan.step_s, plan.usd_per_h
+        late = problem.deadline_rate / rate if problem.objective == "deadline" else 0.0
+        miss = 0.0 if problem.allowed(rate, usd) else max(late, usd / problem.budget_usd_per_h)
+        return miss, *problem.key(rate, usd)
 
     for start in sorted(found, key=key)[:IMPROVED]:
         best, left = start, CHANGES
@@ -80,8 +91,8 @@ def _improved(request: Request, options: Options, problem: Problem, found: list[
 
 
 def _changes(options: Options, plan: Plan) -> Iterator[Split]:
-    """The plan without one kind of engine; with one engine more or less; with the next larger or smaller trainer, at
-    the cost of engines of its kind, or to their benefit."""
+    """The plan without one kind of engine; with a few engines more or less; with engines of one kind only; with the
+    next larger or smaller trainer, at the cost of engines of its kind, to their benefit, or without touching them."""
     number = {kind: k for k, (kind, _) in enumerate(options.kinds)}
     now = {(number[kind], engine.tp): n for kind, engine, n, _ in plan.replicas}
     trains = next(k for k, _ in options.trainers if options.kinds[k][0] == plan.training_kind)
@@ -99,10 +110,15 @@ def _changes(options: Options, plan: Plan) -> Iterator[Split]:
     for k in {k for k, _ in now}:
         yield from split(gpus, {key: n for key, n in now.items() if key[0] != k})
     for key in options.replicas:
-        for n in (now.get(key, 0) - 1, now.get(key, 0) + 1):
-            if n >= 0:
-                yield from split(gpus, {**now, key: n})
+        for step in STEPS if key in now else (1,):
+            yield from split(gpus, {**now, key: max(0, now.get(key, 0) - step)})
+            yield from split(gpus, {**now, key: now.get(key, 0) + step})
+    for key in options.replicas:  # one kind instead of all others
+        free = have[key[0]] - gpus * (key[0] == trains)
+        yield from split(gpus, {key: free // key[1]})
     for n in sizes[max(0, sizes.index(gpus) - 1) : sizes.index(gpus) + 2]:
+        if n != gpus:
+            yield from split(n, now)
         for key in options.replicas:
             if n != gpus and key[0] == trains:
                 free = have[trains] - n - sum(tp * c for (i, tp), c in now.items() if i == trains and tp != key[1])

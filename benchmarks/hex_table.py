@@ -6,7 +6,7 @@
     python benchmarks/hex_table.py held-out        errors of the cost model on H200 figures that it was not fitted to
 
 The planner may use all that the paper's systems have: DP x TP x PP and engines on up to 8 GPUs. GPUs, links and prices
-are the paper's. Assumptions: efficiencies of plan/measured.py (one H200), 512 prompts with 16 responses per step and at
+are the paper's. Assumptions: the efficiencies of measured.py (one H200), 512 prompts with 16 responses per step and at
 most 27,648 tokens as in AReaL (arXiv 2505.24298), log-normal lengths with a median of 6,000 tokens (sigma 0.8), prompts
 of 1,024, staleness 4. One number is fitted: the factor on all times, so that 24 H800 train the 7B model at the paper's
 5,980 tokens per second. It cancels in all ratios.
@@ -27,13 +27,14 @@ import argparse
 import time
 from dataclasses import dataclass, replace
 
-from windfall.plan import devices, measured, planner
-from windfall.plan.cluster import Cluster, Links, Machine
-from windfall.plan.cost_model import Efficiency
-from windfall.plan.devices import Gpu
-from windfall.plan.request import Capabilities, Request
-from windfall.plan.scoring import Plan
-from windfall.plan.workload import MODELS, Workload
+from windfall.plan.model import devices, measured
+from windfall.plan.model.cluster import Cluster, Links, Machine
+from windfall.plan.model.cost_model import Efficiency
+from windfall.plan.model.devices import Gpu
+from windfall.plan.model.workload import MODELS, Workload
+from windfall.plan.search import planner
+from windfall.plan.search.request import Capabilities, Request
+from windfall.plan.search.scoring import Plan
 
 PAPER = {"1.5B": (1.36, 2.80, 18_400, 17_900), "7B": (1.31, 2.76, 5_980, 6_000), "14B": (1.50, 2.29, 2_160, 2_300)}
 """Speed-up over all-H800 and all-H20 at equal budget; tokens/s of 24 H800 and of 8 H800 + 24 H20."""

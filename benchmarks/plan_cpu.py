@@ -35,10 +35,12 @@ from pathlib import Path
 
 from windfall import config
 from windfall.events.log import read
-from windfall.plan import cluster as clusters
-from windfall.plan import measured, planner, recipe, review, run_log
-from windfall.plan.inputs import recipe_workload
-from windfall.plan.request import Request
+from windfall.plan.model import cluster as clusters
+from windfall.plan.model import measured
+from windfall.plan.model.inputs import recipe_workload
+from windfall.plan.run import recipe, review, run_log
+from windfall.plan.search import planner
+from windfall.plan.search.request import Request
 from windfall.run_folder import read_json
 
 RECIPE = """

@@ -336,7 +336,7 @@ def _controller(run: Path) -> None:
 def _advise_on_plan(recipe: config.Recipe, events: EventLog) -> None:
     """Only planned runs need the planner."""
     if recipe.plan.name:
-        from windfall.plan import live
+        from windfall.plan.run import live
 
         live.attach(recipe, events)
 

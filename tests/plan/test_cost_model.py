@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.plan import cluster, cost_model, devices, measured
-from windfall.plan.workload import MODELS, Workload, model
+from windfall.plan.model import cluster, cost_model, devices, measured
+from windfall.plan.model.workload import MODELS, Workload, model
 
 WORK = Workload(shape=MODELS["Qwen3-8B"])
 FITTED = measured.efficiency()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from windfall.plan.partition import link_score, pack, partition
+from windfall.plan.search.partition import link_score, pack, partition
 
 
 def packs(free: list[int], sizes: list[int]) -> bool:

@@ -15,9 +15,11 @@ import pytest
 
 from windfall import config
 from windfall.events.log import read
-from windfall.plan import cluster, measured, planner, recipe
-from windfall.plan.inputs import recipe_workload
-from windfall.plan.request import Request
+from windfall.plan.model import cluster, measured
+from windfall.plan.model.inputs import recipe_workload
+from windfall.plan.run import recipe
+from windfall.plan.search import planner
+from windfall.plan.search.request import Request
 from windfall.run_folder import read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.plan import cluster, command, measured, planner
-from windfall.plan.replan import Candidate, Replanner
-from windfall.plan.request import Request, SpotMarket
-from windfall.plan.workload import MODELS, Workload
+from windfall.plan import command
+from windfall.plan.model import cluster, measured
+from windfall.plan.model.workload import MODELS, Workload
+from windfall.plan.run.replan import Candidate, Replanner
+from windfall.plan.search import planner
+from windfall.plan.search.request import Request, SpotMarket
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=32, group_size=4, sigma=0.4)
 
@@ -71,7 +73,7 @@ def test_the_best_plan_is_close_to_brute_force_over_all_counts(seeds: range) -> 
 
 
 def every_plan(asked: Request):
-    from windfall.plan.search import ReplicaOption, Split, TrainOption
+    from windfall.plan.search.solvers import ReplicaOption, Split, TrainOption
 
     options = planner.Options(asked)
     have = [sum(m.count for m in ms) for _, ms in options.kinds]

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from windfall.plan.search import Problem, ReplicaOption, TrainOption, knapsack, solve
+from windfall.plan.search.solvers import Problem, ReplicaOption, TrainOption, knapsack, solve
 
 needs_scipy = pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="pip install 'windfall[plan]'")
 

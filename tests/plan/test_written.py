@@ -12,9 +12,12 @@ from windfall import config
 from windfall.config import Recipe
 from windfall.config.worker_sources import SOURCES
 from windfall.errors import WindfallError
-from windfall.plan import cluster, command, inputs, measured, planner, recipe, review, run_log
-from windfall.plan.request import Request
-from windfall.plan.workload import MODELS, Workload
+from windfall.plan import command
+from windfall.plan.model import cluster, inputs, measured
+from windfall.plan.model.workload import MODELS, Workload
+from windfall.plan.run import recipe, review, run_log
+from windfall.plan.search import planner
+from windfall.plan.search.request import Request
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=64, group_size=8, sigma=0.4)
 

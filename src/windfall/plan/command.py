@@ -16,16 +16,18 @@ from windfall.config import Recipe
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import Event, read
 from windfall.fleet import trace
-from windfall.plan import cluster as clusters
-from windfall.plan import devices, measured, planner, recipe, review, run_log
-from windfall.plan.cluster import Cluster, Links, Machine
-from windfall.plan.devices import Gpu, Terms
-from windfall.plan.inputs import recipe_workload
-from windfall.plan.recipe import Simulated
-from windfall.plan.request import Request, SpotMarket
-from windfall.plan.scoring import Plan
-from windfall.plan.workload import Workload
-from windfall.plan.workload import model as find_model
+from windfall.plan.model import cluster as clusters
+from windfall.plan.model import devices, measured
+from windfall.plan.model.cluster import Cluster, Links, Machine
+from windfall.plan.model.devices import Gpu, Terms
+from windfall.plan.model.inputs import recipe_workload
+from windfall.plan.model.workload import Workload
+from windfall.plan.model.workload import model as find_model
+from windfall.plan.run import recipe, review, run_log
+from windfall.plan.run.recipe import Simulated
+from windfall.plan.search import planner
+from windfall.plan.search.request import Request, SpotMarket
+from windfall.plan.search.scoring import Plan
 
 OBJECTIVES = ("throughput", "cost", "deadline")
 BUDGET_MACHINE = 8
@@ -188,13 +190,16 @@ def _plan_lines(plan: Plan, figures: Simulated | None) -> list[str]:
 
 
 def picture(plan: Plan, most: int = 24) -> list[str]:
-    """The machines, one character per GPU."""
+    """The machines that the plan uses, one character per GPU."""
     lines = ["placement: T trains, R generates, = an engine over several GPUs, . unused"]
-    for p in plan.placed[:most]:
+    used = [p for p in plan.placed if p.training or p.replicas]
+    for p in used[:most]:
         row = "T" * p.training + "".join("R" + "=" * (tp - 1) for tp in p.replicas) + "." * p.idle
         lines.append(f"   {p.machine.name:5} {p.machine.kind.name:16} {row}")
-    if len(plan.placed) > most:
-        lines.append(f"   and {len(plan.placed) - most} more machines")
+    if len(used) > most:
+        lines.append(f"   and {len(used) - most} more machines")
+    if len(used) < len(plan.placed):
+        lines.append(f"   {len(plan.placed) - len(used)} machines are not used")
     return lines
 
 

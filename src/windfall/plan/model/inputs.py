@@ -10,8 +10,8 @@ from windfall.config import Recipe
 from windfall.config.lora import DEFAULT_RANK
 from windfall.errors import WindfallError
 from windfall.models import load
-from windfall.plan.workload import MODELS, Workload
-from windfall.plan.workload import model as find_model
+from windfall.plan.model.workload import MODELS, Workload
+from windfall.plan.model.workload import model as find_model
 from windfall.train.rank_budget import ModelShape
 
 

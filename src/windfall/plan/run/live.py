@@ -5,7 +5,7 @@
 
 An evaluation scores the run as it is now and searches for the best plan under the conditions of now: machines that are
 paid for anyway as in the section [plan], others as they are present, prices of their leases, lengths of the last steps.
-plan/replan.py decides whether the difference is worth advising. How many workers of a kind pay off is the subject of
+replan.py decides whether the difference is worth advising. How many workers of a kind pay off is the subject of
 the advice of rollout/advisor.py; this is about who trains and which kinds generate, so plans that differ only in
 numbers of workers are the same here.
 
@@ -27,14 +27,16 @@ from typing import Any, NamedTuple
 from windfall.config import PlannedWorkers, Recipe
 from windfall.errors import WindfallError, last_line
 from windfall.events.log import Event, EventLog
-from windfall.plan import cluster as clusters
-from windfall.plan import devices, measured, planner, run_log
-from windfall.plan.cluster import Cluster, Kind, Machine
-from windfall.plan.inputs import recipe_workload
-from windfall.plan.replan import Advice, Candidate, Replanner
-from windfall.plan.request import Request
-from windfall.plan.scoring import Plan
-from windfall.plan.workload import Workload
+from windfall.plan.model import cluster as clusters
+from windfall.plan.model import devices, measured
+from windfall.plan.model.cluster import Cluster, Kind, Machine
+from windfall.plan.model.inputs import recipe_workload
+from windfall.plan.model.workload import Workload
+from windfall.plan.run import run_log
+from windfall.plan.run.replan import Advice, Candidate, Replanner
+from windfall.plan.search import planner
+from windfall.plan.search.request import Request
+from windfall.plan.search.scoring import Plan
 from windfall.types import LOCAL
 
 STEPS = 4

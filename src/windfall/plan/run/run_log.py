@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from windfall.errors import WindfallError
 from windfall.events.log import Event
-from windfall.plan.cluster import Cluster, Machine
-from windfall.plan.cost_model import LINK_SHARE
-from windfall.plan.workload import Workload
+from windfall.plan.model.cluster import Cluster, Machine
+from windfall.plan.model.cost_model import LINK_SHARE
+from windfall.plan.model.workload import Workload
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.service import Service
 from windfall.types import LOCAL

@@ -19,8 +19,8 @@ from windfall.config import PlannedWorkers, Recipe
 from windfall.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
-from windfall.plan.cost_model import LINK_SHARE
-from windfall.plan.run_log import measured_steps, same_kind
+from windfall.plan.model.cost_model import LINK_SHARE
+from windfall.plan.run.run_log import measured_steps, same_kind
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import service
 

@@ -28,10 +28,10 @@ from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.fleet.trace_formats import Change
 from windfall.launch import worker_sources
-from windfall.plan import cluster as clusters
-from windfall.plan.cluster import PROVIDERS, Kind
-from windfall.plan.request import Request
-from windfall.plan.scoring import Placed, Plan
+from windfall.plan.model import cluster as clusters
+from windfall.plan.model.cluster import PROVIDERS, Kind
+from windfall.plan.search.request import Request
+from windfall.plan.search.scoring import Placed, Plan
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.core.scenario import with_keys

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from windfall.plan.cluster import Cluster, Kind
-from windfall.plan.cost_model import REPLICA_SIZES, Efficiency
-from windfall.plan.search import Objective
-from windfall.plan.workload import Workload
+from windfall.plan.model.cluster import Cluster, Kind
+from windfall.plan.model.cost_model import REPLICA_SIZES, Efficiency
+from windfall.plan.model.workload import Workload
+from windfall.plan.search.solvers import Objective
 
 BOOT_S = 60.0
 """Seconds until a new spot machine generates."""

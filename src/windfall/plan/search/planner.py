@@ -1,10 +1,10 @@
 """From a cluster and a workload to a list of plans, best first. Pure.
 
     1  options   trainers and replicas that fit in memory, with the cost model's times
-    2  search    counts per kind (plan/search.py). A replica's speed depends on its batch, and the batch on how many
+    2  search    counts per kind (solvers.py). A replica's speed depends on its batch, and the batch on how many
                  replicas there are, so search and speeds are repeated until nothing new is found
-    3  place     individual GPUs (plan/partition.py); replicas that cannot be placed are replaced by smaller ones
-    4  score     the placed plan with its true links and batches (plan/scoring.py); plans are sorted by this
+    3  place     individual GPUs (partition.py); replicas that cannot be placed are replaced by smaller ones
+    4  score     the placed plan with its true links and batches (scoring.py); plans are sorted by this
     5  improve   from the best plans, single changes of counts that raise the true score. The search cannot see all of
                  it: whether anything must be pulled depends on which machines are used at all
 
@@ -20,12 +20,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from windfall.errors import WindfallError
-from windfall.plan import cost_model, partition, search
-from windfall.plan.cluster import Kind, Machine
-from windfall.plan.cost_model import DoesNotFit, Replica, Training
-from windfall.plan.request import Request, price, useful_share
-from windfall.plan.scoring import PIPELINED, Placed, Plan, batch_at, in_flight, score, step_time
-from windfall.plan.search import Problem, ReplicaOption, Split, TrainOption
+from windfall.plan.model import cost_model
+from windfall.plan.model.cluster import Kind, Machine
+from windfall.plan.model.cost_model import DoesNotFit, Replica, Training
+from windfall.plan.search import partition, solvers
+from windfall.plan.search.request import Request, price, useful_share
+from windfall.plan.search.scoring import PIPELINED, Placed, Plan, batch_at, in_flight, score, step_time
+from windfall.plan.search.solvers import Problem, ReplicaOption, Split, TrainOption
 
 ROUNDS = 3
 """Repetitions of search with the batches of the last solution."""
@@ -35,6 +36,7 @@ IMPROVED = 3
 """Plans that are improved."""
 CHANGES = 300
 """Changed plans that are scored, per plan that is improved."""
+IMPROVED_BY = ", improved"
 STEPS = (1, 2, 4, 8)
 """Numbers of engines that a change adds or removes."""
 
@@ -43,12 +45,12 @@ def plans(request: Request) -> list[Plan]:
     """The best plans, best first; raises WindfallError if there is none."""
     options = Options(request)
     found: dict[str, Plan] = {}
-    exact = search.combinations(options.problem(1.0)) <= search.EXACT_LIMIT
+    exact = solvers.combinations(options.problem(1.0)) <= solvers.EXACT_LIMIT
     candidates = CANDIDATES if exact and request.method in ("auto", "exact") else 1
     for crowded in (False, True):
         step_s = options.first_step_s(crowded)
         for _ in range(ROUNDS):
-            splits = search.solve(options.problem(step_s), max(request.top, candidates), request.method)
+            splits = solvers.solve(options.problem(step_s), max(request.top, candidates), request.method)
             made = [plan for split in splits if (plan := place(request, options, split)) is not None]
             new = [plan for plan in made if plan.name not in found]
             found.update((plan.name, plan) for plan in new)
@@ -58,7 +60,7 @@ def plans(request: Request) -> list[Plan]:
     problem = options.problem(options.first_step_s(True))
     if not found:  # the search's speeds are estimates: limits that it cannot meet may still be met
         fastest = replace(problem, objective="throughput", budget_usd_per_h=math.inf)
-        made = [place(request, options, split) for split in search.solve(fastest, request.top, request.method)]
+        made = [place(request, options, split) for split in solvers.solve(fastest, request.top, request.method)]
         found.update((plan.name, plan) for plan in made if plan is not None)
     found.update((p.name, p) for p in _improved(request, options, problem, list(found.values())))
     allowed = [p for p in found.values() if problem.allowed(1 / p.step_s, p.usd_per_h)]
@@ -104,8 +106,9 @@ def _changes(options: Options, plan: Plan) -> Iterator[Split]:
         if any(counts.values()) and all(u <= h for u, h in zip(used, have, strict=True)):
             trainer = TrainOption(trains, gpus, options.trainers[trains, gpus].step_s)
             replicas = {ReplicaOption(k, tp, 1.0): n for (k, tp), n in counts.items() if n}
-            yield Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0, method=f"{plan.method}, improved")
+            yield Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0, method=method)
 
+    method = f"{plan.method.removesuffix(IMPROVED_BY)}{IMPROVED_BY}"
     gpus = plan.training.gpus
     for k in {k for k, _ in now}:
         yield from split(gpus, {key: n for key, n in now.items() if key[0] != k})
@@ -227,7 +230,7 @@ def _trainer_sizes(have: int) -> Iterator[int]:
         n += 1 if n < 16 else 8 if n < 256 else 64
 
 
-def place(request: Request, options: Options, split: search.Split) -> Plan | None:
+def place(request: Request, options: Options, split: solvers.Split) -> Plan | None:
     placed: list[Placed] = []
     counts: dict[tuple[int, int], int] = {}
     trained: Training | None = None

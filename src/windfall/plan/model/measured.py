@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from windfall.plan.cost_model import Efficiency, decode_service, elementwise_s, optimizer_s
-from windfall.plan.devices import TABLE
-from windfall.plan.workload import MODELS, VALUE_BYTES, kv_bytes
+from windfall.plan.model.cost_model import Efficiency, decode_service, elementwise_s, optimizer_s
+from windfall.plan.model.devices import TABLE
+from windfall.plan.model.workload import MODELS, VALUE_BYTES, kv_bytes
 from windfall.scheduling.least_squares import LineSums, non_negative
 from windfall.sim.calibrate.gpu import DECODE_CONTEXT, log_normal
 from windfall.sim.core.service import Service

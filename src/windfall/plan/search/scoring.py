@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from windfall.plan import cost_model
-from windfall.plan.cluster import Kind, Machine
-from windfall.plan.cost_model import Replica, Training
-from windfall.plan.request import Request, price, useful_share
-from windfall.plan.search import Problem
-from windfall.plan.workload import Workload
+from windfall.plan.model import cost_model
+from windfall.plan.model.cluster import Kind, Machine
+from windfall.plan.model.cost_model import Replica, Training
+from windfall.plan.model.workload import Workload
+from windfall.plan.search.request import Request, price, useful_share
+from windfall.plan.search.solvers import Problem
 
 PIPELINED = 0.9
 """Without staleness: share of the shorter of training and generation that pipelining hides. From simulations."""

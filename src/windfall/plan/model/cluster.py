@@ -4,7 +4,7 @@ A cluster is written as TOML, or as text such as "8xH100 + 6x2xH100:spot": 8 H10
 with two each.
 
     [[machine]]
-    gpu = "H100"                  # a name of plan/devices.py, or of a [[device]] table
+    gpu = "H100"                  # a name of plan/model/devices.py, or of a [[device]] table
     count = 8                     # GPUs per machine
     machines = 2                  # machines of this kind
     lease = "spot"                # or "reserved", the default, or "borrowed": servers that lend what they do not need
@@ -38,8 +38,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from windfall.errors import WindfallError, nearest
-from windfall.plan import devices
-from windfall.plan.devices import Gpu, Terms
+from windfall.plan.model import devices
+from windfall.plan.model.devices import Gpu, Terms
 from windfall.sim.core.service import Service
 
 EngineName = Literal["windfall", "vllm"]

@@ -10,7 +10,7 @@ communication overlapped; or DP x TP x PP as in AReaL-Hex: stages + (m - 1) x sl
 
 A weight update costs the rollout side a pull and, for running responses, one prefill of their context.
 
-`Efficiency` holds what hardware reaches of its data sheet. plan/measured.py fits it to an H200; for other GPUs the same
+`Efficiency` holds what hardware reaches of its data sheet. measured.py fits it to an H200; for other GPUs the same
 shares are assumed, and every plan says so.
 """
 
@@ -20,8 +20,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from windfall.plan.devices import Gpu
-from windfall.plan.workload import VALUE_BYTES, Workload, kv_bytes
+from windfall.plan.model.devices import Gpu
+from windfall.plan.model.workload import VALUE_BYTES, Workload, kv_bytes
 from windfall.sim.core.service import Service
 from windfall.train import activation_memory
 from windfall.train.rank_budget import STATE_BYTES, ModelShape, RankBudget, rank_budget
@@ -107,8 +107,8 @@ class Replica:
 def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency) -> Service:
     """Step times of a replica. The larger of reading the weights and computing is a bend at one batch size.
 
-    >>> from windfall.plan.devices import find
-    >>> from windfall.plan.workload import MODELS
+    >>> from windfall.plan.model.devices import find
+    >>> from windfall.plan.model.workload import MODELS
     >>> s = decode_service(MODELS["Qwen3-8B"], find("H200"), 1, Efficiency())
     >>> s.step_s(1) < s.step_s(64) < s.step_s(512)
     True
@@ -269,7 +269,7 @@ def pull_s(work: Workload, network: float, worker_machines: int, trainer_machine
     """Seconds until all workers hold new weights: each of their machines pulls one copy, and the trainer's machines
     share the sending. A delta would be shorter; it is not assumed.
 
-    >>> from windfall.plan.workload import MODELS
+    >>> from windfall.plan.model.workload import MODELS
     >>> work = Workload(shape=MODELS["Qwen3-8B"])
     >>> round(pull_s(work, 12.5e9, 4, 1) / pull_s(work, 12.5e9, 4, 4), 3)
     4.0

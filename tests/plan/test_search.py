@@ -31,7 +31,7 @@ def random_problem(seed: int) -> Problem:
         have=have, usd_per_h=tuple(draw.uniform(0.5, 8) for _ in have), trainers=tuple(trainers),
         replicas=tuple(replicas), tokens=draw.uniform(1e4, 3e5), update_s=draw.choice([0.0, draw.uniform(0, 20)]),
         tail_s=draw.choice([0.0, draw.uniform(0, 100)]), overlapped=draw.random() < 0.6, hidden=draw.choice([0.0, 0.9]),
-        objective=objective,
+        objective=objective,  # pyright: ignore
         budget_usd_per_h=draw.choice([math.inf, draw.uniform(2, 30)]),
         deadline_rate=draw.uniform(1e-4, 2e-2) if objective == "deadline" else 0.0,
     )  # fmt: skip

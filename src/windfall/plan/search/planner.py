@@ -93,8 +93,9 @@ def _improved(request: Request, options: Options, problem: Problem, found: list[
 
 
 def _changes(options: Options, plan: Plan) -> Iterator[Split]:
-    """The plan without one kind of engine; with a few engines more or less; with engines of one kind only; with the
-    next larger or smaller trainer, at the cost of engines of its kind, to their benefit, or without touching them."""
+    """The plan without one kind of engine; with a few engines more or less; with one engine for another; with engines
+    of one kind only; with the next larger or smaller trainer, at the cost of engines of its kind, to their benefit, or
+    without touching them."""
     number = {kind: k for k, (kind, _) in enumerate(options.kinds)}
     now = {(number[kind], engine.tp): n for kind, engine, n, _ in plan.replicas}
     trains = next(k for k, _ in options.trainers if options.kinds[k][0] == plan.training_kind)
@@ -116,6 +117,10 @@ def _changes(options: Options, plan: Plan) -> Iterator[Split]:
         for step in STEPS if key in now else (1,):
             yield from split(gpus, {**now, key: max(0, now.get(key, 0) - step)})
             yield from split(gpus, {**now, key: now.get(key, 0) + step})
+    for old in now:
+        for key in options.replicas:
+            if key != old:  # one engine for another
+                yield from split(gpus, {**now, old: now[old] - 1, key: now.get(key, 0) + 1})
     for key in options.replicas:  # one kind instead of all others
         free = have[key[0]] - gpus * (key[0] == trains)
         yield from split(gpus, {key: free // key[1]})

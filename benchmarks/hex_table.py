@@ -18,7 +18,8 @@ prompts of a step.
 
 A bound that needs no model: at equal budget, and if both GPUs reach the same share of their peak, no mixture is faster
 than all H20 by more than the ratio of FLOP/s per dollar, nor than all H800 by more than the ratio of bytes per second
-per dollar. Proof: every second of work on the slower choice can be bought on the other for at least 1 / ratio of it.
+per dollar. Exchange every H800 of the mixture for the H20 that cost as much: training gets slower by that ratio, and
+nothing else gets slower by more. Communication and memory are not counted.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from windfall.config import RULES, Lora, SimKind, SimLenders, env_sections, file, sections
+from windfall.config import RULES, Lora, PlannedWorkers, SimKind, SimLenders, env_sections, file, sections
 from windfall.config.worker_sources import SOURCES
 
 HEAD = """# Recipes
@@ -76,6 +76,9 @@ def page() -> str:
         if name == "sim":
             parts.append("\n".join(["## [[sim.kinds]]", "", str(SimKind.__doc__), "", *rows(SimKind), ""]))
             parts.append("\n".join(["## [sim.lenders]", "", str(SimLenders.__doc__), "", *rows(SimLenders), ""]))
+        if name == "plan":
+            intro = str(PlannedWorkers.__doc__)
+            parts.append("\n".join(["## [[plan.workers]]", "", intro, "", *rows(PlannedWorkers), ""]))
     rules = [f"| `{key}` | {VERDICTS[verdict]} | {why} |" for key, (verdict, why) in RULES.items()]
     parts.append(RESUME + "\n".join(rules))
     return "\n".join(parts) + "\n"

@@ -28,6 +28,7 @@ LAYERS = [
     {"serve"},
     {"launch"},
     {"commands", "sim"},
+    {"plan"},
     {"cli"},
 ]
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
@@ -94,10 +95,22 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "weights/manifest.py",
     "weights/delta.py",
     "weights/plan.py",
+    "train/activation_memory.py",
+    "train/rank_budget.py",
+    "plan/__init__.py",
+    "plan/model/__init__.py",
+    "plan/search/__init__.py",
+    "plan/run/__init__.py",
+    "plan/model/devices.py",
+    "plan/model/cluster.py",
+    "plan/model/workload.py",
+    "plan/model/cost_model.py",
+    "plan/search/partition.py",
+    "plan/run/replan.py",
 ]
 PURE_MAY_IMPORT = {
     "__future__", "array", "ast", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",
-    "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "typing", "xxhash",
+    "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing", "xxhash",
 }  # fmt: skip
 LIGHT = [
     "cli",
@@ -109,6 +122,7 @@ LIGHT = [
     "views.top",
     "sim.report.command",
     "sim.calibrate.command",
+    "plan.command",
 ]
 HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard", "matplotlib"}
 

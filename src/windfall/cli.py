@@ -19,8 +19,10 @@ from windfall.commands.gateway import gateway
 from windfall.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
 from windfall.commands.serve import serve
 from windfall.errors import WindfallError, nearest
+from windfall.plan.options import plan
 
 if TYPE_CHECKING:
+    from windfall.events.log import EventLog
     from windfall.worker.engine_choice import EngineName
 
 app = typer.Typer(
@@ -35,6 +37,7 @@ app.command(epilog="Example: windfall gateway runs/demo")(gateway)
 app.command(
     name="env-server", epilog="Example: windfall env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000"
 )(env_server)
+app.command(epilog="Example: windfall plan 8B --gpus '8xH100 + 6x2xH100:spot' --objective cost")(plan)
 
 FILE_SYSTEM_ERRORS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP,
@@ -323,7 +326,15 @@ def _controller(run: Path) -> None:
     from windfall.launch.processes import controller
 
     isolation.forbid_tracing()  # the run's secrets are in this process, and agents may be of the same user
-    raise typer.Exit(controller.main(run))
+    raise typer.Exit(controller.main(run, observe=_advise_on_plan))
+
+
+def _advise_on_plan(recipe: config.Recipe, events: EventLog) -> None:
+    """Only planned runs need the planner."""
+    if recipe.plan.name:
+        from windfall.plan.run import live
+
+        live.attach(recipe, events)
 
 
 @app.command(name="_trainer", hidden=True)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from windfall.config.env_sections import ENVS
 from windfall.config.lora import Lora
+from windfall.config.planned import PlannedWorkers
 from windfall.config.sections import Recipe, SimKind
 from windfall.config.worker_sources import SOURCES
 from windfall.errors import WindfallError, nearest
@@ -147,6 +148,8 @@ def _keys(sections: list[str], data: dict[str, Any]) -> Iterable[str]:
         return Recipe.model_fields
     if sections[:2] == ["sim", "kinds"]:
         return SimKind.model_fields
+    if sections[:2] == ["plan", "workers"]:
+        return PlannedWorkers.model_fields
     if sections[:2] == ["train", "lora"]:
         return Lora.model_fields
     if sections[0] == "fleet" and len(sections) > 1 and sections[1] in SOURCES:

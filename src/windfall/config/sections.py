@@ -16,6 +16,7 @@ from windfall.config.chat import ChatSection
 from windfall.config.env_sections import AgentLimits, ArithmeticEnv, DatasetEnv, Env
 from windfall.config.fleet import Fleet
 from windfall.config.lora import Lora
+from windfall.config.planned import PlanSection
 from windfall.config.section import Beta, Count, Device, FilePath, Section, Share
 from windfall.errors import WindfallError
 from windfall.types import Sampling
@@ -436,6 +437,7 @@ class Recipe(Section):
     trace: Trace = Trace()
     techniques: Techniques = Techniques()
     sim: Sim = Sim()
+    plan: PlanSection = PlanSection()
     log: Log = Log()
 
     @property

@@ -23,7 +23,7 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ SNAPSHOT_TRIES = 10
 """Failed snapshots in a row that end the run, before the supervisor considers this process frozen."""
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, observe: Callable[[Recipe, EventLog], None] = lambda recipe, events: None) -> int:
+    """`observe`: may attach observers to the event log, before the run begins."""
     recipe = config.load(folder / "recipe.toml")
     with folders.owned(folder, "controller", timeout_s=10.0):
         resumed = (folder / "events.jsonl").is_file()
@@ -70,6 +71,7 @@ def main(folder: Path) -> int:
             with contextlib.closing(EventLog(folder / "events.jsonl")) as events:
                 if recipe.log.tensorboard:
                     events.attach(tensorboard(folder / "tensorboard"))
+                observe(recipe, events)
                 asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed).run()))
         except WindfallError as e:
             folders.fail(folder, "controller", e)

@@ -1,0 +1,277 @@
+"""Seconds and bytes of the parts of a run on given GPUs. Pure.
+
+Rollout, one replica of `tp` GPUs (a decode step; the terms of HexGen, and a term for reading the KV cache):
+
+    launch x layers + max(weights / bandwidth, batch x 2 P / FLOP/s) + batch x context x KV bytes / bandwidth
+    + batch x sampling + 2 all-reduces per layer if tp > 1
+
+Training, per step: FSDP over n GPUs of one type (train/rank_budget.py for memory and bytes), computation and
+communication overlapped; or DP x TP x PP as in AReaL-Hex: stages + (m - 1) x slowest stage + DP + PP + optimizer.
+
+A weight update costs the rollout side a pull and, for running responses, one prefill of their context.
+
+`Efficiency` holds what hardware reaches of its data sheet. measured.py fits it to an H200; for other GPUs the same
+shares are assumed, and every plan says so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from windfall.plan.model.devices import Gpu
+from windfall.plan.model.workload import VALUE_BYTES, Workload, kv_bytes
+from windfall.sim.core.service import Service
+from windfall.train import activation_memory
+from windfall.train.rank_budget import STATE_BYTES, ModelShape, RankBudget, rank_budget
+
+ENGINE_MEMORY = 0.88
+"""Share of a GPU's memory that an engine uses for weights and KV cache."""
+REPLICA_SIZES = (1, 2, 4, 8)
+MAX_RUNNING = 1024
+"""Responses in one engine step."""
+ALL_REDUCE_S = 12e-6
+"""Latency of one all-reduce among the GPUs of a machine. Assumed."""
+LINK_SHARE = 0.8
+"""Share of a link's bandwidth that collectives reach. Assumed."""
+HOST_BYTES_PER_S = 50e9
+"""Bytes per second between a GPU and the memory of its host, with `train.offload`. Assumed."""
+RECOMPUTE = 4 / 3
+"""Work of a training step, relative to one without recomputation, if every layer is computed twice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    launch_s: float = 4.0e-5
+    """Seconds per layer and decode step, whatever the batch."""
+    weights: float = 0.85
+    """Share of memory bandwidth reached while reading weights."""
+    kv: float = 0.75
+    """Share of memory bandwidth reached while reading the KV cache."""
+    decode: float = 0.60
+    """Share of peak FLOP/s in the matrix products of decoding."""
+    sample_s: float = 2.0e-6
+    """Seconds per response and step for sampling."""
+    prefill: float = 0.60
+    train: float = 0.50
+    """Share of peak FLOP/s in training."""
+    elementwise: float = 20_000.0
+    """Time of training outside of matrix products, in FLOP at peak speed, per token, layer, hidden value and pass
+    (forward, and two of the backward pass). Counted in FLOP, so that a model reaches the same share of peak FLOP/s on
+    every GPU; by bandwidth, GPUs with much of it would look too good at training (docs/plan.md)."""
+    publish_bytes_per_s: float = 18e9
+    """Bytes per second at which a trainer's GPU makes new weights available."""
+    publish_s: float = 0.0
+    """Seconds of publishing, whatever the size."""
+    slower: float = 1.0
+    """Factor on all times, fitted to one measured figure of a system."""
+    source: str = "assumed"
+
+
+def elementwise_s(shape: ModelShape, gpu: Gpu, e: Efficiency) -> float:
+    """Seconds per token of one pass of training outside of matrix products."""
+    return e.elementwise * shape.layers * shape.hidden / gpu.flops
+
+
+def optimizer_s(state_bytes: float, bandwidth: float, e: Efficiency) -> float:
+    """Seconds of Adam: its state is read and written once."""
+    return 2 * state_bytes / (bandwidth * e.weights)
+
+
+class DoesNotFit(Exception):
+    """This model does not fit on these GPUs. The message says what is missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """One engine on `tp` GPUs of a machine."""
+
+    gpu: Gpu
+    tp: int
+    service: Service
+    slots: int
+    """Responses that run at once."""
+    kv_tokens: int
+    memory_bytes: float
+    """Per GPU: weights and a full KV cache."""
+
+    def tok_per_s(self, batch: float, work: Workload) -> float:
+        """Tokens per second at this batch size, prefill included."""
+        batch = max(1.0, min(batch, self.slots))
+        step_s = self.service.step_s(batch, 0, batch * work.mean_context)
+        prompt_s = self.service.prefill_s * work.prompt_tokens / work.mean_tokens
+        return 1 / (step_s / batch + prompt_s)
+
+
+def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency) -> Service:
+    """Step times of a replica. The larger of reading the weights and computing is a bend at one batch size.
+
+    >>> from windfall.plan.model.devices import find
+    >>> from windfall.plan.model.workload import MODELS
+    >>> s = decode_service(MODELS["Qwen3-8B"], find("H200"), 1, Efficiency())
+    >>> s.step_s(1) < s.step_s(64) < s.step_s(512)
+    True
+    """
+    weights_s = VALUE_BYTES * shape.parameters / (tp * gpu.bandwidth * e.weights)
+    token_s = 2 * shape.parameters / (tp * gpu.flops * e.decode)
+    fixed_s, each_s = e.launch_s * shape.layers + weights_s, e.sample_s
+    if tp > 1:
+        sent = 2 * (tp - 1) / tp * shape.hidden * VALUE_BYTES
+        fixed_s += 2 * shape.layers * ALL_REDUCE_S
+        each_s += 2 * shape.layers * sent / (gpu.link * LINK_SHARE)
+    return Service(
+        fixed_s=fixed_s, each_s=max(each_s, 1e-9), context_s=kv_bytes(shape) / (tp * gpu.bandwidth * e.kv),
+        prefill_s=2 * shape.parameters / (tp * gpu.flops * e.prefill), over_batch=weights_s / token_s, over_s=token_s,
+    ).slower(e.slower)  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def replica(work: Workload, gpu: Gpu, tp: int, e: Efficiency) -> Replica:
+    """The engine that this many GPUs can run; raises DoesNotFit."""
+    shape = work.shape
+    _check_measured(gpu, gpu.worker, tp)
+    room = tp * ENGINE_MEMORY * gpu.memory_bytes - work.weights_bytes
+    kv_tokens = int(room // kv_bytes(shape))
+    longest = work.prompt_tokens + work.max_tokens
+    if kv_tokens < longest:
+        need = (work.weights_bytes + longest * kv_bytes(shape)) / tp / 1e9
+        raise DoesNotFit(
+            f"an engine on {tp} {gpu.name} needs {need:.0f} GB per GPU for the weights and one response of "
+            f"{longest:,} tokens; {ENGINE_MEMORY * gpu.memory_bytes / 1e9:.0f} GB can be used"
+        )
+    if shape.kv_heads % tp and tp > 1:
+        raise DoesNotFit(f"{shape.kv_heads} KV heads cannot be split over {tp} GPUs")
+    slots = max(1, min(MAX_RUNNING, int(kv_tokens / work.mean_context)))
+    used = min(kv_tokens, slots * work.mean_context) * kv_bytes(shape) + work.weights_bytes
+    return Replica(
+        gpu=gpu, tp=tp, service=gpu.worker or decode_service(shape, gpu, tp, e), slots=slots, kv_tokens=kv_tokens,
+        memory_bytes=used / tp,
+    )  # fmt: skip
+
+
+def _check_measured(gpu: Gpu, times: Service | None, gpus: int) -> None:
+    if times is None and gpu.measured_only:
+        raise DoesNotFit(f"the speed of {gpu.name} is not known: measure it with a short run and --measured RUN")
+    if times is not None and gpus > 1:
+        raise DoesNotFit(f"the times of {gpu.name} were measured on one, not on {gpus}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """A trainer on `gpus` GPUs of one type."""
+
+    gpu: Gpu
+    layout: str
+    """Such as "fsdp 8" or "dp 2 x tp 4 x pp 1"."""
+    gpus: int
+    compute_s: float
+    send_s: float
+    """Seconds of communication per step; overlapped with computation for FSDP."""
+    update_s: float
+    """Optimizer and publishing, per step."""
+    step_s: float
+    memory_bytes: float
+    """Per GPU, with the activations that it keeps at least."""
+    pack_tokens: int
+
+
+def _flops_per_token(work: Workload) -> float:
+    attention = 12 * work.shape.layers * work.shape.heads * work.shape.head * (work.mean_context / 2)
+    return (4 if work.adapter_parameters else 6) * work.shape.parameters + attention
+
+
+def _trained_tokens(work: Workload) -> float:
+    return work.responses * (work.mean_tokens + work.prompt_tokens)
+
+
+@lru_cache(maxsize=65536)
+def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, e: Efficiency) -> Training:
+    """Training with FSDP on `gpus` GPUs, `per_machine` of them in one machine; raises DoesNotFit."""
+    _check_measured(gpu, gpu.trainer, gpus)
+    longest = work.prompt_tokens + work.max_tokens
+    usable = activation_memory.MAX_MEMORY_SHARE * gpu.memory_bytes
+
+    def budget(tokens: int) -> RankBudget:
+        return rank_budget(
+            work.shape, gpus, pack_tokens=tokens, kl=work.kl, offload=work.offload,
+            adapter_parameters=work.adapter_parameters,
+        )  # fmt: skip
+
+    least = budget(longest)
+    if not least.fits(usable):
+        need = (least.fixed + least.least_activations) / 1e9
+        raise DoesNotFit(
+            f"training on {gpus} {gpu.name} needs {need:.0f} GB per GPU; {usable / 1e9:.0f} GB can be used"
+        )
+    kept = work.shape.kept(VALUE_BYTES)
+    pack = activation_memory.pack_tokens(gpu.memory_bytes - least.fixed, work.shape.layers, kept, longest)
+    rank = budget(pack)
+    share = max(0.0, min(1.0, (usable - rank.fixed - rank.least_activations) / max(1.0, rank.all_activations)))
+    recompute = RECOMPUTE - (RECOMPUTE - 1) * share
+    tokens = _trained_tokens(work)
+    token_s = _flops_per_token(work) / (gpu.flops * e.train) + 3 * elementwise_s(work.shape, gpu, e)
+    compute_s = recompute * tokens * token_s / gpus
+    link = (gpu.link if gpus <= per_machine else network * min(per_machine, gpus)) * LINK_SHARE
+    packs = math.ceil(tokens / gpus / pack)
+    send_s = packs * rank.sent_per_pack / link if gpus > 1 else 0.0
+    update_s = optimizer_s(rank.state, HOST_BYTES_PER_S if work.offload else gpu.bandwidth, e)
+    update_s += e.publish_s + work.weights_bytes / gpus / e.publish_bytes_per_s
+    if gpu.trainer is not None:  # measured times are as they are
+        compute_s, send_s, update_s = gpu.trainer.train_s * work.tokens, 0.0, gpu.trainer.update_s
+        e = replace(e, slower=1.0)
+    step_s = (max(compute_s, send_s) + update_s) * e.slower
+    return Training(
+        gpu=gpu, layout=f"fsdp {gpus}", gpus=gpus, compute_s=compute_s * e.slower, send_s=send_s * e.slower,
+        update_s=update_s * e.slower, step_s=step_s, memory_bytes=rank.fixed + rank.least_activations, pack_tokens=pack,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=65536)
+def megatron(
+    work: Workload, gpu: Gpu, dp: int, tp: int, pp: int, per_machine: int, network: float, e: Efficiency
+) -> Training:
+    """Training with DP x TP x PP and a sharded optimizer, by the cost of AReaL-Hex; raises DoesNotFit. windfall's own
+    trainer does not run this layout; it is for reproducing the paper."""
+    shape, gpus = work.shape, dp * tp * pp
+    longest = work.prompt_tokens + work.max_tokens
+    if tp > per_machine or shape.kv_heads % tp or shape.layers % pp:
+        raise DoesNotFit(f"tp {tp} x pp {pp} does not divide {shape.layers} layers and {shape.kv_heads} KV heads")
+    parameters = shape.parameters / (tp * pp)
+    kept = shape.kept(VALUE_BYTES)
+    activations = longest * (shape.layers / pp * kept.least * pp + 2 * kept.all) / tp
+    memory = (VALUE_BYTES + 4) * parameters + (STATE_BYTES - 4) * parameters / dp + activations
+    if memory > activation_memory.MAX_MEMORY_SHARE * gpu.memory_bytes:
+        raise DoesNotFit(f"dp {dp} x tp {tp} x pp {pp} needs {memory / 1e9:.0f} GB per {gpu.name}")
+    tokens = _trained_tokens(work) / dp
+    micro = max(longest, 16_384)
+    m = max(1, math.ceil(tokens / micro))
+    inside, outside = gpu.link * LINK_SHARE, network * LINK_SHARE
+    token_s = _flops_per_token(work) / (gpu.flops * e.train) + 3 * elementwise_s(shape, gpu, e)
+    stage_s = RECOMPUTE * tokens / m * token_s / (pp * tp)
+    if tp > 1:
+        moved = 2 * (tp - 1) / tp * tokens / m * shape.hidden * VALUE_BYTES
+        stage_s += 6 * shape.layers / pp * (moved / inside + ALL_REDUCE_S)
+    send_s = 2 * m * (pp - 1) * (tokens / m) * shape.hidden * VALUE_BYTES / (inside if gpus <= per_machine else outside)
+    dp_link = inside if gpus <= per_machine else outside * max(1, per_machine // tp // max(1, pp))
+    send_s += 2 * 4 * parameters * (dp - 1) / dp / dp_link
+    compute_s = pp * stage_s + (m - 1) * stage_s
+    update_s = optimizer_s(STATE_BYTES * parameters / dp, gpu.bandwidth, e)
+    update_s += e.publish_s + work.weights_bytes / gpus / e.publish_bytes_per_s
+    return Training(
+        gpu=gpu, layout=f"dp {dp} x tp {tp} x pp {pp}", gpus=gpus, compute_s=compute_s * e.slower,
+        send_s=send_s * e.slower, update_s=update_s * e.slower, step_s=(compute_s + send_s + update_s) * e.slower,
+        memory_bytes=memory, pack_tokens=micro,
+    )  # fmt: skip
+
+
+def pull_s(work: Workload, network: float, worker_machines: int, trainer_machines: int) -> float:
+    """Seconds until all workers hold new weights: each of their machines pulls one copy, and the trainer's machines
+    share the sending. A delta would be shorter; it is not assumed.
+
+    >>> from windfall.plan.model.workload import MODELS
+    >>> work = Workload(shape=MODELS["Qwen3-8B"])
+    >>> round(pull_s(work, 12.5e9, 4, 1) / pull_s(work, 12.5e9, 4, 4), 3)
+    4.0
+    """
+    return max(1.0, worker_machines / trainer_machines) * work.weights_bytes / (network * LINK_SHARE)

@@ -1,0 +1,305 @@
+"""From a plan to a recipe that runs, and to a simulation of it with the product's own controller.
+
+The written recipe carries the plan's speeds in [sim], so `windfall plan --check RUN` can compare them with what the run
+measured. Machines other than the trainer's first one are started by their owner; `commands` prints how.
+
+Machines of a provider need its section in the recipe, which the plan completes: number of workers, engine, tensor
+parallelism, GPUs, terms and price.
+
+In the simulation every replica is one worker, and a lender is a worker that is slower by what it does not lend. Workers
+of reserved machines stay; those of spot machines come and go by the market's rates, as `windfall sim` does it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from windfall import config
+from windfall.config import Recipe
+from windfall.config.worker_sources import WorkerSource
+from windfall.engine.vllm import installed
+from windfall.errors import WindfallError
+from windfall.events.log import read
+from windfall.fleet.trace_formats import Change
+from windfall.launch import worker_sources
+from windfall.plan.model import cluster as clusters
+from windfall.plan.model.cluster import PROVIDERS, Kind
+from windfall.plan.search.request import Request
+from windfall.plan.search.scoring import Placed, Plan
+from windfall.sim.calibrate import event_log
+from windfall.sim.core import run, scenario
+from windfall.sim.core.scenario import with_keys
+from windfall.sim.report.figures import figures
+
+PORT = 29400
+SIM_STEPS, SIM_SKIP = 6, 2
+"""Steps that the figures cover, and steps before them. As many steps as the staleness follow, in which nothing is
+generated for later steps."""
+SIM_TOKENS = 16
+"""Simulated tokens of a response of median length."""
+TRACE_S = 14 * 86400.0
+
+
+def trainer_keys(plan: Plan) -> dict[str, float]:
+    """The trainer's machine for [sim]: the keys of sim/core/service.py. Its own engine is that of one replica."""
+    engine, work = plan.replicas[0][1].service, plan.work
+    train_s = max(1e-12, plan.train_s - plan.training.update_s) / work.tokens
+    return {**_engine_keys(engine), "train_s": train_s, "update_s": plan.training.update_s}
+
+
+def _engine_keys(service: Any) -> dict[str, float]:
+    names = ("fixed_s", "each_s", "context_s", "prefill_s", "over_batch", "over_s")
+    return {name: value for name in names if (value := getattr(service, name))}
+
+
+def sim_keys(plan: Plan, request: Request) -> dict[str, Any]:
+    """Section [sim]."""
+    work, links = plan.work, request.cluster.links
+    first = plan.replicas[0][1]
+    sources = max(1, sum(1 for p in plan.placed if p.training))
+    return {
+        "trainer": trainer_keys(plan), "worker": _engine_keys(first.service), "worker_slots": first.slots,
+        "trainer_slots": first.slots, "worker_kv_tokens": first.kv_tokens, "weights_bytes": float(work.weights_bytes),
+        "egress_bytes_per_s": sources * links.across_types, "ingress_bytes_per_s": links.across_types,
+        "prompt_tokens": work.prompt_tokens, "median_tokens": work.median_tokens, "sigma": work.sigma,
+        "reward_s": work.reward_s,
+    }  # fmt: skip
+
+
+def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulated | None = None) -> Recipe:
+    """The recipe that runs this plan; raises WindfallError if an address, a provider's section or vLLM is missing."""
+    training = [p for p in plan.placed if p.training]
+    first = training[0]
+    base = base or Recipe()
+    train: dict[str, Any] = {"ranks": first.training, "machines": len(training)}
+    fleet = _fleet(plan, base)
+    if len(training) > 1 or any(p.replicas for p in plan.placed if p is not first):
+        address = first.machine.address or base.fleet.host
+        if not first.machine.address and address in ("127.0.0.1", "localhost"):
+            fix = "Set address of that machine in the cluster file, or fleet.host in the recipe."
+            what = "the plan uses several machines, and the address of the trainer's first one is not known"
+            raise WindfallError(what, where=f"machine {first.machine.name}", fix=fix)
+        fleet["host"] = address
+        if len(training) > 1:
+            train["rendezvous"] = base.train.rendezvous or f"{address}:{PORT}"
+    engine: dict[str, Any] = {}
+    if first.replicas:
+        engine["name"] = first.machine.engine if first.machine.engine == "vllm" else base.engine.name
+    if first.machine.gpu.worker is None:
+        engine["max_running"] = max(e.slots for _, e, _, _ in plan.replicas)
+    data = base.model_dump(exclude_none=True)
+    for section, keys in {
+        "run": {"device": "cpu"} if first.machine.gpu.name == "cpu" else {},
+        "rollout": {"staleness": plan.work.staleness}, "train": train, "fleet": fleet, "trace": {"nodes": 0},
+        "engine": engine, "sim": sim_keys(plan, request), "plan": plan_keys(plan, request, simulated),
+    }.items():  # fmt: skip
+        data[section].update(keys)
+    if first.machine.engine == "vllm" and first.replicas and installed.find() is None:
+        fix = "pip install 'windfall[vllm]', or set engine = \"windfall\" for that machine in the cluster file."
+        raise WindfallError("the plan's workers on the trainer's machine need vLLM", where="engine.name", fix=fix)
+    return config.parse(data, where="the planned recipe")
+
+
+def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
+    """Section [fleet], with the sections of providers."""
+    training = [p for p in plan.placed if p.training]
+    first = training[0]
+    here = [tp for tp in first.replicas if tp == 1]
+    borrowed = sum(len(p.replicas) for p in plan.placed if p.machine.lease == "borrowed")
+    fleet: dict[str, Any] = {
+        "local": False, "workers": len(here), "workers_max": 0, "kind": "reserved", "borrowed_max": borrowed,
+        "trainer_price_usd_per_h": round(sum(p.training * p.machine.kind.usd_per_h for p in training), 4),
+    }  # fmt: skip
+    if here:
+        fleet["price_usd_per_h"] = round(first.machine.kind.usd_per_h, 4)
+    for name in PROVIDERS:
+        section = getattr(base.fleet, name)
+        found = {(p.machine.kind, tp) for p in plan.placed if p.machine.provider == name for tp in p.replicas}
+        if not found:
+            if section is not None:
+                fleet[name] = None  # the plan uses none of its machines
+            continue
+        count = sum(len(p.replicas) for p in plan.placed if p.machine.provider == name)
+        if error := provider_refusal(name, base):
+            raise error
+        if len(found) > 1:
+            what = f"the plan has {len(found)} kinds of workers from {name}; a recipe can have one"
+            fix = "Give all machines of this provider the same GPU, terms and engine."
+            raise WindfallError(what, where=f"fleet.{name}", fix=fix)
+        fleet[name] = {**section.model_dump(exclude_none=True), **_source_keys(name, section, *found.pop(), count)}
+    return fleet
+
+
+def _source_keys(name: str, section: WorkerSource, kind: Kind, tp: int, count: int) -> dict[str, Any]:
+    """The keys of a provider's section that follow from the plan."""
+    cpu = kind.gpu.name == "cpu"
+    keys: dict[str, Any] = {
+        "workers": count, "workers_max": 0, "kind": kind.lease, "engine": kind.engine, "tensor_parallel": tp,
+        "device": "cpu" if cpu else "auto", "price_usd_per_h": round(tp * kind.usd_per_h, 4),
+    }  # fmt: skip
+    match name:
+        case "ray" | "kubernetes":
+            keys["gpus"] = 0 if cpu else (float(tp) if name == "ray" else tp)
+        case "skypilot":
+            keys["accelerators"] = [] if cpu else f"{kind.gpu.name}:{tp}"
+        case "slurm":
+            typed = getattr(section, "gpus", "").rpartition(":")[0]
+            keys["gpus"] = "0" if cpu else f"{typed}:{tp}" if typed else str(tp)
+    return keys
+
+
+def provider_refusal(name: str, base: Recipe) -> WindfallError | None:
+    """Why no worker can come from this provider: its section or its program is missing. None: they can."""
+    section = getattr(base.fleet, name)
+    if section is None:
+        fix = f"Add [fleet.{name}] to the recipe; docs/recipes.md has its keys."
+        return WindfallError(
+            f"the recipe does not say how to start workers with {name}", where=f"fleet.{name}", fix=fix
+        )
+    only = {other: None for other in PROVIDERS if other != name}
+    try:
+        worker_sources.check(with_keys(base, {"fleet": {**only, "host": "0.0.0.0", "max_usd_per_h": 0.0}}))
+    except WindfallError as error:
+        return error
+    return None
+
+
+def refusal(plan: Plan, request: Request, base: Recipe | None) -> WindfallError | None:
+    """Why this plan cannot run from here: a provider or an engine is missing. Missing addresses are asked for only when
+    a recipe is written. None: it can."""
+    first = next(p for p in plan.placed if p.training)
+    named = replace(first.machine, address=first.machine.address or "0.0.0.0")
+    placed = tuple(replace(p, machine=named) if p is first else p for p in plan.placed)
+    try:
+        if base is not None:
+            write(replace(plan, placed=placed), request, base)
+    except WindfallError as error:
+        return error
+    return None
+
+
+def plan_keys(plan: Plan, request: Request, simulated: Simulated | None) -> dict[str, Any]:
+    """Section [plan]."""
+    tok_per_s = simulated.tok_per_s if simulated else plan.tok_per_s
+    return {
+        "name": plan.name, "objective": request.objective, "step_s": plan.work.tokens / tok_per_s,
+        "tok_per_s": tok_per_s, "usd_per_h": plan.usd_per_h, "train_s": plan.train_s, "rollout_s": plan.rollout_s,
+        "budget_usd_per_h": request.budget_usd_per_h if math.isfinite(request.budget_usd_per_h) else 0.0,
+        "deadline_h": request.deadline_h, "trainer_device": plan.training.gpu.name,
+        "trainer_gpus": plan.training.gpus, "cluster": clusters.dump(request.cluster),
+        "workers": [
+            {"device": kind.gpu.name, "lease": kind.lease, "price_usd_per_h": round(engine.tp * kind.usd_per_h, 4),
+             "count": count, "gpus": engine.tp, "batch": float(batch), "worker": _engine_keys(engine.service)}
+            for kind, engine, count, batch in plan.replicas
+        ],
+    }  # fmt: skip
+
+
+def commands(plan: Plan, model: str = "MODEL") -> Iterator[str]:
+    """What to start on which machine, besides the run itself and the workers of providers."""
+    first = next(p for p in plan.placed if p.training)
+    for p in plan.placed:
+        if p is not first and p.training:
+            yield f"{p.machine.name}: windfall ranks --join URL --token FILE --ranks {p.training}"
+        if p.machine.lease == "borrowed" and p.replicas:
+            yield f"{p.machine.name}: windfall serve {model} --lend URL --token FILE"
+        elif not p.machine.provider:
+            yield from (f"{p.machine.name}: {line}" for line in _worker_commands(p, here=p is first))
+
+
+def _worker_commands(p: Placed, *, here: bool) -> Iterator[str]:
+    """One command for all engines on one GPU, which the run starts by itself on its own machine; one for each engine
+    on several GPUs."""
+    machine, at = p.machine, p.training
+    terms = f"--join URL --token FILE --engine {machine.engine} --lease {machine.lease}"
+    single = [at + n for n in range(p.replicas.count(1))]
+    price = f"--price {machine.kind.usd_per_h:g}"
+    if single and not here and machine.gpu.name == "cpu":
+        yield from (f"windfall worker {terms} {price} --device cpu --threads 1" for _ in single)
+    elif single and not here:
+        yield f"windfall worker {terms} {price} --gpus {','.join(map(str, single))}"
+    at += len(single)
+    for tp in p.replicas:
+        if tp > 1:
+            gpus = ",".join(str(at + n) for n in range(tp))
+            price = f"--price {tp * machine.kind.usd_per_h:g}"
+            yield f"CUDA_VISIBLE_DEVICES={gpus} windfall worker {terms} {price} --tensor-parallel {tp}"
+            at += tp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    tok_per_s: float
+    """Trained response tokens per second."""
+    trainer_idle: float
+    workers_idle: float
+    step_s: tuple[float, ...]
+
+
+def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, measured: int = SIM_STEPS) -> Simulated:
+    """Figures of the plan over `measured` steps, run by the product's controller in virtual time."""
+    steps = SIM_SKIP + plan.work.staleness + measured
+    work = plan.work
+    recipe = with_keys(base or Recipe(), {
+        "run": {"steps": steps, "name": "plan"}, "eval": {"tasks": 0}, "checkpoint": {"every": 100_000},
+        "algorithm": {"kl": 0.0}, "trace": {"nodes": sum(n for _, _, n, _ in plan.replicas), "file": None},
+        "rollout": {
+            "groups": work.groups, "group_size": work.group_size, "max_tokens": work.max_tokens,
+            "staleness": work.staleness,
+        },
+        "train": {"minibatches": 1, "micro_tokens": max(plan.training.pack_tokens, 1)},
+        "fleet": {
+            "local": False, "workers": 0, "workers_max": 0, "gone_s": 60.0, "suspect_s": 30.0, "heartbeat_s": 10.0,
+            "trainer_price_usd_per_h": sum(p.training * p.machine.kind.usd_per_h for p in plan.placed),
+            **dict.fromkeys(PROVIDERS),
+        },
+        "sim": {
+            **sim_keys(plan, request), "boot_s": 0.0, "skip_steps": SIM_SKIP,
+            "granule": max(1, round(work.median_tokens / SIM_TOKENS)), "lengths_file": None, "prices_file": None,
+            "kinds": [
+                config.SimKind(
+                    name=kind.name, share=count, worker=_engine_keys(engine.service.slower(1 / kind.lent)),
+                    slots=engine.slots, kv_tokens=engine.kv_tokens, price_usd_per_h=engine.tp * kind.usd_per_h,
+                )
+                for kind, engine, count, _ in plan.replicas
+            ],
+        },
+    })  # fmt: skip
+    world = scenario.build(recipe)
+    world = replace(world, changes=tuple(_changes(plan, request)), trace_s=math.inf)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "events.jsonl"
+        done = run.simulate(world, log)
+        whole = figures(log, world, done.stays)
+        counted = event_log.steps_of(read(log))[SIM_SKIP : SIM_SKIP + measured]
+    seconds = sum(e["s"] for e in counted)
+    return Simulated(
+        tok_per_s=sum(e["trained"] for e in counted) * world.granule / seconds, trainer_idle=whole.trainer_idle,
+        workers_idle=whole.workers_idle, step_s=tuple(e["s"] for e in counted),
+    )  # fmt: skip
+
+
+def _changes(plan: Plan, request: Request) -> list[Change]:
+    """All workers are up at the start, in the order of their kinds; spot workers then come and go."""
+    start, later = list[Change](), list[Change]()
+    market, draw = request.spot, random.Random(0)
+    for kind, _, count, _ in plan.replicas:
+        for _ in range(count):
+            node = f"w{len(start)}"
+            start.append(Change(at_s=0.0, node=node, up=True))
+            if kind.lease != "spot" or not market.losses_per_h:
+                continue
+            up_s = 3600 / market.losses_per_h
+            down_s = up_s * (1 / max(market.availability, 1e-3) - 1)
+            at_s, up = draw.expovariate(1 / up_s), True
+            while at_s < TRACE_S and len(later) < 200_000:
+                up = not up
+                later.append(Change(at_s=at_s, node=node, up=up))
+                at_s += max(1.0, draw.expovariate(1 / up_s) if up else draw.expovariate(1 / max(down_s, 1.0)))
+    return start + sorted(later, key=lambda c: c.at_s)

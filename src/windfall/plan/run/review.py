@@ -1,0 +1,113 @@
+"""What was planned beside what a run measured, part by part. Reads a run's recipe and event log; the rest is pure.
+
+The plan is in the sections [plan] and [sim] of the run's recipe, as `windfall plan --write` puts it there. The first
+step, which includes start-up, and parts that the log does not contain are left out.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from windfall import config
+from windfall.config import PlannedWorkers, Recipe
+from windfall.cost.bill import Totals
+from windfall.errors import WindfallError
+from windfall.events.log import Event, read
+from windfall.plan.model.cost_model import LINK_SHARE
+from windfall.plan.run.run_log import measured_steps, same_kind
+from windfall.sim.calibrate import event_log
+from windfall.sim.core.scenario import service
+
+
+class Part(NamedTuple):
+    name: str
+    planned: float
+    measured: float
+    unit: str
+
+    @property
+    def error(self) -> float:
+        """Planned relative to measured."""
+        return self.planned / self.measured - 1
+
+    def __str__(self) -> str:
+        return f"{self.name:44} {self.planned:12.4g} {self.measured:12.4g} {self.unit:6} {self.error:+8.1%}"
+
+
+HEADER = f"{'part':44} {'planned':>12} {'measured':>12} {'unit':6} {'error':>8}"
+
+
+def review(run: Path) -> list[Part]:
+    recipe = config.load(run / "recipe.toml")
+    if not recipe.plan.name:
+        fix = "Only runs of a recipe from `windfall plan --write` can be checked."
+        raise WindfallError("this run was not planned: its recipe has no [plan] section", where=str(run), fix=fix)
+    events = read(run / "events.jsonl")
+    if not event_log.steps_of(events):
+        raise WindfallError("no step of this run is complete yet", where=str(run), fix="Wait for the first step.")
+    return parts(recipe, events)
+
+
+def parts(recipe: Recipe, events: Sequence[Event]) -> list[Part]:
+    """Pure: the parts of a run with this recipe and log."""
+    steps = measured_steps(events)
+    plan, trainer = recipe.plan, service(recipe.sim.trainer, "sim.trainer")
+    lengths = [n for e in steps for row in e.get("lengths", ()) for n in row if n]
+    mean = statistics.mean(lengths) if lengths else recipe.sim.median_tokens
+    out = _whole(recipe, steps)
+    if lengths:
+        planned = statistics.NormalDist(0.0, recipe.sim.sigma or 1e-9)
+        drawn = [min(recipe.rollout.max_tokens, recipe.sim.median_tokens * math.exp(planned.inv_cdf((n + 0.5) / 999)))
+                 for n in range(999)]  # fmt: skip
+        out.append(Part("mean response", statistics.mean(drawn), mean, "tokens"))
+    trained = event_log.training(events, [e["step"] for e in steps])
+    if trained is not None:
+        out.append(Part("training, per million tokens", trainer.train_s * 1e6, trained.train_s * 1e6, "s"))
+        if trainer.update_s and trained.update_s:
+            out.append(Part("optimizer and publishing", trainer.update_s, trained.update_s, "s"))
+    for kind, points in event_log.speeds(steps).items():
+        mine = [w for w in plan.workers if _is(kind, w)]
+        if not mine:
+            continue
+        busiest = max(points, key=lambda p: p.weight * p.batch)
+        context = busiest.batch * (recipe.sim.prompt_tokens + mean / 2)
+        step_s = service(mine[0].worker, "plan.workers").step_s(busiest.batch, 0, context)
+        out.append(Part(f"engine step, {kind}, batch {busiest.batch:.0f}", step_s * 1e3, busiest.step_s * 1e3, "ms"))
+    pulled = [e["s"] for e in events if e["name"] == "worker_ready" and e.get("version", 0) > 0 and e.get("s", 0) > 0]
+    if pulled:
+        rate = LINK_SHARE * min(recipe.sim.egress_bytes_per_s, recipe.sim.ingress_bytes_per_s)
+        planned_s = recipe.sim.weights_bytes / rate
+        out.append(Part("pull of new weights, one worker", planned_s, statistics.median(pulled), "s"))
+    return out
+
+
+def _is(kind: str, w: PlannedWorkers) -> bool:
+    return same_kind(kind, device=w.device, lease=w.lease, usd_per_h=w.price_usd_per_h)
+
+
+def _whole(recipe: Recipe, steps: Sequence[Event]) -> list[Part]:
+    """The run as a whole: step time, tokens per second, workers, and price. Steps that were resumed into count with the
+    time that they took."""
+    plan, seconds = recipe.plan, sum(e.get("s", 0.0) for e in steps)
+    tokens = sum(e.get("trained", 0) for e in steps)
+    if not plan.tok_per_s or not seconds or not tokens:
+        return []
+    out = [
+        Part("step", plan.step_s, seconds / len(steps), "s"),
+        Part("tokens per second", plan.tok_per_s, tokens / seconds, "tok/s"),
+    ]
+    here = [e["workers"] for e in steps if "workers" in e]
+    if here and any(here):
+        out.append(Part("workers", sum(w.count for w in plan.workers), statistics.mean(here), ""))
+    bills = [msgspec.convert(e["bill"], Totals) for e in steps if e.get("bill")]
+    usd = sum(sum(account.usd.values()) for bill in bills for account in bill.holders.values())
+    if usd and plan.usd_per_h:
+        planned = plan.usd_per_h / 3600 / plan.tok_per_s * 1e6
+        out.append(Part("price per million tokens", planned, usd / tokens * 1e6, "$"))
+    return out

@@ -1,0 +1,283 @@
+"""From a cluster and a workload to a list of plans, best first. Pure.
+
+    1  options   trainers and replicas that fit in memory, with the cost model's times
+    2  search    counts per kind (solvers.py). A replica's speed depends on its batch, and the batch on how many
+                 replicas there are, so search and speeds are repeated until nothing new is found
+    3  place     individual GPUs (partition.py); replicas that cannot be placed are replaced by smaller ones
+    4  score     the placed plan with its true links and batches (scoring.py); plans are sorted by this
+    5  improve   from the best plans, single changes of counts that raise the true score. The search cannot see all of
+                 it: whether anything must be pulled depends on which machines are used at all
+
+Rules: spot machines, lenders and machines of a provider never train. A trainer uses GPUs of one type. A replica stays
+inside one machine. Only what `Capabilities` and the machines' engines allow is planned; by default that is what
+windfall runs: FSDP, and engines on one GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from windfall.errors import WindfallError
+from windfall.plan.model import cost_model
+from windfall.plan.model.cluster import Kind, Machine
+from windfall.plan.model.cost_model import DoesNotFit, Replica, Training
+from windfall.plan.search import partition, solvers
+from windfall.plan.search.request import Request, price, useful_share
+from windfall.plan.search.scoring import PIPELINED, Placed, Plan, batch_at, in_flight, score, step_time
+from windfall.plan.search.solvers import Problem, ReplicaOption, Split, TrainOption
+
+ROUNDS = 3
+"""Repetitions of search with the batches of the last solution."""
+CANDIDATES = 24
+"""Solutions that are placed and scored where they are enumerated anyway."""
+IMPROVED = 3
+"""Plans that are improved."""
+CHANGES = 300
+"""Changed plans that are scored, per plan that is improved."""
+IMPROVED_BY = ", improved"
+STEPS = (1, 2, 4, 8)
+"""Numbers of engines that a change adds or removes."""
+
+
+def plans(request: Request) -> list[Plan]:
+    """The best plans, best first; raises WindfallError if there is none."""
+    options = Options(request)
+    found: dict[str, Plan] = {}
+    exact = solvers.combinations(options.problem(1.0)) <= solvers.EXACT_LIMIT
+    candidates = CANDIDATES if exact and request.method in ("auto", "exact") else 1
+    for crowded in (False, True):
+        step_s = options.first_step_s(crowded)
+        for _ in range(ROUNDS):
+            splits = solvers.solve(options.problem(step_s), max(request.top, candidates), request.method)
+            made = [plan for split in splits if (plan := place(request, options, split)) is not None]
+            new = [plan for plan in made if plan.name not in found]
+            found.update((plan.name, plan) for plan in new)
+            if not new:
+                break
+            step_s = max(step_time(engine, batch, request.work) for _, engine, _, batch in made[0].replicas)
+    problem = options.problem(options.first_step_s(True))
+    if not found:  # the search's speeds are estimates: limits that it cannot meet may still be met
+        fastest = replace(problem, objective="throughput", budget_usd_per_h=math.inf)
+        made = [place(request, options, split) for split in solvers.solve(fastest, request.top, request.method)]
+        found.update((plan.name, plan) for plan in made if plan is not None)
+    found.update((p.name, p) for p in _improved(request, options, problem, list(found.values())))
+    allowed = [p for p in found.values() if problem.allowed(1 / p.step_s, p.usd_per_h)]
+    if not allowed:
+        raise _nothing(request, problem)
+    return sorted(allowed, key=lambda p: problem.key(1 / p.step_s, p.usd_per_h))[: request.top]
+
+
+def _improved(request: Request, options: Options, problem: Problem, found: list[Plan]) -> Iterator[Plan]:
+    """From the best plans, always the best of all single changes, until none is better."""
+
+    def key(plan: Plan) -> tuple[float, ...]:
+        """Allowed plans first; of others, those that miss a limit by the least."""
+        rate, usd = 1 / plan.step_s, plan.usd_per_h
+        late = problem.deadline_rate / rate if problem.objective == "deadline" else 0.0
+        miss = 0.0 if problem.allowed(rate, usd) else max(late, usd / problem.budget_usd_per_h)
+        return miss, *problem.key(rate, usd)
+
+    for start in sorted(found, key=key)[:IMPROVED]:
+        best, left = start, CHANGES
+        while left > 0:
+            splits = list(_changes(options, best))[:left]
+            left -= len(splits)
+            made = [plan for split in splits if (plan := place(request, options, split)) is not None]
+            better = min(made, key=key, default=None)
+            if better is None or not key(better) < key(best):
+                break
+            best = better
+            yield best
+
+
+def _changes(options: Options, plan: Plan) -> Iterator[Split]:
+    """The plan without one kind of engine; with a few engines more or less; with one engine for another; with engines
+    of one kind only; with the next larger or smaller trainer, at the cost of engines of its kind, to their benefit, or
+    without touching them."""
+    number = {kind: k for k, (kind, _) in enumerate(options.kinds)}
+    now = {(number[kind], engine.tp): n for kind, engine, n, _ in plan.replicas}
+    trains = next(k for k, _ in options.trainers if options.kinds[k][0] == plan.training_kind)
+    sizes = [n for k, n in options.trainers if k == trains]
+    have = [sum(m.count for m in machines) for _, machines in options.kinds]
+
+    def split(gpus: int, counts: dict[tuple[int, int], int]) -> Iterator[Split]:
+        used = [sum(tp * n for (i, tp), n in counts.items() if i == k) + gpus * (k == trains) for k in range(len(have))]
+        if any(counts.values()) and all(u <= h for u, h in zip(used, have, strict=True)):
+            trainer = TrainOption(trains, gpus, options.trainers[trains, gpus].step_s)
+            replicas = {ReplicaOption(k, tp, 1.0): n for (k, tp), n in counts.items() if n}
+            yield Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0, method=method)
+
+    method = f"{plan.method.removesuffix(IMPROVED_BY)}{IMPROVED_BY}"
+    gpus = plan.training.gpus
+    for k in {k for k, _ in now}:
+        yield from split(gpus, {key: n for key, n in now.items() if key[0] != k})
+    for key in options.replicas:
+        for step in STEPS if key in now else (1,):
+            yield from split(gpus, {**now, key: max(0, now.get(key, 0) - step)})
+            yield from split(gpus, {**now, key: now.get(key, 0) + step})
+    for old in now:
+        for key in options.replicas:
+            if key != old:  # one engine for another
+                yield from split(gpus, {**now, old: now[old] - 1, key: now.get(key, 0) + 1})
+    for key in options.replicas:  # one kind instead of all others
+        free = have[key[0]] - gpus * (key[0] == trains)
+        yield from split(gpus, {key: free // key[1]})
+    for n in sizes[max(0, sizes.index(gpus) - 1) : sizes.index(gpus) + 2]:
+        if n != gpus:
+            yield from split(n, now)
+        for key in options.replicas:
+            if n != gpus and key[0] == trains:
+                free = have[trains] - n - sum(tp * c for (i, tp), c in now.items() if i == trains and tp != key[1])
+                yield from split(n, {**now, key: max(0, free // key[1])})
+
+
+def fixed(request: Request, device: str, gpus: int, counts: Mapping[tuple[Kind, int], int]) -> Plan | None:
+    """The plan in which this many GPUs of a device train, with these numbers of engines by kind and size. None: it
+    cannot be placed."""
+    options = Options(request)
+    number = {kind: k for k, (kind, _) in enumerate(options.kinds)}
+    trains = [k for k, n in options.trainers if n == gpus and options.kinds[k][0].gpu.name == device]
+    if not trains or not counts or any((number[kind], tp) not in options.replicas for kind, tp in counts):
+        return None
+    trainer = TrainOption(trains[0], gpus, options.trainers[trains[0], gpus].step_s)
+    replicas = {ReplicaOption(number[kind], tp, 1.0): n for (kind, tp), n in counts.items()}
+    return place(request, options, Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0, method="fixed"))
+
+
+class Options:
+    """Trainers and replicas that fit, by kind."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.kinds: list[tuple[Kind, list[Machine]]] = list(request.cluster.kinds().items())
+        self.trainers: dict[tuple[int, int], Training] = {}
+        self.replicas: dict[tuple[int, int], Replica] = {}
+        refused: list[str] = []
+        for k, (kind, machines) in enumerate(self.kinds):
+            have, largest = sum(m.count for m in machines), max(m.count for m in machines)
+            for n in _trainer_sizes(have) if kind.can_train else ():
+                try:
+                    self.trainers[k, n] = training(request, kind, n, largest)
+                except DoesNotFit as e:
+                    refused.append(str(e))
+            if not any(key[0] == k for key in self.trainers) and not kind.can_train:
+                why = f"is started by {kind.provider}" if kind.lease == "reserved" else "can be taken away"
+                refused.append(f"{kind.name} {why}, so it cannot train")
+            for tp in request.replica_sizes(kind):
+                if tp <= largest:
+                    try:
+                        self.replicas[k, tp] = cost_model.replica(request.work, kind.gpu, tp, request.efficiency)
+                    except DoesNotFit as e:
+                        refused.append(str(e))
+        if not self.trainers or not self.replicas:
+            part = "train" if not self.trainers else "generate"
+            fix = "Use GPUs with more memory, or more of them; or train adapters, or set train.offload = true."
+            why = f"no GPU of this cluster can {part} this model"
+            raise WindfallError(f"{why}: {refused[-1] if refused else 'there are none'}", where="cluster", fix=fix)
+
+    def first_step_s(self, crowded: bool) -> float:
+        """Step time of an engine to begin the search with: all GPUs share the responses, or one engine has all."""
+        w, gpus = self.request.work, self.request.cluster.gpus
+        (_, tp), engine = next(iter(self.replicas.items()))
+        batch = in_flight(w) if crowded else max(1.0, 2 * in_flight(w) * tp / gpus)
+        return step_time(engine, min(batch, engine.slots), w)
+
+    def problem(self, step_s: float) -> Problem:
+        """The search with engines that take this long for a step."""
+        r, w = self.request, self.request.work
+        replicas, tail_s = [], math.inf
+        for (k, tp), engine in self.replicas.items():
+            batch = max(1.0, min(batch_at(engine, step_s, w), in_flight(w)))
+            replicas.append(ReplicaOption(k, tp, engine.tok_per_s(batch, w) * useful_share(r, self.kinds[k][0])))
+            tail_s = min(tail_s, w.longest_tokens * step_time(engine, 1.0, w) / (w.staleness + 1))
+        pull_s = cost_model.pull_s(w, r.cluster.links.across_types, 1, 1)
+        return Problem(
+            have=tuple(sum(m.count for m in ms) for _, ms in self.kinds),
+            usd_per_h=tuple(price(r, kind) for kind, _ in self.kinds),
+            trainers=tuple(TrainOption(k, n, t.step_s) for (k, n), t in self.trainers.items()),
+            replicas=tuple(replicas), tokens=w.tokens, tail_s=max(tail_s, pull_s) if w.staleness else tail_s,
+            update_s=w.reward_s + (0.0 if w.staleness else pull_s),
+            overlapped=w.staleness > 0, hidden=PIPELINED, objective=r.objective, budget_usd_per_h=r.budget_usd_per_h,
+            deadline_rate=w.steps / (3600 * r.deadline_h) if r.deadline_h else 0.0,
+        )  # fmt: skip
+
+
+def training(request: Request, kind: Kind, gpus: int, per_machine: int) -> Training:
+    """The fastest layout on this many GPUs; raises DoesNotFit."""
+    w, e, network = request.work, request.efficiency, request.cluster.links.same_type
+    if not request.can.megatron:
+        return cost_model.fsdp(w, kind.gpu, gpus, per_machine, network, e)
+    made: list[Training] = []
+    refused = DoesNotFit(f"no layout of {gpus} {kind.gpu.name} fits")
+    for tp in (1, 2, 4, 8):
+        for pp in (1, 2, 4, 7, 8):
+            if gpus % (tp * pp) == 0:
+                try:
+                    made.append(cost_model.megatron(w, kind.gpu, gpus // tp // pp, tp, pp, per_machine, network, e))
+                except DoesNotFit as error:
+                    refused = error
+    try:
+        made.append(cost_model.fsdp(w, kind.gpu, gpus, per_machine, network, e))
+    except DoesNotFit as error:
+        refused = error
+    if not made:
+        raise refused
+    return min(made, key=lambda t: t.step_s)
+
+
+def _trainer_sizes(have: int) -> Iterator[int]:
+    """Every number up to 16, then steps of 8, then steps that grow: about 100 sizes for 4,096 GPUs."""
+    n = 1
+    while n <= have:
+        yield n
+        n += 1 if n < 16 else 8 if n < 256 else 64
+
+
+def place(request: Request, options: Options, split: solvers.Split) -> Plan | None:
+    placed: list[Placed] = []
+    counts: dict[tuple[int, int], int] = {}
+    trained: Training | None = None
+    links = request.cluster.links
+    for k, (kind, machines) in enumerate(options.kinds):
+        sizes = [o.tp for o, n in split.replicas.items() for _ in range(n) if o.kind == k]
+        train = split.trainer.gpus if split.trainer.kind == k else 0
+        room = [m.count for m in machines]
+        found = partition.partition(room, train, sizes, link=kind.gpu.link, network=links.same_type)
+        while found is None and sizes:  # break up the largest replica, or leave it out
+            sizes.sort()
+            largest = sizes.pop()
+            half = [s for s in request.replica_sizes(kind) if s < largest and (k, s) in options.replicas]
+            sizes += [max(half)] * (largest // max(half)) if half else []
+            found = partition.partition(room, train, sizes, link=kind.gpu.link, network=links.same_type)
+        if found is None:
+            return None
+        if train:
+            trained = options.trainers[k, train]
+            if max(found.training) < train and max(found.training) < max(room):
+                try:
+                    trained = training(request, kind, train, max(found.training))
+                except DoesNotFit:
+                    return None
+        for machine, own, row in zip(machines, found.training, found.replicas, strict=True):
+            placed.append(Placed(machine=machine, training=own, replicas=row))
+            for tp in row:
+                counts[k, tp] = counts.get((k, tp), 0) + 1
+    if trained is None or not counts:
+        return None
+    engines = [(options.replicas[key], n) for key, n in counts.items()]
+    return score(request, placed, engines, [options.kinds[k][0] for k, _ in counts], trained, split.method)
+
+
+def _nothing(request: Request, problem: Problem) -> WindfallError:
+    if math.isfinite(request.budget_usd_per_h):
+        least = min(t.gpus * problem.usd_per_h[t.kind] for t in problem.trainers)
+        least += min(r.tp * problem.usd_per_h[r.kind] for r in problem.replicas)
+        what = f"${request.budget_usd_per_h:.2f} per hour is not enough: a trainer and one replica cost ${least:.2f}"
+        return WindfallError(what, where="--budget", fix="Raise the budget, or use cheaper GPUs.")
+    if request.objective == "deadline":
+        what = f"{request.work.steps} steps in {request.deadline_h:g} h are not possible on this cluster"
+        return WindfallError(what, where="--deadline", fix="Allow more time, or add GPUs.")
+    what = "training and rollout do not fit on this cluster at the same time"
+    return WindfallError(what, where="cluster", fix="Add GPUs: one replica is needed besides the trainer.")

@@ -1,0 +1,190 @@
+"""A plan with its predicted times, costs and bottleneck: scored from where its GPUs really are. Pure.
+
+The batch of an engine follows from the number of engines, and its speed from the batch, so a plan is scored as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from windfall.plan.model import cost_model
+from windfall.plan.model.cluster import Kind, Machine
+from windfall.plan.model.cost_model import Replica, Training
+from windfall.plan.model.workload import Workload
+from windfall.plan.search.request import Request, price, useful_share
+from windfall.plan.search.solvers import Problem
+
+PIPELINED = 0.9
+"""Without staleness: share of the shorter of training and generation that pipelining hides. From simulations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """What one machine does."""
+
+    machine: Machine
+    training: int
+    replicas: tuple[int, ...]
+    """GPUs of each of its replicas."""
+
+    @property
+    def idle(self) -> int:
+        return self.machine.count - self.training - sum(self.replicas)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    work: Workload
+    training: Training
+    replicas: tuple[tuple[Kind, Replica, int, float], ...]
+    """Kind, engine, number of engines, and responses in each."""
+    placed: tuple[Placed, ...]
+    train_s: float
+    rollout_s: float
+    """Generation, rewards and weight update, per step."""
+    update_s: float
+    """Part of `rollout_s` that is not generation."""
+    tail_s: float
+    """Seconds of a step's longest responses, divided by the steps that they may span."""
+    pull_s: float
+    """Seconds until all workers hold new weights; hidden behind generation if the staleness is above 0."""
+    step_s: float
+    usd_per_h: float
+    method: str
+    tok_per_s: float
+    """Response tokens per second."""
+
+    @property
+    def training_kind(self) -> Kind:
+        return next(p.machine.kind for p in self.placed if p.training)
+
+    @property
+    def usd_per_mtok(self) -> float:
+        return self.usd_per_h / 3600 / self.tok_per_s * 1e6
+
+    @property
+    def trainer_idle(self) -> float:
+        return max(0.0, 1 - self.train_s / self.step_s)
+
+    @property
+    def rollout_idle(self) -> float:
+        return max(0.0, 1 - self.rollout_s / self.step_s)
+
+    @property
+    def bottleneck(self) -> str:
+        if not self.work.staleness:
+            return "training" if self.train_s > self.rollout_s else "rollout"
+        parts = {
+            "training": self.train_s, "rollout": self.rollout_s, "longest responses": self.tail_s,
+            "weight transfer": self.pull_s,
+        }  # fmt: skip
+        return max(parts, key=parts.__getitem__)
+
+    @property
+    def name(self) -> str:
+        made = " + ".join(f"{n} x {r.tp} {kind.name}" for kind, r, n, _ in self.replicas)
+        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {made}"
+
+    @property
+    def why(self) -> str:
+        train, rollout = f"training takes {self.train_s:.3g} s a step", f"generation {self.rollout_s:.3g} s"
+        match self.bottleneck:
+            case "training":
+                return f"{train}, {rollout}: more rollout GPUs would not help"
+            case "rollout":
+                return f"{rollout} a step, {train}: more training GPUs would not help"
+            case "weight transfer":
+                return f"new weights take {self.pull_s:.3g} s to reach all workers: train on more machines"
+        return f"the longest responses take {self.tail_s:.3g} s per step: raise the staleness, or use faster GPUs"
+
+
+def in_flight(work: Workload) -> float:
+    """Responses that run at once, on average, if there is room for all."""
+    if work.staleness:
+        return work.responses * (1 + work.staleness)
+    return work.responses * work.mean_tokens / max(work.mean_tokens, work.longest_tokens)
+
+
+def step_time(engine: Replica, batch: float, work: Workload) -> float:
+    """Seconds of an engine step with this many responses of mean context."""
+    return engine.service.step_s(batch, 0, batch * work.mean_context)
+
+
+def batch_at(engine: Replica, step_s: float, work: Workload) -> float:
+    """The batch at which a step takes this long, within the engine's room. Step times are two lines in the batch."""
+    e, context = engine.service, work.mean_context
+    each_s = e.each_s + e.context_s * context
+    batch = (step_s - e.fixed_s) / each_s if each_s else math.inf if step_s >= e.fixed_s else 0.0
+    if e.over_s and batch > e.over_batch:
+        bend_s = e.fixed_s + each_s * e.over_batch
+        batch = e.over_batch + (step_s - bend_s) / (each_s + e.over_s)
+    return max(0.0, min(batch, float(engine.slots)))
+
+
+def share_out(engines: Sequence[tuple[Replica, int]], work: Workload) -> list[float]:
+    """Responses in each engine if all engines have equal step times, as balancing aims for."""
+    total = min(in_flight(work), sum(e.slots * n for e, n in engines))
+    low, high = 0.0, max(step_time(e, e.slots, work) for e, _ in engines)
+    for _ in range(50):
+        middle = (low + high) / 2
+        held = sum(n * batch_at(e, middle, work) for e, n in engines)
+        low, high = (middle, high) if held < total else (low, middle)
+    return [max(batch_at(e, high, work), min(1.0, total)) for e, _ in engines]
+
+
+def score(
+    request: Request, placed: Sequence[Placed], engines: Sequence[tuple[Replica, int]], kinds: Sequence[Kind],
+    trained: Training, method: str,
+) -> Plan:  # fmt: skip
+    """The plan with its predicted times and costs. `engines`: with their numbers; `kinds`: the kind of each."""
+    w = request.work
+    shares = [n * useful_share(request, kind) for (_, n), kind in zip(engines, kinds, strict=True)]
+
+    def speed(batches: Sequence[float]) -> float:
+        return sum(x * e.tok_per_s(b, w) for (e, _), x, b in zip(engines, shares, batches, strict=True))
+
+    def again(batches: Sequence[float]) -> float:
+        """Seconds to compute the contexts of all running responses again, after new weights."""
+        used = max(e.service.prefill_s * b * w.mean_context for (e, _), b in zip(engines, batches, strict=True))
+        return used if w.staleness else 0.0
+
+    def tail(batches: Sequence[float]) -> float:
+        fastest = min(step_time(e, b, w) for (e, _), b in zip(engines, batches, strict=True))
+        return (w.longest_tokens * fastest + w.staleness * again(batches)) / (w.staleness + 1)
+
+    full = share_out(engines, w)
+    low, high = 0.0, max(step_time(e, b, w) for (e, _), b in zip(engines, full, strict=True))
+    batches, tok_per_s, again_s = full, speed(full), again(full)
+    # With staleness, engines that are fast enough run fewer responses at once, and each of them is faster.
+    for _ in range(20 if w.staleness else 0):
+        middle = (low + high) / 2
+        fewer = [max(1.0, min(batch_at(e, middle, w), most)) for (e, _), most in zip(engines, full, strict=True)]
+        if w.tokens / speed(fewer) + again(fewer) > max(trained.step_s, tail(fewer)):
+            low = middle
+        else:
+            high, batches = middle, fewer
+    tail_s = tail(batches)
+    if w.tokens / speed(batches) + again(batches) < w.tokens / tok_per_s + again_s:
+        tok_per_s, again_s = speed(batches), again(batches)
+    away = sum(1 for p in placed if p.replicas and not p.training)
+    pull_s = 0.0
+    if away:
+        sources = sum(1 for p in placed if p.training)
+        pull_s = cost_model.pull_s(w, request.cluster.links.across_types, away, sources)
+    # With staleness, engines go on while new weights arrive; then the contexts of running responses are computed again.
+    update_s = w.reward_s + (again_s if w.staleness else pull_s)
+    bound_s = max(tail_s, pull_s) if w.staleness else tail_s
+    problem = Problem(
+        have=(), usd_per_h=(), trainers=(), replicas=(), tokens=w.tokens, update_s=update_s, tail_s=bound_s,
+        overlapped=w.staleness > 0, hidden=PIPELINED,
+    )  # fmt: skip
+    rate = problem.rate(trained.step_s, tok_per_s)
+    usd = sum((p.training + sum(p.replicas)) * price(request, p.machine.kind) for p in placed)
+    return Plan(
+        work=w, training=trained, placed=tuple(placed), train_s=trained.step_s,
+        replicas=tuple((kind, e, n, b) for (e, n), b, kind in zip(engines, batches, kinds, strict=True)),
+        rollout_s=w.tokens / tok_per_s + update_s, update_s=update_s, tail_s=tail_s, pull_s=pull_s, step_s=1 / rate,
+        usd_per_h=usd, method=method, tok_per_s=rate * w.tokens,
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""The cost model agrees with measurements that it was not fitted to, and behaves as hardware does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from windfall.errors import WindfallError
+from windfall.plan.model import cluster, cost_model, devices, measured
+from windfall.plan.model.workload import MODELS, Workload, model
+
+WORK = Workload(shape=MODELS["Qwen3-8B"])
+FITTED = measured.efficiency()
+
+
+def test_held_out_figures_of_the_h200_are_predicted() -> None:
+    done = measured.held_out()
+    by_part: dict[str, list[float]] = {}
+    for p in done.predictions:
+        by_part.setdefault(p.row.part, []).append(abs(p.error))
+    assert len(done.predictions) >= 15
+    assert max(by_part["decode"]) < 0.06
+    assert max(by_part["rollout"]) < 0.10
+    assert max(by_part["train"]) < 0.13
+    assert done.mean < 0.13
+    assert max(by_part["publish"]) < 1.0  # one row is fitted: its fixed part cannot be known
+
+
+def test_efficiencies_are_shares() -> None:
+    for share in (FITTED.weights, FITTED.kv, FITTED.decode, FITTED.prefill, FITTED.train):
+        assert 0 < share <= 1
+    assert FITTED.source == measured.SOURCE
+
+
+def test_moments_of_lengths_are_those_of_draws() -> None:
+    work = replace(WORK, median_tokens=800, sigma=0.9, max_tokens=3000, prompt_tokens=0)
+    draw = random.Random(3)
+    lengths = [min(3000, 800 * draw.lognormvariate(0, 0.9)) for _ in range(100_000)]
+    assert work.mean_tokens == pytest.approx(sum(lengths) / len(lengths), rel=0.01)
+    running = sum(x * x / 2 for x in lengths) / sum(lengths)
+    assert work.mean_context == pytest.approx(running, rel=0.01)
+
+
+def test_more_gpus_train_faster_and_need_less_memory_each() -> None:
+    h100 = devices.find("H100")
+    trained = [cost_model.fsdp(WORK, h100, n, 8, 50e9, FITTED) for n in (4, 8, 16)]
+    assert [t.step_s for t in trained] == sorted((t.step_s for t in trained), reverse=True)
+    assert [t.memory_bytes for t in trained] == sorted((t.memory_bytes for t in trained), reverse=True)
+
+
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    big = replace(WORK, shape=MODELS["Qwen3-32B"])
+    with pytest.raises(cost_model.DoesNotFit, match="GB per GPU"):
+        cost_model.replica(big, devices.find("L4"), 1, FITTED)
+    with pytest.raises(cost_model.DoesNotFit, match="training on 8 H100"):
+        cost_model.fsdp(big, devices.find("H100"), 8, 8, 50e9, FITTED)
+
+
+def test_reading_the_kv_cache_costs_time() -> None:
+    long = replace(WORK, median_tokens=8000, max_tokens=30_000)
+    h200 = devices.find("H200")
+    short_engine, long_engine = (cost_model.replica(w, h200, 1, FITTED) for w in (WORK, long))
+    assert long_engine.tok_per_s(64, long) < 0.8 * short_engine.tok_per_s(64, WORK)
+    assert long_engine.slots < short_engine.slots
+
+
+def test_fast_links_matter_only_between_machines() -> None:
+    h100 = devices.find("H100")
+    slow, fast = (cost_model.fsdp(WORK, h100, 16, 8, network, FITTED) for network in (0.2e9, 50e9))
+    assert slow.step_s > 1.5 * fast.step_s
+    inside = [cost_model.fsdp(WORK, h100, 8, 8, network, FITTED).step_s for network in (0.2e9, 50e9)]
+    assert inside[0] == inside[1]
+
+
+def test_clusters_from_toml_and_text() -> None:
+    data = {"machine": [{"gpu": "h100", "count": 8}, {"gpu": "X1", "count": 2, "machines": 3, "lease": "spot",
+            "price_usd_per_gpu_h": 1.5}],
+            "device": [{"name": "X1", "memory_gb": 64, "bandwidth_gb_per_s": 1600, "tflops": 200, "link_gb_per_s": 50}],
+            "links": {"same_type_gb_per_s": 5, "across_types_gb_per_s": 1.5}}  # fmt: skip
+    made = cluster.parse(data, "c.toml")
+    assert str(made) == "8 H100 + 6 X1 spot"
+    assert made.usd_per_h == pytest.approx(8 * 7.36 + 6 * 1.5)
+    a, b, c = made.machines[0], made.machines[1], made.machines[2]
+    assert [made.bandwidth(a, a), made.bandwidth(b, c), made.bandwidth(a, b)] == [450e9, 5e9, 1.5e9]
+    assert cluster.from_text("8xH100 + 6x2xH100:spot").gpus == 20
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ({}, "no machines"),
+        ({"machine": [{"gpu": "H1000"}]}, "unknown GPU"),
+        ({"machine": [{"gpu": "H100", "count": 0}]}, "count is 0"),
+        ({"machine": [{"gpu": "H100", "counts": 8}]}, "unknown key"),
+        ({"machine": [{"gpu": "H100", "lease": "free"}]}, "unknown lease"),
+        ({"machine": [{"gpu": "H100", "price_usd_per_gpu_h": -1}]}, "price_usd_per_gpu_h"),
+        ({"machine": {"gpu": "H100"}}, "list of tables"),
+        ({"device": [{"name": "X"}], "machine": [{"gpu": "X"}]}, "missing"),
+        ({"machine": [{"gpu": "H100", "count": 8, "machines": 1000}]}, "8000 GPUs"),
+    ],
+)
+def test_bad_clusters_are_refused(data: dict, what: str) -> None:
+    with pytest.raises(WindfallError, match=what):
+        cluster.parse(data, "c.toml")
+
+
+def test_unknown_names_suggest_known_ones() -> None:
+    with pytest.raises(WindfallError, match="Did you mean 'H100'"):
+        devices.find("H10")
+    with pytest.raises(WindfallError, match="not known"):
+        model("gpt-9")
+    with pytest.raises(WindfallError, match="no on-demand price"):
+        devices.find("RTX4090").price(spot=False)
+    with pytest.raises(WindfallError, match="line 2"):
+        devices.priced([{"gpu": "L4", "on_demand_usd_per_gpu_h": "x", "spot_usd_per_gpu_h": "1"}], "p.csv")

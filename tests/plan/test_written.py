@@ -1,0 +1,218 @@
+"""From plans to recipes: what is written runs, what cannot run is refused, and a run is compared with its plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall import config
+from windfall.config import Recipe
+from windfall.config.worker_sources import SOURCES
+from windfall.errors import WindfallError
+from windfall.plan import command
+from windfall.plan.model import cluster, inputs, measured
+from windfall.plan.model.workload import MODELS, Workload
+from windfall.plan.run import recipe, review, run_log
+from windfall.plan.search import planner
+from windfall.plan.search.request import Request
+
+WORK = Workload(shape=MODELS["Qwen3-8B"], groups=64, group_size=8, sigma=0.4)
+
+
+def request(text: str, **keys: Any) -> Request:
+    return Request(cluster=cluster.from_text(text), work=WORK, efficiency=measured.efficiency(), **keys)
+
+
+def from_toml(*machines: dict[str, Any], **keys: Any) -> Request:
+    made = cluster.parse({"machine": list(machines)}, "c.toml")
+    return Request(cluster=made, work=WORK, efficiency=measured.efficiency(), **keys)
+
+
+TRAINER = {"gpu": "H100", "count": 8, "address": "10.0.0.5"}
+
+
+def test_written_recipe_loads_and_says_what_the_plan_says(tmp_path: Path) -> None:
+    base = config.parse({"model": {"path": "tiny"}, "rollout": {"groups": 4, "group_size": 2}}, "test")
+    work = replace(WORK, shape=inputs.model_shape("tiny"), max_tokens=160, median_tokens=40)
+    asked = replace(request("4xL4"), work=work)
+    best = planner.plans(asked)[0]
+    path = tmp_path / "planned.toml"
+    path.write_text(config.dump(recipe.write(best, asked, base)))
+    loaded = config.load(path)
+    assert loaded.train.ranks == best.training.gpus
+    assert loaded.fleet.workers == sum(len(p.replicas) for p in best.placed)
+    assert loaded.rollout.staleness == 1
+    assert loaded.sim.trainer["train_s"] > 0
+
+
+def test_several_machines_need_an_address() -> None:
+    asked = request("2x8xH100")
+    best = planner.plans(asked)[0]
+    with pytest.raises(WindfallError, match="address"):
+        recipe.write(best, asked, None)
+    machines = tuple(replace(m, address="10.0.0.5") for m in asked.cluster.machines)
+    asked = replace(asked, cluster=replace(asked.cluster, machines=machines))
+    best = planner.plans(asked)[0]
+    assert recipe.write(best, asked, None).fleet.host == "10.0.0.5"
+    assert any("windfall worker" in line or "windfall ranks" in line for line in recipe.commands(best))
+
+
+def test_workers_of_a_provider_follow_from_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    asked = from_toml(TRAINER, {"gpu": "L40S", "count": 4, "machines": 2, "lease": "spot", "provider": "slurm"})
+    base = config.parse({"fleet": {"slurm": {"partition": "gpu", "gpus": "l40s:2"}}}, "test")
+    plan = next(p for p in planner.plans(asked) if any(q.machine.provider and q.replicas for q in p.placed))
+    slurm = recipe.write(plan, asked, base).fleet.slurm
+    assert slurm is not None
+    assert slurm.workers == sum(len(p.replicas) for p in plan.placed if p.machine.provider == "slurm")
+    assert (slurm.kind, slurm.gpus, slurm.partition, slurm.price_usd_per_h) == ("spot", "l40s:1", "gpu", 1.56)
+    assert not any("spot" in line for line in recipe.commands(plan))
+    assert all(p.training == 0 for p in plan.placed if p.machine.provider)
+
+
+def test_plans_without_their_provider_are_refused_before_they_are_shown() -> None:
+    asked = from_toml(TRAINER, {"gpu": "L40S", "count": 8, "machines": 2, "lease": "spot", "provider": "kubernetes"})
+    shown, refused = command.runnable(asked, Recipe())
+    assert refused == ["machines of kubernetes: the recipe does not say how to start workers with kubernetes"]
+    assert shown
+    assert not any(p.machine.provider for plan in shown for p in plan.placed)
+    only = from_toml({"gpu": "H100", "count": 3}, {"gpu": "L40S", "machines": 4, "provider": "slurm"})
+    base = config.parse({"fleet": {"slurm": {"partition": "gpu"}}}, "test")
+    with pytest.raises(WindfallError, match="sbatch"):
+        command.runnable(only, base)
+
+
+def test_providers_are_those_of_recipes() -> None:
+    assert tuple(SOURCES) == cluster.PROVIDERS
+
+
+def test_only_vllm_spans_several_gpus() -> None:
+    large = replace(WORK, shape=MODELS["Qwen3-32B"])
+    rows = (
+        {"gpu": "H100", "count": 8, "machines": 3, "address": "10.0.0.5"},
+        {"gpu": "A100-40GB", "count": 8, "price_usd_per_gpu_h": 2.0},
+    )
+    plain = replace(from_toml(*rows), work=large)
+    assert all(e.tp == 1 for p in planner.plans(plain) for _, e, _, _ in p.replicas)
+    both = replace(from_toml(rows[0], {**rows[1], "engine": "vllm"}), work=large)
+    spanning = [p for p in planner.plans(replace(both, top=9)) if any(e.tp > 1 for _, e, _, _ in p.replicas)]
+    assert spanning
+    lines = list(recipe.commands(spanning[0]))
+    assert any("--tensor-parallel" in line and "--engine vllm" in line for line in lines)
+
+
+def test_vllm_must_be_installed_for_workers_of_the_trainers_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.engine.vllm.installed.find", lambda: None)
+    asked = from_toml({**TRAINER, "engine": "vllm"})
+    with pytest.raises(WindfallError, match="need vLLM"):
+        command.runnable(asked, config.parse({"engine": {"name": "vllm"}}, "test"))
+
+
+def test_lenders_generate_for_nothing_and_never_train() -> None:
+    lender = {"gpu": "H100", "machines": 4, "lease": "borrowed", "lent": 0.25}
+    asked = from_toml({"gpu": "H100", "count": 4, "address": "10.0.0.5"}, lender)
+    best = planner.plans(asked)[0]
+    used = [p for p in best.placed if p.machine.lease == "borrowed" and p.replicas]
+    assert used
+    assert all(p.training == 0 for p in best.placed if p.machine.lease == "borrowed")
+    paid = sum((p.training + sum(p.replicas)) * p.machine.kind.usd_per_h for p in best.placed)
+    assert best.usd_per_h == pytest.approx(paid)
+    assert recipe.write(best, asked, None).fleet.borrowed_max == len(used)
+    assert sum("windfall serve 8B --lend" in line for line in recipe.commands(best, "8B")) == len(used)
+    whole = from_toml({"gpu": "H100", "count": 4}, {**lender, "lent": 1.0})
+    assert planner.plans(whole)[0].tok_per_s > best.tok_per_s
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"engine": "sglang"}, "unknown engine"),
+        ({"provider": "nomad"}, "unknown provider"),
+        ({"lent": 0.5}, "lent is 0.5"),
+        ({"lease": "borrowed", "lent": 1.5}, "lent is 1.5"),
+    ],
+)
+def test_bad_machines_are_refused(row: dict[str, Any], what: str) -> None:
+    with pytest.raises(WindfallError, match=what):
+        from_toml({"gpu": "H100", **row})
+
+
+def test_clusters_survive_a_recipe() -> None:
+    rows = (TRAINER, {"gpu": "L40S", "lease": "spot", "machines": 3}, {"gpu": "H100", "lease": "borrowed"})
+    made = cluster.parse({"machine": list(rows), "links": {"same_type_gb_per_s": 5}}, "c.toml")
+    again = cluster.parse(cluster.dump(made), "a recipe")
+    assert (str(again), again.usd_per_h, again.links) == (str(made), made.usd_per_h, made.links)
+    assert [m.address for m in again.machines] == [m.address for m in made.machines]
+
+
+def log(step_s: float = 0.02) -> list[dict[str, Any]]:
+    """A run with a CPU worker on its own machine and a slower spot worker."""
+    events: list[dict[str, Any]] = [{"kind": "instant", "name": "start", "machine": "cpu", "rank_pids": "", "t": 0.0}]
+    for n in range(1, 5):
+        events.append({"kind": "span", "name": "train", "step": n, "s": 1.3, "update_s": 0.5})
+        speeds = {
+            "reserved cpu at $0.50/h": [[b, step_s + 0.001 * b, 5] for b in (2.0, 8.0, 32.0)],
+            "spot cpu at $0.20/h": [[b, 2 * step_s + 0.003 * b, 5] for b in (2.0, 8.0, 32.0)],
+        }
+        lengths = [[90, 110, 100, 100] for _ in range(16)]
+        events.append({"kind": "scalar", "name": "step", "step": n, "trained": 6400, "lengths": lengths, "s": 4.0,
+                       "speeds": speeds, "prompt_tokens": 20.0, "workers": 2})  # fmt: skip
+    return events
+
+
+CPUS = (
+    {"gpu": "cpu", "count": 2, "price_usd_per_gpu_h": 0.5, "address": "127.0.0.1"},
+    {"gpu": "cpu", "lease": "spot", "price_usd_per_gpu_h": 0.2},
+)
+
+
+def cpu_request() -> Request:
+    asked, seen = from_toml(*CPUS), run_log.speeds(log(), "log")
+    tiny = replace(WORK, shape=inputs.model_shape("tiny"), groups=16, group_size=4, max_tokens=160)
+    work = run_log.with_lengths(tiny, seen.lengths, seen.prompt_tokens)
+    return replace(asked, work=work, cluster=run_log.with_speeds(asked.cluster, seen, work))
+
+
+def test_measured_times_and_lengths_replace_the_cost_model() -> None:
+    asked = cpu_request()
+    assert asked.work.mean_tokens == pytest.approx(100, rel=1e-3)
+    best = planner.plans(asked)[0]
+    services = {kind.lease: engine.service for kind, engine, _, _ in best.replicas}
+    assert services["reserved"].step_s(8) == pytest.approx(0.028)
+    assert services["spot"].step_s(8) == pytest.approx(0.064)
+    assert best.train_s == pytest.approx(0.5 + 6400 * (1.3 - 0.5) / 6400)
+
+
+def test_a_cpu_without_measurements_cannot_be_planned() -> None:
+    with pytest.raises(WindfallError, match="--measured RUN"):
+        planner.plans(from_toml(*CPUS))
+
+
+def test_a_run_is_compared_with_its_plan_part_by_part(tmp_path: Path) -> None:
+    asked = cpu_request()
+    base = config.parse({"rollout": {"groups": 16, "group_size": 4}, "run": {"threads": 1}}, "test")
+    path = tmp_path / "recipe.toml"
+    path.write_text(config.dump(recipe.write(planner.plans(asked)[0], asked, base)))
+    planned = config.load(path)
+    assert (planned.run.device, planned.fleet.workers, planned.train.ranks) == ("cpu", 1, 1)
+    found = {p.name: p for p in review.parts(planned, log(step_s=0.03))}
+    assert found["tokens per second"].measured == pytest.approx(1600)
+    assert found["training, per million tokens"].error == pytest.approx(0.0)
+    assert found["engine step, reserved cpu at $0.50/h, batch 32"].error == pytest.approx(0.052 / 0.062 - 1)
+    assert found["engine step, spot cpu at $0.20/h, batch 32"].error == pytest.approx(0.136 / 0.156 - 1)
+    assert found["mean response"].error == pytest.approx(0.0, abs=0.01)
+
+
+def test_only_planned_runs_can_be_checked(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="no such run"):
+        command.check(tmp_path / "nowhere")
+    (tmp_path / "recipe.toml").write_text(config.dump(Recipe()))
+    with pytest.raises(WindfallError, match="was not planned"):
+        command.check(tmp_path)
+    with pytest.raises(WindfallError, match="no step"):
+        run_log.speeds([], "log")

@@ -23,9 +23,10 @@ from windfall import algorithms
 from windfall.config import Recipe
 from windfall.controller import Controller
 from windfall.cost import prices
+from windfall.cost.activity import Activity
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import HeldOut
-from windfall.events.log import EventLog
+from windfall.events.log import Event, EventLog
 from windfall.launch.fleet_report import FleetReport, read_history
 from windfall.ledger.journal import Journal
 from windfall.ledger.journal_reader import History, JournalContents, oldest_versions
@@ -56,20 +57,27 @@ class ControllerLife:
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, resumed: bool,
         read_journal: Callable[[Journal, int], Awaitable[JournalContents]] | None = None,
+        on_event: Callable[[Event], None] = lambda event: None, activity: Activity | None = None,
     ) -> None:  # fmt: skip
-        """`resumed`: the run was started before. `journal`: None if nothing must survive this controller.
+        """`on_event`: called with every event that is in the log already. `activity`: records what workers do.
+        `resumed`: the run was started before. `journal`: None if nothing must survive this controller.
         `read_journal`: reads the journal from a step on; by default in a thread."""
         f, t = recipe.fleet, recipe.techniques
         self.recipe, self.events, self.journal, self._resumed = recipe, events, journal, resumed
         self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
         self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
-        history = read_history(events, self._recovery.observe)
+
+        def observe(event: Event) -> None:
+            self._recovery.observe(event)
+            on_event(event)
+
+        history = read_history(events, observe)
         self._evaluated, self._last_logged = history.evaluated, history.step
         self._evaluation_lost = bool(history.evaluating)
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t, billed_s=history.billed_s,
-            staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
+            staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights, activity=activity,
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
@@ -86,6 +94,8 @@ class ControllerLife:
         """Set when the run should stop and save."""
         self.on_trainer: Callable[[m.TrainerHello], None] = lambda hello: None
         """Called with every trainer that the run continues with, before any worker gets its weights."""
+        self.on_rollout: Callable[[Rollout], None] = lambda rollout: None
+        """Called with the rollout when it is created."""
         self.attend = self.dispatch.attend
         self._trainers = count(1)
 
@@ -115,6 +125,7 @@ class ControllerLife:
         if not self._resumed:
             self.events.instant("start", step=hello.step, steps=recipe.run.steps, **hello.facts)
         self.rollout = Rollout(self.dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=self.events)
+        self.on_rollout(self.rollout)
         return self.rollout
 
     async def connected(self) -> None:

@@ -97,6 +97,7 @@ class LedgerEntry:
     """Number of workers in a row that were lost before they generated one token of this response."""
     blamed: frozenset[str] = frozenset()
     """Names of these workers. A worker that reconnects has another id and the same name."""
+    worker_runs: list[tuple[str, int]] = field(default_factory=list)  # (worker, number of tokens), in order
 
 
 class Ledger:
@@ -350,9 +351,10 @@ class Ledger:
         entry.handle, entry.worker, entry.last_worker = -1, "", entry.worker
 
     def _record_version(self, entry: LedgerEntry) -> None:
-        episode = entry.episode
-        episode.record_version(entry.version, len(episode.tokens) - entry.recorded)
-        entry.recorded = len(episode.tokens)
+        count = len(entry.episode.tokens) - entry.recorded
+        entry.episode.record_version(entry.version, count)
+        entry.worker_runs.append((entry.worker, count))
+        entry.recorded += count
 
     def requeue(self, entry: LedgerEntry) -> None:
         """Take a running response from its worker and queue it for another one."""

@@ -20,6 +20,7 @@ from typing import Literal
 from windfall.config import Techniques
 from windfall.cost import prices
 from windfall.cost.accounts import Accounts
+from windfall.cost.activity import Activity
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
@@ -67,11 +68,13 @@ class Dispatch:
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
         vocabulary: int = 1 << 32, techniques: Techniques | None = None, billed_s: float = -math.inf,
         staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt",
+        activity: Activity | None = None,
     ) -> None:  # fmt: skip
-        """`staleness` and `on_new_weights`: as in the recipe."""
+        """`staleness` and `on_new_weights`: as in the recipe. `activity`: records what workers do, for the timeline."""
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
-        self.placement, self.accounts = Placement(self.ledger, balancing=t.balancing), Accounts(billed_s)
+        self.placement, self.accounts = Placement(self.ledger, balancing=t.balancing), Accounts(billed_s, activity)
+        self.activity = activity
         self.journal, self._migration = journal, t.migration
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
@@ -94,11 +97,13 @@ class Dispatch:
 
     # Called by a stream.
 
-    def close(self, id: str) -> None:
-        """Close a response that is finished and part of its group."""
-        self.placement.finished(len(self.ledger.entries[id].episode.tokens))
+    def close(self, id: str) -> list[tuple[str, int]]:
+        """Close a response that is finished and part of its group. Returns which worker generated how many tokens."""
+        entry = self.ledger.entries[id]
+        self.placement.finished(len(entry.episode.tokens))
         self.ledger.close(id)
         del self._listeners[id]
+        return entry.worker_runs
 
     def open(self, episode: Episode, listener: Listener) -> None:
         self.ledger.open(episode)
@@ -471,6 +476,9 @@ class Dispatch:
         prefilled_again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in entries if e.moved)
         if prefilled_again:
             self.accounts.moved_in(now, worker, prefilled_again)
+            for e in entries if self.activity is not None else ():
+                if e.moved and e.last_worker != worker:
+                    self.activity.moved(e.last_worker.partition("#")[0], worker.partition("#")[0])
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
         for work in work_frames(entries):

@@ -113,6 +113,8 @@ class Rollout:
         self.grading_s = 0.0
         """Seconds that grading these turns took in total."""
         self.streams: set[Stream] = set()
+        self.on_finished: Callable[[Task, Episode, Response, list[tuple[str, int]]], None] = lambda *_: None
+        """Called with every finished response of training, and which worker generated how many of its tokens."""
         self.stopped = False
         self.failures = EnvFailures(env.name, events)
         dispatch.on_failure = self.interrupt
@@ -425,7 +427,9 @@ class Stream:
         if response is None:
             self._dispatch.next_turn(episode.id)
             return
-        self._dispatch.close(episode.id)
+        worker_runs = self._dispatch.close(episode.id)
+        if self._counted and not self._scope:
+            self._rollout.on_finished(self._live[response.id][1].task, episode, response, worker_runs)
         self._finish(response)
 
     def _apply_feedback(self, episode: Episode, graded: Graded) -> Response | None:

@@ -23,7 +23,7 @@ LAYERS = [
     {"free_memory", "algorithms", "events", "fleet", "cost", "link"},
     {"config", "devices", "weights", "engine", "envs", "ledger"},
     {"run_folder", "models", "scheduling", "train"},
-    {"views", "selftest", "rollout"},
+    {"views", "selftest", "rollout", "page"},
     {"controller", "worker"},
     {"launch"},
     {"commands", "sim"},
@@ -69,14 +69,17 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "cost/prices.py",
     "cost/bill.py",
     "cost/accounts.py",
+    "cost/activity.py",
+    "page/history.py",
+    "page/timeline.py",
     "link/messages.py",
     "weights/manifest.py",
     "weights/delta.py",
     "weights/plan.py",
 ]
 PURE_MAY_IMPORT = {
-    "__future__", "array", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",
-    "itertools", "math", "msgspec", "numpy", "signal", "typing", "xxhash",
+    "__future__", "array", "base64", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",
+    "itertools", "math", "msgspec", "numpy", "signal", "re", "typing", "xxhash",
 }  # fmt: skip
 LIGHT = [
     "cli",

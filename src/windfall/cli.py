@@ -222,6 +222,27 @@ def top(
     top.show(run, once=once)
 
 
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, in progress or ended.")]
+
+
+@app.command(epilog="Example: windfall page runs/demo --out demo.html")
+def page(
+    runs: Runs,
+    out: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead of serving.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = 0,
+    open: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    samples: Annotated[bool, typer.Option(help="Include the sampled responses in the file.")] = True,
+) -> None:
+    """Show a run, or several beside each other, in a browser: serve the page, or write it as one file."""
+    from windfall.commands import page as pages
+
+    if out is not None:
+        print(pages.write(runs, out, samples=samples))
+    else:
+        pages.serve(runs, host=host, port=port, open_browser=open)
+
+
 FOR_RECIPE, FOR_REPLAY = "Options for RECIPE.toml", "Options for --replay"
 FOR_CALIBRATE, FOR_CHAOS = "Options for calibrate", "Options for chaos"
 SimWhat = Annotated[

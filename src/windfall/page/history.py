@@ -268,7 +268,7 @@ class History:
                 if first == len(row.changes) - 1 and row.changes[-1] >> 4 < since and row.state == ABSENT:
                     continue
             data = b64encode(row.changes[first:].tobytes()).decode()
-            out.append({"name": row.name, "from": first, "data": data, "facts": row.facts})
+            out.append({"name": row.name, "from": first, "slice": row.slice, "data": data, "facts": row.facts})
         return out
 
     def _small(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ killed, it is restarted and continues from its journal; workers and trainer reco
          ├─ dispatch.watch   heartbeats and deadlines           forever
          ├─ _snapshots       fleet.json                         forever
          ├─ life.tick        seeding                            forever
+         ├─ page.run         viewers, activity of workers       forever
          └─ _write_failure   waits for a failed write           until one fails; its error ends the run
 
 When the first of them ends, the others are canceled. No failure goes unnoticed.
@@ -23,7 +24,7 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,12 @@ from windfall.config import Recipe
 from windfall.envs import held_out
 from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
-from windfall.events.log import EventLog, tensorboard
+from windfall.events.log import EventLog
+from windfall.events.sinks import make_sinks
 from windfall.launch import invitation, tls
 from windfall.launch.assembly import ControllerLife, run_until_first
 from windfall.launch.fleet_report import Ended
+from windfall.launch.live_page import LivePage
 from windfall.launch.liveness import FROZEN_TRAINER
 from windfall.ledger.journal import Journal
 from windfall.link import auth, listener
@@ -66,9 +69,8 @@ def main(folder: Path) -> int:
         resumed = (folder / "events.jsonl").is_file()
         try:
             with contextlib.closing(EventLog(folder / "events.jsonl")) as events:
-                if recipe.log.tensorboard:
-                    events.attach(tensorboard(folder / "tensorboard"))
-                asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed).run()))
+                with _sinks(recipe, folder, events):
+                    asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed).run()))
         except WindfallError as e:
             folders.fail(folder, "controller", e)
             return 2
@@ -81,6 +83,23 @@ def main(folder: Path) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _sinks(recipe: Recipe, folder: Path, events: EventLog) -> Iterator[None]:
+    """Pass the events to the tools of the recipe's [log] section."""
+    o = recipe.log
+    sinks = make_sinks(
+        folder=folder, run=folder.resolve().name, tensorboard=o.tensorboard, wandb=o.wandb, mlflow=o.mlflow,
+        prometheus=o.prometheus,
+    )  # fmt: skip
+    for sink in sinks:
+        events.attach(sink)
+    try:
+        yield
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
 def settings_digest(recipe: Recipe) -> str:
     """Digest of all settings that affect the tokens of a response. If it changes, the journal is void."""
     return xxhash.xxh3_128_hexdigest(json.dumps(config.token_settings(recipe)).encode())
@@ -90,7 +109,13 @@ class ControllerProcess:
     def __init__(self, recipe: Recipe, folder: Path, events: EventLog, resumed: bool) -> None:
         self.recipe, self.folder, self.events = recipe, folder, events
         self.journal = Journal(folder / "journal", settings_digest(recipe), staleness=recipe.rollout.staleness)
-        self.life = ControllerLife(recipe, events, self.journal, resumed=resumed)
+        self.page = LivePage(recipe, folder, events)
+        self.life = ControllerLife(
+            recipe, events, self.journal, resumed=resumed, on_event=self.page.observe, activity=self.page.activity
+        )
+        events.attach(self.page.observe)
+        self.life.on_rollout = self.page.attach
+        self._last_snapshot: dict[str, Any] | None = None
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(
             recipe.run.name, auth.read_token(folder / "token"), log=events.instant,
@@ -111,10 +136,13 @@ class ControllerProcess:
         try:
             with self._handling_signals():
                 await run_until_first(
-                    self._run_steps(), self.dispatch.watch(), self._snapshots(), self.life.tick(), self._write_failure()
-                )
+                    self._run_steps(), self.dispatch.watch(), self._snapshots(), self.life.tick(), self._write_failure(),
+                    self.page.run(lambda: self._last_snapshot),
+                )  # fmt: skip
         finally:
             await self._drain_workers()
+            self.page.log_activity(asyncio.get_running_loop().time())
+            await self.page.close()
             await port.close()
             with contextlib.suppress(OSError):  # the disk is full: that is already reported, or no longer matters
                 how = "failed" if self._end is None else "finished" if self._end["finished"] else "stopped"
@@ -190,14 +218,16 @@ class ControllerProcess:
             ),
         }  # fmt: skip
         before = (folders.address(self.folder) or {}).get("port", 0)
-        port = Port(f.host, f.port or before, routes, context)
+        pages = self.page.server.handlers() if self.recipe.log.page else {}
+        port = Port(f.host, f.port or before, routes, context, pages=pages)
         try:
             await port.open()
         except WindfallError:
             if f.port or not before:
                 raise
-            port = Port(f.host, 0, routes, context)  # another process now uses the previous port
+            port = Port(f.host, 0, routes, context, pages=pages)  # another process now uses the previous port
             await port.open()
+        self.page.server.welcome = port.welcome
         host = "127.0.0.1" if f.host in invitation.ALL_INTERFACES else f.host
         url = f"{'https' if context else 'http'}://{f'[{host}]' if ':' in host else host}:{port.port}"
         address = {"url": url, "port": port.port, "pid": os.getpid()}
@@ -231,6 +261,7 @@ class ControllerProcess:
     def _snapshot(self, ended: Ended | None = None) -> None:
         now_s = asyncio.get_running_loop().time()
         snapshot = self.life.report.snapshot(step=self.life.state.step, now_s=now_s, ended=ended)
+        self._last_snapshot = snapshot
         folders.replace(self.folder / "fleet.json", json.dumps(snapshot))
 
     # stopping

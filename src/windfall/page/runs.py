@@ -1,0 +1,92 @@
+"""From the folder of a run to what its page shows. `RunReader` follows a log that is still written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from windfall import config
+from windfall import run_folder as folders
+from windfall.errors import WindfallError
+from windfall.events.log import MAX_LINE_BYTES, parse
+from windfall.page.history import History
+from windfall.page.samples import SampleFile
+
+MAX_EMBEDDED = 200
+"""Upper limit for the responses in a page that is written to a file."""
+MAX_EMBEDDED_CHARS = 6_000_000
+"""Upper limit for their size in characters, as JSON."""
+
+
+class RunReader:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "events.jsonl"
+        self.history, self.samples = History(), SampleFile(folder)
+        self._position = 0
+        if not self.path.is_file():
+            fix = "Give the folder of a run, such as runs/demo; `windfall sim --out` writes such logs, too."
+            raise WindfallError("this folder has no event log (events.jsonl)", where=str(folder), fix=fix)
+        self.read_new()
+
+    def read_new(self) -> bool:
+        """Read the events that were appended since the last call. True if there were any."""
+        before = self.history.number
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            while line := file.readline(MAX_LINE_BYTES):
+                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                    break  # it is still being written, or a kill cut it off
+                self._position += len(line)
+                event = parse(line)
+                if event is not None:
+                    self.history.add(event)
+        return self.history.number > before
+
+    @property
+    def status(self) -> str:
+        return status(self.history, running=folders.held(self.folder))
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """The last state of the fleet."""
+        return folders.read_json(self.folder / "fleet.json")
+
+    def embedded_samples(self) -> list[dict[str, Any]]:
+        """The newest samples with their tokens, as many as a file should contain."""
+        out, chars = [], 0
+        for entry in reversed(self.samples.index()[-MAX_EMBEDDED:]):
+            sample = self.samples.read(entry["at"])
+            chars += sum(map(len, sample["tokens"])) + 12 * len(sample["tokens"]) if sample else 0
+            if chars > MAX_EMBEDDED_CHARS:
+                break
+            if sample:
+                out.append(sample)
+        return out[::-1]
+
+    def describe(self, *, samples: bool = True) -> dict[str, Any]:
+        return {
+            "name": self.folder.resolve().name, "status": self.status, "recipe": recipe_facts(self.folder),
+            "history": self.history.full(), "snapshot": self.snapshot(),
+            "samples": self.embedded_samples() if samples else [],
+        }  # fmt: skip
+
+
+def status(history: History, *, running: bool) -> str:
+    """How a run stands. A run without an `end` that no process holds was killed, or its machine went down."""
+    if running:
+        return "running"
+    if history.ended is None:
+        return "killed"
+    return "finished" if history.ended["finished"] else "stopped"
+
+
+def recipe_facts(folder: Path) -> dict[str, Any]:
+    """The keys of the recipe that the page shows."""
+    try:
+        r = config.load(folder / "recipe.toml")
+    except (WindfallError, OSError):
+        return {}
+    return {
+        "model": r.model.path, "env": r.env.name, "algorithm": r.algorithm.name, "steps": r.run.steps,
+        "groups": r.rollout.groups, "group_size": r.rollout.group_size, "staleness": r.rollout.staleness,
+        "samples": r.log.samples,
+    }  # fmt: skip

@@ -243,6 +243,19 @@ def page(
         pages.serve(runs, host=host, port=port, open_browser=open)
 
 
+@app.command(epilog="Example: windfall plot runs/demo runs/demo-2 --out figure.svg --panels reward,tok_per_s")
+def plot(
+    runs: Runs,
+    out: Annotated[Path, typer.Option(help="File to write; its name ends with .png, .svg or .pdf.")] = Path("run.png"),
+    panels: Annotated[str, typer.Option(help="Panels, such as reward,length,timeline. Default: all series.")] = "",
+    time: Annotated[bool, typer.Option("--time", help="Plot over hours instead of steps.")] = False,
+) -> None:
+    """Write a figure of one or several runs for a paper or a report (needs matplotlib: windfall[plot])."""
+    from windfall.commands import plot as plots
+
+    print(plots.main(runs, out, panels=[name for name in panels.split(",") if name], by_time=time))
+
+
 FOR_RECIPE, FOR_REPLAY = "Options for RECIPE.toml", "Options for --replay"
 FOR_CALIBRATE, FOR_CHAOS = "Options for calibrate", "Options for chaos"
 SimWhat = Annotated[

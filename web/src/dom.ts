@@ -21,6 +21,7 @@ export function h<K extends keyof HTMLElementTagNameMap>(tag: K, props: Props = 
 export function number(value: number | null | undefined, digits = 3): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
+  if (size > 0 && size < 1e-3) return value.toExponential(1);
   if (size >= 1e9) return `${(value / 1e9).toFixed(2)} G`;
   if (size >= 1e6) return `${(value / 1e6).toFixed(2)} M`;
   if (size >= 1e4) return `${(value / 1e3).toFixed(1)} k`;

@@ -6,7 +6,6 @@ import type { Sample, SampleHead } from "./types";
 
 type Coloring = "worker" | "version" | "log-prob";
 const PIECE = 20_000; // characters of one token that are shown
-const MARKS = ["⎵", "↵", "⇥"];
 
 export class Responses {
   readonly element: HTMLElement;
@@ -78,7 +77,7 @@ export class Responses {
       const observed = (versions[n] ?? 0) < 0, moved = n > 0 && !observed && workers[n] !== workers[n - 1] && workers[n] && workers[n - 1];
       if (moved) body.append(h("span", { class: "move", title: `continued on ${workers[n]}` }, `→ ${clip(workers[n]!, 40)}`));
       const title = observed ? "from the environment" : `${workers[n] || "?"}, version ${versions[n]}, log-prob ${s.logprobs[n]}`;
-      body.append(h("span", { class: observed ? "observed" : "token", style: `background:${color(n)}`, title }, visible(clip(text, PIECE))));
+      body.append(h("span", { class: observed ? "observed" : "token", style: `background:${color(n)}`, title }, visible(text === "" && n === s.tokens.length - 1 ? "∎" : clip(text, PIECE))));
     });
     const buttons = (["worker", "version", "log-prob"] as const).map((c) => h("button", { class: c === this.coloring ? "on" : undefined, click: () => { this.coloring = c; this.render(); } }, c));
     const keys = this.coloring === "log-prob" ? [["likely", hslKey(0)], ["unlikely", hslKey(-4)]] : this.coloring === "worker" ? names.map((w, n) => [w, hue(n)]) : numbers.map((v, n) => [`version ${v}`, hue(n)]);
@@ -91,7 +90,7 @@ export class Responses {
 
 const hue = (n: number): string => (n < 0 ? "transparent" : `hsl(${(n * 137 + 205) % 360} 75% 55% / .35)`);
 const hslKey = (logprob: number): string => `hsl(${Math.max(0, 120 + 30 * logprob)} 70% 50% / .38)`;
-const visible = (text: string): string => (text === "\n" ? `${MARKS[1]}\n` : text);
+const visible = (text: string): string => (text === "\n" ? "↵\n" : text);
 
 function spread<T>(runs: [T, number][]): T[] {
   const out: T[] = [];

@@ -112,6 +112,8 @@ export class Timeline {
   private paint(): void {
     const began = performance.now(), { canvas, box, run } = this, width = box.clientWidth, height = box.clientHeight, ratio = window.devicePixelRatio || 1;
     if (!width) return;
+    const wanted = `${Math.round(Math.max(160, Math.min(0.72 * window.innerHeight, run.rows.length * ROW + HEAD + 8)))}px`;
+    if (box.style.height !== wanted) { box.style.height = wanted; this.draw(); return; }
     this.space.style.height = `${Math.max(0, run.rows.length * ROW + HEAD - height)}px`;
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
       canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);

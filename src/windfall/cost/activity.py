@@ -24,7 +24,7 @@ from typing import Any
 MIN_S = 0.5
 """Shorter intervals are shown as a part of the next one."""
 MAX_MOVES = 256
-"""Upper limit for the pairs of workers whose moves one `drain` lists. The rest is added up as one pair without names."""
+"""Upper limit for the pairs of workers whose moves one `drain` lists. The rest is one pair without names."""
 
 
 class Activity:

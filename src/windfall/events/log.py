@@ -101,6 +101,7 @@ class EventLog:
             self._file.flush()
         except OSError as e:
             raise self._fail(e) from e
+        dropped: list[tuple[str, str]] = []
         for sink in list(self._sinks):
             try:
                 sink(event)
@@ -109,7 +110,9 @@ class EventLog:
                 view = str(getattr(sink, "__qualname__", sink))
                 why = f"{type(e).__name__}: {e}"[:400]
                 print(f"windfall: {view} failed and gets no more events: {why}", file=sys.stderr)
-                self.instant("sink_dropped", sink=view, why=why)
+                dropped.append((view, why))
+        for view, why in dropped:  # afterwards, so that the other sinks get the events in their order
+            self.instant("sink_dropped", sink=view, why=why)
 
     def close(self) -> None:
         with suppress(OSError):  # every line was flushed when it was written, and a failure was reported then

@@ -14,7 +14,7 @@ import importlib.util
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -191,26 +191,25 @@ class Prometheus:
         return Handler
 
 
-def require(module: str, key: str, extra: str) -> None:
-    """Raise WindfallError if the package of a sink is not installed."""
-    if importlib.util.find_spec(module) is None:
-        fix = f"pip install 'windfall[{extra}]', or remove {key} from the recipe."
-        raise WindfallError(f"{module} is not installed", where=key, fix=fix)
+def require_tools(wanted: Mapping[str, Any]) -> None:
+    """Raise WindfallError if a package is not installed that these keys of the [log] section need."""
+    for module in ("tensorboard", "wandb", "mlflow"):
+        if wanted.get(module) and importlib.util.find_spec(module) is None:
+            fix = f"pip install 'windfall[{module}]', or remove the key from the recipe."
+            raise WindfallError(f"{module} is not installed", where=f"log.{module}", fix=fix)
 
 
 def make_sinks(
     *, folder: Path, run: str, tensorboard: bool = False, wandb: str = "", mlflow: str = "", prometheus: str = ""
 ) -> list[ThreadedSink]:
     """The sinks of a recipe's [log] section."""
+    require_tools({"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow})
     sinks: list[ThreadedSink] = []
     if tensorboard:
-        require("tensorboard", "log.tensorboard", "tensorboard")
         sinks.append(ThreadedSink("tensorboard", lambda: TensorBoard(folder / "tensorboard")))
     if wandb:
-        require("wandb", "log.wandb", "wandb")
         sinks.append(ThreadedSink("wandb", lambda: WandB(wandb, run, folder)))
     if mlflow:
-        require("mlflow", "log.mlflow", "mlflow")
         sinks.append(ThreadedSink("mlflow", lambda: MlFlow(mlflow, run)))
     if prometheus:
         sinks.append(ThreadedSink("prometheus", lambda: Prometheus(prometheus, run)))

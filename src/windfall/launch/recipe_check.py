@@ -6,7 +6,6 @@ The trainer uses `fit` and `prompt_lengths`, too, for models whose files are not
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from windfall.envs.hosting import env_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
+from windfall.events.sinks import require_tools
 from windfall.fleet import trace
 from windfall.fleet.trace import Change
 from windfall.launch import tls
@@ -46,9 +46,7 @@ def check(recipe: Recipe) -> str:
     _check_group_size(recipe)
     tls.server_context(recipe.fleet)
     trace_changes(recipe)
-    if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fix = "pip install 'windfall[tensorboard]'"
-        raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
+    require_tools(recipe.log.model_dump())
     host, o = env_host(recipe.env, recipe.run.seed), recipe.rollout
     task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
     unchecked = check_context(recipe, task)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 STATIC = Path(__file__).parent / "static"
 
@@ -39,7 +38,8 @@ def as_json(data: Any) -> str:
     >>> as_json({"text": "</script>"})
     '{"text":"\\\\u003c/script>"}'
     """
-    return msgspec.json.encode(data).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    # Pure ASCII: a log may contain half a surrogate pair, which UTF-8 cannot represent.
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def html(data: Any, title: str) -> str:

@@ -68,6 +68,8 @@ class History:
         self.trained_tokens, self.train_s = 0, 0.0
         self.ended: dict[str, Any] | None = None
         """The event `end`."""
+        self._losses: dict[str, int] = {}
+        """By row: when its worker was lost last (tenths of a second)."""
         self._merging = 0
         """Steps in the last point of the series."""
         self._changed_from = 0
@@ -110,6 +112,7 @@ class History:
     def _resumed(self, e: Event) -> None:
         self.step, self.ended = e["step"], None
         self.timeline.absent(self._tenths(e["t"]))
+        self._losses.clear()
         steps = self.series["step"]
         keep = len(steps)
         while keep and (steps[keep - 1] or 0) > e["step"]:
@@ -152,7 +155,7 @@ class History:
             for name, column in self.series.items():
                 column.append(values[name])
         self._changed_from = min(self._changed_from, len(steps) - 1)
-        if len(steps) >= 2 * MAX_POINTS:
+        if len(steps) >= 2 * MAX_POINTS and self._merging == self.stride:  # the last point is complete
             for name, column in self.series.items():
                 pairs = zip(column[::2], column[1::2], strict=True)
                 self.series[name] = [_merged(name, a, b, 1) for a, b in pairs]
@@ -168,6 +171,8 @@ class History:
     def _train(self, e: Event) -> None:
         t, s = self._tenths(e["t"]), float(e.get("s") or 0.0)
         self.train_s += s + float(e.get("early_s") or 0.0) if "error" not in e else 0.0
+        # What it trained on while groups were missing was interleaved with waits; it is drawn in one piece at the end.
+        s += float(e.get("early_s") or 0.0)
         self.timeline.row("trainer").paint(t - round(s * TENTHS), t, CODE["training"])
 
     def _checkpoint(self, e: Event) -> None:
@@ -204,15 +209,19 @@ class History:
         if row.worker in ("", e["worker"]):  # otherwise it has joined again under a newer id
             if e["name"] == "worker_lost":
                 row.put(t - 1, CODE["lost"])
+                self._losses[row.name] = t
             row.put(t, ABSENT)
 
     def _activity(self, e: Event) -> None:
         for worker, changes in (e.get("rows") or {}).items():
-            row = self.timeline.row(worker)
+            row = self.timeline.row(_clean(worker, 80))
             for ago_s, bucket in changes:
-                row.put(self._tenths(e["t"] - ago_s), CODE.get(bucket, CODE["ready"]))
+                t = self._tenths(e["t"] - ago_s)
+                if not bucket and abs(t - self._losses.get(row.name, -TENTHS)) <= TENTHS and row.state != CODE["lost"]:
+                    row.put(t - 1, CODE["lost"])  # it was lost right after its last frame: no time is lost
+                row.put(t, CODE.get(bucket, CODE["ready"]))
         for source, target, count in e.get("moves") or ():
-            self.moves.append((self._seconds(e["t"]), str(source)[:64], str(target)[:64], int(count)))
+            self.moves.append((self._seconds(e["t"]), _clean(source, 64), _clean(target, 64), int(count)))
 
     def _trainer_ready(self, e: Event) -> None:
         self.timeline.row("trainer").put(self._tenths(e["t"]), CODE["waiting"])
@@ -234,7 +243,7 @@ class History:
         keys = ("now", "count", "tokens_per_usd_now", "tokens_per_usd_best")
         if len(self.advice) < 64 or e.get("lease") in self.advice:
             numbers = {key: _number(e.get(key)) for key in keys}
-            self.advice[str(e.get("lease"))[:64]] = {**numbers, "why": str(e.get("why", ""))[:MAX_TEXT]}
+            self.advice[_clean(e.get("lease"), 64)] = {**numbers, "why": _clean(e.get("why", ""), MAX_TEXT)}
 
     # What viewers get.
 
@@ -304,12 +313,17 @@ def _short(event: Event, limit: int = MAX_TEXT) -> dict[str, Any]:
         if key in ("t", "m", "kind", "name") or value is None:
             continue
         if isinstance(value, str):
-            out[key[:64]] = value[:limit]
+            out[_clean(key, 64)] = _clean(value, limit)
         elif isinstance(value, int | float):
-            out[key[:64]] = value
+            out[_clean(key, 64)] = value
         if len(out) >= 24:
             break
     return out
+
+
+def _clean(value: Any, limit: int) -> str:
+    """The beginning of a text, without the halves of surrogate pairs that a log may contain and UTF-8 cannot."""
+    return str(value)[:limit].encode("utf-8", "replace").decode()
 
 
 def _number(value: Any) -> float | None:

@@ -11,6 +11,7 @@ their ids, not on their reward or their speed, so the sample is fair except for 
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -105,12 +106,16 @@ def describe(sample: Sample, step: int, t: float, decode: Callable[[list[int]], 
     if not isinstance(prompt, str):
         prompt = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
     return {
-        "step": step, "t": t, "id": r.id, "task": sample.task.id[:200], "reward": r.reward, "finish": r.finish,
+        "step": step, "t": t, "id": r.id, "task": sample.task.id[:200], "reward": _finite(r.reward), "finish": r.finish,
         "length": r.sampled_count, "turns": r.turns, "moved": sample.moved, "oldest": r.oldest_version,
         "prompt": prompt[:MAX_PROMPT_CHARS], "cut": len(r.tokens) - len(shown), "tokens": pieces(shown, decode),
-        "logprobs": [round(x, 3) for x in r.logprobs[:MAX_TOKENS]], "versions": runs(r.versions[:MAX_TOKENS]),
+        "logprobs": [_finite(x) for x in r.logprobs[:MAX_TOKENS]], "versions": runs(r.versions[:MAX_TOKENS]),
         "workers": runs(workers),
     }  # fmt: skip
+
+
+def _finite(value: float | None) -> float | None:
+    return round(value, 3) if value is not None and math.isfinite(value) else None
 
 
 def runs(values: Iterable[Any]) -> list[list[Any]]:

@@ -74,6 +74,7 @@ class Row:
             self.put(end, after)
 
     def _coarsen(self) -> None:
+        self.changes = _resampled(self.changes, self.slice)  # what is newer than the last time has full resolution
         while len(self.changes) > MAX_CHANGES // 2:
             self.slice *= 2
             self.changes = _resampled(self.changes, self.slice)

@@ -68,9 +68,8 @@ def main(folder: Path) -> int:
     with folders.owned(folder, "controller", timeout_s=10.0):
         resumed = (folder / "events.jsonl").is_file()
         try:
-            with contextlib.closing(EventLog(folder / "events.jsonl")) as events:
-                with _sinks(recipe, folder, events):
-                    asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed).run()))
+            with contextlib.closing(EventLog(folder / "events.jsonl")) as events, _sinks(recipe, folder, events):
+                asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed).run()))
         except WindfallError as e:
             folders.fail(folder, "controller", e)
             return 2
@@ -136,8 +135,8 @@ class ControllerProcess:
         try:
             with self._handling_signals():
                 await run_until_first(
-                    self._run_steps(), self.dispatch.watch(), self._snapshots(), self.life.tick(), self._write_failure(),
-                    self.page.run(lambda: self._last_snapshot),
+                    self._run_steps(), self.dispatch.watch(), self._snapshots(), self.life.tick(),
+                    self._write_failure(), self.page.run(lambda: self._last_snapshot),
                 )  # fmt: skip
         finally:
             await self._drain_workers()

@@ -9,16 +9,23 @@ READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test check format bench slow smollm2 clean
+.PHONY: help demo test test-page page check format bench slow smollm2 clean
 
 help: ## Show this list
-	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(READY) ## Set up, then train a tiny model for about two minutes
 	$(BIN)/windfall train recipes/demo.toml
 
 test: $(READY)-dev ## Set up, then run every test but the slow ones, two files at a time
 	$(PYTEST)
+
+test-page: $(READY)-dev ## The page in headless Chromium (needs a system Chromium)
+	$(PIP) playwright
+	$(BIN)/python -m pytest -m page tests/page
+
+page: ## Build the page from web/ (needs Node.js)
+	cd web && npm ci && npm run check && npm run build
 
 slow: $(READY)-dev ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -180,7 +180,7 @@ def test_failing_sink_is_removed_and_the_others_continue(path: Path, capsys: pyt
     log.close()
     assert tried == ["a"]
     assert seen == read(path)
-    assert [e["name"] for e in seen] == ["a", "b"]
+    assert [e["name"] for e in seen] == ["a", "sink_dropped", "b"]
     err = capsys.readouterr().err
     assert "broken" in err
     assert "ZeroDivisionError: no such view" in err

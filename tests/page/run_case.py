@@ -37,7 +37,7 @@ def small_log(steps: int = 5, why: str = "connection lost") -> list[dict[str, An
         events.append(event(1, "instant", "worker_joined", worker=f"w{n}", lease="spot", device="cpu", age_s=0.5))
         events.append(event(2, "instant", "worker_ready", worker=f"w{n}", version=0, s=1.0))
     rows = {f"w{n}": [[8.0, "generating"], [3.0, "waiting"]] for n in range(3)}
-    events.append(event(10, "instant", "activity", rows=rows, moves=[["w0", "w1", 5]]))
+    events.append(event(10, "instant", "activity", rows=rows, moves=[["w0", "w1", 5, 0.0]]))
     for n in range(1, steps + 1):
         events.append(event(10 * n + 3, "span", "train", step=n, s=2.0, early_s=0.0))
         events.append(step(10 * n + 3, n))
@@ -96,7 +96,7 @@ def write_long_run(folder: Path, *, workers: int = 200, hours: float = 24.0, ste
                         t - 10, "instant", "worker_joined", worker=f"gpu-{w}", lease="spot", device="H100", age_s=20.0
                     )
                 )
-            moves = [[f"gpu-{rng.randrange(workers)}", f"gpu-{rng.randrange(workers)}", 20] for _ in range(4)]
+            moves = [[f"gpu-{rng.randrange(workers)}", f"gpu-{rng.randrange(workers)}", 20, 30.0] for _ in range(4)]
             put(event(t, "instant", "activity", rows=rows, moves=moves))
             put(event(t, "span", "train", step=n, s=20.0, early_s=0.0))
             put(step(t, n, workers=workers, lengths=[[500] * 8] * 8))

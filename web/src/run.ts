@@ -9,7 +9,8 @@ export class Row {
 
   apply(row: RowData): boolean {
     if (row.from > this.length || (row.from > 0 && row.slice !== this.slice)) return false;
-    const bytes = Uint8Array.from(atob(row.data), (c) => c.charCodeAt(0));
+    const text = atob(row.data), bytes = new Uint8Array(text.length);
+    for (let n = 0; n < text.length; n++) bytes[n] = text.charCodeAt(n);
     const added = new Uint32Array(bytes.buffer, 0, bytes.length >> 2);
     const length = row.from + added.length;
     if (length > this.changes.length) {
@@ -66,17 +67,18 @@ export class Run {
       if (before.length < history.series.from) return false;
       this.series[name] = history.series.from ? before.slice(0, history.series.from).concat(column) : column;
     }
-    let complete = true;
+    let complete = true, added = false;
     for (const data of history.rows) {
       let row = this.byName.get(data.name);
       if (!row) {
         row = new Row(data.name, data.facts, data.slice);
         this.byName.set(data.name, row);
         this.rows.push(row);
-        this.rows.sort((a, b) => order(a.name) - order(b.name) || a.name.localeCompare(b.name, "en", { numeric: true }));
+        added = true;
       }
       complete = row.apply(data) && complete;
     }
+    if (added) this.rows.sort((a, b) => order(a.name) - order(b.name) || names.compare(a.name, b.name));
     history.rows = [];
     this.history = history;
     return complete;
@@ -87,6 +89,7 @@ export class Run {
   sum(name: string): number { return this.column(name).reduce<number>((total, v) => total + (v ?? 0), 0); }
 }
 
+const names = new Intl.Collator("en", { numeric: true });
 const order = (name: string): number => (name === "trainer" ? 0 : name === "local" ? 1 : 2);
 
 // Where samples come from: the file itself, or the server.

@@ -16,6 +16,7 @@ export class Timeline {
   private tip = h("div", { class: "tip", hidden: true });
   private space = h("div", {});
   private pointers = new Map<number, { x: number; y: number }>();
+  private share = new Float64Array(16);
   private arcsButton = h("button", { click: () => this.toggleArcs() }, "moves");
 
   constructor(private run: Run) {
@@ -143,22 +144,40 @@ export class Timeline {
     const steps = this.run.column("t").filter((t): t is number => t !== null && t >= this.from && t <= this.to);
     if (steps.length && (width - LABEL) / steps.length > 5) { c.strokeStyle = "#6366f199"; c.setLineDash([2, 3]); for (const t of steps) c.strokeRect(this.x(t), HEAD - 6, 0, height); c.setLineDash([]); }
   }
-  // Several changes within one pixel become one bar; a loss is always visible.
+  // Every pixel has one state: the one that lasts longest in it, or a loss. Equal neighbors are one bar.
   private bars(c: CanvasRenderingContext2D, row: Row, y: number, width: number): void {
-    const scale = (width - LABEL) / (this.to - this.from);
-    let done = LABEL;
+    const scale = (width - LABEL) / (this.to - this.from), share = this.share.fill(0);
+    let pixel = LABEL, barFrom = LABEL, barState = 0;
+    const flush = (at: number, state: number) => {
+      if (state === barState) return;
+      if (barState) { c.fillStyle = COLORS[barState]!; c.fillRect(barFrom, y + 2, at - barFrom, ROW - 4); }
+      barFrom = at; barState = state;
+    };
+    const close = () => {
+      let best = 0;
+      for (let s = 1; s < share.length; s++) if (share[s]! > share[best]!) best = s;
+      flush(pixel, share[LOST]! > 0 ? LOST : best);
+      share.fill(0);
+    };
     for (let n = Math.max(0, row.at(this.from)); n < row.length; n++) {
       const state = row.state(n), start = row.start(n);
       if (start > this.to) break;
       const end = n + 1 < row.length ? row.start(n + 1) : this.end;
-      const a = Math.max(LABEL, LABEL + (start - this.from) * scale), b = Math.min(width, LABEL + (end - this.from) * scale);
-      if (!state || b <= LABEL) continue;
-      if (b < done && state !== LOST) continue;
-      const x = Math.floor(a), w = Math.max(state === LOST ? 2 : 1, Math.ceil(b) - x);
-      c.fillStyle = COLORS[state]!;
-      c.fillRect(x, y + 2, w, ROW - 4);
-      done = x + w;
+      let a = Math.max(LABEL, LABEL + (start - this.from) * scale);
+      const b = Math.min(width, LABEL + (end - this.from) * scale);
+      if (b <= a) continue;
+      if (Math.floor(a) > pixel) { close(); pixel = Math.floor(a); }
+      if (b >= pixel + 1) {
+        share[state]! += pixel + 1 - a;
+        close();
+        a = pixel + 1;
+        if (Math.floor(b) > a) flush(a, state);
+        pixel = Math.floor(b);
+      }
+      share[state]! += b - Math.max(a, pixel);
     }
+    close();
+    flush(Math.min(width, pixel + 1), 0);
   }
   private paintArcs(c: CanvasRenderingContext2D): void {
     const place = new Map(this.run.rows.map((row, n) => [row.name, HEAD + n * ROW - this.box.scrollTop + ROW / 2]));

@@ -8,17 +8,16 @@ that time that turns out to be lost is shown as lost.
 >>> activity = Activity()
 >>> activity.record("n1", "booting", 0.0, 4.0)
 >>> activity.record("n1", "generating", 4.0, 9.0)
->>> activity.moved("n1", "n2")
+>>> activity.moved("n1", "n2", 9.5)
 >>> activity.gone("n1", 9.0)
 >>> activity.drain(10.0)
-{'rows': {'n1': [[10.0, 'booting'], [6.0, 'generating'], [1.0, '']]}, 'moves': [['n1', 'n2', 1]]}
+{'rows': {'n1': [[10.0, 'booting'], [6.0, 'generating'], [1.0, '']]}, 'moves': [['n1', 'n2', 1, 0.5]]}
 >>> activity.drain(20.0)
 {}
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 MIN_S = 0.5
@@ -33,7 +32,8 @@ class Activity:
         """By worker: [seconds, bucket] of every change since the last drain."""
         self._now: dict[str, tuple[str, float, float]] = {}
         """By worker: the current bucket, its start and its end so far (seconds)."""
-        self._moves: Counter[tuple[str, str]] = Counter()
+        self._moves: dict[tuple[str, str], list[float]] = {}
+        """By (from, to): how many responses moved, and when the first one did (seconds)."""
 
     def record(self, worker: str, bucket: str, start_s: float, end_s: float) -> None:
         """The worker spent this time in this bucket. Intervals of a worker come in order."""
@@ -54,18 +54,20 @@ class Activity:
         self._now.pop(worker, None)
         self._changes.setdefault(worker, []).append([now_s, ""])
 
-    def moved(self, source: str, target: str) -> None:
+    def moved(self, source: str, target: str, now_s: float) -> None:
         """A response that was begun on `source` continues on `target`."""
         pair = (source, target)
-        self._moves[pair if pair in self._moves or len(self._moves) < MAX_MOVES else ("", "")] += 1
+        if pair not in self._moves and len(self._moves) >= MAX_MOVES:
+            pair = ("", "")
+        self._moves.setdefault(pair, [0, now_s])[0] += 1
 
     def drain(self, now_s: float) -> dict[str, Any]:
         """The changes since the last call, with the number of seconds ago; empty if there are none."""
         changes, self._changes = self._changes, {}
-        moves, self._moves = self._moves, Counter()
+        moves, self._moves = self._moves, {}
         out: dict[str, Any] = {}
         if changes:
             out["rows"] = {w: [[round(now_s - s, 2), bucket] for s, bucket in c] for w, c in changes.items()}
         if moves:
-            out["moves"] = [[a, b, n] for (a, b), n in moves.items()]
+            out["moves"] = [[a, b, n, round(now_s - s, 2)] for (a, b), (n, s) in moves.items()]
         return out

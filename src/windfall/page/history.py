@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from windfall.cost.bill import Totals, reserved_only
-from windfall.page.timeline import ABSENT, CODE, STATES, TENTHS, Timeline
+from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, Timeline
 
 Event = dict[str, Any]
 
@@ -213,15 +213,16 @@ class History:
             row.put(t, ABSENT)
 
     def _activity(self, e: Event) -> None:
+        now_s, lost, rows, code = e["t"] - (self.start_t or e["t"]), CODE["lost"], self.timeline.rows, CODE.get
         for worker, changes in (e.get("rows") or {}).items():
-            row = self.timeline.row(_clean(worker, 80))
+            row = rows.get(worker) or self.timeline.row(_clean(worker, 80))
             for ago_s, bucket in changes:
-                t = self._tenths(e["t"] - ago_s)
-                if not bucket and abs(t - self._losses.get(row.name, -TENTHS)) <= TENTHS and row.state != CODE["lost"]:
-                    row.put(t - 1, CODE["lost"])  # it was lost right after its last frame: no time is lost
-                row.put(t, CODE.get(bucket, CODE["ready"]))
-        for source, target, count in e.get("moves") or ():
-            self.moves.append((self._seconds(e["t"]), _clean(source, 64), _clean(target, 64), int(count)))
+                t = round((now_s - ago_s) * TENTHS)
+                if not bucket and abs(t - self._losses.get(row.name, -TENTHS)) <= TENTHS and row.state != lost:
+                    row.put(t - 1, lost)  # it was lost right after its last frame: no time is lost
+                row.put(t, code(bucket, READY))
+        for source, target, count, ago_s in e.get("moves") or ():
+            self.moves.append((self._seconds(e["t"] - ago_s), _clean(source, 64), _clean(target, 64), int(count)))
 
     def _trainer_ready(self, e: Event) -> None:
         self.timeline.row("trainer").put(self._tenths(e["t"]), CODE["waiting"])

@@ -22,7 +22,7 @@ STATES = (
 )  # fmt: skip
 """Names of the states, in the order of their numbers. "ready": it has weights, and the log does not say if it works."""
 CODE = {name: n for n, name in enumerate(STATES)} | {"": 0, "prefill_again": 4}
-ABSENT, LOST = CODE["absent"], CODE["lost"]
+ABSENT, LOST, READY = CODE["absent"], CODE["lost"], CODE["ready"]
 MAX_CHANGES = 8192
 MAX_ROWS = 1024
 TENTHS = 10
@@ -56,12 +56,11 @@ class Row:
 
     def put(self, tenths: int, state: int) -> None:
         """The row has this state from this time on. What it had from then on before is replaced."""
-        tenths = min(max(tenths, 0), MAX_TENTHS)
-        changes = self.changes
-        while changes and changes[-1] >> 4 >= tenths:
+        start, changes = min(max(tenths, 0), MAX_TENTHS) << 4, self.changes
+        while changes and changes[-1] >= start:
             changes.pop()
         if (changes[-1] & 15 if changes else ABSENT) != state:
-            changes.append(tenths << 4 | state)
+            changes.append(start | state)
         if len(changes) > MAX_CHANGES:
             self._coarsen()
 

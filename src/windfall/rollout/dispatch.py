@@ -478,7 +478,7 @@ class Dispatch:
             self.accounts.moved_in(now, worker, prefilled_again)
             for e in entries if self.activity is not None else ():
                 if e.moved and e.last_worker != worker:
-                    self.activity.moved(e.last_worker.partition("#")[0], worker.partition("#")[0])
+                    self.activity.moved(e.last_worker.partition("#")[0], worker.partition("#")[0], now)
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
         for work in work_frames(entries):

@@ -262,7 +262,7 @@ class History:
         what a worker did becomes certain only later."""
         first = max(0, min(self._changed_from, len(self.series["step"]) - 1))
         series = {name: column[first:] for name, column in self.series.items()}
-        return {**self._small(), "series": {"from": first, **series}, "rows": self._rows(max(0, since - 600 * TENTHS))}
+        return {**self._small(), "series": {"from": first, **series}, "rows": self._rows(max(0, since - 120 * TENTHS))}
 
     def _rows(self, since: int) -> list[dict[str, Any]]:
         """The rows with their changes from `since` on, and the one before."""

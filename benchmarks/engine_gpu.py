@@ -1,7 +1,9 @@
-"""windfall's engine and trainer on a GPU: one table for the shapes of Qwen3-0.6B and Qwen3-8B, random bf16 weights.
+"""windfall's engine and trainer on a GPU: one table for shapes of Qwen3, random bf16 weights.
 
-    python benchmarks/engine_gpu.py                              windfall alone
-    python benchmarks/engine_gpu.py --vllm FOLDER                also vLLM, installed in FOLDER: about six minutes more
+    python benchmarks/engine_gpu.py                              windfall alone: 0.6B and 8B
+    python benchmarks/engine_gpu.py --vllm FOLDER                also vLLM, installed in FOLDER: about six minutes more,
+                                                                 and vLLM as a windfall engine: as much again
+    python benchmarks/engine_gpu.py --vllm FOLDER --models 30b-a3b   experts: vLLM, and vLLM as a windfall engine
     python benchmarks/engine_gpu.py --vllm FILE.json             vLLM's figures from the --json file of an earlier run
     python benchmarks/engine_gpu.py --device cpu --tiny          check that the benchmark itself works
 
@@ -9,6 +11,8 @@
 - decode: ms per step through the engine's interface; share: of the time to read weights and KV at 4.3 TB/s
 - prefill, rollout, group: tokens/s, all requests at once, temperature 1, no stop tokens; share: of 990 TFLOP/s
 - memory: the KV pool freed and allocated again (windfall alone)
+- vLLM: its public API, without log-probs and seeds unless the case says so. vLLM engine: VllmEngine, with
+  log-probs and seeds; in the column beside it, its speed relative to vLLM
 - train, publish: the output of benchmarks/train_gpu.py
 
 gpu_job.py defines the workloads and gpu_measure.py the timing, both the same for every engine. Each model of each
@@ -53,7 +57,7 @@ class Report:
         self._rows.append((model, engine, f))
         other = [r for m, e, r in self._rows if m == model and e != engine and (r.what, r.case) == (f.what, f.case)]
         beside = f"   (beside {shown(other[0])})" if other else ""
-        self.say(f"{model:<5}{engine:<10}{f.what:<8}{f.case:<52}{shown(f):>22}{beside}   {f.note}".rstrip())
+        self.say(f"{model:<8}{engine:<12}{f.what:<8}{f.case:<48}{shown(f):>20}{beside}   {f.note}".rstrip())
 
     def say(self, line: str) -> None:
         print(f"{time.perf_counter() - self._began:5.0f} s  {line}", flush=True)
@@ -71,20 +75,35 @@ class Report:
             self._out.write_text(json.dumps({"figures": rows, "training": self._lines}, indent=1))
 
     def table(self) -> str:
-        """One row per figure: windfall's value, the other engine's value, and their ratio."""
+        """One row per figure: windfall's value and how it compares with vLLM's, vLLM's value, and that of
+        VllmEngine and how it compares with vLLM's own."""
         found = {(m, f.what, f.case): {} for m, _, f in self._rows}
         for model, engine, f in self._rows:
             found[model, f.what, f.case][engine] = f
-        lines = [f"{'model':<6}{'what':<9}{'case':<52}{'windfall':>22}{'vLLM':>22}{'better':>9}", "-" * 120]
+        heads = f"{'windfall':>20}{'':>8}{'vLLM':>20}{'vLLM engine':>20}{'':>8}"
+        lines = [f"{'model':<8}{'what':<9}{'case':<48}{heads}", "-" * 141]
         for (model, what, case), by in found.items():
-            own, other = by.get("windfall"), by.get("vLLM")
-            better = ""
-            if own and other:
-                times = other.value / own.value if own.unit in ("s", "ms") else own.value / other.value
-                better = f"{times:.2f} x"
-            cells = "".join(f"{shown(f) if f else '-':>22}" for f in (own, other))
-            lines.append(f"{model:<6}{what:<9}{case:<52}{cells}{better:>9}")
+            own, raw, behind = (by.get(name) for name in ("windfall", "vLLM", "vLLM engine"))
+            cells = f"{_cell(own)}{_times(own, raw)}{_cell(raw)}{_cell(behind)}{_times(behind, raw)}"
+            lines.append(f"{model:<8}{what:<9}{case:<48}{cells}")
         return "\n".join(lines)
+
+
+def _cell(f: Figure | None) -> str:
+    return f"{shown(f) if f else '-':>20}"
+
+
+def _times(one: Figure | None, other: Figure | None) -> str:
+    """How many times as fast `one` is.
+
+    >>> figure = Figure(what="decode", case="batch 1", value=2.0, unit="ms")
+    >>> _times(figure, Figure(what="decode", case="batch 1", value=3.0, unit="ms")).strip()
+    '1.50 x'
+    """
+    if one is None or other is None:
+        return " " * 8
+    times = other.value / one.value if one.unit in ("s", "ms") else one.value / other.value
+    return f"{times:.2f} x".rjust(8)
 
 
 def shown(f: Figure) -> str:
@@ -145,6 +164,9 @@ def model(report: Report, job: Job, own: bool, vllm: Path | None, timeout_s: flo
     with tempfile.TemporaryDirectory() as caches:
         ours = {"TRITON_CACHE_DIR": f"{caches}/triton"}
         again = Job(**{**asdict(job), "only": ("ready",)})
+        if own and job.config.get("num_experts"):
+            report.say(f"{job.model}: windfall's GPU engine does not run experts")
+            own = False
         for some, label in ((job, "cold"), (again, "warm")) if own else ():
             if label == "cold" or "ready" in job.only:
                 engine(report, some, "windfall", HERE / "gpu_windfall.py", ours, label, timeout_s)
@@ -157,12 +179,13 @@ def model(report: Report, job: Job, own: bool, vllm: Path | None, timeout_s: flo
             theirs = {name: f"{caches}/{folder}" for name, folder in names.items()}
             theirs["PYTHONPATH"] = str(vllm)
             engine(report, job, "vLLM", HERE / "peers" / "vllm_gpu.py", theirs, "cold", timeout_s)
+            engine(report, job, "vLLM engine", HERE / "gpu_vllm_engine.py", theirs, "warm", timeout_s)
 
 
 def earlier(report: Report, path: Path, models: list[str], only: list[str]) -> None:
     for row in json.loads(path.read_text())["figures"]:
         name, peer = row.pop("model"), row.pop("engine")
-        if peer == "vLLM" and name in models and row["what"] in only:
+        if peer.startswith("vLLM") and name in models and row["what"] in only:
             report.add(name, peer, Figure(**row))
 
 

@@ -34,9 +34,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_QWEN3, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    # Qwen3-30B-A3B: 128 experts, 8 of them for each token. windfall's GPU engine does not run it.
+    "30b-a3b": {
+        **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
+        "norm_topk_prob": True, "mlp_only_layers": [], "tie_word_embeddings": False,
+    },
     "tiny": {
         **_QWEN3, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1,
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
@@ -121,15 +128,22 @@ def groups(job: Job, seed: int) -> Work:
     return Work(prompts=[prompts[n // 8] for n in range(8 * count)], lengths=lengths)
 
 
-def weights(config: dict[str, Any]) -> int:
-    """Number of parameters that a decode step reads: all but the embedding, which is only a lookup.
+def weights(config: dict[str, Any], tokens: float = 1.0) -> float:
+    """Number of parameters that a step with so many tokens reads: all but the embedding, which is only a lookup. Of the
+    experts, those that at least one token is expected to use.
 
-    >>> [round(weights(SHAPES[m]) / 1e9, 2) for m in ("0.6b", "8b")]
-    [0.6, 7.57]
+    >>> [round(weights(SHAPES[m]) / 1e9, 2) for m in ("0.6b", "8b", "30b-a3b")]
+    [0.6, 7.57, 3.04]
+    >>> round(weights(SHAPES["30b-a3b"], 256) / 1e9, 1)
+    30.2
     """
     hidden, head, kv = config["hidden_size"], config["head_dim"], config["num_key_value_heads"]
     attention = hidden * head * (2 * config["num_attention_heads"] + 2 * kv)
-    layer = attention + 3 * hidden * config["intermediate_size"]
+    width = float(config["intermediate_size"])
+    if experts := config.get("num_experts"):
+        unused = (1 - config["num_experts_per_tok"] / experts) ** tokens
+        width = config["moe_intermediate_size"] * experts * (1 - unused)
+    layer = attention + 3 * hidden * width
     return config["num_hidden_layers"] * layer + config["vocab_size"] * hidden
 
 
@@ -155,4 +169,4 @@ def floor_ms(config: dict[str, Any], batch: int, context: float) -> float:
     >>> round(floor_ms(SHAPES["0.6b"], 256, 272), 2)
     2.13
     """
-    return 1e3 * (weights(config) * VALUE_BYTES + batch * context * kv_bytes(config)) / BANDWIDTH_BYTES_PER_S
+    return 1e3 * (weights(config, batch) * VALUE_BYTES + batch * context * kv_bytes(config)) / BANDWIDTH_BYTES_PER_S

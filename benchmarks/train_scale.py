@@ -1,7 +1,7 @@
 """What several ranks cost and save in training: tokens/s and memory of each rank.
 
     python benchmarks/train_scale.py                    1, 2 and 4 ranks on this CPU (gloo), a small model
-    python benchmarks/train_scale.py --device cuda      one GPU: unsharded, FSDP2, adapters; 0.6B and 8B shapes
+    python benchmarks/train_scale.py --device cuda      one GPU: unsharded, FSDP2, adapters; 0.6B, 16 layers of 8B
 
 On a CPU the ranks share the cores, so tokens/s show the overhead of sharding, not a speed-up. "state" is what a rank
 must keep between two passes: weights, gradients and the optimizer's moments; "paper" is what the formula says
@@ -34,6 +34,10 @@ from windfall.train.trainer import TorchTrainer, peak_bytes
 
 PEAK = 990e12
 SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
+    },
     "cpu": {
         "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": True,
@@ -42,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
     },
-    "8B, 16 of 36 layers": {
+    "8B": {  # 16 of its 36 layers, so that all state fits on one GPU
         "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
     },
@@ -52,32 +56,35 @@ SHAPES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", nargs="+", choices=list(SHAPES), help="Default: cpu; on a GPU 0.6B and 8B.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
     titles = f"{'tok/s':>10}{'x':>7}{'peak share':>12}{'state MB':>10}{'paper MB':>10}{'peak MB':>10}"
     print(f"{'model':<22}{'variant':<16}{'ranks':>5}{titles}")
     if args.device == "cuda":
-        for name in ("0.6B", "8B, 16 of 36 layers"):
+        for name in args.model or ("0.6B", "8B"):
             first = 0.0
             for variant in ("unsharded", "fsdp2", "adapters", "adapters fsdp2"):
                 found = in_processes(1, name, variant, "cuda", args.steps)
                 first = first or found[0][0]
                 show(name, variant, found, first)
         return
-    first = 0.0
-    for size in args.ranks:
-        found = in_processes(size, "cpu", "unsharded" if size == 1 else "fsdp2", "cpu", args.steps)
-        first = first or found[0][0]
-        show("cpu", "unsharded" if size == 1 else "fsdp2", found, first)
+    for name in args.model or ("cpu",):
+        first = 0.0
+        for size in args.ranks:
+            variant = "unsharded" if size == 1 else "fsdp2"
+            found = in_processes(size, name, variant, "cpu", args.steps)
+            first = first or found[0][0]
+            show(name, variant, found, first)
 
 
 def show(name: str, variant: str, found: list[tuple[float, float, int, int]], first: float) -> None:
     speed, share = found[0][0], found[0][1]
     state, peak = (max(row[i] for row in found) / 1e6 for i in (2, 3))
     shown = f"{share:>12.1%}" if share else f"{'-':>12}"
-    paper = f"{paper_bytes(name, len(found)) / 1e6:>10,.0f}" if variant in ("unsharded", "fsdp2") else f"{'-':>10}"
-    figures = f"{speed:>10,.0f}{speed / first:>7.2f}{shown}{state:>10,.0f}{paper}{peak:>10,.0f}"
+    paper = f"{paper_bytes(name, len(found)) / 1e6:>10,.2f}" if variant in ("unsharded", "fsdp2") else f"{'-':>10}"
+    figures = f"{speed:>10,.0f}{speed / first:>7.2f}{shown}{state:>10,.2f}{paper}{peak:>10,.0f}"
     print(f"{name:<22}{variant:<16}{len(found):>5}{figures}", flush=True)
 
 
@@ -156,8 +163,10 @@ def make_trainer(name: str, ranks: Ranks, *, adapters: bool, sharded: bool) -> T
     if sharded:
         source = None
         if ranks.first:
-            whole = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=NAME)
+            with torch.device(ranks.device):
+                whole = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=NAME)
             attach(whole)
+            whole.cpu()
             source = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
         model: Any = sharded_policy(shape, source, ranks, dtype=dtype, prepare=attach)
         del source
@@ -176,8 +185,8 @@ def make_trainer(name: str, ranks: Ranks, *, adapters: bool, sharded: bool) -> T
 def make_samples(name: str) -> list[Sample]:
     draw, rng = random.Random(0), np.random.default_rng(0)
     size = SHAPES[name]["vocab_size"]
-    least, most = (64, 256) if name == "cpu" else (512, 2048)
-    lengths = [draw.randrange(least, most) for _ in range(48)]
+    count, least, most = {"tiny": (8, 16, 64), "cpu": (48, 64, 256)}.get(name, (48, 512, 2048))
+    lengths = [draw.randrange(least, most) for _ in range(count)]
     out = []
     for n in lengths:
         ids = tuple(rng.integers(3, size, n).tolist())

@@ -1,17 +1,18 @@
-"""Generate docs/recipes.md from config/sections.py: `python scripts/recipe_reference.py > docs/recipes.md`."""
+"""Generate docs/recipes.md from windfall.config: `python scripts/recipe_reference.py > docs/recipes.md`."""
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
-from windfall.config import RULES, Lora, SimKind, file, sections
+from windfall.config import RULES, Lora, SimKind, SimLenders, env_sections, file, sections
+from windfall.config.worker_sources import SOURCES
 
 HEAD = """# Recipes
 
 One TOML file describes a run. `windfall train RECIPE.toml --dry-run` checks it and prints it with all defaults filled
 in; `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before any
 work starts. `-` in the default column means that the key is not set. This page is generated from
-`src/windfall/config/sections.py` by `scripts/recipe_reference.py`.
+`src/windfall/config/` by `scripts/recipe_reference.py`.
 """
 RESUME = """## What may change on resume
 
@@ -20,8 +21,9 @@ RESUME = """## What may change on resume
 refuses to resume if a key that may not change has changed. For another model, seed or environment, start a new run; it
 can start from a checkpoint of this one: `windfall train RECIPE.toml --set model.path=RUN/checkpoints/step-...`.
 
-`runs/NAME/data.began.json` holds a digest of the files of a `jsonl` environment. The files may move, but the run cannot
-be resumed with different contents or with added rows, because all rows together determine the order of the tasks.
+`runs/NAME/data.began.json` holds a digest of the files of a `jsonl` or `dataset` environment. The files may move, but
+the run cannot be resumed with different contents or with added rows, because all rows together determine the order of
+the tasks.
 
 A rule for a key overrides the rule for its section. Keys and sections that are not listed may change: the fleet,
 devices, engine, traces and checkpoints can differ every time a run is resumed.
@@ -38,7 +40,7 @@ def rows(section: Any) -> list[str]:
     """The table of one section's keys."""
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in section.model_fields.items():
-        if section in sections.ENVS.values() and name == "name":
+        if section in env_sections.ENVS.values() and name == "name":
             continue  # the heading already has the environment's name
         shown = "-" if field.default is None else f"`{file._toml(_plain(field.default))}`"
         default = "required" if field.is_required() else shown
@@ -66,8 +68,14 @@ def page() -> str:
             parts.append("\n".join([f"## [{name}]", "", *intro, *rows(section), ""]))
         if name == "train":
             parts.append("\n".join(["## [train.lora]", "", " ".join(str(Lora.__doc__).split()), "", *rows(Lora), ""]))
+        if name == "fleet":
+            for source, keys in SOURCES.items():
+                parts.append(
+                    "\n".join([f"## [fleet.{source}]", "", " ".join(str(keys.__doc__).split()), "", *rows(keys), ""])
+                )
         if name == "sim":
             parts.append("\n".join(["## [[sim.kinds]]", "", str(SimKind.__doc__), "", *rows(SimKind), ""]))
+            parts.append("\n".join(["## [sim.lenders]", "", str(SimLenders.__doc__), "", *rows(SimLenders), ""]))
     rules = [f"| `{key}` | {VERDICTS[verdict]} | {why} |" for key, (verdict, why) in RULES.items()]
     parts.append(RESUME + "\n".join(rules))
     return "\n".join(parts) + "\n"

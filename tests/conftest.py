@@ -30,9 +30,9 @@ hypothesis.settings.load_profile("windfall")
 
 HERE = Path(__file__).parent
 LONGEST_FIRST = (
-    "launch/processes/test_worker.py", "sim/chaos", "test_soak.py", "train/test_checkpoint.py", "test_runs.py",
-    "engine/test_contract.py", "selftest", "launch/test_supervisor.py", "engine/cuda/test_engine.py", "train",
-    "envs/test_hostile_runs.py", "envs/process_pool", "sim",
+    "train/test_checkpoint.py", "worker/engine_group", "train/test_ranks.py", "launch", "sim/chaos", "test_runs.py",
+    "test_adapters.py", "engine/test_contract.py", "selftest", "envs/test_hostile_runs.py",
+    "engine/cuda/test_engine.py", "train", "fleet", "envs/process_pool", "sim",
 )  # fmt: skip
 """Files and folders that take the most time. With `--dist loadfile`, one worker would run the last of them alone."""
 

@@ -1,4 +1,4 @@
-"""Whole runs whose trainer has two ranks, on CPUs."""
+"""Whole runs whose trainer has several ranks, on CPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,25 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
     return [e for e in read(path) if e["name"] == name] if path.is_file() else []
 
 
-def wait_for_trainer(folder: Path, running: subprocess.Popen[bytes], starts: int) -> None:
-    """Wait until the trainer was started this many times."""
+def trained_steps(run: Path) -> list[int]:
+    return [e["step"] for e in events(run, "step") if e["kind"] == "scalar"]
+
+
+def wait_until(
+    holds: Callable[[], object], folder: Path, running: subprocess.Popen[bytes], poll_s: float = 0.02
+) -> None:
+    """Wait until this holds, while the run goes on."""
     deadline_s = time.monotonic() + 240
-    while len(events(folder / "r", "trainer_ready")) < starts:
+    while not holds():
         assert running.poll() is None, (folder / "out.txt").read_text()
-        assert time.monotonic() < deadline_s, f"waited 240 s for start {starts} of the trainer"
-        time.sleep(0.05)
+        assert time.monotonic() < deadline_s, (folder / "out.txt").read_text()
+        time.sleep(poll_s)
+
+
+def wait_for_trainer(folder: Path, running: subprocess.Popen[bytes], starts: int) -> list[int]:
+    """Wait until the trainer was started this many times. Returns the processes of its ranks."""
+    wait_until(lambda: len(events(folder / "r", "trainer_ready")) >= starts, folder, running)
+    return events(folder / "r", "trainer_ready")[-1]["rank_pids"]
 
 
 def finish(folder: Path, running: subprocess.Popen[bytes]) -> None:

@@ -67,6 +67,7 @@ def test_train_resume_and_export(windfall: Windfall, here: Path) -> None:
     assert not (here / "other").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_train_on_two_ranks_and_continue_on_one(windfall: Windfall, here: Path) -> None:
     run, changes = Path("runs/small"), [*CHANGES, "train.lora.rank=8", "train.ranks=2"]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from rank_processes import CONTEXT
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -31,6 +34,7 @@ def test_controller_takes_in_every_token_of_the_intake_benchmark(
     assert taken.tok_per_s > 0
 
 
+@pytest.mark.slow
 def test_simulated_bound_on_staleness_holds_and_the_gate_alone_exceeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = load("staleness_curve", monkeypatch)
     short = {"steps": 9, "first": 2, "last": 7}
@@ -58,6 +62,7 @@ def test_rewards_after_equal_time_are_interpolated(monkeypatch: pytest.MonkeyPat
     assert lines[2].count("0.600 (0.600 to 0.600)") == 2
 
 
+@pytest.mark.slow
 def test_writers_of_the_publishing_benchmark_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)  # for the processes that it starts
     ranks = load("publish_ranks", monkeypatch)
@@ -65,3 +70,85 @@ def test_writers_of_the_publishing_benchmark_agree(monkeypatch: pytest.MonkeyPat
     assert len({tuple(t.digest for t in times) for times in (*one, *two)}) == 1
     assert 0 < two[0][-1].delta == one[0][-1].delta < 0.1
     assert len(ranks.row(two, 8, 2, 0.03)) == 9
+
+
+def test_memory_of_a_rank_falls_in_the_benchmark_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)  # for the processes that it starts
+    scale = load("train_scale", monkeypatch)
+    monkeypatch.setattr(scale.multiprocessing, "get_context", lambda how: CONTEXT)  # new ones would import again
+    monkeypatch.setattr(sys, "argv", ["train_scale", "--model", "tiny", "--ranks", "2", "--steps", "1"])
+    scale.main()
+    (row,) = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert row[:3] == ["tiny", "fsdp2", "2"]
+    speed, state, paper = (float(row[i].replace(",", "")) for i in (3, 6, 7))
+    assert speed > 0
+    assert state == pytest.approx(paper, rel=0.1)
+    assert state == pytest.approx(scale.paper_bytes("tiny", 1) / 2e6, rel=0.1)
+
+
+def test_budget_on_paper_is_shown_for_every_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load("rank_budget", monkeypatch).main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 3 * 2 * 3
+    assert any(line.startswith("8B") and line.endswith("fits") for line in lines)
+
+
+def test_affinity_saves_most_of_the_prefill_in_the_benchmark_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = load("agents", monkeypatch)
+    monkeypatch.setattr(agents, "VARIANTS", {n: agents.VARIANTS[n] for n in ("affinity, kept", "round robin")})
+    kept, round_robin = agents.simulated(4, groups=1, cache=48_000)
+    assert kept.sampled == round_robin.sampled
+    assert kept.computed < 0.8 * round_robin.computed
+    assert kept.saved > 0.7 > round_robin.saved
+    assert agents.Workload().prefill_share == pytest.approx(0.8, abs=0.03)
+
+
+def test_real_engines_in_the_benchmark_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = load("agents", monkeypatch)
+    args = Namespace(workers=1, device="cpu", model="tiny", cache=0.5)
+    work = agents.Workload(sessions=2, turns=2, prompt=32, sampled=4, observed=8, env_s=0.01)
+
+    def measure(vocabulary: int) -> Any:
+        engines, slots = agents.make_engines(args, work, 0.5)
+        return asyncio.run(agents.measure("affinity, kept", engines, slots, work, {}, vocabulary))
+
+    assert agents.vocabulary_of(args, work) == 99
+    row = measure(99)
+    assert (row.sampled, len(row.turn_s)) == (16, 2)
+    with pytest.raises(RuntimeError, match=r"a worker was lost: .*outside the vocabulary of 1"):
+        measure(1)  # it would wait forever
+
+
+def test_load_of_the_serving_benchmarks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load_of = load("coserve_load", monkeypatch)
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:{n:02d}.5000000,{300 + n},{40 + n}" for n in range(40)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
+    found = load_of.requests(trace, 30, max_prompt=310, max_output=64)
+    assert [r.prompt for r in found[:12]] == [*range(300, 311), 310]
+    assert found[-1].at_s == pytest.approx(30.0), "one request per second"
+    made = load_of.requests(None, 4000, max_prompt=10_000, max_output=10_000)
+    assert 1000 < sum(r.prompt for r in made) / 4000 < 1350, "Azure's conversations have 1,155 on average"
+    assert 180 < sum(r.tokens for r in made) / 4000 < 240, "and 211 generated tokens"
+    plan = load_of.schedule(made, 10.0, 30.0, 4.0)
+    middle = [a for a in plan if 10.0 <= a.at_s < 20.0]
+    assert len(middle) == pytest.approx(400, rel=0.2)
+    assert len(plan) - len(middle) == pytest.approx(200, rel=0.3)
+
+
+def test_table_of_co_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    coserve = load("coserve", monkeypatch)
+    times = {"requests": 10, "ttft_p50_ms": 9, "ttft_p99_ms": 20, "tpot_p50_ms": 2, "violations": 0}
+    figures = [
+        {"what": "rollout idle", "load": "", "values": {"rollout_tok_per_s": 1000}},
+        {"what": "alone", "load": "40%", "values": {**times, "tpot_p99_ms": 2.0, "busy": 0.4, "rollout_tok_per_s": 0}},
+        {"what": "windfall", "load": "40%",
+         "values": {**times, "tpot_p99_ms": 2.2, "busy": 0.45, "rollout_tok_per_s": 480}},
+    ]  # fmt: skip
+    lines = coserve.table(figures)
+    assert "+10%" in lines[2]
+    assert lines[2].endswith("80%"), "480 of the 600 that an idle share of 60 % allows"

@@ -19,6 +19,7 @@ from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.rollout.env_failures import EnvFailures
+from windfall.rollout.grading import Grading
 from windfall.rollout.stream import Stopped
 from windfall.scheduling.admission import Admission
 from windfall.train.base import Report, TrainerLost
@@ -55,8 +56,8 @@ class World:
     def __init__(self, rewards: Callable[[int], Sequence[float | None]], stop_at: int = -1) -> None:
         self.done: list[tuple[Any, ...]] = []
         self.history: dict[str, object] = {}
-        self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
-        self.grading_s = 0.0
+        self.sampled_tokens = self.restored_tokens = 0
+        self.grading = Grading()
         self.failures = EnvFailures("Scripted", EventLog(Path("/dev/null")))
         self.over = asyncio.Event()
         self.writes, self.micro_tokens = 0, 1000
@@ -310,6 +311,33 @@ def test_run_without_a_finite_gradient_ends_with_an_error(tmp_path: Path) -> Non
     world = World(mixed)
     world.skip = {0, 2}
     assert world.run(tmp_path).step == 3
+
+
+class QuietWorld(World):
+    """Agents that end with a reward and without a call: all of them, or in some tasks only the first."""
+
+    calls: Callable[[int], bool] = staticmethod(lambda index: False)
+
+    def group(self, index: int, rows: Sequence[tuple[int, ...]] = ((), ())) -> Group:
+        return super().group(index, ((), (1, 2)) if self.calls(index) else ((), ()))
+
+
+def test_response_without_a_call_is_used_in_every_step(tmp_path: Path) -> None:
+    world = QuietWorld(mixed)
+    world.calls = lambda index: True
+    assert world.run(tmp_path, run={"steps": 4}, eval={"tasks": 0}).next_task == 8, "no task was drawn twice"
+    steps = [e for e in read(tmp_path / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
+    assert [(e["responses"], e["silent"]) for e in steps] == [(4, 2)] * 4
+
+
+def test_run_ends_if_no_agent_calls_the_policy(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="no agent has called the policy in 3 steps"):
+        QuietWorld(mixed).run(tmp_path, run={"steps": 9}, eval={"tasks": 0})
+    said = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "no_calls"]
+    assert [(e["step"], e["agents"], e["steps"]) for e in said] == [(1, 4, 1), (2, 4, 2), (3, 4, 3)]
+    world = QuietWorld(mixed)
+    world.calls = lambda index: index // 2 % 3 == 2
+    assert world.run(tmp_path, run={"steps": 9}, eval={"tasks": 0}).step == 9, "not three in a row"
 
 
 def test_evaluation_without_a_reward_counts_only_its_own_responses(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -16,10 +17,13 @@ from typing import Any
 import pytest
 import typer.main
 
+from windfall import config
 from windfall.cli import app
+from windfall.launch import worker_sources
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 
 
 def test_the_recipe_page_is_up_to_date() -> None:
@@ -91,6 +95,15 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert not unknown, f"{' '.join(words)}: {command.name} has no {', '.join(unknown)}"
         is_group = bool(getattr(command, "commands", {})) and not getattr(command, "invoke_without_command", False)
         assert not is_group or not rest or rest[0].isupper() or rest[0] == "...", f"{' '.join(words)}: no such command"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda p: p.name)
+def test_recipes_of_the_guides_are_valid(page: Path) -> None:
+    for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
+        data = tomllib.loads(block)
+        recipe = config.parse(data, where=page.name)
+        if "fleet" in data and recipe.fleet.tls_cert is None:  # a certificate would be read
+            assert worker_sources.preview(recipe)
 
 
 def test_own_task_of_the_readme_runs(tmp_path: Path) -> None:

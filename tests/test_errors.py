@@ -158,7 +158,7 @@ async def run(self, clouds=()):
     return 3
 
 Agent.run = run
-worker.StartupThread.__init__ = lambda self, device, threads: None
+worker.StartupThread.__init__ = lambda self, device, threads, *, vllm: None
 worker.detect_device = lambda device: (1, "a device")
 worker.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
             price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0)

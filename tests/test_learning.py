@@ -36,9 +36,18 @@ def test_demo_learns_with_adapters(tmp_path: Path) -> None:
     assert lost > 0
 
 
-def learn(folder: Path, *changes: str) -> tuple[list[float], int]:
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_frozen_lake_is_learned(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium", reason="FrozenLake needs the extra windfall[gymnasium]")
+    rewards, _ = learn(tmp_path, name="frozen-lake")
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.75, "the best path that is the same for every map gets about 0.64"
+
+
+def learn(folder: Path, *changes: str, name: str = "demo") -> tuple[list[float], int]:
     """Rewards on held-out tasks, and number of lost workers."""
-    recipe = config.load(ROOT / "recipes" / "demo.toml", [f"run.folder={folder}", *changes])
+    recipe = config.load(ROOT / "recipes" / f"{name}.toml", [f"run.folder={folder}", *changes])
     run = new_folder(recipe)
     train(recipe, run)
     log = read(run / "events.jsonl")

@@ -32,6 +32,7 @@ def _tail(path: Path) -> str:
     return "\n".join(path.read_text().splitlines()[-40:]) if path.is_file() else ""
 
 
+@pytest.mark.slow
 def test_killed_and_frozen_run_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     output = soak(
         tmp_path, "--kills", "4", "--controller", "1", "--trainer", "1", "--steps", "4", "--seed", "0", timeout_s=280

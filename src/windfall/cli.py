@@ -7,14 +7,21 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from windfall import __version__, config
+from windfall.commands.gateway import gateway
+from windfall.commands.page_options import page, plot
+from windfall.commands.serve import serve
+from windfall.commands.token_option import token_option
 from windfall.errors import WindfallError, nearest
+
+if TYPE_CHECKING:
+    from windfall.worker.engine_choice import EngineName
 
 app = typer.Typer(
     help="Train language models with reinforcement learning on GPUs that come and go.",
@@ -22,6 +29,9 @@ app = typer.Typer(
 )  # fmt: skip
 bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+fleet = typer.Typer(help="Workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
+app.add_typer(fleet, name="fleet")
+app.command(epilog="Example: windfall gateway runs/demo")(gateway)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="Recipe to run.")]
 Overrides = Annotated[
@@ -37,30 +47,13 @@ FILE_SYSTEM_ERRORS = {
 """File system errors that can occur with any file. They are not bugs in windfall."""
 
 
-def _warn_of_visible_token(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
-    """Warn if the token itself is on the command line, where the process list shows it."""
-    from windfall.link.auth import token_or_path
-
-    source = context.get_parameter_source(str(parameter.name))
-    typed = source is not None and source.name == "COMMANDLINE"
-    if typed and value is not None and isinstance(token_or_path(value), str):
-        why = "every user of this machine can read this token in the process list; give a file, or set WINDFALL_TOKEN"
-        print(f"warning: --token: {why}", file=sys.stderr)
-    return value
-
-
-def _token_option(note: str) -> Any:
-    help = f"File that holds the run's token{note}."
-    return typer.Option(metavar="FILE", envvar="WINDFALL_TOKEN", callback=_warn_of_visible_token, help=help)
-
-
 TrainerToken = Annotated[
     str,
-    typer.Option(
-        metavar="FILE", envvar="WINDFALL_TRAINER_TOKEN", callback=_warn_of_visible_token,
+    token_option(
         help="Copy of trainer.secret in the run's folder; it may be created after this command starts.",
+        envvar="WINDFALL_TRAINER_TOKEN",
     ),
-]  # fmt: skip
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -87,7 +80,7 @@ def train(
     ] = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
-    token: Annotated[str | None, _token_option("; by default a new one is created")] = None,
+    token: Annotated[str | None, token_option("; by default a new one is created")] = None,
     trainer_token: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="File that holds the secret for `windfall ranks`; by default a new one."),
@@ -138,7 +131,7 @@ def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to cre
 @app.command(epilog="Example: windfall worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63")
 def worker(
     join: Annotated[str, typer.Option(metavar="URL", help="Address of the controller; the run prints it at startup.")],
-    token: Annotated[str, _token_option("; it may be created after the worker starts")],
+    token: Annotated[str, token_option("; it may be created after the worker starts")],
     name: Annotated[str, typer.Option(help="Name of the worker. Default: host name and process id.")] = "",
     lease: Annotated[str, typer.Option(help="Lease terms: reserved, spot or borrowed.")] = "spot",
     price: Annotated[
@@ -149,6 +142,12 @@ def worker(
     gpus: Annotated[
         str, typer.Option(metavar="all|0,2", help="Start one worker for each of these GPUs, named NAME-0, NAME-2.")
     ] = "",
+    engine: Annotated[
+        str, typer.Option(help="Engine: auto, windfall or vllm. auto: what the recipe says (engine.name).")
+    ] = "auto",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Number of GPUs that share every layer of one engine. Above 1 it must be vLLM.")
+    ] = 1,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of each worker. 0: all cores.")] = 0,
     memory: Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")] = 0.4,
     clouds: Annotated[
@@ -163,6 +162,7 @@ def worker(
     from windfall.launch.processes import worker as worker_process
 
     kind = _one_of(lease, "--lease", ("reserved", "spot", "borrowed"))
+    chosen = cast("EngineName", _one_of(engine, "--engine", ("auto", "windfall", "vllm")))
     if not re.fullmatch(r"cuda:\d+", device):
         _one_of(device, "--device", ("auto", "cpu", "cuda", "cuda:0"))
     if gpus:
@@ -171,15 +171,22 @@ def worker(
         if device not in ("auto", "cuda"):
             fix = "Give one of the two."
             raise WindfallError(f"--gpus {gpus} and --device {device} differ", where="windfall worker", fix=fix)
+        if tensor_parallel > 1:
+            fix = "Leave --gpus out, and select GPUs with CUDA_VISIBLE_DEVICES; or start one worker for each GPU."
+            raise WindfallError("--gpus starts one worker for each GPU", where="--tensor-parallel", fix=fix)
         options = {
             "--join": join, "--lease": kind, "--price": price, "--region": region, "--threads": threads,
-            "--memory": memory, "--clouds": clouds, "--patience": patience, **({"--tls-ca": tls_ca} if tls_ca else {}),
+            "--engine": chosen, "--memory": memory, "--clouds": clouds, "--patience": patience,
+            **({"--tls-ca": tls_ca} if tls_ca else {}),
         }  # fmt: skip
         raise typer.Exit(worker_group.main(worker_group.find_places(gpus), options, name=name, token=token))
     worker_process.main(
         join, token, name=name, kind=kind, device=device, region=region, price_usd_per_h=price, threads=threads,
-        share=memory, clouds=clouds, ca=tls_ca, patience_s=patience,
+        share=memory, clouds=clouds, ca=tls_ca, patience_s=patience, engine=chosen, tensor_parallel=tensor_parallel,
     )  # fmt: skip
+
+
+app.command(epilog="Example: windfall serve tiny --port 8000 --lend http://10.0.0.5:8700 --token demo.token")(serve)
 
 
 @app.command(epilog="Example: windfall ranks --join http://10.0.0.5:29400 --token trainer.secret")
@@ -195,7 +202,7 @@ def ranks(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     patience: Annotated[
-        float, typer.Option(min=1.0, help="Seconds without the run after which the command exits.")
+        float, typer.Option(min=1.0, help="Seconds without a place in the run after which the command exits.")
     ] = 600.0,
 ) -> None:
     """Run ranks of a trainer on this machine, for a run with train.machines above 1, until that run ends."""
@@ -222,38 +229,8 @@ def top(
     top.show(run, once=once)
 
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, in progress or ended.")]
-
-
-@app.command(epilog="Example: windfall page runs/demo --out demo.html")
-def page(
-    runs: Runs,
-    out: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead of serving.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = 0,
-    open: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-    samples: Annotated[bool, typer.Option(help="Include the sampled responses in the file.")] = True,
-) -> None:
-    """Show a run, or several beside each other, in a browser: serve the page, or write it as one file."""
-    from windfall.commands import page as pages
-
-    if out is not None:
-        print(pages.write(runs, out, samples=samples))
-    else:
-        pages.serve(runs, host=host, port=port, open_browser=open)
-
-
-@app.command(epilog="Example: windfall plot runs/demo runs/demo-2 --out figure.svg --panels reward,tok_per_s")
-def plot(
-    runs: Runs,
-    out: Annotated[Path, typer.Option(help="File to write; its name ends with .png, .svg or .pdf.")] = Path("run.png"),
-    panels: Annotated[str, typer.Option(help="Panels, such as reward,length,timeline. Default: all series.")] = "",
-    time: Annotated[bool, typer.Option("--time", help="Plot over hours instead of steps.")] = False,
-) -> None:
-    """Write a figure of one or several runs for a paper or a report (needs matplotlib: windfall[plot])."""
-    from windfall.commands import plot as plots
-
-    print(plots.main(runs, out, panels=[name for name in panels.split(",") if name], by_time=time))
+app.command(epilog="Example: windfall page runs/demo --out demo.html")(page)
+app.command(epilog="Example: windfall plot runs/demo runs/demo-2 --out figure.svg --panels reward,tok_per_s")(plot)
 
 
 FOR_RECIPE, FOR_REPLAY = "Options for RECIPE.toml", "Options for --replay"
@@ -351,8 +328,10 @@ def sim(
 
 @app.command(name="_controller", hidden=True)
 def _controller(run: Path) -> None:
+    from windfall.envs.agents import isolation
     from windfall.launch.processes import controller
 
+    isolation.forbid_tracing()  # the run's secrets are in this process, and agents may be of the same user
     raise typer.Exit(controller.main(run))
 
 
@@ -447,6 +426,20 @@ def bench_engine(
     from windfall.commands import bench_engine as measure
 
     measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
+
+
+@fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes")
+def fleet_preview(
+    recipe: RecipeFile, set: Overrides = None,
+    only: Annotated[str, typer.Option(help="Print one source: ray, kubernetes, skypilot or slurm.")] = "",
+) -> None:  # fmt: skip
+    """Print what a recipe would start on other systems; start nothing.
+
+    Ray options, Kubernetes manifests, SkyPilot tasks and Slurm batch files. The token of the run is in none of them.
+    """
+    from windfall.launch import worker_sources
+
+    print(worker_sources.preview(config.load(recipe, set), only), end="")
 
 
 def _tls(cert: Path | None, key: Path | None) -> list[str]:

@@ -57,6 +57,8 @@ WHY_SKIPPED = {
     NOT_FINITE: "the gradient was not finite",
     NOTHING: "the gradient was zero: rewards did not differ within any group, or no token had any weight",
 }
+MAX_SILENT_STEPS = 3
+"""A run ends with an error if no agent calls the policy in this many steps in a row."""
 
 
 class AsyncTrainer(Protocol):
@@ -129,6 +131,8 @@ class Controller:
         self._stream: Stream | None = None
         self._generating: asyncio.Task[None] | None = None
         """Runs the stream."""
+        self._silent_steps = 0
+        """Number of the last steps in a row in which no token was sampled."""
         self._replaced: list[Group] = []
         """Replaced groups that the step's statistics do not contain yet."""
         self._changed = asyncio.Event()
@@ -266,6 +270,7 @@ class Controller:
             span["tokens"] = self.rollout.sampled_tokens
             if not batch.rewards:
                 raise self.rollout.failures.no_rewards(f"step {step}")
+            self._check_silence(batch, step)
         self.pace.generated()
         training = _now()
         with self.events.span("train", step=step, early_s=batch.early_s, asked_s=batch.asked_s) as span:
@@ -278,6 +283,16 @@ class Controller:
         if self._asynchronous:  # at once: generation goes on between two steps, and its tokens belong to the next one
             self._reset_counters()
         self._publish()
+
+    def _check_silence(self, batch: StepBatch, step: int) -> None:
+        """Log a step in which no agent called the policy. Raises WindfallError if it is one of several in a row."""
+        if batch.silent < len(batch.rewards):
+            self._silent_steps = 0
+            return
+        self._silent_steps += 1
+        self.events.instant("no_calls", step=step, agents=batch.silent, steps=self._silent_steps)
+        if self._silent_steps == MAX_SILENT_STEPS:
+            raise _no_calls(step, batch.silent)
 
     def _publish(self) -> None:
         """The next version exists: what has become too old is dropped, and more tasks may be opened."""
@@ -409,8 +424,11 @@ class Controller:
             used, counted_s = sorted(batch.lengths), _now() - self._counted_from_s
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step)
+            tasks |= {"held_s": self._held_s, "counted_s": counted_s}
+        if self._asynchronous or dropped.responses or self.admission.too_new:
             tasks |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens}
-            tasks |= {"too_new": self.admission.too_new, "held_s": self._held_s, "counted_s": counted_s}
+            tasks |= {"too_new": self.admission.too_new}
+        if self._asynchronous:
             self.note_staleness({**tasks, "train_wait_s": batch.wait_s})
         self.events.scalar(
             "step",
@@ -418,7 +436,7 @@ class Controller:
             drawn=len(drawn),
             skipped=rollout.failures.skipped,
             missing=rollout.failures.missing,
-            reward_s=rollout.grading_s / max(1, rollout.graded_turns),
+            **rollout.grading.describe(),
             made=rollout.sampled_tokens,
             restored=rollout.restored_tokens,
             s=took_s,
@@ -442,7 +460,10 @@ class Controller:
             )
         worst, alarm = max(reports, key=_gap), self.recipe.train.engine_gap_alarm
         if _gap(worst) > alarm:
-            self.events.instant("engine_gap", step=step, mean=worst.engine_gap, max=worst.engine_gap_max, alarm=alarm)
+            self.events.instant(
+                "engine_gap", step=step, mean=worst.engine_gap, max=worst.engine_gap_max, alarm=alarm,
+                engines=worst.engine_gaps,
+            )  # fmt: skip
 
 
 def _now() -> float:
@@ -456,6 +477,15 @@ def _nothing_learned(updates: int) -> WindfallError:
         "gradient was finite",
         where="train",
         fix="The model may be damaged, or its dtype too narrow: try model.dtype = 'float32', or another model.",
+    )
+
+
+def _no_calls(step: int, agents: int) -> WindfallError:
+    return WindfallError(
+        f"no agent has called the policy in {MAX_SILENT_STEPS} steps; all {agents} agents of step {step} ended with a "
+        "reward and without a call, so there is nothing to train on",
+        where="env",
+        fix="Have the agent use OPENAI_BASE_URL and OPENAI_API_KEY from its environment, then `windfall resume`.",
     )
 
 

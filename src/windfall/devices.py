@@ -1,10 +1,11 @@
 """Which device, dtype and matrix library a process uses, and a lock for allocating GPU memory. The functions import
 torch when they are called.
 
-A process uses at most one GPU, and sees only that one (CUDA_VISIBLE_DEVICES). Its device is therefore always "cuda": no
-thread or library can allocate on another GPU by mistake, and no other code handles device numbers. CUDA reads the
-variable when it is initialized, so it must be set before that: by the process that starts this one (`Place`), or by
-`restrict`. A process that was forked from the fork server can still set it, because CUDA is not initialized there.
+A process uses at most one GPU, the first that it sees. Its device is therefore always "cuda", and no other code handles
+device numbers. A process that a run starts sees only its own GPU (CUDA_VISIBLE_DEVICES), so no thread or library can
+allocate on another one by mistake. (A vLLM engine that spans GPUs has one process for each.) CUDA reads the variable
+when it is initialized, so it must be set before that: by the process that starts this one (`Place`), or by `restrict`.
+A process that was forked from the fork server can still set it, because CUDA is not initialized there.
 """
 
 from __future__ import annotations

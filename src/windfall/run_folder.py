@@ -28,6 +28,7 @@ import xxhash
 
 from windfall import config
 from windfall.config import Recipe
+from windfall.envs.data import files as data_files
 from windfall.errors import WindfallError, describe_exit
 
 BEGAN = "recipe.began.toml"
@@ -106,7 +107,9 @@ def check_data(recipe: Recipe, folder: Path) -> None:
 
 def data_warnings(folder: Path) -> list[str]:
     """Warnings for a run that has data files, but no record of their contents when it began."""
-    if (folder / DATA_BEGAN).exists() or not isinstance(initial_recipe(folder).env, config.JsonLinesEnv):
+    if (folder / DATA_BEGAN).exists() or not isinstance(
+        initial_recipe(folder).task_env, config.JsonLinesEnv | config.DatasetEnv
+    ):
         return []
     return [f"{folder / DATA_BEGAN}: missing; windfall assumes that the data files are those that the run began with"]
 
@@ -128,10 +131,20 @@ def _describe_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
 
 def _data(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Size and digest of each data file that the recipe names, by recipe key."""
-    if not isinstance(recipe.env, config.JsonLinesEnv):
+    env = recipe.task_env
+    if isinstance(env, config.DatasetEnv):
+        return _dataset_files(env)
+    if not isinstance(env, config.JsonLinesEnv):
         return {}
-    files = {"env.path": recipe.env.path, "env.eval_path": recipe.env.eval_path}
+    files = {"env.path": env.path, "env.eval_path": env.eval_path}
     return {key: _digest(key, path) for key, path in files.items() if path is not None}
+
+
+def _dataset_files(env: config.DatasetEnv) -> dict[str, dict[str, Any]]:
+    """The files of a data set, by recipe key and name. Those of the evaluation are left out: they may change, and with
+    them its result."""
+    files = data_files.find(env.path, env.split, env.subset).files
+    return {f"env.path {file.name}" if len(files) > 1 else "env.path": _digest("env.path", file) for file in files}
 
 
 def _digest(key: str, path: Path, max_bytes: int | None = None) -> dict[str, Any]:
@@ -167,13 +180,33 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         paths = {key: getattr(section, key, None) for key in keys}
         return section.model_copy(update={key: path.resolve() for key, path in paths.items() if path is not None})
 
-    env, trace = resolved(recipe.env, "path", "eval_path"), resolved(recipe.trace, "file")
-    changes = {"env": env, "trace": trace, "fleet": resolved(recipe.fleet, "tls_cert", "tls_key")}
+    def resolved_env(env: Any) -> Any:
+        env = resolved(env, "path", "eval_path")
+        if isinstance(env, config.AgentLimits):
+            env = env.model_copy(update={"directory": (env.directory or Path.cwd()).resolve()})
+        if isinstance(env, config.AgentEnv) and env.tasks is not None:
+            return env.model_copy(update={"tasks": resolved_env(env.tasks)})
+        if isinstance(env, config.DatasetEnv):
+            return env.model_copy(update={"rewards": [_with_absolute_file(reward) for reward in env.rewards]})
+        return env
+
+    env, trace = resolved_env(recipe.env), resolved(recipe.trace, "file")
+    fleet = resolved(recipe.fleet, "tls_cert", "tls_key")
+    if fleet.kubernetes is not None:
+        fleet = fleet.model_copy(update={"kubernetes": resolved(fleet.kubernetes, "kubeconfig", "token_file")})
+    changes = {"env": env, "trace": trace, "fleet": fleet, "eval": resolved(recipe.eval, "path")}
+    changes["chat"] = recipe.chat.with_source()
     if recipe.train.lora is not None:
         changes["train"] = recipe.train.model_copy(update={"lora": resolved(recipe.train.lora, "path")})
     if Path(recipe.model.path).is_dir():
         changes["model"] = recipe.model.model_copy(update={"path": str(Path(recipe.model.path).resolve())})
     return recipe.model_copy(update=changes)
+
+
+def _with_absolute_file(reward: str) -> str:
+    """A reward function "file.py:name" with the absolute path of its file; every other reward unchanged."""
+    file, _, name = reward.rpartition(":")
+    return f"{Path(file).resolve()}:{name}" if file.endswith(".py") else reward
 
 
 @contextmanager

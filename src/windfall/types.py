@@ -28,6 +28,33 @@ class Lease:
     price_usd_per_h: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What an engine can do. A worker reports it to its controller, which decides accordingly."""
+
+    name: str = ""
+    """"torch", "cuda" or "vllm". Empty: not known yet, because a worker builds its engine after it has joined."""
+    version: str = ""
+    """Version of the engine, if it is not a part of windfall."""
+    exact: bool = True
+    """The next token depends only on the seed, the position and the logits. A response that continues on another worker
+    of this kind gets the same tokens as without the move. Otherwise every continuation must have a fresh seed."""
+    live_slots: bool = True
+    """It takes new responses while others are running. Otherwise it gets work only when it is idle."""
+    tensor_parallel: int = 1
+    """Number of GPUs that share every layer."""
+
+    @property
+    def label(self) -> str:
+        """For tables and logs.
+
+        >>> Capabilities(name="vllm", version="0.23.0", tensor_parallel=4).label
+        'vllm 0.23.0 x4'
+        """
+        ranks = f"x{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return " ".join(filter(None, (self.name, self.version, ranks)))
+
+
 def prompt_key(prompt: Prompt) -> bytes:
     """A key that is equal for equal prompts.
 
@@ -59,6 +86,8 @@ class Turn:
 
     text: str
     observation: str | None = None
+    tokens: tuple[int, ...] = field(default=(), compare=False)
+    """The token ids of the text, if the environment needs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +97,8 @@ class Feedback:
 
     reward: float | None = None
     observation: str | None = None
+    scores: tuple[tuple[str, float], ...] = field(default=(), compare=False)
+    """The parts of the reward before they are weighted, by name, if there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +126,10 @@ class Request:
     position: int = 0
     sampling: Sampling = Sampling()
     stop: frozenset[int] = frozenset()
+    session: str = ""
+    """Name of the response, the same for all its turns. Empty: it has only this turn."""
+    keep_s: float = 0.0
+    """Predicted seconds from the end of this turn until the next one. 0: keep nothing for a next turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +151,10 @@ class Chunk:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
     """A finished trajectory. `tokens` holds every token after the prompt. `sampled` says which of them the policy
-    sampled; the others are observations, for which `logprobs` is 0.0 and `versions` is -1."""
+    sampled; the others are observations, for which `logprobs` is 0.0 and `versions` is -1.
+
+    An agent may edit its history. Then its response has several segments: this one, and those in `more`, with ids such
+    as "7/0+1". Each has its own prompt and tokens, and all have the same reward."""
 
     id: str
     prompt: tuple[int, ...]
@@ -128,16 +166,43 @@ class Response:
     reward: float | None = None
     """None: the reward is missing (the environment failed every try). Such a response is counted, not trained on."""
     turns: int = 1
+    scores: tuple[tuple[str, float], ...] = field(default=(), compare=False)
+    """The parts of the reward, by name (see Feedback). Empty if they are not known, for example after a restart."""
+    engines: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    """(engine, number of tokens) of consecutive stretches of the sampled tokens. An empty name: the engine is unknown,
+    because the tokens were read from a journal. Responses that differ only in this are equal."""
+    workers: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    """The same for the workers that generated them."""
+    more: tuple[Response, ...] = ()
+    """Further segments. They have no further segments of their own."""
+    agent: bool = False
+    """An agent's session: only its sampled tokens count toward the limit of a response."""
+
+    @property
+    def segments(self) -> tuple[Response, ...]:
+        """All segments, in the order in which they were begun."""
+        return (self, *self.more)
 
     @property
     def sampled_count(self) -> int:
-        """Number of tokens that the policy sampled."""
-        return self.sampled.count(True)
+        """Number of tokens that the policy sampled, in all segments."""
+        return sum(segment.sampled.count(True) for segment in self.segments)
 
     @property
-    def oldest_version(self) -> int:
-        """The oldest version that sampled one of its tokens."""
-        return min((version for version in self.versions if version >= 0), default=0)
+    def length(self) -> int:
+        """Number of tokens of all segments, prompts included."""
+        return sum(len(segment.prompt) + len(segment.tokens) for segment in self.segments)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version that sampled one of its tokens. None: no token was sampled, as for an agent that ended
+        without a call."""
+        return min((v for segment in self.segments for v in segment.versions if v >= 0), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest version that sampled one of its tokens. None: no token was sampled."""
+        return max((v for segment in self.segments for v in segment.versions if v >= 0), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall.config import Recipe, dump, load, parse, sections
+from windfall.config import Recipe, dump, env_sections, load, parse, sections
 from windfall.errors import WindfallError
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").rglob("*.toml"))
@@ -31,12 +31,16 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
     ("toml", "expected"),
     [
         ("[trian]\nlr = 1.0", "unknown key 'trian'. Did you mean 'train'?"),
-        ("stps = 3", "unknown key 'stps'. Known: algorithm, checkpoint, "),
+        ("stps = 3", "unknown key 'stps'. Known: algorithm, chat, checkpoint, "),
         ("[train]\nlearning = 1.0", "unknown key 'train.learning'. Known: betas, "),
         ("[rollout]\ntemprature = 1.0", "unknown key 'rollout.temprature'. Did you mean 'temperature'?"),
         ("[env]\nname = 'guess'\nmax_turn = 2", "unknown key 'env.max_turn'. Did you mean 'max_turns'?"),
         ("[env]\nname = 'guesss'", "env.name = 'guesss' is not an environment. Did you mean 'guess'?"),
-        ("[env]\nmax_steps = 3", "'env.name' is missing. Known: arithmetic, custom, guess, gym, jsonl."),
+        (
+            "[env]\nmax_steps = 3",
+            "'env.name' is missing. "
+            "Known: agent, arithmetic, custom, dataset, frozen_lake, guess, gym, jsonl, verifiers.",
+        ),
         ("[env]\nname = 'gym'", "'env.task' is missing"),
         ("[env]\nname = 'custom'\nfactory = 'mine'", "'env.factory' = 'mine': "),
         ("[algorithm]\nname = 'grpp'", "unknown algorithm 'grpp'. Did you mean 'grpo'?"),
@@ -150,8 +154,8 @@ def test_invalid_toml_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_every_environment_is_registered_by_its_name() -> None:
     union = get_args(sections.Env)[0]
-    assert set(sections.ENVS.values()) == set(get_args(union))
-    assert all(get_args(kind.model_fields["name"].annotation) == (name,) for name, kind in sections.ENVS.items())
+    assert set(env_sections.ENVS.values()) == set(get_args(union))
+    assert all(get_args(kind.model_fields["name"].annotation) == (name,) for name, kind in env_sections.ENVS.items())
 
 
 def again(recipe: Recipe, folder: Path) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from small_models import requests
+from continuation import check_continuation, of_chunks
+from small_models import engine, requests
 
 from windfall.devices import Place
 from windfall.link.messages import EngineSpec
@@ -112,6 +114,16 @@ class Made(dict[str, list[Chunk]]):
 
     def finish(self, e: Any) -> None:
         wait_for(lambda: self.step(e) or not len(e), "all responses have ended")
+
+
+def check(wanted: list[Request], made: Made, models: list[Any]) -> None:
+    """Every response is complete, and is what one engine generates."""
+    for r in wanted:
+        said = of_chunks(made[r.id])
+        assert len(said) == r.max_tokens
+        assert [c.position for c in made[r.id]] == sorted(c.position for c in made[r.id])
+        assert [c.finish for c in made[r.id]] == [None] * (len(made[r.id]) - 1) + ["length"]
+        check_continuation(r, said, lambda version: engine(copy.deepcopy(models[version]), deterministic=True))
 
 
 def wait_for(holds: Callable[[], Any], what: str) -> None:

@@ -63,7 +63,7 @@ def one_step(s: Scheduler, live: list[Sequence]) -> int:
             r.sequence.tokens.append(len(r.sequence.tokens) % 50)
             r.sequence.generated += 1
             if r.sequence.generated == r.sequence.request.max_tokens:
-                s.remove(r.sequence)
+                s.remove(r.sequence, finished=True)
                 live.remove(r.sequence)
                 ended += 1
     return ended

@@ -405,6 +405,7 @@ MAX_IMPORTS = 20
 """About ten are expected: the command line parser, codecs for an address, and optional packages not installed."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_real_worker_and_trainer_import_almost_nothing_after_the_fork(tmp_path: Path) -> None:
     """Every process of a real run logs each module that it looks for on the disk after the fork."""

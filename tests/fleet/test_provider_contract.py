@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet.recorded_events import RecordedEvents
 
 from windfall.errors import WindfallError
 from windfall.fleet import process
@@ -29,26 +30,6 @@ from windfall.types import Lease
 SLEEP = "import time; time.sleep(60)"
 FAMILY = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
 Make = Callable[..., Provider]
-
-
-class RecordedEvents:
-    """All events of a provider, in order."""
-
-    def __init__(self) -> None:
-        self.all: list[tuple[str, dict[str, Any]]] = []
-
-    def __call__(self, name: str, /, **fields: Any) -> None:
-        self.all.append((name, fields))
-
-    def of(self, *names: str) -> list[dict[str, Any]]:
-        return [fields for name, fields in self.all if name in names]
-
-    async def until(self, count: int, *names: str) -> list[dict[str, Any]]:
-        for _ in range(1000):
-            if len(self.of(*names)) >= count:
-                return self.of(*names)
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"waited 10 s for {count} of {names}: {self.all}")
 
 
 def _local(spawn: Spawn, *, on_event: OnEvent, workers: int = 3) -> Provider:
@@ -99,7 +80,7 @@ async def running(provider: Provider) -> AsyncIterator[None]:
 def test_cancel_ends_all_workers_and_waits(
     make: Make, spawning: Callable[..., Any], gone: Callable[..., bool], alive: Callable[[int], bool]
 ) -> None:
-    events = RecordedEvents()
+    events = RecordedEvents(limit_s=10.0)
 
     async def main() -> Provider:
         async with spawning(FAMILY + "time.sleep(60)") as spawn:
@@ -133,7 +114,7 @@ def _group(pgid: int) -> list[int]:
 
 
 def test_killed_worker_is_replaced_by_a_new_one(make: Make, spawning: Callable[..., Any]) -> None:
-    events = RecordedEvents()
+    events = RecordedEvents(limit_s=10.0)
 
     async def main() -> Provider:
         async with spawning(SLEEP) as spawn:
@@ -154,7 +135,7 @@ def test_killed_worker_is_replaced_by_a_new_one(make: Make, spawning: Callable[.
 
 
 def test_worker_that_keeps_dying_is_restarted_with_growing_delays(make: Make, spawning: Callable[..., Any]) -> None:
-    events = RecordedEvents()
+    events = RecordedEvents(limit_s=10.0)
 
     async def main() -> float:
         async with spawning("raise SystemExit(1)") as spawn:
@@ -168,7 +149,7 @@ def test_worker_that_keeps_dying_is_restarted_with_growing_delays(make: Make, sp
 
 
 def test_refused_worker_is_not_restarted(make: Make, spawning: Callable[..., Any]) -> None:
-    events = RecordedEvents()
+    events = RecordedEvents(limit_s=10.0)
 
     async def main() -> Provider:
         async with spawning("raise SystemExit(3)") as spawn:
@@ -185,7 +166,7 @@ def test_refused_worker_is_not_restarted(make: Make, spawning: Callable[..., Any
 def test_worker_that_ignores_sigterm_is_killed_after_the_grace_period(
     make: Make, spawning: Callable[..., Any], tmp_path: Path
 ) -> None:
-    events = RecordedEvents()
+    events = RecordedEvents(limit_s=10.0)
 
     async def main() -> None:
         stubborn = "import signal; signal.signal(15, signal.SIG_IGN); print('x', flush=True); " + SLEEP
@@ -201,7 +182,7 @@ def test_worker_that_ignores_sigterm_is_killed_after_the_grace_period(
 
 
 def test_spawn_that_loses_its_cancellation_leaves_no_worker(make: Make, spawning: Callable[..., Any]) -> None:
-    events = RecordedEvents()
+    events = RecordedEvents(limit_s=10.0)
 
     async def main() -> None:
         async with spawning(SLEEP) as real:
@@ -221,7 +202,7 @@ def test_spawn_that_loses_its_cancellation_leaves_no_worker(make: Make, spawning
 
 
 def test_spawn_is_retried_after_an_oserror(make: Make, spawning: Callable[..., Any]) -> None:
-    events = RecordedEvents()
+    events = RecordedEvents(limit_s=10.0)
 
     async def main() -> Provider:
         async with spawning(SLEEP) as real:
@@ -245,7 +226,7 @@ def test_spawn_is_retried_after_an_oserror(make: Make, spawning: Callable[..., A
 def test_user_error_ends_the_provider_and_its_workers(
     make: Make, spawning: Callable[..., Any], gone: Callable[..., bool]
 ) -> None:
-    events = RecordedEvents()
+    events = RecordedEvents(limit_s=10.0)
 
     async def main() -> None:
         async with spawning(SLEEP) as real:
@@ -266,7 +247,7 @@ def test_user_error_ends_the_provider_and_its_workers(
 
 def test_target_can_be_set_at_any_time(make: Make, spawning: Callable[..., Any]) -> None:
     """The effect depends on the provider; the contract is only that it may be called."""
-    events = RecordedEvents()
+    events = RecordedEvents(limit_s=10.0)
 
     async def main() -> None:
         async with spawning(SLEEP) as spawn:

@@ -16,10 +16,16 @@ def _directory(path: Path) -> None:
     path.mkdir()
 
 
+def _half(data: bytes) -> bytes:
+    """About the first half, which ends in the middle of a line: whole lines of TOML would be valid."""
+    line = data.rfind(b"\n", 0, len(data) // 2) + 1
+    return data[: line + 3] if line else data[: len(data) // 2]
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing": lambda path: path.unlink(),
     "empty": lambda path: path.write_bytes(b""),
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "truncated": lambda path: path.write_bytes(_half(path.read_bytes())),
     "random bytes": lambda path: path.write_bytes(random.Random(1).randbytes(300)),
     "another encoding": lambda path: path.write_bytes("name = 'ü'\n".encode("utf-16")),
     "a JSON list": lambda path: path.write_text('[1, {"name": 3}]\n'),

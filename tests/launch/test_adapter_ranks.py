@@ -3,12 +3,12 @@ from each other's checkpoints."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file
@@ -43,10 +43,6 @@ def samples(seed: int) -> list[Sample]:
 def build(ranks: Ranks, folder: Path, found: IntactCheckpoint | None) -> tuple[TrainerPart, Any, Any] | None:
     """This rank's part, as the trainer's processes make it: rank 0 loads and gives the order to build."""
     recipe, orders = config.parse(RECIPE, where="test"), Orders(ranks)
-    setup = Setup(
-        model_config=None, dtype="float32", micro_tokens=64, checkpoint_activations=False, onednn=False,
-        checkpoint=found.path if found else None,
-    )  # fmt: skip
     if not ranks.first:
         orders.add("build", lambda setup: rank.build_part(recipe, folder, setup, orders))
         orders.follow()
@@ -54,8 +50,13 @@ def build(ranks: Ranks, folder: Path, found: IntactCheckpoint | None) -> tuple[T
     model = load.load(trained_weights.model_to_load(recipe, found), dtype="float32", device="cpu")
     loaded = trained_weights.prepare(model, recipe, found, dtype="float32")
     orders.add("build", lambda setup: rank.build_part(recipe, folder, setup, orders, loaded=loaded))
-    part = orders.call("build", replace(setup, model_config=model.config))
-    write = partial(part.weights.write_published, model, part.publisher)
+    assert loaded.adapters is not None
+    setup = Setup(
+        model_config=model.config, dtype="float32", micro_tokens=64, checkpoint_activations=False, onednn=False,
+        checkpoint=found.path if found else None, adapter=loaded.adapters.config,
+    )  # fmt: skip
+    part = orders.call("build", setup)
+    write = partial(part.weights.write_published, model, part.publisher, orders)
     return part, loaded.base, write if ranks.distributed else loaded.saved.save_pretrained
 
 
@@ -93,6 +94,7 @@ def close(ours: Path, theirs: Path) -> None:
         assert (two[name] - value).norm() < 5e-3 * value.norm(), name
 
 
+@pytest.mark.slow
 def test_ranks_publish_and_continue_alike(tmp_path: Path) -> None:
     saved: dict[int, IntactCheckpoint] = {}
     results = {}
@@ -137,11 +139,12 @@ def first_adapters(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
 
     recipe, orders = config.parse(RECIPE, where="test"), Orders(ranks)
     model = load.load("tiny", dtype="bfloat16", device="cpu")
-    loaded = trained_weights.prepare(model, recipe, None, dtype="bfloat16") if ranks.first else None
+    loaded = trained_weights.prepare(model, recipe, None, dtype="bfloat16")
+    assert loaded.adapters is not None
     setup = Setup(
         model_config=model.config, dtype="bfloat16", micro_tokens=64, checkpoint_activations=False, onednn=False,
-        checkpoint=None,
+        checkpoint=None, adapter=loaded.adapters.config,
     )  # fmt: skip
-    part = rank.build_part(recipe, folder, setup, orders, loaded=loaded)
+    part = rank.build_part(recipe, folder, setup, orders, loaded=loaded if ranks.first else None)
     named = part.weights.adapters.tensors()
     return {n: torch.cat(ranks.all_gather(rows(t).float().clone())) for n, t in named.items()}

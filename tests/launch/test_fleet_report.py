@@ -13,7 +13,9 @@ import pytest
 from windfall.config import parse
 from windfall.events.log import EventLog
 from windfall.launch.fleet_report import FleetReport
+from windfall.link.messages import Capacity
 from windfall.rollout.dispatch import Dispatch
+from windfall.types import Lease
 from windfall.views import top
 
 STEP = {
@@ -72,3 +74,13 @@ def test_top_reads_the_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[st
     top.show(tmp_path, once=True)
     line = "mean 0.4, max 1, bound 2; lag 0:5 1:4; too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
     assert f"staleness of the last step: {line}" in capsys.readouterr().out
+
+
+def test_snapshot_has_what_lenders_reported(tmp_path: Path) -> None:
+    with report(tmp_path, staleness=0) as fleet:
+        members = fleet._dispatch.members
+        member = members.join("l", Lease(kind="borrowed", device="cpu"), 0.0)
+        assert "lender" not in written(fleet)["workers"][0]
+        member.slots, member.capacity = 8, Capacity(slots=3, state="pressure", use=0.5, lent=0.1, slack_s=0.2)
+        reported = {"in_use": True, "slots": 3, "state": "pressure", "use": 0.5, "lent": 0.1, "slack_s": 0.2}
+        assert written(fleet)["workers"][0]["lender"] == reported

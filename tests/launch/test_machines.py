@@ -29,6 +29,7 @@ from windfall.fleet.base import EXIT_REFUSED, Handle
 from windfall.launch import machines as machines_module
 from windfall.launch import network
 from windfall.launch.machines import Machines
+from windfall.launch.processes import rank_host
 from windfall.link import auth, handshake
 from windfall.link import messages as m
 from windfall.link.socket import Dialer, SocketLink
@@ -42,10 +43,12 @@ threads = 1
 deterministic = true
 [env]
 name = "arithmetic"
+mean_steps = 1.5
 [rollout]
 groups = 3
 group_size = 4
 max_tokens = 24
+temperature = 1.4
 [train]
 lr = 1e-3
 minibatches = 3
@@ -132,48 +135,82 @@ def weights(run: Path) -> str:
     return hashlib.sha256((checkpoint.latest(run).path / "model.safetensors").read_bytes()).hexdigest()
 
 
+class TwoMachines:
+    """A run whose trainer has one rank on each of two machines."""
+
+    def __init__(self, folder: Path, networks: tuple[str, list[str], str], steps: int) -> None:
+        host, self._inside, self._other = networks
+        self._endpoint, self._secret, self._folder = f"{host}:{free_port(host)}", folder / "secret", folder
+        auth.make_token(self._secret)
+        self.run, self.out = folder / "two" / "r", folder / "two" / "out.txt"
+        self.trainer = train(
+            folder / "two", "--trainer-token", str(self._secret), "--set", f"fleet.host={host}", steps=steps, ranks=1,
+            machines=2, rendezvous=self._endpoint,
+        )  # fmt: skip
+        self.started = [self.trainer]
+
+    def join(self, name: str) -> subprocess.Popen[bytes]:
+        here = self._folder / name
+        here.mkdir()
+        command = ("ranks", "--join", f"http://{self._endpoint}", "--token", str(self._secret), "--host", self._other)
+        machine = run_windfall(here, *command, "--folder", str(here / "logs"), before=tuple(self._inside))
+        self.started.append(machine)
+        return machine
+
+    def wait_for_start(self, count: int) -> list[int]:
+        """Wait until the trainer was started this many times. Returns the processes of its ranks."""
+        done = lambda: len(events(self.run, "trainer_ready")) >= count  # noqa: E731
+        wait_for(f"start {count}", done, self.trainer, self.out)
+        return events(self.run, "trainer_ready")[-1]["rank_pids"]
+
+    def finish(self, machine: subprocess.Popen[bytes], name: str) -> None:
+        assert self.trainer.wait(240) == 0, self.out.read_text()
+        assert machine.wait(30) == 0, (self._folder / name / "out.txt").read_text()
+        assert not (self._folder / name / "logs" / "checkpoints").exists()
+
+    def kill(self) -> None:
+        for process in self.started:
+            process.kill()
+
+
 def test_run_on_two_machines(tmp_path: Path, two_networks: tuple[str, list[str], str]) -> None:
+    two = TwoMachines(tmp_path, two_networks, steps=2)
+    try:
+        machine = two.join("first")
+        assert len(two.wait_for_start(1)) == 2
+        two.finish(machine, "first")
+    finally:
+        two.kill()
+    assert "machine 1" in two.out.read_text()
+    trained = [e for e in events(two.run, "step") if e["kind"] == "scalar"]
+    assert [e["step"] for e in trained] == [1, 2]
+    assert any(e["grad_norm"] > 0 for e in trained)
+    checkpoint.check(checkpoint.latest(two.run).path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_machine_is_lost_and_replaced(tmp_path: Path, two_networks: tuple[str, list[str], str]) -> None:
     """A rank on the other machine is killed, then its command is stopped and another one started. The run ends with the
     weights of two ranks on one machine, and its checkpoint resumes on one rank."""
-    host, inside, other = two_networks
-    endpoint, secret = f"{host}:{free_port(host)}", tmp_path / "secret"
-    auth.make_token(secret)
-    one = train(tmp_path / "one", ranks=2)
-    folder, run = tmp_path / "two", tmp_path / "two" / "r"
-    trainer = train(
-        folder, "--trainer-token", str(secret), "--set", f"fleet.host={host}", ranks=1, machines=2, rendezvous=endpoint
-    )
-
-    def join(name: str) -> subprocess.Popen[bytes]:
-        (tmp_path / name).mkdir()
-        command = ("ranks", "--join", f"http://{endpoint}", "--token", str(secret), "--host", other)
-        here = tmp_path / name
-        return run_windfall(here, *command, "--folder", str(here / "logs"), before=tuple(inside))
-
-    started = [one, trainer, machine := join("first")]
-    out = folder / "out.txt"
+    one, two = train(tmp_path / "one", ranks=2), TwoMachines(tmp_path, two_networks, steps=4)
     try:
-        wait_for("the first start", lambda: len(events(run, "trainer_ready")) > 0, trainer, out)
-        pids = events(run, "trainer_ready")[-1]["rank_pids"]
-        os.kill(pids[1], signal.SIGKILL)
-        wait_for("the start after a kill", lambda: len(events(run, "trainer_ready")) > 1, trainer, out)
+        machine = two.join("first")
+        os.kill(two.wait_for_start(1)[1], signal.SIGKILL)
+        two.wait_for_start(2)
         assert machine.poll() is None
         machine.terminate()
         assert machine.wait(30) == 0, (tmp_path / "first" / "out.txt").read_text()
-        started.append(machine := join("second"))
-        assert trainer.wait(240) == 0, out.read_text()
-        assert machine.wait(30) == 0, (tmp_path / "second" / "out.txt").read_text()
+        two.finish(two.join("second"), "second")
         assert one.wait(240) == 0, (tmp_path / "one" / "out.txt").read_text()
     finally:
-        for process in started:
-            process.kill()
-    said = out.read_text()
-    assert "machine 1" in said
-    assert "has left the trainer" in said
+        two.kill()
+        one.kill()
+    folder, run = tmp_path / "two", two.run
+    assert "has left the trainer" in two.out.read_text()
     assert weights(run) == weights(tmp_path / "one" / "r")
     optimizers = [load_file(checkpoint.latest(r).path / checkpoint.OPTIMIZER) for r in (run, tmp_path / "one" / "r")]
     assert all((value == optimizers[1][name]).all() for name, value in optimizers[0].items())
-    assert not (tmp_path / "second" / "logs" / "checkpoints").exists()
     resumed = run_windfall(
         folder, "resume", str(run), "--set", "run.steps=6", "--set", "train.machines=1", out="resumed.txt"
     )
@@ -279,6 +316,28 @@ def test_lost_machine_ends_its_ranks_and_another_takes_its_place(tmp_path: Path)
             ending = asyncio.create_task(machines.__aexit__())
             assert await asyncio.wait_for(second.receive(), 10) == m.RunEnded(why="the run has ended")
             await ending
+
+    asyncio.run(main())
+
+
+def test_spare_machine_waits_as_long_as_the_run_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_host, "MAX_RETRY_S", 0.3)
+
+    async def main() -> None:
+        async with listening(tmp_path) as (machines, dialer, _):
+            first = await join(dialer)
+            spare = rank_host.RankHost(
+                dialer.url, SECRET, host="", folder=tmp_path, ca=None, overrides=(), patience_s=1.0
+            )
+            waiting = asyncio.create_task(spare.run())
+            await asyncio.sleep(2.5)
+            assert not waiting.done()
+            await first.close()
+            others = await asyncio.wait_for(machines.wait(), 15)
+            assert len(others) == 1
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiting
 
     asyncio.run(main())
 

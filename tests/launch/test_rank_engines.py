@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from group_case import alive, parent, wait_for
-from rank_runs import events, finish, run_windfall, wait_for_trainer, weights
+from rank_runs import events, finish, run_windfall, trained_steps, wait_for_trainer, wait_until, weights
 
-OWN = ("fleet.local=true", "fleet.workers=0", "run.steps=3")
+OWN = ("fleet.local=true", "fleet.workers=0", "run.steps=2")
 WORKER = ("fleet.local=false", "fleet.workers=1", *OWN[2:])
 LORA = ("train.lora.rank=4", "train.lora.alpha=8")
 
@@ -46,48 +43,47 @@ def engines(run: Path) -> list[int]:
     return [engine for server in children(rank) for engine in children(server)]
 
 
-def wait_until(holds: Callable[[], object], folder: Path, running: subprocess.Popen[bytes]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not holds():
-        assert running.poll() is None, (folder / "out.txt").read_text()
-        assert time.monotonic() < deadline_s, (folder / "out.txt").read_text()
-        time.sleep(0.02)
-
-
-def steps(run: Path) -> list[int]:
-    return [e["step"] for e in events(run, "step") if e["kind"] == "scalar"]
-
-
 def check(run: Path) -> None:
     """All steps were trained, no token was lost, and only the trainer generated."""
-    assert sorted(set(steps(run))) == [1, 2, 3]
+    assert sorted(set(trained_steps(run))) == [1, 2]
     trained = [e for e in events(run, "step") if e["kind"] == "scalar"]
     assert all(e["lost_tokens"] == e["gaps"] == 0 for e in trained)
     assert any(e["updates_skipped"] < 3 for e in trained), "otherwise the weights are those of the start"
     assert {(e["worker"].partition("#")[0], e["device"]) for e in events(run, "worker_joined")} == {("local", "2x cpu")}
 
 
-def test_engines_generate_and_one_is_killed(tmp_path: Path, expected: str) -> None:
-    run = tmp_path / "r"
-    with run_windfall(tmp_path, *OWN) as running:
-        wait_until(lambda: steps(run), tmp_path, running)
+@pytest.mark.slow
+def test_engines_generate_and_one_is_killed(tmp_path: Path) -> None:
+    train_while_an_engine_is_killed(tmp_path)
+
+
+@pytest.mark.slow
+def test_weights_do_not_depend_on_the_engines(tmp_path: Path, expected: str) -> None:
+    assert weights(train_while_an_engine_is_killed(tmp_path)) == expected
+
+
+def train_while_an_engine_is_killed(folder: Path) -> Path:
+    run = folder / "r"
+    with run_windfall(folder, *OWN) as running:
+        wait_until(lambda: trained_steps(run), folder, running)
         pids = engines(run)
         assert len(pids) == 2
         os.kill(pids[0], signal.SIGKILL)
-        finish(tmp_path, running)
+        finish(folder, running)
     wait_for(lambda: not any(map(alive, pids)), "the engines end with the run")
     assert "of the trainer ended: the process was killed (SIGKILL)" in (run / "trainer.log").read_text()
     assert len(events(run, "trainer_ready")) == 1
     check(run)
-    assert steps(run) == [1, 2, 3]
-    assert weights(run) == expected
+    assert trained_steps(run) == [1, 2]
+    return run
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_rank_is_killed(tmp_path: Path, expected: str, rank: int) -> None:
     run = tmp_path / "r"
     with run_windfall(tmp_path, *OWN) as running:
-        wait_until(lambda: steps(run), tmp_path, running)
+        wait_until(lambda: trained_steps(run), tmp_path, running)
         left = engines(run)
         os.kill(events(run, "trainer_ready")[-1]["rank_pids"][rank], signal.SIGKILL)
         wait_for_trainer(tmp_path, running, 2)

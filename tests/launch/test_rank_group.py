@@ -1,18 +1,15 @@
-"""The ranks of a trainer start and end together, whichever of them is lost, and the run goes on from its checkpoint."""
+"""The processes of a trainer's ranks start and end together, whichever of them is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_runs import events, finish, run_windfall, wait_for_trainer, weights
 
 from windfall import config
 from windfall.devices import Place
@@ -73,36 +70,3 @@ def test_group_is_killed_as_a_whole(tmp_path: Path) -> None:
         return [await rank.wait() for rank in ranks]
 
     assert asyncio.run(main()) == [-signal.SIGKILL] * 3
-
-
-def train_while_ranks_are_killed(folder: Path, kills: int, seed: int) -> Path:
-    """Kill a random rank at a random moment after each start of the trainer."""
-    draw, run = random.Random(seed), folder / "r"
-    with run_windfall(folder) as running:
-        for kill in range(kills):
-            wait_for_trainer(folder, running, kill + 1)
-            time.sleep(draw.uniform(0.0, 3.0))
-            pids = events(run, "trainer_ready")[-1]["rank_pids"]
-            assert len(pids) == 2
-            if running.poll() is None:
-                os.kill(draw.choice(pids), signal.SIGKILL)
-        finish(folder, running)
-    return run
-
-
-@pytest.mark.slow
-def test_run_whose_ranks_are_killed_at_any_moment_ends_with_the_same_weights(tmp_path: Path) -> None:
-    with run_windfall(tmp_path / "undisturbed") as running:
-        finish(tmp_path / "undisturbed", running)
-    expected = weights(tmp_path / "undisturbed" / "r")
-    for seed in range(4):
-        run = train_while_ranks_are_killed(tmp_path / str(seed), 3, seed)
-        assert weights(run) == expected
-        trained = [e["step"] for e in events(run, "step") if e["kind"] == "scalar"]
-        assert trained[-1] == 4
-
-
-def test_run_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
-    run = train_while_ranks_are_killed(tmp_path, 1, 0)
-    assert [e["step"] for e in events(run, "step") if e["kind"] == "scalar"][-1] == 4
-    assert "restarting it" in (tmp_path / "out.txt").read_text()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from windfall import config
+from windfall.engine.vllm import installed
 from windfall.errors import WindfallError
 from windfall.launch import recipe_check
 
@@ -17,6 +18,15 @@ def test_trace_without_machines_is_refused(tmp_path: Path) -> None:
     recipe = config.parse({"trace": {"file": str(tmp_path / "t.csv")}}, where="here")
     with pytest.raises(WindfallError, match=r"trace\.nodes"):
         recipe_check.check(recipe)
+
+
+@pytest.mark.skipif(installed.find() is not None, reason="vLLM is installed")
+@pytest.mark.parametrize("workers", [{"fleet": {"workers": 1}}, {"trace": {"nodes": 2}}])
+def test_local_workers_without_the_chosen_engine_are_refused(workers: dict[str, dict[str, int]]) -> None:
+    engine = {"engine": {"name": "vllm"}}
+    with pytest.raises(WindfallError, match=r"engine.name: vLLM is not installed"):
+        recipe_check.check(config.parse({**engine, **workers}, where="here"))
+    recipe_check.check(config.parse(engine, where="here"))  # workers of other machines may have it
 
 
 def test_response_longer_than_the_context_is_refused_before_anything_starts() -> None:

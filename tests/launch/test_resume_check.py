@@ -15,7 +15,7 @@ from hostile.files import DAMAGES, damage, file_for_folder
 from windfall import config
 from windfall import run_folder as folders
 from windfall.config import RULES, Recipe
-from windfall.config.sections import ENVS
+from windfall.config.env_sections import ENVS
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.launch import resume_check
@@ -85,6 +85,7 @@ def test_every_rule_is_about_a_key_that_exists() -> None:
     keys = {f"{name}.{key}" for name, field in Recipe.model_fields.items() if name != "env"
             for key in getattr(field.annotation, "model_fields", ())}  # fmt: skip
     keys |= {f"env.{key}" for env in ENVS.values() for key in env.model_fields}
+    keys |= {f"env.tasks.{key}" for env in ENVS.values() for key in env.model_fields}
     assert RULES.keys() <= keys | Recipe.model_fields.keys()
 
 

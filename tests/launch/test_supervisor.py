@@ -195,16 +195,16 @@ def test_workers_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(it, "_controller_url", url)
         any_client: Any = client
         await it._providers(any_client, {})
-        assert it._local is not None
+        local: Any = it._scaled["local"]
         client.fails = True
         with pytest.raises(OSError, match="too many"):
-            await it._local.spawn("w1.1", Lease())
+            await local.spawn("w1.1", Lease())
         client.fails = False
         for name in ("w1.2", "w2.1", "w3.1"):
-            await it._local.spawn(name, Lease())
+            await local.spawn(name, Lease())
         client.handles["w2.1"].ended(-9)
         await asyncio.sleep(0)
-        await it._local.spawn("w2.2", Lease())
+        await local.spawn("w2.2", Lease())
         assert client.started == {
             "w1.2": ("1", device, "0.2"), "w2.1": ("0", device, "0.4"), "w3.1": ("1", device, "0.2"),
             "w2.2": ("0", device, "0.4"),
@@ -433,3 +433,20 @@ def test_event_log_that_is_unreadable_for_a_moment_is_retried(
     monkeypatch.setattr(it._console, "show", lambda event: None)
     asyncio.run(errors.guard(main()))
     assert output.getvalue().count("cannot read the event log: [Errno 5]") == 1
+
+
+def test_advice_is_acted_on_at_the_source_that_it_is_about(tmp_path: Path) -> None:
+    kind = "spot cpu at $2.00/h"
+
+    async def main() -> dict[str, int]:
+        sources = {"slurm": {"workers_max": 9, "price_usd_per_h": 2.0}, "ray": {"workers": 2}}
+        it = supervisor_of(tmp_path, fleet={"host": "0.0.0.0", "max_usd_per_h": 10.0, **sources})
+        any_client: Any = None
+        await it._providers(any_client, {})
+        for step in (1, 2):
+            row = {"worker": "slurm1.1-r1#2", "state": "ready", "lease": kind, "kind": "spot", "price_usd_per_h": 2.0}
+            advice = [{"lease": kind, "now": 1, "count": 30, "why": ""}]
+            it._autoscale({"step": step, "workers": [row], "advice": advice})
+        return {name: provider._count for name, provider in it._scaled.items()}  # pyright: ignore
+
+    assert asyncio.run(main()) == {"slurm": 5, "ray": 2}

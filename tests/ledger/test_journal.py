@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from windfall.config import RolloutSection as Options
 from windfall.errors import WindfallError
 from windfall.ledger import journal_reader
 from windfall.ledger.episode import Episode
@@ -312,7 +313,8 @@ def restore(past: History, ids: list[str]) -> dict[str, Episode]:
     dispatch: Any = SimpleNamespace(open=lambda e, listener: opened.update({e.id: e}))
     unused: Any = None
     env: Any = SimpleNamespace(name="unused")
-    rollout = Rollout(dispatch, env, unused, unused, seed=0, events=unused)
+    text: Any = SimpleNamespace(decode=unused)
+    rollout = Rollout(dispatch, env, text, Options(), seed=0, events=unused)
     rollout.history = past
     stream = rollout.stream(size=1, sampling=Sampling(), on_group=unused, on_skipped=unused)
     for id in ids:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, LinkClosed
-from windfall.types import Lease, Sampling
+from windfall.types import Capabilities, Lease, Sampling
 
 KINDS: list[Any] = [k for k in vars(m).values() if isinstance(k, type) and issubclass(k, m.Message) and k != m.Message]
 UNIONS = {
@@ -31,6 +31,7 @@ SAMPLING = st.builds(Sampling, temperature=REAL, top_p=REAL, top_k=NUMBER)
 FINISHED = st.dictionaries(st.integers(0, 9), st.sampled_from(["stop", "length"]), max_size=3)
 BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int: NUMBER, float: REAL, str: TEXT, bytes: BYTES, Lease: LEASES, Sampling: SAMPLING,
+    Capabilities: st.builds(Capabilities, name=TEXT, version=TEXT, exact=st.booleans(), tensor_parallel=NUMBER),
 }  # fmt: skip
 
 

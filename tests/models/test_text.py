@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from windfall import config
 from windfall.errors import WindfallError
 from windfall.launch.processes.trainer import text_for
 from windfall.models.load import load_tokenizer
@@ -117,7 +118,7 @@ def test_stop_ids(eos: str | None, extra: list[str], stop: set[str]) -> None:
 @pytest.mark.parametrize(("configured", "stop"), [(None, {2}), (2, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
 def test_stop_ids_include_those_of_the_model(configured: Any, stop: set[int]) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
-    assert text_for(load_tokenizer("tiny"), model).stop == stop
+    assert text_for(load_tokenizer("tiny"), model, {}).stop == stop
 
 
 def test_list_of_messages_uses_the_chat_template() -> None:
@@ -137,3 +138,46 @@ def test_messages_that_the_template_rejects_raise_an_error() -> None:
         WindfallError, match=r"cannot render these messages: no system role\nThe roles were: system, user"
     ):
         Text(picky).prompt(said)
+
+
+THINKING = CHATML.replace(
+    "assistant\n{% endif", "assistant\n{% if not enable_thinking %}<think></think>{% endif %}{% endif"
+)
+
+
+def test_template_arguments_and_off_switch(tmp_path: Any) -> None:
+    given = tokenizer(INST, "<eos>")
+    ask = [{"role": "user", "content": "12"}]
+
+    def shown(**options: Any) -> str:
+        return given.decode(Text(given, **options).prompt(ask), skip_special_tokens=False)
+
+    assert shown() == "<bos>[INST] 12 [/INST]"
+    assert shown(template=CHATML) == "<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n"
+    assert shown(template=THINKING, arguments={"enable_thinking": False}).endswith("assistant\n<think></think>")
+    assert shown(template=THINKING, arguments={"enable_thinking": True}).endswith("assistant\n")
+    off = Text(given, enabled=False)
+    assert off.prompt("12") == tuple(given.encode("12"))
+    assert off.observation("higher") == tuple(given.encode("higher", add_special_tokens=False))
+    with pytest.raises(WindfallError, match=r"chat\.enabled is false"):
+        off.prompt(ask)
+    with pytest.raises(WindfallError, match="Expected an expression"):
+        Text(given, template="{% if %}").prompt(ask)
+
+
+def test_the_template_is_a_file_or_itself(tmp_path: Any) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(CHATML)
+    section = config.parse({"chat": {"template": str(file)}}, where="test").chat
+    assert section.source() == section.with_source().template == CHATML
+    assert config.parse({"chat": {"template": CHATML}}, where="test").chat.source() == CHATML
+    assert config.parse({}, where="test").chat.source() is None
+    with pytest.raises(WindfallError, match="cannot read the template"):
+        config.parse({"chat": {"template": str(tmp_path / "other.jinja")}}, where="test").chat.source()
+
+
+def test_the_end_of_a_turn_that_a_stop_string_ended_is_rendered() -> None:
+    given = tokenizer(CHATML, "<|im_end|>")
+    text = Text(given)
+    (end,) = text.stop
+    assert text.observation("lower", ended=False) == (end, *text.observation("lower"))

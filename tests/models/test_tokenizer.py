@@ -1,7 +1,7 @@
 """The light tokenizer against transformers' own: the same folder gives the same ids, text and prompts.
 
-Not covered: tokenizer classes of transformers that rebuild their parts instead of using tokenizer.json unchanged;
-templates that call tools.
+Templates with tools are in test_chat_templates.py. Not covered: tokenizer classes of transformers that rebuild their
+parts instead of using tokenizer.json unchanged.
 """
 
 from __future__ import annotations

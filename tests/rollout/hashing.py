@@ -68,7 +68,8 @@ class CharacterText:
     def prompt(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
-    observation = prompt
+    def observation(self, text: str, *, ended: bool = True) -> tuple[int, ...]:
+        return self.prompt(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids if i != STOP)

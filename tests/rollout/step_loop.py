@@ -45,7 +45,8 @@ class StepLoop(asyncio.SelectorEventLoop):
         self.set_exception_handler(self._record)
 
     def _record(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self.errors.append(f"{context['message']}: {context.get('exception')!r}")
+        who = context.get("task") or context.get("future") or context.get("handle")
+        self.errors.append(f"{context['message']}: {context.get('exception')!r} {who!r}")
 
     def time(self) -> float:
         return self._jump.now_s

@@ -172,3 +172,41 @@ def test_asynchronous_workers_are_not_slower_because_they_pull(tmp_path: Path) -
         run.step()
         rates[asynchronous] = run.advisor._kinds[prices.kind(SPOT)].tok_per_s
     assert rates[False] == pytest.approx(rates[True] / 2)
+
+
+def test_lenders_come_first_and_replace_spot_workers(tmp_path: Path) -> None:
+    """Four spot workers alone are advised to stay or grow; with lenders in use, fewer of them pay off."""
+    counts = {}
+    for lenders in (0, 3):
+        folder = tmp_path / str(lenders)
+        folder.mkdir()
+        run = Run(folder)
+        run.join(LOCAL, Lease(kind="reserved", device="big"), 10_000)
+        for n in range(4):
+            run.join(f"s{n}", SPOT, 4000)
+        lent = Lease(kind="borrowed", device="card")
+        for n in range(lenders):
+            run.join(f"l{n}", lent, 4000)
+        for _ in range(3):
+            d = run.dispatch
+            d.borrowing.update(list(d.members.here()), 400, lambda id: 8, d.placement.speeds.profile, run.now_s)
+            run.step()
+        counts[lenders] = run.advisor.advice[prices.kind(SPOT)].count
+        if lenders:
+            advice = run.advisor.advice[prices.kind(lent)]
+            assert (advice.now, advice.count) == (3, 3)
+    assert counts[3] < counts[0]
+
+
+def test_lenders_that_are_not_used_do_not_count(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.dispatch.borrowing.most = 1
+    lent = Lease(kind="borrowed", device="card")
+    for name in "ab":
+        run.join(name, lent, 4000)
+    for _ in range(3):
+        d = run.dispatch
+        d.borrowing.update(list(d.members.here()), 400, lambda id: 0, d.placement.speeds.profile, run.now_s)
+        run.step()
+    advice = run.advisor.advice[prices.kind(lent)]
+    assert (advice.now, advice.count) == (1, 1)

@@ -123,15 +123,21 @@ def test_second_turn_continues_after_the_observation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "tokens", "reward"),
     [
-        (2, "ab", None),  # cut off within the first turn, so it has no reward
+        (2, "ab", None),  # cut off within the first turn, so the environment gives no reward
         (5, "ab\0", None),  # no room for an answer to the observation
         (6, "ab\0noc", 0.75),  # room for one token of the answer, and that is graded
         (7, "ab\0noc\0", 0.75),
     ],
 )
-def test_token_limit_covers_all_turns(tmp_path: Path, max_tokens: int, tokens: str, reward: float | None) -> None:
+@pytest.mark.parametrize("out_of_tokens", ["missing", 0.0, -1.0])
+def test_token_limit_covers_all_turns(
+    tmp_path: Path, max_tokens: int, tokens: str, reward: float | None, out_of_tokens: Any
+) -> None:
     engine = Scripted(lambda request: "ab" if request.position == 0 else "c")
-    groups, rollout = run(engine, Asks(twice), tmp_path, tasks=[7], max_tokens=max_tokens)
+    options = {"max_tokens": max_tokens, "out_of_tokens": out_of_tokens}
+    groups, rollout = run(engine, Asks(twice), tmp_path, tasks=[7], **options)
+    if reward is None and out_of_tokens != "missing":
+        reward = out_of_tokens
     (r,) = groups[0].responses
     assert r.tokens == tuple(map(ord, tokens))
     assert (r.reward, r.finish) == (reward, "stop" if max_tokens == 7 else "length")

@@ -58,6 +58,24 @@ def test_rejected_response_goes_to_another_worker_and_never_back(tmp_path: Path)
     assert (event["worker"], event["response"], event["tokens"]) == ("small", "1/0", 59)
 
 
+def test_invalid_response_fails_and_says_nothing_about_room(tmp_path: Path) -> None:
+    async def part(world: World) -> None:
+        world.dispatch.set_offer(OFFER)
+        worker = await joined(world, "worker", longest=100)
+        world.open("1/0", prompt=(5, 1_000_000))
+        (work,) = (await take(worker, m.Assign)).work
+        await worker.send(m.Rejected(handle=work.handle, why="token ids must be below 99", invalid=True))
+        while not world.rejected:
+            await asyncio.sleep(0)
+        world.dispatch.withdraw(["1/0"])
+        world.open("2/0", prompt=(5,) * 90)
+        assert {len(w.prompt) // 4 for w in (await take(worker, m.Assign)).work} == {90}
+        ((id, why),) = world.rejected
+        assert (id, "below 99" in why) == ("1/0", True)
+
+    play(tmp_path, part)
+
+
 def test_reported_room_prevents_rejections(tmp_path: Path) -> None:
     """Nothing is rejected, because no response that is too long is assigned."""
 

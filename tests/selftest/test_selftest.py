@@ -192,6 +192,7 @@ def test_passed_check_is_remembered_and_sent_to_workers(tmp_path: Path) -> None:
     recipe = config.parse({}, where="here")
     engine = trainer.checked(trainer.spec(recipe, model.config, "float32", 100), "cpu", model)
     assert trainer.fingerprint(engine) == trainer.fingerprint(trainer.spec(recipe, model.config, "float32", 100))
+    assert recipe.rollout.sampling() in engine.samplings  # which an engine may refuse
 
     def never(*_: object, **__: object) -> Any:
         raise AssertionError("the test was repeated")

@@ -1,4 +1,8 @@
-"""Runs a function on several gloo ranks, each in its own process, and returns what each of them returned."""
+"""Runs a function on several gloo ranks, each in its own process, and returns what each of them returned.
+
+The processes are forks of a server that has imported what they need, once: that takes longer than most of their work.
+They are not forks of the process that runs the tests, because OpenMP deadlocks in a fork of a process that has used it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,17 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
+
 from windfall.train.ranks import Ranks
 
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "windfall.train.trainer", "windfall.train.sharding", "windfall.weights.publish",
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe")),
+    ]
+)  # fmt: skip
 TIMEOUT_S = 240.0
 
 
@@ -19,12 +32,11 @@ def run_ranks(
 ) -> list[Any]:
     """`work(ranks, *args)` on every rank. Returns the results in order, without those of ranks that are `lost`. An
     exception of any other rank fails the test. `timeout_s`: of collectives."""
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/ranks"
-        pipes = [context.Pipe(duplex=False) for _ in range(size)]
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
         started = [
-            context.Process(
+            CONTEXT.Process(
                 target=_rank, args=(rank, size, meeting, timeout_s, pipes[rank][1], work, args), daemon=True
             )
             for rank in range(size)
@@ -50,8 +62,6 @@ def run_ranks(
 def _rank(
     rank: int, size: int, meeting: str, timeout_s: float, pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    import torch
-
     torch.set_num_threads(1)
     try:
         ranks = Ranks.alone() if size == 1 else Ranks.join(rank, size, meeting, device="cpu", timeout_s=timeout_s)

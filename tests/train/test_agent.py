@@ -226,10 +226,11 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
         say=lambda line: None, lock=lock,
     )  # fmt: skip
     agent.make_room = lambda: seen.append(("room", lock.locked()))
+    agent.give_back = lambda: seen.append(("give back", lock.locked()))
     agent.invalidate = lambda: seen.append(("invalidate", lock.locked()))
     with pytest.raises(TypeError):  # a finish without a report raises
         asyncio.run(asyncio.wait_for(run(), 10))
-    after = [("room", True), ("invalidate", True), ("finish", True)]
+    after = [("room", True), ("invalidate", True), ("finish", True), ("give back", True)]
     assert seen == [("copying", True), ("hashing", False), *after]
     assert not lock.locked()
 

@@ -348,6 +348,7 @@ def test_damaged_checkpoint_is_reported_by_the_next_trainer_if_the_first_one_die
     assert trainer._find_checkpoint(folder)[1] == {}
 
 
+@pytest.mark.slow
 def test_run_with_a_damaged_newest_checkpoint_ends_with_the_same_weights(undisturbed: Path, tmp_path: Path) -> None:
     """It resumes from the previous checkpoint, generates again what is not in the journal, and reports that."""
     run = Path(shutil.copytree(undisturbed, tmp_path / "r"))

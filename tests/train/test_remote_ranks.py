@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import socket
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import run_ranks
+from rank_processes import CONTEXT, run_ranks
 from safetensors.torch import load_file
 
 from windfall.train import ranks as rank_module
@@ -107,10 +106,9 @@ def meet(rank: int, size: int, rendezvous: str, pipe: Any) -> None:
 
 def at_once(size: int, calls: list[tuple[int, str]]) -> list[Any]:
     """Ranks of `size` that join as the given numbers at the given places."""
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe() for _ in calls]
+    pipes = [CONTEXT.Pipe() for _ in calls]
     started = [
-        context.Process(target=meet, args=(*call[:1], size, call[1], pipe[1]), daemon=True)
+        CONTEXT.Process(target=meet, args=(*call[:1], size, call[1], pipe[1]), daemon=True)
         for call, pipe in zip(calls, pipes, strict=True)
     ]
     for process in started:

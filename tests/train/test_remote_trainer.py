@@ -150,6 +150,11 @@ def sample(tokens: int, mark: float = 0.0) -> Sample:
     )  # fmt: skip
 
 
+def test_engines_of_a_sample_survive_the_wire() -> None:
+    sent = replace(sample(9), engines=(("torch", 5), ("vllm", 3)))
+    assert remote.unpack(remote.pack(sent)).engines == sent.engines
+
+
 def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FRAME_BYTES", 1 << 16)
     samples = [sample(n, mark) for mark, n in enumerate((700, 900, 1500, 20, 20, 5000, 30))]

@@ -38,8 +38,8 @@ MODELS: dict[str, Any] = {
     "llama, tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen3, untied": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=False),
     "qwen2, biases": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    # Its head is not one linear map.
     "qwen3, adapters": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    # Its head is not one linear map.
     "gemma2, capped": lambda: Gemma2Config(**SHAPE, query_pre_attn_scalar=16, attn_logit_softcapping=None),
 }
 CASES: list[tuple[str, int | None, torch.dtype]] = [

@@ -241,6 +241,15 @@ def test_gap_is_shown_again_only_when_it_has_doubled(tmp_path: Path, monkeypatch
     assert "train.engine_gap_limit = 0.3" in lines[0]
 
 
+def test_gap_is_shown_for_each_engine_if_there_are_several() -> None:
+    one, two = step(1, 0.5, engine_gaps={"torch": 1e-6}), step(2, 0.5, engine_gaps={"torch": 1e-6, "vllm": 2e-3})
+    console = Console(Recipe(), FOLDER)
+    assert "gap" not in console._line(one)
+    assert "gap (torch 1e-06, vllm 0.002)" in console._line(two)
+    assert "log-probs differ by (torch 1e-06, vllm 0.002) nats" in summary([one, two], finished=True)
+    assert "engines and trainer" not in summary([one], finished=True)
+
+
 def test_worker_that_is_too_small_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr("windfall.views.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))

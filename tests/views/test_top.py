@@ -18,7 +18,8 @@ from windfall.views import top
 
 def worker(name: str, state: str, **more: Any) -> dict[str, Any]:
     plain = {
-        "worker": name, "kind": "spot", "device": "NVIDIA H200", "region": "", "price_usd_per_h": 0.0, "state": state,
+        "worker": name, "kind": "spot", "device": "NVIDIA H200", "engine": "vllm 0.23.0", "region": "",
+        "price_usd_per_h": 0.0, "state": state,
         "version": 3, "running": 5, "slots": 8, "tok_per_s": 1234.5, "made": 98765, "moved": 2, "age_s": 61.0,
         "why": "",
     }  # fmt: skip
@@ -43,7 +44,7 @@ def shown(fleet: dict[str, Any], *, live: bool, width: int = 200) -> str:
 
 @pytest.mark.parametrize(
     ("width", "columns"),
-    [(120, list(top.COLUMNS)), (80, ["worker", "lease", "state", "running", "tok/s", "tokens", "age", "reason"]),
+    [(130, list(top.COLUMNS)), (80, ["worker", "lease", "state", "running", "tok/s", "tokens", "age", "reason"]),
      (50, ["worker", "state", "running", "tok/s", "reason"])],
 )  # fmt: skip
 def test_narrow_terminal_shows_fewer_columns_and_cuts_only_the_reason(width: int, columns: list[str]) -> None:
@@ -65,10 +66,24 @@ def test_present_workers_come_before_gone_ones() -> None:
         "tokens: 1,000 accepted, 3 generated twice" in text
     )
     present, gone = text.splitlines()[3:5]
-    assert present.split() == ["a", "spot", "NVIDIA", "H200", "ready", "3", "5/8", "1,234", "98,765", "2", "1m01s"]
+    assert present.split() == [
+        "a",
+        "spot",
+        "NVIDIA",
+        "H200",
+        "vllm",
+        "0.23.0",
+        "ready",
+        "3",
+        "5/8",
+        "1,234",
+        "98,765",
+        "2",
+        "1m01s",
+    ]
     assert gone.split() == [
         "[b]",
-        *present.split()[1:4],
+        *present.split()[1:6],
         "gone",
         "3",
         "-",
@@ -141,3 +156,26 @@ def test_show_reads_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFi
     with owned(tmp_path):
         top.show(tmp_path, once=True)
     assert "version 3, running" in capsys.readouterr().out
+
+
+def test_graders_are_shown() -> None:
+    graders = {"processes": 2, "limit": 8, "queued": 5, "grading": 7, "longest_s": 3.0, "reward_s": 0.5, "errors": 1}
+    assert "graders: 2 processes (at most 8), 7 rewards in progress" in shown(snapshot(graders=graders), live=True)
+    assert "graders" not in shown(snapshot(graders=None), live=True)
+
+
+def test_header_shows_what_the_prefix_caches_save() -> None:
+    assert "prefill:" not in shown(snapshot(), live=True)
+    workers = [worker("a", "ready", kept_sessions=3, kept_tokens=4096), worker("b", "gone", kept_sessions=9)]
+    prefill = {"prefilled": 250, "reused": 750, "lookups": 40, "hits": 30}
+    text = shown(snapshot(workers=workers, prefill=prefill), live=True)
+    assert "prefill: 75% of 1,000 tokens saved, 30 of 40 turns found their prefix" in text
+    assert "kept: 3 sessions with 4,096 tokens" in text
+
+
+def test_lenders_show_their_state_slack_and_share(tmp_path: Path) -> None:
+    lender = {"in_use": True, "slots": 3, "state": "frozen", "use": 0.4, "lent": 0.25, "slack_s": None}
+    out = shown(snapshot(workers=[worker("[l]", "ready", kind="borrowed", lender=lender)]), live=True)
+    assert "lenders: 1 of 1 in use, 3 of 8 slots open, 25% of their time lent" in out
+    assert "[l]: frozen, 5 running, 3 of 8 slots open, no requests, 40% of its memory serves, 25% lent" in out
+    assert "lenders" not in shown(snapshot(), live=True)

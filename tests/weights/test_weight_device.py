@@ -254,7 +254,7 @@ def test_chunk_is_hashed_only_after_its_bytes_are_copied(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(copy_out, "PIECE_BYTES", 3000)
+    monkeypatch.setattr(copy_out, "COPY_BYTES", 3000)
     p, tensors = Publisher(chunk_bytes=1 << 10), {**weights(0), "none": torch.empty(0), "last": torch.ones(11)}
     monkeypatch.setattr(copy_out.LockedPages, "lock", lambda *_: None)
     made, sources = planned(tensors, 1 << 10)

@@ -262,6 +262,15 @@ def test_only_work_that_does_not_fit_is_rejected(rig: Rig) -> None:
     assert rig.step().handles == (1, 3)
 
 
+@pytest.mark.parametrize(("limit", "invalid"), [(0, False), (4000, False), (9000, True)])
+def test_rejection_of_work_that_fits_says_that_it_is_invalid(rig: Rig, limit: int, invalid: bool) -> None:
+    rig.engine.limit = limit  # type: ignore[attr-defined]
+    rig.host.add([work(2, max_tokens=5000)])
+    rejected = rig.next()
+    assert isinstance(rejected, Rejected)
+    assert rejected.invalid == invalid
+
+
 def test_stats_show_a_stuck_engine(rig: Rig) -> None:
     assert (rig.host.stats().running, rig.host.stats().idle_s) == (0, 0.0)
     rig.host._stepped_s -= 1000.0  # so long ago

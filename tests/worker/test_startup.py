@@ -146,14 +146,14 @@ def test_engine_that_is_never_built_ends_the_worker(monkeypatch: pytest.MonkeyPa
 
 def test_chosen_device_waits_for_prepare_and_raises_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     may_go = threading.Event()
-    monkeypatch.setattr(startup, "prepare", lambda device, threads: may_go.wait(WAIT_S) and device)
+    monkeypatch.setattr(startup, "prepare", lambda device, threads, vllm: may_go.wait(WAIT_S) and device)
     start = startup.StartupThread("cpu", 1)
     assert start.took == m.LoadTimes()
     may_go.set()
     assert start.chosen_device() == "cpu"
     assert start.took.import_s > 0
 
-    def fails(device: str, threads: int) -> str:
+    def fails(device: str, threads: int, vllm: bool) -> str:
         raise WindfallError(f"no {device}")
 
     monkeypatch.setattr(startup, "prepare", fails)

@@ -22,6 +22,9 @@ Every algorithm here is a policy gradient, so one number per token determines it
 differentiates. Clipping is a weight of zero; an importance ratio is a factor. The trainer sums `normalizer` over all
 responses of the mini-batch and divides the accumulated gradient by the sum once, at the end, so groups can be trained
 on in any order, as they arrive.
+
+A response counts once, however many segments it has: |y_i| is the number of sampled tokens of all its segments, and a
+segment with n of them adds n / |y_i| of the response's normalizer.
 """
 
 from __future__ import annotations
@@ -37,13 +40,21 @@ from windfall.algorithms.credit import Floats, normalized
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTokens:
-    """The sampled tokens of one response, as two arrays of equal length and the response's advantage."""
+    """The sampled tokens of one sequence, as two arrays of equal length, and the advantage of its response. A response
+    with several segments is several sequences."""
 
     logp: Floats
     """Log-probs under the current policy."""
     proximal: Floats
     """Log-probs under the policy from which the step started."""
     advantage: float
+    whole: int = 0
+    """Number of sampled tokens of the whole response. 0: this sequence is the whole response."""
+
+    @property
+    def length(self) -> int:
+        """|y_i|: number of sampled tokens of the whole response."""
+        return self.whole or len(self.logp)
 
     @property
     def ratio(self) -> Floats:

@@ -26,4 +26,4 @@ class GRPO(Algorithm):
     """The usual value in PPO."""
 
     def weights(self, tokens: SampledTokens) -> Floats:
-        return clipped(tokens.ratio, tokens.advantage, low=self.clip, high=self.clip) / len(tokens.logp)
+        return clipped(tokens.ratio, tokens.advantage, low=self.clip, high=self.clip) / tokens.length

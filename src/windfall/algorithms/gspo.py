@@ -42,4 +42,4 @@ class GSPO(Algorithm):
     def weights(self, tokens: SampledTokens) -> Floats:
         s = np.exp(np.mean(tokens.logp - tokens.proximal))
         weight = clipped(s, tokens.advantage, low=self.clip_low, high=self.clip_high)
-        return np.full_like(tokens.logp, weight / len(tokens.logp))
+        return np.full_like(tokens.logp, weight / tokens.length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,25 @@ from rich.console import Console
 from rich.markup import escape
 
 from windfall import devices
-from windfall.config import JsonLinesEnv, Recipe, parse
+from windfall.config import DatasetEnv, JsonLinesEnv, Recipe, parse
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
+from windfall.launch import agents
 from windfall.launch.processes.trainer import derive, prompt_lengths, spec, text_for
 from windfall.models import load
+from windfall.models.text import Text
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.evaluation import describe_passes
 from windfall.rollout.stream import Rollout, seed_of
 from windfall.train import checkpoint
-from windfall.types import Prompt, Request, Sampling
+from windfall.train.step_batch import Scores, describe_scores
+from windfall.types import Group, Prompt, Request, Sampling
+from windfall.views.rewards import parts, passes
 from windfall.worker.engine_factory import build_engine
 from windfall.worker.in_process import in_process_worker
 
@@ -52,31 +58,46 @@ def _warn(line: str) -> None:
 
 
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
-    described = held_out.describe(recipe.env, tasks)
+    """`show`: number of tasks whose first response is printed."""
+    described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
     tasks = described.tasks
     for warning in described.warnings:
         _warn(warning)
-    if isinstance(recipe.env, JsonLinesEnv):
-        check_answers(recipe.env)
+    if isinstance(recipe.task_env, JsonLinesEnv | DatasetEnv):
+        check_answers(recipe.task_env, evaluation_data(recipe))
+    if agents.is_agent(recipe):  # a run may have the port of its gateway
+        recipe = recipe.model_copy(update={"env": recipe.env.model_copy(update={"port": 0})})
     out = Console(highlight=False, soft_wrap=True)
-    sampling = recipe.rollout.sampling(temperature)
+    sampling, size = recipe.rollout.sampling(temperature), recipe.eval.samples
+    if sampling.temperature == 0 and size > 1:
+        fix = "Raise it, or set eval.responses = 1 and eval.pass_at = []."
+        raise WindfallError(f"all {size} responses to a task would be the same", where="--temperature 0", fix=fix)
     rewards: list[float] = []
+    by_task: list[tuple[float, ...]] = []
+    scores: list[Scores] = []
     lengths: list[int] = []
     shown: dict[int, str] = {}
 
     async def run() -> Rollout:
         device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
-        async with env_host(recipe.env, recipe.run.seed) as env:
+        async with recipe_host(recipe) as env:
             await env.ready()  # before loading the model, which may take long
             model = load.load(model_path, dtype=dtype, device=device)
-            text = text_for(load.load_tokenizer(model_path), model)
-            prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
+            text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
+            context = getattr(model.config, "max_position_embeddings", None)
+            if agents.is_agent(recipe):
+                prompts = agents.prompts(recipe, context)
+            else:
+                prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
             engine, slots = _engine(recipe, model, device, dtype, prompts)
             events = EventLog(Path("/dev/null"))
             dispatch = Dispatch(events=events)
             rollout = Rollout(dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=events)
-            rollout.context = getattr(model.config, "max_position_embeddings", None)
-            await collect(rollout, engine, slots)
+            rollout.context = context
+            with tempfile.TemporaryDirectory(prefix="windfall-eval-") as folder:
+                async with agents.AgentService(recipe, Path(folder), events, None, env) as service:
+                    await service.open(rollout, load.load_tokenizer(model_path), context)
+                    await collect(rollout, engine, slots)
         return rollout
 
     async def collect(rollout: Rollout, engine: Any, slots: int) -> None:
@@ -84,15 +105,15 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
         async with in_process_worker(dispatch, engine, slots, on_failure=rollout.interrupt):
             dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
             with out.status("evaluating") as status:
-                async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=1, sampling=sampling):
+                async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=size, sampling=sampling):
                     rewards.extend(group.rewards)
-                    lengths.append(group.responses[0].sampled_count)
+                    by_task.append(group.rewards)
+                    scores.extend(r.scores for r in group.responses)
+                    lengths.extend(r.sampled_count for r in group.responses)
                     done += 1
                     status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
                     if group.index < HELD_OUT + show:  # the first tasks, not those that finish first, which are short
-                        response = escape(text.decode(group.responses[0].tokens))
-                        prompt, reward = escape(_plain_text(group.task.prompt)), group.responses[0].reward
-                        shown[group.index] = f"[bold]{prompt}[/]\n{response}\nreward {reward:g}\n"
+                        shown[group.index] = _example(group, text)
 
     rollout = asyncio.run(run())
     if not rewards:
@@ -100,8 +121,12 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     for _, example in sorted(shown.items()):
         out.print(example)
     mean = _mean(rewards)
-    error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
+    means = [_mean(r) for r in by_task if r]  # responses to the same task are not independent
+    error = math.sqrt(sum((m - mean) ** 2 for m in means) / max(1, len(means) - 1) / max(1, len(means)))
     out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.description)}")
+    described_more = describe_passes(recipe.eval, [r for r in by_task if r]) | describe_scores(scores)
+    if more := passes(described_more).removeprefix(", ") + parts(described_more):
+        out.print(more.strip())
     failures = rollout.failures
     out.print(
         f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; "
@@ -117,7 +142,7 @@ def generate(
     recipe = parse({"rollout": {"groups": len(prompts), "group_size": n, "max_tokens": max_tokens}}, where="generate")
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     model = load.load(model_path, dtype=dtype, device=device)
-    text = text_for(load.load_tokenizer(model_path), model)
+    text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
     ids = [text.prompt(p) for p in prompts]
     try:
         engine, _ = _engine(recipe, model, device, dtype, [max(map(len, ids))])
@@ -154,6 +179,15 @@ def _engine(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequen
     """An engine, and the number of responses that it runs at once."""
     derived = derive(recipe, model, device, dtype, prompts)
     return build_engine(spec(recipe, model.config, dtype, derived.longest), device, model=model)
+
+
+def _example(group: Group, text: Text) -> str:
+    """The first response to a task, as it is printed. The calls of an agent have prompts of their own."""
+    first = group.responses[0]
+    segments = [((*s.prompt, *s.tokens) if first.agent else s.tokens) for s in first.segments]
+    response = "\n".join(escape(text.decode(ids)) for ids in segments)
+    reward = "missing" if first.reward is None else f"{first.reward:g}"
+    return f"[bold]{escape(_plain_text(group.task.prompt))}[/]\n{response}\nreward {reward}\n"
 
 
 def _plain_text(prompt: Prompt) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windfall.config.sections import Recipe
+from windfall.config.worker_sources import SOURCES
 
 ChangeRule = Literal["fixed", "noted", "free"]
 
@@ -26,11 +27,21 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "model.dtype": ("noted", "Log-probs before and after are rounded differently."),
     "env": ("fixed", "Rewards before and after would measure different tasks."),
     "env.path": ("free", "The contents of the file are compared with those at the start of the run."),
+    "env.tasks.path": ("free", "The contents of the file are compared with those at the start of the run."),
+    "env.concurrency": ("free", ""),
+    "env.time_limit_s": ("free", ""),
+    "env.memory_mb": ("free", ""),
+    "env.restart": ("free", ""),
+    "env.port": ("free", ""),
+    "env.directory": ("free", ""),
+    "env.isolation": ("free", ""),
+    "chat": ("noted", "Prompts after this point are rendered differently."),
     "algorithm": ("noted", "The steps after this point optimize a different objective."),
     "rollout": ("noted", "Responses after this point are generated with different settings."),
     "rollout.staleness": ("noted", "Responses after this point may be older or younger than before."),
     "rollout.on_new_weights": ("noted", "Running responses are treated differently when weights are published."),
     "rollout.reward_tries": ("free", ""),
+    "rollout.reward_processes": ("free", ""),
     "rollout.reward_timeout_s": ("free", ""),
     "train": ("noted", "Updates after this point use different settings."),
     "train.lora": ("fixed", "The checkpoints of the run hold adapters of one shape, or all weights."),
@@ -78,6 +89,8 @@ def changes(old: Recipe, new: Recipe) -> list[KeyChange]:
             if (section, key) == ("run", "steps") and new.train.schedule == "constant":
                 verdict, why = "free", ""
             for name, was, now in _differences(f"{section}.{key}", before[section].get(key), after[section].get(key)):
+                if name != f"{section}.{key}":  # a key of a section within the section
+                    verdict, why = RULES.get(name) or _rule(section, key)
                 found.append(KeyChange(key=name, old=was, new=now, verdict=verdict, why=why))
     return found
 
@@ -86,8 +99,10 @@ def _differences(name: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
     """(key, old, new) of what differs. A section within a section is compared key by key."""
     if was == now:
         return []
-    if name == "train.lora" and was is not None and now is not None:
-        return [(f"{name}.{key}", was[key], now[key]) for key in now if was[key] != now[key]]
+    nested = name in ("train.lora", "env.tasks") or name.removeprefix("fleet.") in SOURCES
+    if nested and was is not None and now is not None:
+        keys = {**was, **now}  # each environment has its own
+        return [(f"{name}.{key}", was.get(key), now.get(key)) for key in keys if was.get(key) != now.get(key)]
     return [(name, was, now)]
 
 
@@ -100,14 +115,21 @@ def token_settings(recipe: Recipe) -> dict[str, Any]:
     journal has its version, which is compared with the bound when the response is opened again and when it is used.
     """
     values = recipe.model_dump(mode="json")
-    sections = ("run", "model", "env", "algorithm", "rollout", "train")
+    sections = ("run", "model", "env", "chat", "algorithm", "rollout", "train")
     excluded = {"run.name", "run.folder", "run.steps", "rollout.staleness", "rollout.on_new_weights"}
     return {
-        f"{section}.{key}": value
+        f"{section}.{key}": _without_free(f"{section}.{key}", value)
         for section in sections
         for key, value in values[section].items()
         if _rule(section, key)[0] != "free" and f"{section}.{key}" not in excluded
     }
+
+
+def _without_free(name: str, value: Any) -> Any:
+    """The value without those of its keys that may change."""
+    if not isinstance(value, dict):
+        return value
+    return {key: each for key, each in value.items() if RULES.get(f"{name}.{key}", ("",))[0] != "free"}
 
 
 def _rule(section: str, key: str) -> tuple[ChangeRule, str]:

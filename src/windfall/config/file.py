@@ -14,8 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from windfall.config.env_sections import ENVS
 from windfall.config.lora import Lora
-from windfall.config.sections import ENVS, Recipe, SimKind
+from windfall.config.sections import Recipe, SimKind
+from windfall.config.worker_sources import SOURCES
 from windfall.errors import WindfallError, nearest
 
 _DATES = (datetime.date, datetime.time)  # datetime.datetime is a subclass of date
@@ -147,6 +149,8 @@ def _keys(sections: list[str], data: dict[str, Any]) -> Iterable[str]:
         return SimKind.model_fields
     if sections[:2] == ["train", "lora"]:
         return Lora.model_fields
+    if sections[0] == "fleet" and len(sections) > 1 and sections[1] in SOURCES:
+        return SOURCES[sections[1]].model_fields
     section: Any = ENVS[data["env"]["name"]] if sections == ["env"] else Recipe.model_fields[sections[0]].annotation
     return section.model_fields
 

@@ -8,10 +8,13 @@ the memory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from windfall.config.chat import ChatSection
+from windfall.config.env_sections import AgentLimits, ArithmeticEnv, DatasetEnv, Env
+from windfall.config.fleet import Fleet
 from windfall.config.log import Log
 from windfall.config.lora import Lora
 from windfall.config.section import Beta, Count, Device, FilePath, Section, Share
@@ -42,73 +45,6 @@ class Model(Section):
     """Model to train: "tiny" (ships with windfall), "smollm2-135m", a directory in Hugging Face format, or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the weights. "auto" is bfloat16 on a GPU and float32 on a CPU."""
-
-
-class ArithmeticEnv(Section):
-    name: Literal["arithmetic"]
-    mean_steps: float = Field(default=6.0, gt=0)
-    """Mean number of steps of a chain of sums after the first step. The number is exponentially distributed."""
-    max_steps: Count = 16
-    """Upper limit for the steps of one chain."""
-
-
-class GymEnv(Section):
-    name: Literal["gym"]
-    task: str
-    """Name of a reasoning-gym task, such as "chain_sum"."""
-    options: dict[str, Any] = Field(default={})
-    """Options of that reasoning-gym task, such as `{ min_terms = 2 }`."""
-    instruction: str | None = None
-    """Line appended to every question. If left out, the default instruction is used."""
-    partial: bool = False
-    """Use the task's partial score of the extracted answer as the reward, instead of only right or wrong."""
-
-
-class JsonLinesEnv(Section):
-    name: Literal["jsonl"]
-    path: FilePath
-    """File of tasks, one JSON object per line."""
-    prompt_field: str = "prompt"
-    """Name of the field that holds the prompt: text, or a list of messages with "role" and "content"."""
-    answer_field: str = "answer"
-    """Name of the field that holds the correct answer."""
-    scoring: Literal["math", "exact"] = "math"
-    """How answers are compared. "math": mathematically equal (math-verify); "exact": the same text."""
-    eval_path: FilePath | None = None
-    """File of tasks for evaluation only, in the same format; never trained on. Not together with `held_out`."""
-    held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the rows of `path` that is kept for evaluation and never trained on, chosen by a hash of the prompt. Not
-    together with `eval_path`."""
-
-    @model_validator(mode="after")
-    def _one_evaluation_source(self) -> JsonLinesEnv:
-        if self.eval_path is not None and self.held_out:
-            raise ValueError("set eval_path or held_out, not both")
-        return self
-
-
-class GuessEnv(Section):
-    name: Literal["guess"]
-    low: int = 1
-    """Smallest number that may have to be guessed."""
-    high: int = 20
-    """Largest number that may have to be guessed."""
-    max_turns: Count = 6
-    """Number of guesses allowed per task."""
-
-
-class CustomEnv(Section):
-    name: Literal["custom"]
-    factory: str = Field(pattern=r"^[\w.]+:\w+$")
-    """Function that returns an Env, as "package.module:function". It is called with `seed` and the options."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments for the factory."""
-
-
-Env = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | CustomEnv, Field(discriminator="name")]
-ENVS: dict[str, type[Section]] = {
-    "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "guess": GuessEnv, "custom": CustomEnv,
-}  # fmt: skip
 
 
 class AlgorithmSection(Section):
@@ -143,6 +79,13 @@ class RolloutSection(Section):
     """Responses per task."""
     max_tokens: Count = 160
     """Upper limit for the tokens of one response, including those that the environment adds to it."""
+    turn_tokens: int = Field(default=0, ge=0)
+    """Upper limit for the tokens that the policy samples in one turn. A turn that reaches it ends there, and the
+    environment answers. 0: only `max_tokens` limits a turn. An agent's call may ask for fewer; its calls that have no
+    limit of either kind are answered one after the other."""
+    out_of_tokens: Annotated[float, Field(allow_inf_nan=False)] | Literal["missing"] = 0.0
+    """Reward of a response that has no tokens left while its environment asks for another turn, if the environment does
+    not say what it is worth. "missing" gives it no reward: it is counted and not trained on."""
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Sampling temperature: logits are divided by it."""
     top_p: Share = 1.0
@@ -153,6 +96,11 @@ class RolloutSection(Section):
     """Upper limit for dynamic sampling: at most `max_draws` * `groups` tasks are drawn in one step."""
     reward_tries: Count = 3
     """Attempts at computing one reward. After that many failures the reward counts as missing."""
+    reward_processes: int = Field(default=0, ge=0)
+    """Upper limit for the processes in which the environment runs; they are started as they are needed. 0 allows one
+    per core for calls that compute, and up to 32 for calls that wait."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
+    """Texts that end the policy's turn, such as "</answer>". The turn includes the text that ended it."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Timeout for one call to the environment (`feedback` or `task`), in seconds from when the call starts to run."""
     staleness: int = Field(default=0, ge=0)
@@ -245,9 +193,41 @@ class Eval(Section):
     """Steps between two additional evaluations. 0 evaluates only before the first and after the last step."""
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Sampling temperature for evaluation; 0 is greedy. If left out, `rollout.temperature` is used."""
+    responses: int = Field(default=0, ge=0)
+    """Responses per task. 0 uses as many as the largest number in `pass_at` needs, or 1."""
+    pass_at: list[Count] = Field(default=[])
+    """Report pass@k for each of these k: the probability that at least one of k responses passes, as the unbiased
+    estimate from all responses of a task."""
+    pass_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """Smallest reward with which a response passes."""
+    path: FilePath | None = None
+    """Data set for evaluation only, in the same format as `env.path` of a "dataset" environment."""
+    split: str | None = None
+    """Split for evaluation only, such as "test", of `path` or else of `env.path`."""
+    subset: str | None = None
+    """Subset of the data set for evaluation. If left out, that of [env] if `path` is left out, too."""
+    filter: str | None = None
+    """Condition for the rows to evaluate. If left out, that of [env]."""
+
+    @property
+    def samples(self) -> int:
+        """Responses per task."""
+        return self.responses or max(self.pass_at, default=1)
+
+    @model_validator(mode="after")
+    def _enough_responses(self) -> Eval:
+        if self.responses and max(self.pass_at, default=1) > self.responses:
+            raise ValueError(f"pass@{max(self.pass_at)} needs at least as many responses, not {self.responses}")
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError("with temperature 0, all responses to a task are the same; set it above 0")
+        return self
 
 
 class EngineSection(Section):
+    name: Literal["auto", "windfall", "vllm"] = "auto"
+    """Engine of the workers. "windfall" is its own: fast on a GPU for the Llama family, plain torch otherwise. "vllm"
+    needs the extra `windfall[vllm]`. "auto" uses vLLM only on a GPU where it is installed and windfall's own GPU engine
+    cannot run the model. A worker's `--engine` comes first. The trainer's own engine is always windfall's."""
     kv_tokens: int = Field(default=0, ge=0)
     """Tokens that the KV cache can hold. 0 covers what the responses of a step can need, within the free memory."""
     page_size: Count = 16
@@ -256,72 +236,9 @@ class EngineSection(Section):
     """Upper limit for the responses in one engine step. 0 derives it from the device and the responses per step."""
     max_rows: Count = 2048
     """Upper limit for the tokens in one engine step, including prefill."""
-
-
-class Fleet(Section):
-    local: bool = True
-    """Let the trainer's own engine generate at the start of every step, and for the whole step if there is no other
-    worker. With `false`, only workers generate."""
-    offload: Literal["predict", "feedback", "feedback-no-memory"] = "predict"
-    """How long the trainer's own engine generates in each step. "predict" computes it from measured speeds; "feedback"
-    is RLBoost's Algorithm 1; "feedback-no-memory" is Algorithm 1 without its memory."""
-    first_seed_s: float = Field(default=150.0, ge=0)
-    """Initial seconds of generation by the trainer's own engine, if `offload` is one of the feedback policies."""
-    trainer_price_usd_per_h: float = Field(default=0.0, ge=0)
-    """Price of the trainer's machine in $ per hour. 0 looks it up by device in the built-in price table."""
-    workers: int = Field(default=0, ge=0)
-    """Worker processes that the run starts on this machine, and restarts when they end. Each uses one GPU, the one with
-    the fewest processes of this run. Other workers may join."""
-    workers_max: int = Field(default=0, ge=0)
-    """Upper limit for autoscaling of the workers on this machine. 0 disables it; otherwise the run starts with
-    `workers` and scales between 0 and this limit by measured throughput and price."""
-    autoscale: Literal["value", "wait_share"] = "value"
-    """Rule for how many workers are worth their price. "value" computes tokens per dollar from measured throughput and
-    prices; "wait_share" is AstraFlow's rule, which looks only at how long the trainer waits, and needs
-    `rollout.staleness` above 0."""
-    worker_threads: Count = 1
-    """CPU threads of each worker on this machine."""
-    worker_memory: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a device's free memory for the KV cache of each worker. 0 uses 0.4, divided by the number of workers
-    that share a GPU."""
-    kind: Literal["reserved", "spot", "borrowed"] = "reserved"
-    """Lease terms of the workers on this machine."""
-    price_usd_per_h: float = Field(default=0.0, ge=0)
-    """Price of one worker on this machine in $ per hour. 0 looks it up by device in the built-in price table."""
-    host: str = "127.0.0.1"
-    """Address on which the controller and the weight server listen. "0.0.0.0" lets other machines join."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port of the controller. 0 chooses a free one."""
-    weights_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the weight server. 0 chooses a free one."""
-    max_workers: Count = 2000
-    """Upper limit for the workers in the fleet; further workers are refused."""
-    heartbeat_s: float = Field(default=1.0, gt=0)
-    """Seconds between two heartbeats of a worker."""
-    suspect_s: float = Field(default=3.0, gt=0)
-    """Seconds without a heartbeat after which a worker gets no new work. Must be above `heartbeat_s`."""
-    gone_s: float = Field(default=8.0, gt=0)
-    """Seconds without a heartbeat after which a worker counts as lost and its responses move to other workers. Must be
-    above `suspect_s`."""
-    stalled_s: float = Field(default=60.0, gt=0)
-    """Seconds without progress after which a worker counts as lost although it sends heartbeats: it has work but makes
-    no engine step, or it pulls weights but receives no bytes."""
-    tls_cert: FilePath | None = None
-    """Certificate chain (PEM) of the controller and the weight server. If set, workers connect over https."""
-    tls_key: FilePath | None = None
-    """Private key (PEM) of `tls_cert`. Set both or neither."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Fleet:
-        if not self.heartbeat_s < self.suspect_s < self.gone_s:
-            raise ValueError(
-                "heartbeat_s < suspect_s < gone_s must hold: each limit must span several intervals of the previous one"
-            )
-        if self.workers_max and not 1 <= self.workers <= self.workers_max:
-            raise ValueError(f"workers = {self.workers} must be from 1 to workers_max = {self.workers_max}")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key must be set together")
-        return self
+    keep_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the KV cache that responses with several turns may keep while their environment works. 0 keeps nothing:
+    the next turn is prefilled from its first token, unless its pages happen to be in the prefix cache still."""
 
 
 class Techniques(Section):
@@ -335,6 +252,9 @@ class Techniques(Section):
     balancing: bool | Literal["algorithm2"] = True
     """Place responses by measured speed, and move running ones. Off: workers take turns, and nothing moves.
     "algorithm2" is RLBoost's Algorithm 2."""
+    affinity: bool = True
+    """Send the next turn of a response to the worker that has its tokens in the KV cache, and siblings to the worker
+    that has their prompt, if that pays. Off: placement ignores what the workers have in their caches."""
     pipelining: bool = True
     """Train on finished groups while others are still being generated. Off: train when all groups are finished."""
 
@@ -377,6 +297,38 @@ class SimKind(Section):
     """Price of one machine of this kind in $ per hour. 0 uses the price of the trace."""
 
 
+class SimLenders(Section):
+    """Servers that lend a simulated run what they do not need."""
+
+    count: Count = 1
+    """Number of lenders. They stay for the whole run; `fleet.borrowed_max` limits how many are used at once."""
+    serving: dict[str, float]
+    """Speed formula of the served model on a lender: fixed_s, each_s, context_s and prefill_s. `sim.worker` is that of
+    the run's model on the same machine."""
+    slots: Count = 16
+    """Responses of the run that a lender runs at once at most."""
+    kv_tokens: Count = 400_000
+    """Tokens of the run's model that fit into the whole KV memory of a lender."""
+    serving_kv_tokens: Count = 400_000
+    """Tokens of the served model that fit into the same memory."""
+    ttft_s: float = Field(default=0.5, gt=0)
+    """Objective of the service: seconds to the first token."""
+    tpot_s: float = Field(default=0.15, gt=0)
+    """Objective of the service: seconds per token after the first."""
+    max_slowdown: float = Field(default=0.15, ge=0)
+    """Upper limit for the time per token that lending adds, as a share of the time without lending."""
+    requests_per_s: float = Field(default=1.0, ge=0)
+    """Mean number of requests per second of one lender. 0 with a file: as many as in the file."""
+    requests_file: FilePath | None = None
+    """Requests to replay, in lines of `time,prompt tokens,generated tokens`. If left out, requests are generated."""
+    peak: float = Field(default=4.0, ge=1, le=80)
+    """Generated requests: rate in the busiest one of a thousand periods of 30 s, relative to the mean."""
+    prompt_tokens: float = Field(default=900.0, gt=0)
+    """Generated requests: median tokens of a prompt."""
+    generated_tokens: float = Field(default=150.0, gt=0)
+    """Generated requests: median tokens of an answer."""
+
+
 class Sim(Section):
     """The machines of `windfall sim`, as formulas. The rest of the recipe means the same as in a real run."""
 
@@ -393,6 +345,8 @@ class Sim(Section):
     """Tokens that fit into a worker's KV cache, prompts included; responses that do not fit wait. 0 means no limit."""
     kinds: list[SimKind] = Field(default=[])
     """Kinds of machines in the trace, each in a [[sim.kinds]] table. If empty, all machines are like `sim.worker`."""
+    lenders: SimLenders | None = None
+    """Servers that lend what they do not need: the keys of [sim.lenders] below."""
     worker_spread: float = Field(default=0.0, ge=0)
     """Spread of the speeds of machines: the standard deviation of the logarithm of the speed. 0 makes all equal."""
     boot_s: float = Field(default=60.0, ge=0)
@@ -425,6 +379,17 @@ class Sim(Section):
     """Standard deviation of the logarithm of the response length."""
     alike: float = Field(default=0.5, ge=0, le=1)
     """Correlation of the logarithms of the response lengths within a group."""
+    turns: float = Field(default=1.0, ge=1)
+    """Mean number of turns of a response; geometrically distributed. With more than one, `median_tokens`, `sigma` and
+    `lengths_file` are those of a turn."""
+    env_s: float = Field(default=1.0, ge=0)
+    """Median seconds that the environment works between two turns. Times are log-normal."""
+    env_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that time."""
+    observation_tokens: float = Field(default=100.0, gt=0)
+    """Median length of an observation, the environment's answer to a turn, in tokens. Lengths are log-normal."""
+    observation_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that length."""
     lengths_file: FilePath | None = None
     """File to draw response lengths from, instead of a log-normal: one number per line, or the event log of a run."""
     reward_mean: float = Field(default=0.5, ge=0, le=1)
@@ -456,6 +421,7 @@ class Recipe(Section):
     run: RunSection = RunSection()
     model: Model = Model()
     env: Env = ArithmeticEnv(name="arithmetic")
+    chat: ChatSection = ChatSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     train: Train = Train()
@@ -467,6 +433,11 @@ class Recipe(Section):
     techniques: Techniques = Techniques()
     sim: Sim = Sim()
     log: Log = Log()
+
+    @property
+    def task_env(self) -> Env:
+        """The environment that gives the tasks: [env], or [env.tasks] if that is an agent with such a section."""
+        return getattr(self.env, "tasks", None) or self.env
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -481,6 +452,17 @@ class Recipe(Section):
                 f"rollout.groups = {self.rollout.groups} cannot be split into train.minibatches = "
                 f"{self.train.minibatches} equal parts. Set rollout.groups to a multiple of train.minibatches."
             )
+        own = [key for key in ("path", "split", "subset", "filter") if getattr(self.eval, key) is not None]
+        if own and not isinstance(self.task_env, DatasetEnv):
+            raise ValueError(
+                f"eval.{own[0]} needs env.name = 'dataset'; set env.eval_path for 'jsonl', and nothing for others"
+            )
+        if own == ["filter"]:
+            raise ValueError("eval.filter selects rows of eval.path, eval.split or eval.subset; set one of them, too")
+        if own and isinstance(self.task_env, DatasetEnv) and self.task_env.held_out:
+            raise ValueError(f"set eval.{own[0]} or env.held_out, not both")
+        if self.rollout.stop and isinstance(self.env, AgentLimits):
+            raise ValueError("rollout.stop has no effect on agents: have the agent send `stop` with its calls")
         if self.fleet.autoscale == "wait_share" and self.rollout.staleness == 0:
             raise ValueError(
                 "fleet.autoscale = 'wait_share' needs rollout.staleness above 0: in synchronous training the trainer's "

@@ -36,6 +36,11 @@ class Pages:
         self._cached: OrderedDict[int, Key] = OrderedDict()  # free pages with a key; least recently freed first
 
     @property
+    def capacity(self) -> int:
+        """Pages that can be held at once."""
+        return self.count
+
+    @property
     def free(self) -> int:
         return len(self._unused) + len(self._cached)
 

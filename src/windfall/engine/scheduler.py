@@ -5,6 +5,8 @@ gives rows to the running sequences, oldest first, then admits waiting ones, all
 
 - a sequence with one token left to compute decodes: it gets one row, whose logits give the next token;
 - a sequence with more tokens left is prefilled in chunks as large as the budget allows; only its last row samples;
+- the pages of a session whose environment works are kept within a budget (retention.py), and dropped if a running
+  sequence needs them;
 - when no page is free, the youngest running sequence is preempted: it returns to the head of the waiting queue and is
   prefilled again later. It keeps its tokens, and sampling depends on (seed, position), so only the timing changes.
 
@@ -19,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from windfall.engine.pages import ROOT, Key, Pages, key_of
+from windfall.engine.retention import Retention
 from windfall.types import Request
 
 
@@ -48,11 +51,12 @@ class ScheduledRows:
 
 
 class Scheduler:
-    def __init__(self, pages: Pages, *, max_running: int, max_rows: int) -> None:
+    def __init__(self, pages: Pages, *, max_running: int, max_rows: int, retention: Retention | None = None) -> None:
         self.pages, self.max_running, self.max_rows = pages, max_running, max_rows
+        self.retention = retention if retention is not None else Retention(pages)
         self.running: dict[Sequence, None] = {}  # in order of arrival; a dict, because sequences finish in any order
         self.waiting: deque[Sequence] = deque()
-        self.preemptions = self.reused_tokens = 0
+        self.preemptions = self.reused_tokens = self.lookups = self.hits = 0
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
@@ -60,18 +64,24 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a finished or canceled sequence: its pages are free at once."""
+    def remove(self, sequence: Sequence, *, finished: bool = False) -> None:
+        """Remove a finished or canceled sequence. Its pages are free at once, unless it is a finished turn that asks to
+        keep them."""
+        request = sequence.request
         if sequence in self.running:
             del self.running[sequence]
+            if finished and request.session and request.keep_s > 0:
+                full = len(sequence.keys)
+                kept, sequence.pages = sequence.pages[:full], sequence.pages[full:]
+                self.retention.keep(request.session, kept, request.keep_s)
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
 
-    def plan(self) -> list[ScheduledRows]:
-        """The rows of the next step. Call `complete` with them when they have run."""
+    def plan(self, most: int | None = None) -> list[ScheduledRows]:
+        """The rows of the next step, at most `most`. Call `complete` with them when they have run."""
         rows: list[ScheduledRows] = []
-        left = self.max_rows
+        left = self.max_rows if most is None else min(most, self.max_rows)
         for sequence in list(self.running):
             if sequence in self.running:  # otherwise an older sequence has just preempted it
                 left -= self._add_rows(sequence, left, rows, may_preempt=True)
@@ -93,6 +103,7 @@ class Scheduler:
             self._release(sequence)
             self.waiting.appendleft(sequence)
         self.running.clear()
+        self.retention.clear()
         self.pages.clear_cache()
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -109,11 +120,23 @@ class Scheduler:
         sequence.computed = len(sequence.pages) * size
         # Keep one page beyond its tokens and one per running sequence free, so that admission rarely causes preemption.
         need = len(tokens) // size + 1 - len(sequence.pages) + len(self.running)
-        if need > self.pages.free:
+        if need > self.pages.free and not self._clear_for(sequence, need):
             self._release(sequence)
             return False
         self.reused_tokens += sequence.computed
+        self.lookups += 1
+        self.hits += sequence.computed > 0
+        self.retention.forget(sequence.request.session)
         return True
+
+    def _clear_for(self, sequence: Sequence, need: int) -> bool:
+        """Drop kept pages for a waiting sequence, but only if nothing runs: otherwise room comes without that."""
+        if self.running:
+            return False
+        session = sequence.request.session
+        if not self.retention.make_room(need, spare=session):
+            self.retention.forget(session)  # of no use here: the sequence holds those that it has found
+        return need <= self.pages.free
 
     def _allocate(self, sequence: Sequence, stop: int, *, may_preempt: bool) -> bool:
         """Allocate pages for the sequence's tokens up to `stop`, if necessary by preempting younger sequences. Returns
@@ -122,6 +145,8 @@ class Scheduler:
             page = self.pages.allocate()
             if page is not None:
                 sequence.pages.append(page)
+                continue
+            if self.retention.make_room(1):
                 continue
             if not may_preempt:
                 return False
@@ -159,4 +184,4 @@ class Scheduler:
             assert s.computed < len(s.tokens), f"{s.request.id} has nothing to compute"
         for s in self.waiting:
             assert not s.pages and s.computed == 0, f"{s.request.id} is waiting but holds pages"
-        self.pages.check(s.pages for s in self.running)
+        self.pages.check([*(s.pages for s in self.running), *self.retention.held()])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
 from windfall.types import Feedback, Task, Turn
@@ -38,14 +39,30 @@ class Env(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLoad:
+    """How busy a host is now."""
+
+    processes: int = 0
+    """Child processes; 0 if the environment runs in this process."""
+    limit: int = 0
+    """Upper limit for them."""
+    queued: int = 0
+    """Calls that have not begun."""
+
+
 class EnvHost(Protocol):
     """Runs an environment. Used as `async with`."""
 
     name: str
     """The name of the environment in messages."""
+    needs_tokens: bool
+    """Turns must come with their token ids. Known once the environment is ready."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *_: object) -> None: ...
+
+    def load(self) -> HostLoad: ...
 
     async def ready(self) -> None:
         """Wait until the environment is built. Raises WindfallError if it cannot be built."""
@@ -57,4 +74,8 @@ class EnvHost(Protocol):
 
     async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
         """Raises EnvFailed. The time limit counts from when the call begins to run; time in a queue does not count."""
+        ...
+
+    def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
+        """No further turn follows these: close the session that waits for one, if there is one."""
         ...

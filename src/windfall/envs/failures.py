@@ -110,6 +110,8 @@ def feedback_fault(feedback: object) -> str:
     reward, observation = feedback.reward, feedback.observation
     if reward is None and observation is None:
         return "it has neither a reward nor an observation"
+    if fault := _scores_fault(feedback.scores):
+        return fault
     if reward is not None:
         # Numbers of other libraries, such as numpy.float32, are accepted.
         if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
@@ -137,3 +139,13 @@ def _text_fault(text: object, what: str) -> str:
     except UnicodeEncodeError as e:
         return f"{what} is not valid Unicode ({e.reason} at character {e.start})"
     return ""
+
+
+def _scores_fault(scores: object) -> str:
+    pairs = scores if isinstance(scores, list | tuple) else None
+    valid = pairs is not None and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
+        and isinstance(pair[1], int | float) and math.isfinite(pair[1])
+        for pair in pairs
+    )  # fmt: skip
+    return "" if valid else 'its scores are not pairs of a name and a number, such as (("format", 0.5),)'

@@ -18,7 +18,8 @@ from windfall.types import Feedback, Task, Turn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graded:
-    """The result of `grade`. If every try failed, `feedback` is None and the other fields describe the last failure."""
+    """The result of `grade`. If every try failed, `feedback` is None. The other fields describe the last failure, also
+    if a later try succeeded."""
 
     feedback: Feedback | None
     tries: int
@@ -39,7 +40,8 @@ async def grade(
     last, number = EnvFailed("", ""), 0
     for number in range(1, tries + 1):
         try:
-            return Graded(feedback=await host.feedback(index, task, turns, timeout_s), tries=number)
+            feedback = await host.feedback(index, task, turns, timeout_s)
+            return Graded(feedback=feedback, tries=number, error=last.error, cause=last.cause, traceback=last.traceback)
         except EnvFailed as e:
             last = e
         if last.final or number == tries:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from windfall.envs import failures
-from windfall.envs.base import Env
+from windfall.envs.base import Env, HostLoad
 from windfall.envs.failures import EnvFailed
 from windfall.types import Feedback, Task, Turn
 
@@ -17,8 +17,10 @@ from windfall.types import Feedback, Task, Turn
 class InProcess:
     """An EnvHost that calls the environment directly."""
 
-    def __init__(self, env: Env) -> None:
-        self.env, self.name = env, type(env).__name__
+    def __init__(self, env: Env, name: str = "") -> None:
+        """`name`: for messages; that of the class if it is empty."""
+        self.env, self.name = env, name or type(env).__name__
+        self.needs_tokens = bool(getattr(env, "needs_tokens", False))
 
     async def __aenter__(self) -> Self:
         return self
@@ -26,6 +28,9 @@ class InProcess:
     async def __aexit__(self, *_: object) -> None: ...
 
     async def ready(self) -> None: ...
+
+    def load(self) -> HostLoad:
+        return HostLoad()
 
     def task(self, index: int, timeout_s: float) -> asyncio.Future[Task]:
         """If the environment's `task` is a plain function, it has run when this returns."""
@@ -51,6 +56,9 @@ class InProcess:
         if inspect.isawaitable(feedback):
             return await _limited(feedback, failures.feedback_fault, name, timeout_s)
         return _checked(feedback, failures.feedback_fault, name)
+
+    def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
+        """Does nothing: an environment in this process closes its sessions when they are idle."""
 
 
 async def _limited(awaitable: Any, fault: Callable[[object], str], name: str, timeout_s: float) -> Any:

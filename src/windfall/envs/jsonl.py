@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
 from windfall.envs.base import HELD_OUT
+from windfall.envs.epochs import EpochOrder
 from windfall.envs.held_out import split
 from windfall.envs.scoring.extract import extract
 from windfall.errors import WindfallError, nearest
@@ -38,8 +37,7 @@ class JsonLines:
         self._path, self._scoring, self._seed, self._cpu_s = Path(path), scoring, seed, cpu_s
         eval_file = Path(eval_path) if eval_path is not None else None
         self._split = split(self._path, prompt_field, answer_field, eval_path=eval_file, held_out=held_out)
-        # Two epochs, because responses of the last epoch may still be running when the next one begins.
-        self._order = functools.lru_cache(maxsize=2)(self._compute_order)
+        self._order = EpochOrder(seed, len(self._split.train))
 
     def task(self, index: int) -> Task:
         rows, file = self._split.train, self._path
@@ -47,8 +45,7 @@ class JsonLines:
             rows, file = self._split.evaluation, self._split.file
             row = rows[(index - HELD_OUT) % len(rows)]
         else:
-            epoch, position = divmod(index, len(rows))
-            row = rows[self._order(epoch)[position]]
+            row = rows[self._order.row(index)]
         return Task(id=f"{file.name}:{row.line}/{self._seed}/{index}", prompt=row.prompt, answer=row.answer)
 
     def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
@@ -62,9 +59,3 @@ class JsonLines:
         except MemoryError:
             right = False
         return Feedback(reward=float(right))
-
-    def _compute_order(self, epoch: int) -> list[int]:
-        def key(row: int) -> bytes:
-            return hashlib.blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=8).digest()
-
-        return sorted(range(len(self._split.train)), key=key)

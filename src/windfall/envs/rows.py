@@ -46,7 +46,7 @@ def read(path: Path, prompt_field: str, answer_field: str) -> list[DataRow]:
     rows: list[DataRow] = []
     try:
         with path.open("rb") as file:
-            _refuse_other_formats(path, file.read(64))
+            refuse_other_formats(path, file.read(64))
             file.seek(0)
             for number, line in enumerate(file, start=1):
                 if line.strip():
@@ -58,7 +58,7 @@ def read(path: Path, prompt_field: str, answer_field: str) -> list[DataRow]:
     return rows
 
 
-def _refuse_other_formats(path: Path, start: bytes) -> None:
+def refuse_other_formats(path: Path, start: bytes) -> None:
     start = start.lstrip() if start.lstrip().startswith(b"[") else start
     for magic, (what, command) in _FORMATS.items():
         if start.startswith(magic):
@@ -71,32 +71,32 @@ def _refuse_other_formats(path: Path, start: bytes) -> None:
 
 
 def _row(line: bytes, where: str, number: int, prompt_field: str, answer_field: str) -> DataRow:
-    row = _parse(line, where)
+    row = parse_line(line, where)
     prompt, answer = (_field(row, name, where) for name in (prompt_field, answer_field))
     if isinstance(prompt, list):
-        _check_messages(prompt, prompt_field, where)
+        check_messages(prompt, prompt_field, where)
     elif not isinstance(prompt, str) or not prompt:
         fix = 'It must be text, or a list of messages such as {"role": "user", "content": "..."}.'
-        raise WindfallError(f"'{prompt_field}' is {_short(prompt)}", where=where, fix=fix)
+        raise WindfallError(f"'{prompt_field}' is {shorten(prompt)}", where=where, fix=fix)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise WindfallError(f"'{answer_field}' is {_short(answer)}", where=where, fix="It must be text or a number.")
+        raise WindfallError(f"'{answer_field}' is {shorten(answer)}", where=where, fix="It must be text or a number.")
     return DataRow(prompt, str(answer).strip(), number)
 
 
-def _check_messages(messages: list[Any], name: str, where: str) -> None:
+def check_messages(messages: list[Any], name: str, where: str) -> None:
     """Raise unless this is a conversation that the policy can continue."""
     fix = 'Every message must be an object with text as "role" and "content".'
     if not messages:
         raise WindfallError(f"'{name}' is an empty list", where=where, fix=fix)
     for n, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise WindfallError(f"'{name}[{n}]' is {_short(message)}", where=where, fix=fix)
+            raise WindfallError(f"'{name}[{n}]' is {shorten(message)}", where=where, fix=fix)
     if messages[-1]["role"] == "assistant":
         fix = "End with the message that the policy must answer; the right answer belongs in the answer field."
         raise WindfallError(f"the last message of '{name}' is from the assistant", where=where, fix=fix)
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except UnicodeDecodeError as e:
@@ -120,6 +120,6 @@ def _field(row: dict[str, Any], name: str, where: str) -> Any:
     return row[name]
 
 
-def _short(value: Any, limit: int = 120) -> str:
+def shorten(value: Any, limit: int = 120) -> str:
     text = json.dumps(value)
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -2,7 +2,9 @@
 
     provider ── spawn(name, lease) ──▶ Handle: pid, kill(), terminate(grace_s), wait()
 
-- A worker name is used once: `n3.2` is the second worker of node `n3`. A restarted worker is a new worker.
+- A worker name is used once: `n3.2` is the second worker of node `n3`. A restarted worker is a new worker. Slurm and
+  SkyPilot restart jobs by themselves; the worker then appends the number of the restart, or the time: `slurm3.2-r1`.
+  Kubernetes restarts a worker under its old name; the controller tells the two apart (`NAME#2`).
 - A handle sends signals only to its own process and process group, and none after the process has ended.
 - Canceling `run()` ends every worker that the provider started and waits for it. Canceling a `spawn` leaves no process.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -27,10 +30,26 @@ KILL_TIMEOUT_S = 10.0
 class Handle:
     """A running worker process. The code that started the process provides `send`, and calls `ended` once."""
 
-    def __init__(self, *, name: str, pid: int, send: Callable[[int], None]) -> None:
-        """`send` sends a signal, given by its number, to the process."""
-        self.name, self.pid, self._send = name, pid, send
+    def __init__(
+        self, *, name: str, pid: int, send: Callable[[int], None], kill_timeout_s: float = KILL_TIMEOUT_S,
+        waiting: bool = False,
+    ) -> None:  # fmt: skip
+        """`send` sends a signal, given by its number, to the process. `pid`: the process id on the worker's machine, or
+        the number of its job. `kill_timeout_s`: seconds to wait for its end after SIGKILL. `waiting`: it does not run
+        yet; `runs` will say when it does."""
+        self.name, self.pid, self._send, self._kill_timeout_s = name, pid, send, kill_timeout_s
+        self._ran_from: float | None = None if waiting else time.monotonic()
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def runs(self) -> None:
+        """Record that the process runs, if it was waiting until now."""
+        if self._ran_from is None:
+            self._ran_from = time.monotonic()
+
+    @property
+    def lived_s(self) -> float:
+        """Seconds that the process has run, without the time that it waited for a machine."""
+        return 0.0 if self._ran_from is None else time.monotonic() - self._ran_from
 
     def ended(self, code: int) -> None:
         """Record the end of the process. `code` is its exit status, or the negative number of the fatal signal."""
@@ -42,7 +61,7 @@ class Handle:
         return not self._end.done()
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Call this soon after the end of the process, or soon if it has ended."""
+        """Call this function soon after the process has ended, or soon if it has ended already."""
         self._end.add_done_callback(lambda _: call())
 
     def signal(self, number: int) -> None:
@@ -63,9 +82,10 @@ class Handle:
                 await asyncio.wait({self._end}, timeout=grace_s)
         finally:
             self.kill()
-        done, _ = await asyncio.wait({self._end}, timeout=KILL_TIMEOUT_S)
+        done, _ = await asyncio.wait({self._end}, timeout=self._kill_timeout_s)
         if not done:
-            raise TimeoutError(f"waited {KILL_TIMEOUT_S:g} s for worker {self.name} (pid {self.pid}) to end by SIGKILL")
+            limit = f"{self._kill_timeout_s:g} s"
+            raise TimeoutError(f"waited {limit} for worker {self.name} (pid {self.pid}) to end by SIGKILL")
         return self._end.result()
 
     async def wait(self) -> int:
@@ -102,4 +122,8 @@ class Provider(Protocol):
 
     def target(self, n: int) -> None:
         """Set the number of workers to run. A provider that cannot choose the number ignores it."""
+        ...
+
+    def owns(self, worker: str) -> bool:
+        """Whether a worker with this name was started by this provider."""
         ...

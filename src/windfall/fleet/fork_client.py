@@ -215,6 +215,8 @@ class _Link:
         if self._pinger is not None:
             self._pinger.cancel()
         self._writer.close()
+        with contextlib.suppress(ConnectionError):  # otherwise asyncio may report it as never retrieved
+            await self._writer.wait_closed()
         # A fork server that closed its connection is useless, even if it is still alive.
         code = await self.process.terminate(grace_s=1.0)
         if not self._import_error.done():

@@ -1,47 +1,20 @@
-"""Workers on this machine: keeps the requested number of them running.
-
-- Slot k holds the workers `w<k>.1`, `w<k>.2`, ...: one at a time, each started after the previous one has ended.
-- A worker that ends by itself is restarted (restart.py says when), unless it exits with status 3 (refused).
-- A smaller target ends the workers of the highest slots: SIGTERM, then SIGKILL after `grace_s`.
-"""
+"""Workers on this machine: keeps the requested number of processes running (slots.py has the rules)."""
 
 from __future__ import annotations
 
-import asyncio
-
-from windfall.errors import WindfallError
 from windfall.fleet.base import OnEvent, Spawn, ignore_event
-from windfall.fleet.restart import GRACE_S, RestartingNodes
+from windfall.fleet.restart import GRACE_S
+from windfall.fleet.slots import SlotProvider
 from windfall.types import Lease
 
 RESERVED = Lease(kind="reserved")
 
 
-class LocalProvider(RestartingNodes):
+class LocalProvider(SlotProvider):
     name = "local"
 
     def __init__(
         self, spawn: Spawn, count: int, *, terms: Lease = RESERVED, on_event: OnEvent = ignore_event,
         grace_s: float = GRACE_S, prefix: str = "w",
     ) -> None:  # fmt: skip
-        super().__init__(spawn, terms=terms, on_event=on_event, grace_s=grace_s)
-        self.prefix, self._changed = prefix, asyncio.Event()
-        self.target(count)
-
-    def target(self, n: int) -> None:
-        if n < 0:
-            raise WindfallError(f"{n} workers were requested", where="fleet", fix="Request 0 or more.")
-        self._count = n
-        self._changed.set()
-
-    async def run(self) -> None:
-        async with self:
-            while True:
-                self._changed.clear()
-                wanted = [f"{self.prefix}{k + 1}" for k in range(self._count)]
-                for name in self.up:
-                    if name not in wanted:
-                        self.take_down(name, self.grace_s)
-                for name in wanted:
-                    self.bring_up(name)
-                await self.wait_for(self._changed)
+        super().__init__(spawn, count, terms=terms, on_event=on_event, grace_s=grace_s, prefix=prefix)

@@ -4,18 +4,23 @@
                                 └── exit status 3 ──▶ refused: not restarted until the next bring_up()
 
 - A node has at most one process: `bring_up` waits for the end of the worker that the last `take_down` ended.
-- A worker that died within 10 s of its start is restarted after 0.2 s, then 0.4 s, ... up to 10 s. An older worker is
-  restarted immediately. A spawn that fails with OSError counts as such a death. The provider raises all other errors.
+- A worker that died within 10 s of its start is restarted after 0.2 s, then 0.4 s, ... up to 10 s; sources with slow
+  starts have longer times. An older worker is restarted immediately. The age counts from when the worker began to run:
+  time in a queue, or until a machine has booted, is not part of it.
+- A spawn that fails with OSError counts as such a death. The provider raises all other errors. A patient provider
+  raises a WindfallError only before its first worker has started; later it reports the error and tries again, because
+  other systems may refuse for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 from windfall import backoff
+from windfall.errors import WindfallError
 from windfall.fleet.base import EXIT_REFUSED, Handle, OnEvent, Spawn
 from windfall.types import Lease
 
@@ -51,9 +56,14 @@ class RestartDelay:
 class RestartingNodes:
     """The nodes of a provider, by name. Used as `async with`: the exit ends all workers and waits for them."""
 
-    def __init__(self, spawn: Spawn, *, terms: Lease, on_event: OnEvent, grace_s: float) -> None:
+    def __init__(
+        self, spawn: Spawn, *, terms: Lease, on_event: OnEvent, grace_s: float,
+        delay: Callable[[], RestartDelay] = RestartDelay, patient: bool = False,
+    ) -> None:  # fmt: skip
+        """`delay`: makes the back-off of one node. `patient`: see above."""
+        self.patient = patient
         self.spawn, self.terms, self.on_event, self.grace_s = spawn, terms, on_event, grace_s
-        self.started, self.lost = 0, 0
+        self.started, self.lost, self.delay = 0, 0, delay
         self._nodes: dict[str, _Node] = {}
         self._up: dict[str, _UpPeriod] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,26 +137,28 @@ class _Node:
     async def keep_running(self, period: _UpPeriod) -> None:
         """Restart the worker until canceled, or until the controller refuses it."""
         async with self._one_worker:
-            delay, pause_s, instead_of = RestartDelay(), 0.0, ""
+            delay, pause_s, instead_of = self._nodes.delay(), 0.0, ""
             while True:
                 self.generation += 1
-                name, began = f"{self.name}.{self.generation}", time.monotonic()
+                name, lived_s = f"{self.name}.{self.generation}", 0.0
                 try:
                     handle = await self._nodes.spawn(name, self._nodes.terms)
-                except OSError as e:
+                except (OSError, WindfallError) as e:
+                    if isinstance(e, WindfallError) and not (self._nodes.patient and self._nodes.started):
+                        raise
                     self._nodes.on_event("spawn_failed", worker=name, error=f"{type(e).__name__}: {e}")
                 else:
                     self._nodes.started += 1
                     more = {"instead_of": instead_of, "after_s": pause_s} if instead_of else {}
                     self._nodes.on_event("restarted" if instead_of else "started", worker=name, pid=handle.pid, **more)
-                    if await self._wait_for_end(handle, began, period) == EXIT_REFUSED:
+                    if await self._wait_for_end(handle, period) == EXIT_REFUSED:
                         self._nodes.on_event("refused", worker=name)
                         return
-                    instead_of = name
-                pause_s = delay.after_death(lived_s=time.monotonic() - began)
+                    instead_of, lived_s = name, handle.lived_s
+                pause_s = delay.after_death(lived_s=lived_s)
                 await asyncio.sleep(pause_s)
 
-    async def _wait_for_end(self, handle: Handle, began: float, period: _UpPeriod) -> int:
+    async def _wait_for_end(self, handle: Handle, period: _UpPeriod) -> int:
         """Wait until the worker ends, either by itself or because the node went down."""
         try:
             if period.over:  # a spawn that uses wait_for can lose its cancellation (Python 3.11)
@@ -159,12 +171,12 @@ class _Node:
                 self._nodes.on_event("stuck", worker=handle.name, pid=handle.pid, error=str(e))
             else:
                 killed = period.grace_s == 0
-                self._record_end(handle, began, code, by="killed" if killed else "stopped", lost=killed)
+                self._record_end(handle, code, by="killed" if killed else "stopped", lost=killed)
             raise
-        self._record_end(handle, began, code, by="itself", lost=code != EXIT_REFUSED)
+        self._record_end(handle, code, by="itself", lost=code != EXIT_REFUSED)
         return code
 
-    def _record_end(self, handle: Handle, began: float, code: int, *, by: str, lost: bool) -> None:
+    def _record_end(self, handle: Handle, code: int, *, by: str, lost: bool) -> None:
         self._nodes.lost += lost
-        lived_s = round(time.monotonic() - began, 3)
+        lived_s = round(handle.lived_s, 3)
         self._nodes.on_event("exited", worker=handle.name, pid=handle.pid, code=code, by=by, lost=lost, lived_s=lived_s)

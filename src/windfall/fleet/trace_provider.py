@@ -39,6 +39,9 @@ class TraceProvider(RestartingNodes):
     def target(self, n: int) -> None:
         """Ignored: the trace decides how many workers run."""
 
+    def owns(self, worker: str) -> bool:
+        return worker.rpartition(".")[0] in {change.node for change in self._changes}
+
     async def run(self) -> None:
         async with self:
             began = time.monotonic()

@@ -77,7 +77,8 @@ class ControllerLife:
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t, billed_s=history.billed_s,
-            staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights, activity=activity,
+            staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
+            borrowed_max=f.borrowed_max, activity=activity,
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
@@ -94,8 +95,8 @@ class ControllerLife:
         """Set when the run should stop and save."""
         self.on_trainer: Callable[[m.TrainerHello], None] = lambda hello: None
         """Called with every trainer that the run continues with, before any worker gets its weights."""
-        self.on_rollout: Callable[[Rollout], None] = lambda rollout: None
-        """Called with the rollout when it is created."""
+        self.on_rollout: Callable[[Rollout, int | None], Awaitable[None]] | None = None
+        """Called once with the rollout and the model's context, before anything is rolled out."""
         self.attend = self.dispatch.attend
         self._trainers = count(1)
 
@@ -106,6 +107,9 @@ class ControllerLife:
         tokenizer."""
         hello = await self.unless_stopped(self.trainer.connected(TRAINER_START_S))
         recipe, rollout = self.recipe, self._make_rollout(env, text(), hello)
+        if self.on_rollout is not None:
+            context = json.loads(hello.engine.model_config).get("max_position_embeddings")
+            await self.unless_stopped(_awaited(self.on_rollout(rollout, context)))
         watch_stop = asyncio.create_task(self._interrupt_on_stop(rollout))
         controller = self.controller = Controller(
             recipe=recipe, algorithm=algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
@@ -125,7 +129,6 @@ class ControllerLife:
         if not self._resumed:
             self.events.instant("start", step=hello.step, steps=recipe.run.steps, **hello.facts)
         self.rollout = Rollout(self.dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=self.events)
-        self.on_rollout(self.rollout)
         return self.rollout
 
     async def connected(self) -> None:
@@ -245,6 +248,10 @@ class ControllerLife:
     async def _interrupt_on_stop(self, rollout: Rollout) -> None:
         await self.stop.wait()
         rollout.interrupt()
+
+
+async def _awaited(awaitable: Awaitable[None]) -> None:
+    await awaitable
 
 
 async def run_until_first(*coroutines: Coroutine[Any, Any, None]) -> None:

@@ -16,7 +16,7 @@ from windfall.cost import prices
 from windfall.events.log import EventLog, ForeignLines, scan
 from windfall.rollout.advisor import Advisor
 from windfall.rollout.dispatch import Dispatch
-from windfall.scheduling.members import WorkerState
+from windfall.scheduling.members import Member, WorkerState
 from windfall.scheduling.seed_time import StepMeasurement
 from windfall.types import LOCAL
 
@@ -91,8 +91,9 @@ class FleetReport:
 
     def counters(self, last: StepMeasurement | None, now_s: float) -> dict[str, Any]:
         """What happened to the fleet in the step that ended now, and its cost. `last`: the measurements of the step."""
-        c = self._dispatch.ledger.counts
+        c, p = self._dispatch.ledger.counts, self._dispatch.members.prefill
         now = {
+            "prefilled": p.prefilled, "prefill_saved": p.reused, "prefix_lookups": p.lookups, "prefix_hits": p.hits,
             "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
             "stale": c.stale, "gaps": c.gaps, "discarded": c.discarded,
             "lost_tokens": self._dispatch.ledger.lost_tokens(), "workers_lost": self._dispatch.members.lost,
@@ -107,10 +108,20 @@ class FleetReport:
                 accounts.trainer_waited(now_s, last.train_wait_s)
         return {
             **differences,
+            **self._sessions(),
             "workers": sum(1 for _ in self._dispatch.members.here()),
             "speeds": self._speeds(),
             "bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s)),
         }
+
+    def _sessions(self) -> dict[str, Any]:
+        """The turns of this step, if responses have several."""
+        t = self._dispatch.turns.take_counts()
+        if not t.env_s.count:
+            return {}
+        rows = {"env_s": t.env_s.row(), "observation_tokens": t.observed.row(), "turn_tokens": t.sampled.row()}
+        counts = {"ended": t.sessions, "turns": t.turns, "routed": t.routed, "to_holder": t.to_holder}
+        return {"sessions": {**counts, **rows}}
 
     def _speeds(self) -> dict[str, list[list[float]]]:
         """For `windfall sim calibrate`: rows of [batch, seconds per engine step, windows] by kind of worker."""
@@ -146,20 +157,22 @@ class FleetReport:
         counts = fields["staleness_counts"]
         self._staleness = {"bound": self._recipe.rollout.staleness, "counts": counts, **finite}
 
-    def snapshot(self, *, step: int, now_s: float, ended: Ended | None) -> dict[str, Any]:
+    def snapshot(
+        self, *, step: int, now_s: float, ended: Ended | None, graders: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The current fleet, for `windfall top`; it also shows the supervisor that the controller is alive.
-        `ended`: how the run ended, or None while it runs."""
+        `ended`: how the run ended, or None while it runs. `graders`: how busy the environment is."""
         ledger, offer = self._dispatch.ledger, self._dispatch.offer
         members = list(self._dispatch.members.all.values())
         gone_shown = {w.id for w in [w for w in members if w.state is WorkerState.GONE][-GONE_SHOWN:]}
         workers = [
             {
                 "worker": w.id, "lease": prices.kind(w.lease), "kind": w.lease.kind,
-                "device": w.lease.device, "region": w.lease.region,
+                "device": w.lease.device, "engine": w.engine.label, "region": w.lease.region,
                 "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
                 "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
                 "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s,
-                "why": w.why,
+                "why": w.why, **_cache(w), **_lender(w),
             }
             for w in members
             if w.state is not WorkerState.GONE or w.id in gone_shown
@@ -168,9 +181,28 @@ class FleetReport:
             "t": self._events.clock.wall(), "pid": os.getpid(), "run": self._recipe.run.name,
             "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
             "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
-            "counts": asdict(ledger.counts), "workers": workers, "staleness": self._staleness,
+            "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers,
+            "staleness": self._staleness, "graders": graders,
             "advice": [
                 {"lease": kind, "now": a.now, "count": a.count, "why": a.why}
                 for kind, a in self._advisor.advice.items()
             ],
         }  # fmt: skip
+
+
+def _lender(member: Member) -> dict[str, Any]:
+    """What a lender last reported."""
+    c = member.capacity
+    if c is None:
+        return {}
+    return {"lender": {"in_use": member.in_use, "slots": member.lendable, "state": c.state, "use": c.use,
+                       "lent": c.lent, "slack_s": c.slack_s}}  # fmt: skip
+
+
+def _cache(member: Member) -> dict[str, int]:
+    """What a worker last reported of its prefix cache."""
+    s = member.stats
+    if s is None:
+        return {}
+    return {"prefilled": s.prefilled, "prefill_saved": s.reused_tokens, "kept_sessions": s.kept_sessions,
+            "kept_tokens": s.kept_tokens}  # fmt: skip

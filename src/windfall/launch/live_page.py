@@ -19,7 +19,6 @@ from typing import Any
 from windfall.config import Recipe
 from windfall.cost.activity import Activity
 from windfall.events.log import Event, EventLog
-from windfall.ledger.episode import Episode
 from windfall.link import auth
 from windfall.models import tokenizer
 from windfall.models.text import Text
@@ -64,9 +63,8 @@ class LivePage:
         if self._recipe.log.samples:
             rollout.on_finished = self._finished
 
-    def _finished(self, task: Task, episode: Episode, response: Response, workers: list[tuple[str, int]]) -> None:
-        del episode
-        self._guard("samples", lambda: self._sampler.offer(task, response, workers))
+    def _finished(self, task: Task, response: Response) -> None:
+        self._guard("samples", lambda: self._sampler.offer(task, response))
 
     def _write_sample(self, step: int, t: float) -> None:
         sample = self._sampler.take()

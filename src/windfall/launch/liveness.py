@@ -31,7 +31,7 @@ MAX_KILLS = 16
 """A trainer that is killed this often in a row (SIGKILL), with no new step in between, ends the run: the machine has
 too little memory for it. More than MAX_FAILURES, because a kill can also come from outside."""
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-"""Signals by which a process ends because of itself. NCCL ends a process that waits too long with SIGABRT."""
+"""Signals that end a process because of its own fault. NCCL ends a process that waits too long with SIGABRT."""
 FROZEN_TRAINER = ".trainer.frozen"
 """File in the run folder by which the controller reports a frozen trainer to the supervisor."""
 
@@ -133,4 +133,4 @@ class WorkerProblems:
             return None
         self._reported[cause] = (now_s, 0)
         repeats = f" (and {more} more before it)" if more else ""
-        return f"worker {worker} {cause}{repeats}; see workers/{worker}.log"
+        return f"worker {worker} {cause}{repeats}; see {fields.get('log') or f'workers/{worker}.log'}"

@@ -9,9 +9,9 @@ Every other machine keeps one link to the supervisor, at `train.rendezvous`. Rul
 - a machine proves that it knows the secret of the trainer (trainer.secret) before it learns anything;
 - the trainer starts once all machines have joined. Machines get numbers, and their ranks follow those of machine 0;
 - for the supervisor, the ranks of a machine are one more process of the group (rank_group.py). It ends when they have
-  ended there or the link is lost; to kill it is to tell the machine to kill its ranks;
+  ended there or the link is lost; killing it tells the machine to kill its ranks;
 - every start has a number and a meeting point of its own. What a machine says about an earlier start is ignored;
-- one machine more than needed is told to try again later, so it takes the place of a lost one.
+- a spare machine is told to try again later, so it can take the place of a lost one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from windfall.link.base import Link, LinkClosed, clip
 from windfall.link.socket import Port, Route
 
 HEARTBEAT_S = 10.0
-"""Seconds between two pings of a machine. One that does not answer for half as long is lost."""
+"""Seconds between two pings of a machine. One that does not answer a ping within half of that is lost."""
 READY_S = 60.0
 """Seconds in which a machine that has joined must say how many ranks it has."""
 STOP_S = 6.0
@@ -55,7 +55,7 @@ class Machine:
         self._closed = False
 
     def start(self, attempt: int, rendezvous: str, first: int, size: int) -> Handle:
-        """Start its ranks. The handle has ended at once if the machine is lost by now."""
+        """Start its ranks. If the machine has been lost meanwhile, the returned handle has already ended."""
         self._attempt = attempt
         self._handle = Handle(name=f"machine {self.number}", pid=0, send=self._stop)
         if self._closed:
@@ -172,8 +172,8 @@ class Machines:
         return self._ready()
 
     def start(self, machines: list[Machine], here: int) -> tuple[str, int, list[Handle]]:
-        """Start the ranks of these machines; `here`: how many this machine has. Returns where all ranks meet, how many
-        they are, and a handle for every machine."""
+        """Start the ranks of these machines; `here`: how many this machine has. Returns where all ranks meet, their
+        number, and a handle for every machine."""
         self._attempt += 1
         try:
             host = network.resolve(self.host)

@@ -1,8 +1,8 @@
 """The processes of the trainer, one per rank, as one process: they start together, and when one ends all of them end.
 
-What is left of a trainer cannot go on without a rank: its part of the weights is gone. The others would notice it at
-their next exchange; until then, or if they hang, they are ended here. The exit status of the group is that of the rank
-that ended first, because the others only follow it.
+When a rank is lost, the others cannot go on, because its part of the weights is gone. They notice it at their next
+exchange; those that have not ended after FOLLOW_S are killed. The exit status of the group is that of the rank that
+failed, not of those that ended because of it.
 
 On several machines, each has a group of its own ranks, and the group of the supervisor has one more member for each of
 the other machines (machines.py).

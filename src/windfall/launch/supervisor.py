@@ -4,8 +4,13 @@
                 ├─ other machines of the trainer (machines.py), each with some of its ranks
                 └─ fork server (imported torch) ─┬─ trainer    killed or failed: restarted from the last checkpoint
                                                  └─ workers    started and restarted by their providers (local, trace)
+    Ray, Kubernetes, SkyPilot, Slurm ── workers elsewhere      by their providers (worker_sources.py)
 
-All of them end with the supervisor, however it ends (see fleet/parent_death.py). It reads what it shows from the log.
+The processes of this machine end with the supervisor, however it ends (see fleet/parent_death.py). Workers elsewhere
+end when it stops them, or when they find no controller for a while. Kubernetes is the exception: a Deployment restarts
+such workers until a person deletes it (docs/guides/kubernetes.md).
+
+The supervisor reads what it shows from the event log.
 
 On the first Ctrl-C or SIGTERM the run stops and saves, and nothing is restarted. On the second, all processes are
 killed at once.
@@ -33,8 +38,7 @@ from windfall.fleet.base import Handle, Provider
 from windfall.fleet.fork_client import ForkClient
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.trace_provider import TraceProvider
-from windfall.launch import invitation, liveness
-from windfall.launch.autoscale import Autoscaler
+from windfall.launch import invitation, liveness, worker_sources
 from windfall.launch.gpu_assignment import GpuAssignment
 from windfall.launch.machines import Machines
 from windfall.launch.rank_group import RankGroup, log_name, rank_places
@@ -69,14 +73,15 @@ class Supervisor:
         """The other machines of the trainer, if it has any."""
         self._workers: dict[str, Handle] = {}
         """Worker processes that this run started, by name."""
-        self._local: LocalProvider | None = None
+        self._scaled: dict[str, Provider] = {}
+        """Providers whose number of workers can be chosen, by name."""
         self._places = devices.gpu_places(recipe.run.device) if places is None else places
         f, nodes = recipe.fleet, recipe.trace.nodes
         self._gpus = GpuAssignment(
             len(self._places), trainer=len(rank_places(recipe, self._places)),
             workers=max(f.workers, f.workers_max) + nodes,
         )  # fmt: skip
-        self._autoscaler = Autoscaler(recipe.fleet.workers, recipe.fleet.workers_max)
+        self._autoscaler = worker_sources.autoscaler(recipe)
         self._problems = liveness.WorkerProblems()
         self._error: WindfallError | None = None
         self._newest_step = 0
@@ -121,10 +126,11 @@ class Supervisor:
             self._trainer = await self._start_trainer(fork_client, environment)
             return self._trainer
 
+        providers = await self._providers(fork_client, environment)  # first: this can fail, and nothing is started yet
         tasks = [
             asyncio.create_task(self._keep_running("trainer", trainer)),
             asyncio.create_task(self._watch()),
-            *(asyncio.create_task(p.run()) for p in await self._providers(fork_client, environment)),
+            *(asyncio.create_task(p.run()) for p in providers),
         ]
         main = asyncio.create_task(self._keep_running("controller", controller))
         try:
@@ -230,15 +236,15 @@ class Supervisor:
             self._autoscale(snapshot if pulse.alive else None)
 
     def _autoscale(self, snapshot: dict[str, Any] | None) -> None:
-        """Scale the workers on this machine up or down where that pays."""
-        local, f = self._local, self.recipe.fleet
-        if local is None or not f.workers_max or self._stopping:
+        """Scale the workers of each source up or down where that pays."""
+        if self._stopping:
             return
-        own = {name for name in self._workers if name.startswith(local.prefix)}
-        wanted = self._autoscaler.update(snapshot, own)
-        if wanted is not None:
-            self._console.notice(f"scaling to {wanted} workers on this machine, by prices and measured rates")
-            local.target(wanted)
+        names = {w["worker"].partition("#")[0] for w in (snapshot or {}).get("workers", []) if w["state"] != "gone"}
+        own = {source: {name for name in names if p.owns(name)} for source, p in self._scaled.items()}
+        for source, wanted in self._autoscaler.update(snapshot, own, time.monotonic()).items():
+            where = "on this machine" if source == LocalProvider.name else f"from {source}"
+            self._console.notice(f"scaling to {wanted} workers {where}, by prices and measured rates")
+            self._scaled[source].target(wanted)
 
     def _kill_frozen_trainer(self) -> None:
         """Kill the trainer if the controller has reported it as frozen. Only a process that we started is killed: by
@@ -274,14 +280,21 @@ class Supervisor:
                 raise
             handle.when_ended(lambda: self._gpus.release(name))
             self._workers[name] = handle
-            folders.keep_newest(self.folder / "workers", LOGS_KEPT, spare={f"{n}.log" for n in self._workers})
+            # Which of the Slurm logs belong to living workers is not known here.
+            slurm_logs = {path.name for path in (self.folder / "workers").glob("slurm-*")}
+            folders.keep_newest(
+                self.folder / "workers", LOGS_KEPT, spare={f"{n}.log" for n in self._workers} | slurm_logs
+            )
             return handle
 
-        providers: list[Provider] = []
+        self._scaled = worker_sources.providers(
+            self.recipe, self.folder, self._token, url=self._public_url, on_event=self._on_provider_event
+        )
         if f.workers:
             terms = Lease(kind=f.kind, price_usd_per_h=f.price_usd_per_h)
-            self._local = LocalProvider(spawn, f.workers, terms=terms, on_event=self._on_provider_event)
-            providers.append(self._local)
+            local = LocalProvider(spawn, f.workers, terms=terms, on_event=self._on_provider_event)
+            self._scaled[LocalProvider.name] = local
+        providers = list(self._scaled.values())
         if t.nodes:
             terms = Lease(kind="spot", price_usd_per_h=t.price_usd_per_h)
             changes = trace_changes(self.recipe)
@@ -289,6 +302,14 @@ class Supervisor:
                 TraceProvider(spawn, changes, speedup=t.speedup, terms=terms, on_event=self._on_provider_event)
             )
         return providers
+
+    async def _public_url(self) -> str:
+        """The address at which workers on other machines reach the controller."""
+        await self._controller_url()
+        address = folders.address(self.folder)
+        if address is None:
+            raise OSError("the controller is being restarted")
+        return invitation.url(address, self.recipe.fleet)
 
     async def _controller_url(self, timeout_s: float = 60.0) -> str:
         for _ in range(int(timeout_s * 20)):

@@ -26,17 +26,18 @@ def server_context(fleet: Fleet) -> ssl.SSLContext | None:
 PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
-def client_context(url: str, *, ca: Path | None = None, pinned: Path | None = None) -> ssl.SSLContext | None:
+def client_context(url: str, *, ca: Path | None = None, pinned: Path | str | None = None) -> ssl.SSLContext | None:
     """For connecting to an https URL; None for http. `ca`: also trust this certificate and those that it issued; it may
-    be the controller's own. `pinned`: trust only the first certificate of this file, for any host name."""
+    be the controller's own. `pinned`: trust only the first certificate of this file, or of this PEM text, for any host
+    name."""
     if not url.startswith("https"):
         return None
     try:
-        if pinned is not None:
+        if pinned:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             # Not the issuers that follow in the file: without a host name check, every certificate of theirs would be
             # trusted.
-            context.load_verify_locations(cadata=_first(pinned))
+            context.load_verify_locations(cadata=first_certificate(pinned))
             context.check_hostname = False
         else:
             context = ssl.create_default_context()
@@ -44,14 +45,19 @@ def client_context(url: str, *, ca: Path | None = None, pinned: Path | None = No
                 context.load_verify_locations(cafile=ca)
     except (OSError, ValueError) as e:
         fix = "Give a certificate in PEM format."
-        raise WindfallError(f"cannot use the certificate: {e}", where=str(pinned or ca), fix=fix) from e
+        where = "WINDFALL_TLS_PIN" if isinstance(pinned, str) and PEM.search(pinned) else str(pinned or ca)
+        raise WindfallError(f"cannot use the certificate: {e}", where=where, fix=fix) from e
     # The given certificate is trusted even if its issuer is not.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
 
 
-def _first(path: Path) -> str:
-    found = PEM.search(path.read_text(encoding="ascii", errors="replace"))
+def first_certificate(source: str | Path) -> str:
+    """The first certificate in a file, or in PEM text."""
+    text = source if isinstance(source, str) else ""
+    if not PEM.search(text):
+        text = Path(source).read_text(encoding="ascii", errors="replace")
+    found = PEM.search(text)
     if found is None:
         raise ValueError("the file contains no certificate")
     return found[0]

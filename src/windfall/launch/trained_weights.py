@@ -3,8 +3,8 @@
     without [train.lora]   checkpoint: model            published: all weights
     with [train.lora]      checkpoint: adapter (PEFT)   published: the base once, and the adapter with every version
 
-A run of one folder never changes from one to the other, and its base never changes: both are checked here, too, because
-the recipe and the base are files that people edit.
+A run never changes from one to the other, and its base never changes. Both are checked here, too, because the recipe
+and the base are files that people edit.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TrainedWeights:
                 buffer.close()
 
     def reference(self, recipe: Recipe, *, dtype: str, device: str) -> Any:
-        """The model that the KL penalty compares with: the adapters, for their base, or the model of the recipe."""
+        """The reference of the KL penalty: the model of the recipe, or the adapters, which are switched off for it."""
         if self.adapters is not None:
             return self.adapters
         return load.load(recipe.model.path, dtype=dtype, device=device)
@@ -124,21 +124,20 @@ def collect(publisher: Any, ranks: Any) -> Any:
 
 
 def _shards(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors as a publisher takes them: of one that is split over ranks, the rows of this rank."""
+    """The tensors as a publisher takes them: only the rows of this rank if a tensor is split over ranks."""
     from windfall.train.sharding import as_shard, is_sharded
 
     return {name: as_shard(t) if is_sharded(t) else t for name, t in tensors.items()}
 
 
 def update_bytes(publisher: Any) -> int:
-    """The bytes that a worker with the previous version must pull for the newest one: its delta, if it has one."""
-    newest = publisher.readable[0]
-    return newest.manifest.nbytes if newest.delta is None else newest.delta.nbytes
+    """The bytes that a worker with the previous version must pull for the newest one."""
+    return publisher.readable[0].update_bytes
 
 
 def model_to_load(recipe: Recipe, found: IntactCheckpoint | None) -> str:
-    """Which model the trainer loads: the last checkpoint, or the base of the adapters. Refuses a checkpoint that is not
-    of the kind that the recipe says."""
+    """Which model the trainer loads: the last checkpoint, or the base of the adapters. Refuses a checkpoint that is an
+    adapter if the recipe trains all weights, and the reverse."""
     if found is None:
         return recipe.model.path
     is_adapter = checkpoint.read_base(found.path) is not None
@@ -161,7 +160,7 @@ def prepare(model: Any, recipe: Recipe, found: IntactCheckpoint | None, *, dtype
 
 
 def attach_empty(model: Any, adapter: Any) -> Any:
-    """Attach adapters of the same shapes as those with this AdapterConfig. Their values mean nothing yet."""
+    """Attach adapters of the same shapes as those with this AdapterConfig. Their values are placeholders."""
     from windfall.config import Lora
     from windfall.train import lora
 

@@ -19,19 +19,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.ledger.journal_format import (
     Accepted,
     Assigned,
+    Prompted,
     Started,
     Trained,
+    TurnCut,
     TurnGraded,
     encode_record,
     file_path,
@@ -92,8 +95,18 @@ class Journal:
         """Write an accepted frame; `rows`: only these rows of it were accepted."""
         self._write(Accepted(frame=frame if rows is None else _select_rows(frame, rows)))
 
-    def write_grade(self, id: str, reward: float | None, observation: str | None, error: str) -> None:
-        self._write(TurnGraded(id=id, reward=reward, observation=observation, error=error))
+    def write_grade(
+        self, id: str, reward: float | None, observation: str | None, error: str,
+        segments: tuple[tuple[int, int], ...] = (),
+    ) -> None:  # fmt: skip
+        self._write(TurnGraded(id=id, reward=reward, observation=observation, error=error, segments=segments))
+
+    def write_prompt(self, id: str, position: int, tokens: Iterable[int]) -> None:
+        """Write the ids before a turn of a segment; `position` -1: they are its prompt."""
+        self._write(Prompted(id=id, position=position, tokens=np.fromiter(tokens, "<u4").tobytes()))
+
+    def write_cut(self, id: str, length: int) -> None:
+        self._write(TurnCut(id=id, length=length))
 
     def write_trained(self, step: int, tasks: tuple[int, ...]) -> None:
         self._write(Trained(step=step, tasks=tasks))

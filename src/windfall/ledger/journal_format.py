@@ -48,6 +48,9 @@ class TurnGraded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     reward: float | None
     observation: str | None
     error: str
+    segments: tuple[tuple[int, int], ...] = ()
+    """For the response of an agent, whose session has ended: the numbers of its segments, and how many tokens each has
+    after its prompt. Segments of the journal that are not named here are not part of the response."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=5):
@@ -59,7 +62,25 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=5)
     tasks: tuple[int, ...]
 
 
-JournalRecord = Started | Assigned | Accepted | TurnGraded | Trained
+class Prompted(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=6):
+    """A call of an agent: the ids that stand before the turn that is sampled next."""
+
+    id: str
+    """The id of the segment."""
+    position: int
+    """Where the first id stands in the tokens of the segment. -1: it begins the prompt of a new segment."""
+    tokens: bytes
+    """As in link.messages.Tokens: little-endian, four bytes each."""
+
+
+class TurnCut(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=7):
+    """The turn was ended after the first `length` tokens of the response. Accepted tokens after them are void."""
+
+    id: str
+    length: int
+
+
+JournalRecord = Started | Assigned | Accepted | TurnGraded | Trained | Prompted | TurnCut
 
 
 def encode_record(payload: bytes) -> bytes:

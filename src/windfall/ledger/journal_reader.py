@@ -24,8 +24,10 @@ from windfall.ledger.journal_damage import Damage, find_damage
 from windfall.ledger.journal_format import (
     Accepted,
     Assigned,
+    Prompted,
     Started,
     Trained,
+    TurnCut,
     TurnGraded,
     file_path,
     list_files,
@@ -60,8 +62,8 @@ class TokenRun:
         return True
 
 
-History = dict[str, list[TokenRun | TurnGraded]]
-"""By response id: what was accepted and graded, in order."""
+History = dict[str, list[TokenRun | TurnGraded | Prompted | TurnCut]]
+"""By response id, or by segment of an agent's response: what was accepted, graded, prompted and cut, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +158,8 @@ def _read_file(path: Path, settings: str, history: History, trained: dict[int, t
                 rows.add_tokens(record.frame)
                 if rows.enough:
                     rows.merge()
-            case TurnGraded() if ours:
-                rows.add_grade(record)
+            case TurnGraded() | Prompted() | TurnCut() if ours:
+                rows.add_mark(record)
             case Assigned() if ours:
                 rows.assign(record.handles)
             case Trained() if ours:
@@ -172,7 +174,7 @@ def _read_file(path: Path, settings: str, history: History, trained: dict[int, t
 
 
 class _Rows:
-    """Rows in the order they were written. A grade is a row without tokens, at position -1."""
+    """Rows in the order they were written. A mark (a grade, a prompt, a cut) is a row without tokens at position -1."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -191,7 +193,7 @@ class _Rows:
         """For each item of `_versions`: the number of rows with that version."""
         self._tokens, self._logprobs = bytearray(), bytearray()
         self._finished: dict[int, Finish] = {}
-        self._grades: dict[int, TurnGraded] = {}
+        self._marks: dict[int, TurnGraded | Prompted | TurnCut] = {}
 
     @property
     def enough(self) -> bool:
@@ -219,8 +221,8 @@ class _Rows:
         self._tokens += frame.tokens
         self._logprobs += frame.logprobs
 
-    def add_grade(self, record: TurnGraded) -> None:
-        self._grades[len(self._owners)] = record
+    def add_mark(self, record: TurnGraded | Prompted | TurnCut) -> None:
+        self._marks[len(self._owners)] = record
         self._owners.append(self._numbers.setdefault(record.id, len(self._numbers)))
         self._add((-1,), (0,), 0)
 
@@ -262,7 +264,7 @@ class _Rows:
                 continue
             past = self._history.setdefault(names[number], [])
             if run_position < 0:
-                past.append(self._grades[row])
+                past.append(self._marks[row])
                 continue
             run = TokenRun(
                 position=run_position, tokens=array("I", tokens[a:b].tobytes()),

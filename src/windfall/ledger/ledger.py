@@ -20,10 +20,11 @@ from array import array
 from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, repeat
 from typing import Literal
 
+from windfall.ledger.counts import Acceptance, LedgerCounts
 from windfall.ledger.episode import Episode, Malformed, check_end
 from windfall.link.messages import Tokens, columns
 from windfall.types import Finish
@@ -35,47 +36,6 @@ MIN_BLAMED = 3
 """At least this many of them must be different workers: a single worker may just keep reconnecting."""
 MAX_ENDED_HANDLES = 1 << 16
 """Number of ended handles that are remembered, to classify late tokens. Tokens for an older handle count as late."""
-
-
-@dataclass(slots=True)
-class LedgerCounts:
-    """What the ledger counted over a run, in tokens unless the name says otherwise."""
-
-    accepted: int = 0
-    closed: int = 0
-    withdrawn: int = 0
-    repeated: int = 0
-    """Tokens that had been accepted before: a frame arrived twice."""
-    late: int = 0
-    """Tokens that arrived from a worker after their response was reassigned or given up."""
-    unwanted: int = 0
-    """Tokens of canceled responses."""
-    gaps: int = 0
-    """Frames, not tokens, that did not continue at the next position. The response is requeued from its last token."""
-    stale: int = 0
-    """Tokens of a version that is not allowed for the response."""
-    moved: int = 0
-    """Responses that lost their worker and continued elsewhere."""
-    discarded: int = 0
-    """Tokens that were accepted, then discarded with their lost worker. This happens only without migration."""
-    prefilled_again: int = 0
-    """Tokens, prompts included, that had to be prefilled again because a response moved."""
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """What the ledger accepted of one frame."""
-
-    tokens: int = 0
-    """Number of accepted tokens."""
-    ended_turns: list[str] = field(default_factory=list)
-    """Ids of the responses whose turn ended."""
-    dropped: list[int] = field(default_factory=list)
-    """Handles that the worker should cancel: their responses continue elsewhere."""
-    complete: bool = True
-    """Every token of the frame was accepted."""
-    rows: list[int] = field(default_factory=list)
-    """If not `complete`: the rows of the frame that were accepted."""
 
 
 @dataclass(slots=True)
@@ -97,7 +57,6 @@ class LedgerEntry:
     """Number of workers in a row that were lost before they generated one token of this response."""
     blamed: frozenset[str] = frozenset()
     """Names of these workers. A worker that reconnects has another id and the same name."""
-    worker_runs: list[tuple[str, int]] = field(default_factory=list)  # (worker, number of tokens), in order
 
 
 class Ledger:
@@ -115,11 +74,13 @@ class Ledger:
         self._stops: set[int] = set()
         """The stop tokens of all responses so far."""
         self._shortest = math.inf
-        """Smallest `max_tokens` of any response so far."""
+        """Smallest `end` of any turn so far."""
         self.longest = 0
         """Largest room, in tokens, that any response so far needs (see `room`)."""
         self._window = range(0)
         """The versions that tokens may have. Empty: only the version that a response is assigned with."""
+        self.engines: dict[str, str] = {}
+        """By worker: the name of its engine, for the tokens that it generates."""
         self.fixed_versions: Counter[int] = Counter()
         """By version: number of open responses that must have it."""
 
@@ -145,7 +106,7 @@ class Ledger:
         if episode.version is not None:
             self.fixed_versions[episode.version] += 1
         self._stops |= episode.stop
-        self._shortest = min(self._shortest, episode.max_tokens)
+        self._shortest = min(self._shortest, episode.end)
         self.longest = max(self.longest, room(episode))
         self.counts.accepted += _generated(episode)
         self._enqueue(self.entries[episode.id])
@@ -351,9 +312,10 @@ class Ledger:
         entry.handle, entry.worker, entry.last_worker = -1, "", entry.worker
 
     def _record_version(self, entry: LedgerEntry) -> None:
-        count = len(entry.episode.tokens) - entry.recorded
-        entry.episode.record_version(entry.version, count)
-        entry.worker_runs.append((entry.worker, count))
+        episode, count = entry.episode, len(entry.episode.tokens) - entry.recorded
+        episode.record_version(entry.version, count)
+        episode.record_engine(self.engines.get(entry.worker, ""), count)
+        episode.record_worker(entry.worker, count)
         entry.recorded += count
 
     def requeue(self, entry: LedgerEntry) -> None:
@@ -382,23 +344,31 @@ class Ledger:
                 entry.fruitless, entry.blamed = 0, frozenset()
             self.requeue(entry)
             if not self._migrate:
-                self._discard(entry)
+                self._discard(entry, entry.episode.turn_start)
         self._by_worker.pop(worker, None)
         self._context.pop(worker, None)
+        self.engines.pop(worker, None)
         return [e.episode.id for e in entries]
 
-    def _discard(self, entry: LedgerEntry) -> None:
-        """Without migration: discard the tokens of this turn that the lost worker had generated."""
-        episode = entry.episode
-        episode.version_runs, left = episode.version_runs[:], len(episode.tokens) - episode.turn_start
-        self.counts.discarded += left
-        del episode.tokens[episode.turn_start :], episode.logprobs[episode.turn_start :]
-        while left > 0:
-            version, count = episode.version_runs.pop()
-            if count > left:
-                episode.version_runs.append((version, count - left))
-            left -= count
-        entry.recorded = len(episode.tokens)
+    def cut(self, id: str, length: int) -> dict[str, list[int]]:
+        """End the turn of an open response after its first `length` tokens, and discard the later ones. Only tokens of
+        this turn can be discarded. Returns the handles to cancel, by worker."""
+        entry = self.entries[id]
+        assert entry.episode.turn_start <= length <= len(entry.episode.tokens), f"{id} cannot be cut to {length}"
+        handles: dict[str, list[int]] = {}
+        if entry.state == "running":
+            handles[entry.worker] = [entry.handle]
+            self._end_assignment(entry, "canceled")
+        elif entry.state == "queued":
+            self.queue.remove(id)
+        self._discard(entry, length)
+        entry.state, entry.episode.finish = "turn", "stop"
+        return handles
+
+    def _discard(self, entry: LedgerEntry, length: int) -> None:
+        """Discard the tokens after the first `length`, which the policy sampled in this turn."""
+        self.counts.discarded += entry.episode.cut(length)
+        entry.recorded = len(entry.episode.tokens)
 
     def find_poison(self, entries: Iterable[LedgerEntry]) -> LedgerEntry | None:
         """Return one of these responses, which have just lost their worker, if it is poison; None if none is. With
@@ -414,6 +384,8 @@ class Ledger:
         entry = self.entries[id]
         assert entry.state == "turn" and entry.episode.finish is None, f"{id} is {entry.state}"
         entry.recorded, entry.moved = len(entry.episode.tokens), False
+        self._shortest = min(self._shortest, entry.episode.end)
+        self.longest = max(self.longest, room(entry.episode))  # a turn may have another limit than the one before
         self._enqueue(entry)
 
     def close(self, id: str) -> None:
@@ -464,6 +436,8 @@ class Ledger:
             assert n == len(e.episode.logprobs) <= e.episode.max_tokens, f"{id}: wrong lengths"
             assert sum(count for _, count in e.episode.version_runs) == e.recorded <= n, f"{id}: wrong versions"
             assert (e.episode.finish is not None) == (e.state == "turn"), f"{id} is {e.state}"
+            named = sum(count for _, count in e.episode.engine_runs)
+            assert named <= _generated(e.episode), f"{id}: {named} tokens have an engine"
             assert e.state == "running" or e.recorded == n, f"{id}: tokens without a version"
             allowed = e.episode.version is None or {v for v, _ in e.episode.version_runs} <= {-1, e.episode.version}
             assert allowed, f"{id}: tokens of another version than {e.episode.version}"

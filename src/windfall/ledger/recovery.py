@@ -7,7 +7,7 @@ the current step there is nothing to compare the journal with.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from itertools import count
 from typing import Any
@@ -110,7 +110,9 @@ class Recovery:
 
     def _missing_tokens(self, contents: JournalContents, step: int, next_task: int) -> dict[str, int]:
         """By response of a completed step: number of its tokens that are not in the journal."""
-        have, missing, task = count_tokens(contents.history), dict[str, int](), next_task
+        have, missing, task = Counter[str](), dict[str, int](), next_task
+        for id, tokens in count_tokens(contents.history).items():
+            have[id.partition("+")[0]] += tokens  # an agent's response may have several segments
         for later in count(step + 1):
             rows = self._lengths.get(later)
             if rows is None:
@@ -118,8 +120,8 @@ class Recovery:
             for index, row in zip(self._tasks.get(later) or count(task), rows, strict=False):
                 for sibling, tokens in enumerate(row):
                     id = f"{index}/{sibling}"
-                    if have.get(id, 0) < tokens:
-                        missing[id] = tokens - have.get(id, 0)
+                    if have[id] < tokens:
+                        missing[id] = tokens - have[id]
             task += len(rows)
         return missing
 

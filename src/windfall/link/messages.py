@@ -1,7 +1,8 @@
 """The messages on a link: typed msgspec structs, encoded as msgpack arrays. Any change to them must change PROTOCOL.
 
-    controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Load, Pause, Resume, Drain
-    worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Left
+    controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Forget, Load, Pause, Resume,
+                              Drain
+    worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity, Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Prepare, Accumulate, Update, Save
     trainer ──▶ controller    TrainerHello;  Prepared, Done, Updated, Saved, Failed
     supervisor ──▶ machine    Challenge, MachineWelcome or Refused;  StartRanks, StopRanks, RunEnded
@@ -20,9 +21,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from windfall.types import Finish, Lease, Sampling
+from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 6
+PROTOCOL = 10
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -51,6 +52,7 @@ class Hello(Message, frozen=True, tag=2):
     version: int = -1  # version of the weights that the worker holds already; -1 if it has none
     digest: str = ""  # digest of these weights
     age_s: float = 0.0  # Seconds that the worker's process has been running. It is billed from its start.
+    engine: Capabilities = Capabilities()  # what is known of the engine; a worker that has none yet knows it at Loaded
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +67,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool
     longest: int  # tokens of the longest possible sequence, prompt and response together
     wanted: int  # Responses of one training step. No worker needs room for more.
+    engine: Literal["auto", "windfall", "vllm"] = "auto"  # which engine; a worker's own option comes first
+    samplings: tuple[Sampling, ...] = ()  # how the run samples, in training and in evaluations
     checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see selftest/verdict.py
+    keep_share: float = 0.5  # share of the KV cache that sessions may keep while their environment works
 
 
 class Welcome(Message, frozen=True, tag=3):
@@ -96,6 +101,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     max_tokens: int  # upper limit for the tokens to generate, from `position` on
     sampling: Sampling
     stop: tuple[int, ...]  # token ids that end the response
+    session: str = ""  # name of the response, the same for all its turns; empty if it has only this turn
+    keep_s: float = 0.0  # predicted seconds from the end of this turn until the next one; 0: keep nothing for it
 
 
 class Assign(Message, frozen=True, tag=5):
@@ -136,6 +143,12 @@ class Release(Message, frozen=True, tag=29):
     """Controller to worker: stop these responses, send the tokens generated so far, then answer with Released."""
 
     handles: tuple[int, ...]
+
+
+class Forget(Message, frozen=True, tag=39):
+    """Controller to worker: these sessions have no further turn here. Drop what is kept for them."""
+
+    sessions: tuple[str, ...]
 
 
 class Released(Message, frozen=True, tag=30):
@@ -181,6 +194,7 @@ class Loaded(Message, frozen=True, tag=12):
     pulled_bytes: int  # bytes received for this version
     parts: LoadTimes = LoadTimes()
     longest: int = 0  # tokens of the longest sequence, prompt included, that fits into the engine; 0 if unknown
+    engine: Capabilities = Capabilities()  # what the engine can do
 
 
 class LoadFailed(Message, frozen=True, tag=13):
@@ -195,6 +209,7 @@ class Rejected(Message, frozen=True, tag=14):
 
     handle: int
     why: str
+    invalid: bool = False  # The engine has room: the work itself is invalid, and every worker would reject it.
 
 
 class Notice(Message, frozen=True, tag=15):
@@ -217,6 +232,23 @@ class Stats(Message, frozen=True, tag=16):
     waiting: int = 0  # responses among `running` that the engine has no room for at present
     loading: Literal["", "pull", "build", "swap"] = ""  # what a load waits for: bytes, building the engine, the swap
     pulled_bytes: int = 0  # Bytes of weights received. A pull during which this does not grow is stuck.
+    prefilled: int = 0  # tokens that were prefilled
+    lookups: int = 0  # responses and turns that were looked up in the prefix cache
+    hits: int = 0  # those of them that found tokens there
+    kept_sessions: int = 0  # sessions whose pages are kept now, while their environment works
+    kept_tokens: int = 0  # tokens in these pages
+    dropped: tuple[str, ...] = ()  # sessions whose kept pages were dropped since the last Stats
+
+
+class Capacity(Message, frozen=True, tag=40):
+    """Lender to controller, about once per second, and before a Released that the controller did not ask for: what it
+    can take beside its service now."""
+
+    slots: int  # responses that it can run now
+    state: Literal["normal", "pressure", "frozen"]  # its memory state (serve/memory_policy.py)
+    use: float  # share of its KV memory that serving has held over about the last minute
+    lent: float  # share of about the last minute in which steps of the run were computed
+    slack_s: float | None = None  # slack of its tightest request in seconds; None: it has no request
 
 
 class Left(Message, frozen=True, tag=17):
@@ -236,6 +268,9 @@ class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     limit: int
     old: bytes | None = None
     lag: bytes | None = None
+    engines: tuple[str, ...] = ()  # engines of consecutive stretches of the targets
+    engine_tokens: tuple[int, ...] = ()  # number of targets of each stretch
+    whole: int = 0  # sampled tokens of the whole response, if this is one of several segments
 
 
 class TrainerHello(Message, frozen=True, tag=18):
@@ -378,8 +413,8 @@ class RunEnded(Message, frozen=True, tag=38):
     why: str
 
 
-FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Left
-ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Pause | Resume | Drain
+FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Capacity | Left
+ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Forget | Load | Pause | Resume | Drain
 FromTrainer = TrainerHello | Prepared | Done | Updated | Saved | Failed
 ToTrainer = Challenge | TrainerWelcome | Refused | Prepare | Accumulate | Update | Save
 FromMachine = MachineHello | MachineReady | RanksEnded

@@ -14,9 +14,15 @@ _MARK = "\u2402reply\u2403"
 
 
 class Text:
-    def __init__(self, tokenizer: Any, extra_stops: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, extra_stops: Sequence[int] = (), *, template: str | None = None, enabled: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """`template` replaces the tokenizer's chat template; `arguments` are variables for it. `enabled`: use it."""
         self._tokenizer = tokenizer
-        self._chat = bool(getattr(tokenizer, "chat_template", None))
+        self._chat = enabled and bool(template or getattr(tokenizer, "chat_template", None))
+        self._enabled = enabled
+        self._more = {**(arguments or {}), **({"chat_template": template} if template else {})}
         eos = tokenizer.eos_token_id
         self.stop: frozenset[int] = frozenset([*([] if eos is None else [eos]), *extra_stops])
 
@@ -26,17 +32,19 @@ class Text:
             return self._encode(self._render([_message("user", prompt)] if isinstance(prompt, str) else prompt))
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
-        what = "a prompt is a list of messages, but the model's tokenizer has no chat template"
-        raise WindfallError(what, where="env", fix="Use a model with a chat template, or make every prompt a string.")
+        why = "the model's tokenizer has no chat template" if self._enabled else "chat.enabled is false"
+        fix = "Set chat.template, or make every prompt text without env.system_prompt."
+        raise WindfallError(f"a prompt is a list of messages, but {why}", where="env", fix=fix)
 
-    def observation(self, text: str) -> tuple[int, ...]:
-        """The ids after a turn that ended with a stop token: the environment's text and the start of the next turn."""
+    def observation(self, text: str, *, ended: bool = True) -> tuple[int, ...]:
+        """The ids after a turn: the environment's text and the start of the next turn. `ended`: the turn has its stop
+        token; otherwise, the observation begins with it."""
         if not self._chat:
             return self._encode(text)
         rendered = self._render([_message("user", "."), _message("assistant", _MARK), _message("user", text)])
         ids = self._encode(rendered.rpartition(_MARK)[2])
-        # The template ends the turn with a stop token, but the turn already has one.
-        return ids[1:] if ids and ids[0] in self.stop else ids
+        # The template ends the turn with a stop token, but the turn may already have one.
+        return ids[1:] if ended and ids and ids[0] in self.stop else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -44,7 +52,7 @@ class Text:
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         copies = [dict(message) for message in messages]
         try:
-            return self._tokenizer.apply_chat_template(copies, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(copies, tokenize=False, add_generation_prompt=True, **self._more)
         except TemplateError as e:
             what = f"the chat template cannot render these messages: {e}"
             roles = ", ".join(message["role"] for message in messages)

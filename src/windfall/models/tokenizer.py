@@ -6,10 +6,10 @@ Its rules:
     ids       tokenizer.json determines them, including its post-processor; nothing is padded or truncated
     specials  named and extra special tokens of tokenizer_config.json are added if tokenizer.json lacks them;
               special_tokens_map.json overrides that file unless it has `added_tokens_decoder`
-    template  chat_template.jinja, otherwise the one in tokenizer_config.json (`default` if there are several); it runs
-              in a sandbox in which it cannot change anything
+    template  chat_template.jinja, otherwise the one in tokenizer_config.json; if there are several, `tool_use` for a
+              conversation with tools and else `default`; it runs in a sandbox in which it cannot change anything
 
-Not supported: sentencepiece or tiktoken files, Python code in the folder, templates for tools.
+Not supported: sentencepiece or tiktoken files, Python code in the folder.
 """
 
 from __future__ import annotations
@@ -32,17 +32,31 @@ from windfall.errors import WindfallError
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # What a template can raise: its own errors, and whatever its expressions raise for messages it does not expect.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the field with a message's reasoning. Templates read one of the first two."""
 
 
 class Tokenizer:
-    def __init__(self, backend: Backend, specials: Mapping[str, str], chat_template: str | None, where: str) -> None:
+    def __init__(
+        self, backend: Backend, specials: Mapping[str, str], chat_template: str | None, where: str,
+        tool_template: str | None = None,
+    ) -> None:  # fmt: skip
+        """`tool_template` replaces `chat_template` for conversations with tools."""
         self._backend = backend
         self._specials = dict(specials)
         self._where = where
         eos = specials.get("eos_token")
         self.eos_token_id: int | None = None if eos is None else backend.token_to_id(eos)
         self.chat_template = chat_template
-        self._template = None if chat_template is None else _compile(chat_template, where)
+        self._tool_template = tool_template
+        self._compiled: dict[str, Template] = {}
+        if chat_template is not None:
+            self._compile(chat_template)
+
+    def _compile(self, template: str) -> Template:
+        if template not in self._compiled:
+            self._compiled[template] = _compile(template, self._where)
+        return self._compiled[template]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -56,23 +70,39 @@ class Tokenizer:
         assert not clean_up_tokenization_spaces, "not supported, because it changes the text"
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def get_vocab(self) -> dict[str, int]:
+        """The id of every token. A token has at least as many characters here as in a text."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         tokenize: Literal[False] = False,
         add_generation_prompt: bool = False,
+        **arguments: Any,
     ) -> str:
-        """The conversation as one string, for `encode(..., add_special_tokens=False)`."""
+        """The conversation as one string, for `encode(..., add_special_tokens=False)`. `chat_template` replaces the
+        model's own; `arguments` are variables of the template, such as `enable_thinking`."""
         assert not tokenize, "not supported: render first, then encode"
-        if self._template is None:
+        own = self._tool_template if tools is not None and self._tool_template is not None else self.chat_template
+        if (template := chat_template or own) is None:
             raise WindfallError("this tokenizer has no chat template", where=self._where, fix="Encode plain text.")
-        given = {"messages": list(messages), "tools": None, "documents": None, **self._specials}
+        given = {"tools": tools, "documents": None, **self._specials, **arguments}
+        given["messages"] = [_with_reasoning(message) for message in messages]
         try:
-            return self._template.render(given, add_generation_prompt=add_generation_prompt)
+            return self._compile(template).render(given, add_generation_prompt=add_generation_prompt)
         except _TEMPLATE_ERRORS as e:
             what = f"the chat template cannot render these messages: {e}"
             roles = ", ".join(str(m.get("role")) for m in messages) or "none"
             raise WindfallError(what, where=self._where, fix=f"The roles were: {roles}.") from e
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its reasoning under every name that templates read."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def load(folder: Path) -> Tokenizer:
@@ -97,7 +127,7 @@ def load(folder: Path) -> Tokenizer:
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     specials, extra = _special_tokens(config, where)
     _add_missing(backend, config.get("added_tokens_decoder") or {}, [*specials.values(), *extra], where)
-    return Tokenizer(backend, specials, _chat_template(folder, config), str(folder))
+    return Tokenizer(backend, specials, _chat_template(folder, config), str(folder), _tool_template(folder, config))
 
 
 def stop_ids(folder: Path) -> list[int]:
@@ -181,6 +211,15 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if template is not None and not isinstance(template, str):
         raise WindfallError(f"the chat template is a {type(template).__name__}, not text", where=where, fix=fix)
     return template
+
+
+def _tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The template named `tool_use`, if tokenizer_config.json has several and they are not replaced by a file."""
+    templates = config.get("chat_template")
+    if (folder / "chat_template.jinja").is_file() or not isinstance(templates, list):
+        return None
+    found = (t.get("template") for t in templates if isinstance(t, dict) and t.get("name") == "tool_use")
+    return next((text for text in found if isinstance(text, str)), None)
 
 
 class _Generation(Extension):

@@ -13,14 +13,15 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from windfall.run_folder import replace
+from windfall import run_folder as folders
+from windfall.models.tool_calls import parse
 from windfall.types import Response, Task
 
 FILE = "samples.jsonl"
@@ -28,20 +29,34 @@ MAX_TOKENS = 4096
 MAX_PROMPT_CHARS = 20_000
 MAX_INDEX = 5000
 """Upper limit for the samples that the page lists: the newest."""
-INDEX_FIELDS = ("step", "t", "id", "task", "reward", "finish", "length", "turns", "moved", "oldest")
+INDEX_FIELDS = ("step", "t", "id", "task", "reward", "finish", "length", "turns", "tools", "moved", "oldest")
 MAX_LINE = 8 << 20
+MAX_SEGMENTS, MAX_CALLS = 16, 200
+JOURNAL = "journal"
+"""Shown as the worker of tokens that a restart read from the journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     task: Task
     response: Response
-    workers: list[tuple[str, int]]
-    """(worker, number of sampled tokens), in order. Tokens restored from the journal are not in it."""
 
     @property
     def moved(self) -> bool:
-        return len({worker.partition("#")[0] for worker, count in self.workers if count}) > 1
+        """Whether a turn was continued by another worker."""
+        return any(_moved(segment) for segment in self.response.segments)
+
+
+def _moved(r: Response) -> bool:
+    """Whether a worker continued a turn that another one had begun. The worker n1#2 is n1, connected again."""
+    by_token = [worker.partition("#")[0] for worker, count in r.workers for _ in range(count)]
+    at = 0
+    for start, end in turns(r.sampled):
+        makers = {worker for worker in by_token[at : at + end - start] if worker}
+        at += end - start
+        if len(makers) > 1:
+            return True
+    return False
 
 
 class Sampler:
@@ -51,10 +66,10 @@ class Sampler:
         self._size = size
         self._kept: dict[bool, list[tuple[int, Sample]]] = {True: [], False: []}
 
-    def offer(self, task: Task, response: Response, workers: list[tuple[str, int]]) -> None:
+    def offer(self, task: Task, response: Response) -> None:
         if not self._size:
             return
-        sample = Sample(task, response, workers)
+        sample = Sample(task, response)
         kept, key = self._kept[sample.moved], xxhash.xxh3_64_intdigest(response.id.encode())
         if len(kept) < self._size:
             kept.append((key, sample))
@@ -93,25 +108,58 @@ def pieces(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[st
 
 
 def describe(sample: Sample, step: int, t: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    """A sample as a line of the file."""
-    r = sample.response
-    shown = r.tokens[:MAX_TOKENS]
-    restored = r.sampled_count - sum(count for _, count in sample.workers)
-    by_token = [w for w, n in [("journal", max(0, restored)), *sample.workers] for _ in range(n)]
-    workers, at = [], 0
-    for sampled in r.sampled[:MAX_TOKENS]:
-        workers.append(by_token[at] if sampled and at < len(by_token) else "")
-        at += sampled
-    prompt = sample.task.prompt
+    """A sample as a line of the file. An agent that edited its history has further segments in `more`."""
+    r, prompt = sample.response, sample.task.prompt
     if not isinstance(prompt, str):
         prompt = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
+    segments, left = [], MAX_TOKENS
+    for segment in r.segments[:MAX_SEGMENTS]:
+        segments.append(_segment(segment, decode, left))
+        left = max(0, left - len(segment.tokens))
+    first, *more = segments
+    if r.agent:  # it has written its own prompts; that of the task says only what it was asked for
+        prompt = decode(list(r.prompt[:MAX_PROMPT_CHARS]))
     return {
         "step": step, "t": t, "id": r.id, "task": sample.task.id[:200], "reward": _finite(r.reward), "finish": r.finish,
-        "length": r.sampled_count, "turns": r.turns, "moved": sample.moved, "oldest": r.oldest_version,
-        "prompt": prompt[:MAX_PROMPT_CHARS], "cut": len(r.tokens) - len(shown), "tokens": pieces(shown, decode),
-        "logprobs": [_finite(x) for x in r.logprobs[:MAX_TOKENS]], "versions": runs(r.versions[:MAX_TOKENS]),
-        "workers": runs(workers),
+        "length": r.sampled_count, "turns": r.turns, "tools": sum(len(s["calls"]) for s in segments),
+        "moved": sample.moved, "oldest": r.oldest_version, "scores": [[n, _finite(x)] for n, x in r.scores[:16]],
+        **first, "prompt": prompt[:MAX_PROMPT_CHARS], "more": more,
     }  # fmt: skip
+
+
+def _segment(r: Response, decode: Callable[[list[int]], str], most: int) -> dict[str, Any]:
+    """The first `most` tokens of a segment, and its tool calls as [position of the turn, name, arguments]."""
+    shown = r.tokens[:most]
+    by_token = [worker or JOURNAL for worker, count in r.workers for _ in range(count)]
+    workers, at = [], 0
+    for sampled in r.sampled[:most]:
+        workers.append((by_token[at] if at < len(by_token) else JOURNAL) if sampled else "")
+        at += sampled
+    calls = [[start, *call] for start, end in turns(r.sampled[:most]) for call in _calls(r, start, end, decode)]
+    return {
+        "prompt": decode(list(r.prompt[:MAX_PROMPT_CHARS]))[:MAX_PROMPT_CHARS] if r.agent else "",
+        "cut": len(r.tokens) - len(shown), "tokens": pieces(shown, decode), "versions": runs(r.versions[:most]),
+        "logprobs": [_finite(x) for x in r.logprobs[:most]], "workers": runs(workers), "calls": calls[:MAX_CALLS],
+    }  # fmt: skip
+
+
+def turns(sampled: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Start and end of every stretch of sampled tokens: the turns of the policy.
+
+    >>> list(turns([True, True, False, True]))
+    [(0, 2), (3, 4)]
+    """
+    at = 0
+    for is_sampled, count in runs(sampled):
+        if is_sampled:
+            yield at, at + count
+        at += count
+
+
+def _calls(r: Response, start: int, end: int, decode: Callable[[list[int]], str]) -> Iterator[tuple[str, str]]:
+    if r.agent:
+        for call in parse(decode(list(r.tokens[start:end])), None).tool_calls:
+            yield call.name[:200], call.arguments[:2000]
 
 
 def _finite(value: float | None) -> float | None:
@@ -155,7 +203,7 @@ class SampleFile:
         kept = [line for line in self.path.read_text("utf-8", errors="replace").splitlines() if _step(line) % 2 == 0]
         while sum(map(len, kept)) > self._max_bytes // 2 and kept:
             kept = kept[1::2]
-        replace(self.path, "".join(line + "\n" for line in kept))
+        folders.replace(self.path, "".join(line + "\n" for line in kept))
         self._index, self._indexed = [], 0
 
     def index(self) -> list[dict[str, Any]]:

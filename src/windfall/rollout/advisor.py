@@ -4,17 +4,21 @@ Workers with the same terms, device and price are one kind. A kind with no worke
 rate of its workers are known, so the advice may be to add workers of that kind again. Spot prices change all day, and
 each price is a kind of its own, so only the newest kinds without workers are remembered.
 
+Capacity is used cheapest first. Lenders cost nothing, so their number is advised first, within `fleet.borrowed_max`,
+and the other kinds are advised beside that number of lenders.
+
 With `fleet.autoscale` = "wait_share", AstraFlow's rule is used instead (scheduling/wait_share.py). It does not
 distinguish kinds: the advice for a kind assumes that this kind makes up the whole difference.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from windfall.cost import prices
 from windfall.rollout.dispatch import Dispatch
-from windfall.scheduling.members import WorkerState
+from windfall.scheduling.members import Member, WorkerState
 from windfall.scheduling.seed_time import StepMeasurement
 from windfall.scheduling.wait_share import wanted_workers
 from windfall.scheduling.worker_speed import Profile
@@ -60,6 +64,8 @@ class Advisor:
         """Averages: tokens per step, tokens per second of training, tokens per second of the trainer's engine."""
         self._kinds: dict[str, _KindMeasurement] = {}
         self._local_profile: Profile | None = None
+        self._used: set[str] = set()
+        """The lenders that the last step used."""
 
     def step(self, last: StepMeasurement, now_s: float, held_s: float = 0.0) -> dict[str, Advice]:
         """A step has ended. Returns the advice that has changed. `held_s`: seconds of the step in which admission held
@@ -75,7 +81,7 @@ class Advisor:
         if self._by_wait_share:
             advice = self._follow_wait_share(kinds, last.train_wait_s, held_s, step_s)
         else:
-            advice = {n: advise(run, k, [o for m, o in kinds.items() if m != n]) for n, k in kinds.items()}
+            advice = advise_all(run, kinds, lent={n for n, k in self._kinds.items() if k.lease.kind == "borrowed"})
         changed = {n: a for n, a in advice.items() if not self._same(n, a)}
         self.advice = advice
         return changed
@@ -106,7 +112,8 @@ class Advisor:
         if last.seed_s > 0 and last.local_tokens:
             self._local = _average(self._local, last.local_tokens / last.seed_s)
         local = [m for m in self._dispatch.members.here() if m.name == LOCAL]
-        here = [m for m in self._dispatch.members.here() if m.name != LOCAL and m.booted]
+        self._used = self._dispatch.borrowing.take_used()
+        here = [m for m in self._dispatch.members.here() if m.name != LOCAL and m.booted and self._counts(m)]
         for member in local:
             self._trainer_usd_per_h = self._trainer_usd_per_h or prices.of(member.lease).or_none
             self._local_profile = self._dispatch.placement.speeds.profile(member.id)
@@ -117,7 +124,7 @@ class Advisor:
             kind = prices.kind(member.lease)
             # popped and inserted again, so that the newest kinds are last
             known = self._kinds[kind] = self._kinds.pop(kind, None) or _KindMeasurement(lease=member.lease)
-            known.slots, known.profile = member.slots, self._dispatch.placement.speeds.profile(member.id)
+            known.slots, known.profile = member.lendable, self._dispatch.placement.speeds.profile(member.id)
             if rate := self._dispatch.placement.rate(member, self._responses, len(here) + len(local)):
                 known.tok_per_s = _average(known.tok_per_s, rate * pulling_factor)
             if (boot_s := self._dispatch.accounts.of(member.id, now_s).seconds.get("booting")) is not None:
@@ -126,17 +133,34 @@ class Advisor:
         for kind in list(self._kinds)[: max(0, len(self._kinds) - most)]:
             del self._kinds[kind]
 
+    def _counts(self, member: Member) -> bool:
+        """Whether the worker is one of those that the run has: a lender only if it was in use."""
+        return member.lease.kind != "borrowed" or member.id in self._used
+
     def _kind(self, name: str, measured: _KindMeasurement, now_s: float) -> WorkerKind:
         """The loss rate is the preemptions of the workers that `members` remembers, per hour of their presence."""
         alike = [m for m in self._dispatch.members.all.values() if m.name != LOCAL and prices.kind(m.lease) == name]
-        here = [m for m in alike if m.state is not WorkerState.GONE]
+        staying = [m for m in alike if m.state is not WorkerState.GONE]
+        here, most = [m for m in staying if self._counts(m)], self._max_count
+        if measured.lease.kind == "borrowed":
+            most = min(self._dispatch.borrowing.most, len(staying))
         present_s = sum((m.seen_s if m.state is WorkerState.GONE else now_s) - m.joined_s for m in alike)
         lost = sum(m.preempted for m in alike)
         return WorkerKind(
             name=name, now=len(here), tok_per_s=measured.tok_per_s, usd_per_h=prices.of(measured.lease).or_none,
-            boot_s=measured.boot_s, max_count=self._max_count, profile=measured.profile, slots=measured.slots,
+            boot_s=measured.boot_s, max_count=most, profile=measured.profile, slots=measured.slots,
             losses_per_h=lost * 3600 / present_s if present_s > 0 else 0.0,
         )  # fmt: skip
+
+
+def advise_all(run: RunMeasurements, kinds: Mapping[str, WorkerKind], *, lent: Collection[str]) -> dict[str, Advice]:
+    """The advice for every kind. `lent`: the kinds that are borrowed, which come first."""
+    kinds, out = dict(kinds), {}
+    for name in sorted(kinds, key=lambda name: name not in lent):
+        out[name] = advise(run, kinds[name], [k for other, k in kinds.items() if other != name])
+        if name in lent:
+            kinds[name] = replace(kinds[name], now=out[name].count)
+    return out
 
 
 def _average(old: float, new: float) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 from windfall.config import Techniques
@@ -29,56 +29,47 @@ from windfall.ledger.ledger import Ledger, LedgerEntry, Malformed, room
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
 from windfall.rollout.assignment import Offer, work_frames
+from windfall.rollout.listener import Listener
 from windfall.rollout.loading import MAX_CHARS, Loading
+from windfall.rollout.notices import Notices
 from windfall.rollout.outbox import Outbox
 from windfall.rollout.refusals import Refusals
+from windfall.scheduling.borrowing import Borrowing
 from windfall.scheduling.fixed_versions import FixedVersions
 from windfall.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.scheduling.placement import Placement
 from windfall.scheduling.room import Room
 from windfall.scheduling.version_window import VersionWindow
-from windfall.types import LOCAL
+from windfall.types import LOCAL, Capabilities
+
+__all__ = ["Dispatch", "Listener"]
 
 NO_WORKERS_S = 15.0
 """Seconds that work waits without any worker before a `no_workers` event is logged, and between two such events."""
-OPERATOR_SOURCES = ("sigterm", "ctrl-c")
-"""Notices that come from the person who runs the worker, not from the owner of its machine."""
 SMALL_FLEET, PAUSE_PER_WORKER_S = 256, 4e-5
 """Scheduling takes a few microseconds per worker, no matter how much there is to assign. Between two rounds it pauses
 PAUSE_PER_WORKER_S seconds for every worker above SMALL_FLEET. With 10,000 workers, a free slot may wait for 0.4
 seconds, and scheduling takes an eighth of a core."""
-DRAIN_LEAD_S = 2.0
-"""Seconds before the announced end at which a warned worker is drained. A drain takes one engine step and a round
-trip."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Listener:
-    """Callbacks for a response, given by the caller that opens it. There may be any number of listeners."""
-
-    turn_ended: Callable[[str], None]
-    rejected: Callable[[str, str], None]
-    """Called with the response and the reason if no worker can generate it."""
-    version_gone: Callable[[str], None] = lambda id: None
-    """Called with a response that must have a fixed version, if no worker holds that version any more."""
+MAX_NAME = 32
+"""Characters of an engine's name and version that are kept."""
 
 
 class Dispatch:
     def __init__(
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
         vocabulary: int = 1 << 32, techniques: Techniques | None = None, billed_s: float = -math.inf,
-        staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt",
+        staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt", borrowed_max: int = 64,
         activity: Activity | None = None,
     ) -> None:  # fmt: skip
-        """`staleness` and `on_new_weights`: as in the recipe. `activity`: records what workers do, for the timeline."""
+        """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe. `activity`: records what workers do."""
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
-        self.placement, self.accounts = Placement(self.ledger, balancing=t.balancing), Accounts(billed_s, activity)
+        self.placement = Placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
+        self.journal, self.accounts, self.turns = journal, Accounts(billed_s, activity), self.placement.turns
         self.activity = activity
-        self.journal, self._migration = journal, t.migration
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
-        self._staleness, self._finish = staleness, on_new_weights == "finish"
+        self._staleness = staleness
         self.window, self.fixed = VersionWindow(), FixedVersions(self.members)
         self._listeners: dict[str, Listener] = {}
         """The listener of each open response."""
@@ -86,9 +77,10 @@ class Dispatch:
         """Called on every tick while no worker will ever be able to do the queued work."""
         self._outbox = Outbox(self._lose)
         self._send = self._outbox.send
-        self.loading = Loading(self.members, self.accounts, events, self._send, self.drain)
-        self._drain_timers: dict[str, asyncio.TimerHandle] = {}
-        """By worker that got a notice: the timer that drains it."""
+        finish = on_new_weights == "finish"
+        self.loading = Loading(self.members, self.accounts, events, self._send, self.drain, finish=finish)
+        self.borrowing = Borrowing(borrowed_max)
+        self.notices = Notices(events, self.drain, self._stop_assigning, migration=t.migration)
         self._releasing: dict[int, str] = {}
         """By handle that a worker was asked to release: the worker. A handle may end in another way before the worker
         sends Released."""
@@ -97,13 +89,12 @@ class Dispatch:
 
     # Called by a stream.
 
-    def close(self, id: str) -> list[tuple[str, int]]:
-        """Close a response that is finished and part of its group. Returns which worker generated how many tokens."""
-        entry = self.ledger.entries[id]
-        self.placement.finished(len(entry.episode.tokens))
+    def close(self, id: str) -> None:
+        """Close a response that is finished and part of its group."""
+        self.placement.finished(len(self.ledger.entries[id].episode.tokens))
         self.ledger.close(id)
+        self._forget_turns({id: self.turns.over(id)})
         del self._listeners[id]
-        return entry.worker_runs
 
     def open(self, episode: Episode, listener: Listener) -> None:
         self.ledger.open(episode)
@@ -111,15 +102,37 @@ class Dispatch:
         self._schedule_soon()
 
     def next_turn(self, id: str) -> None:
+        entry = self.ledger.entries[id]
+        observed = len(entry.episode.tokens) - entry.recorded
         self.ledger.next_turn(id)
+        self.turns.returned(id, observed, asyncio.get_running_loop().time())
         self._schedule_soon()
 
     def withdraw(self, ids: Collection[str]) -> None:
         self._cancel(self.ledger.withdraw(ids))
+        self._forget_turns({id: self.turns.over(id, withdrawn=True) for id in ids})
         for id in ids:
             self._listeners.pop(id, None)
         if self._staleness:
             self._schedule_soon()  # a worker that has become idle may load a new version
+
+    def cut(self, id: str, length: int) -> None:
+        """End the turn of a response after its first `length` tokens. Its listener is not called."""
+        worker = self.ledger.entries[id].worker
+        self._cancel(self.ledger.cut(id, length))
+        self.turns.queued.pop(id, None)
+        if worker:
+            self._turn_ended(id, worker)
+
+    def _turn_ended(self, id: str, worker: str) -> None:
+        e, now = self.ledger.entries[id].episode, asyncio.get_running_loop().time()
+        self.turns.ended(id, self._listeners[id].environment, worker, context=len(e.prompt) + len(e.tokens),
+                         sampled=len(e.tokens) - e.turn_start, now_s=now)  # fmt: skip
+
+    def _forget_turns(self, holders: Mapping[str, str]) -> None:
+        """Have workers drop the tokens of responses that have no further turn there. An empty name: no worker."""
+        for worker in dict.fromkeys(filter(None, holders.values())):
+            self._send(worker, m.Forget(sessions=tuple(id for id, holder in holders.items() if holder == worker)))
 
     def _cancel(self, handles: Mapping[str, list[int]]) -> None:
         """Cancel assignments that the ledger has ended, by worker."""
@@ -150,7 +163,7 @@ class Dispatch:
     def has_free_slots(self) -> bool:
         """Whether a worker could take more work, but no work is queued."""
         return not self.ledger.queue and any(
-            self.ledger.running(w.id) < w.slots for w in self.members.routable(self.window)
+            self.ledger.running(w.id) < w.open_slots for w in self.members.routable(self.window)
         )
 
     # Workers join, send messages and leave.
@@ -160,6 +173,7 @@ class Dispatch:
         now = asyncio.get_running_loop().time()
         member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
         id = member.id
+        self._set_engine(member, hello.engine)
         self.placement.speeds.join(id, hello.lease.device)
         price = prices.of(hello.lease)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
@@ -197,8 +211,12 @@ class Dispatch:
             case m.Tokens():
                 self._accept(member, message)
             case m.Stats():
-                pass
+                self.turns.dropped(id, message.dropped)
+            case m.Capacity():
+                self._set_capacity(member, message)
             case m.Loaded():
+                self.turns.cleared(id)
+                self._set_engine(member, message.engine)
                 if self.loading.done(member, message, now):
                     self.refusals.ready()
                     self._schedule_soon()
@@ -212,13 +230,26 @@ class Dispatch:
             case m.Rejected():
                 self._rejected_by(member, message)
             case m.Notice():
-                self._handle_notice(member, message)
+                self.notices.handle(member, message)
             case m.Left():
                 if message.refused:
                     self.refusals.refused(member, message.why, now)
                 self._lose(id, f"left: {'refused: ' if message.refused else ''}{message.why}")
             case _:
                 raise Malformed(f"unexpected message {type(message).__name__}")
+
+    def _set_capacity(self, member: Member, message: m.Capacity) -> None:
+        if message.slots < 0 or not 0 <= message.use <= 1 or not 0 <= message.lent <= 1:
+            raise Malformed(f"a capacity of {message.slots} slots, {message.use} in use and {message.lent} lent")
+        before, member.capacity = member.open_slots, message
+        if member.open_slots > before:
+            self._schedule_soon()
+
+    def _set_engine(self, member: Member, engine: Capabilities) -> None:
+        if not engine.name:
+            return
+        member.engine = replace(engine, name=engine.name[:MAX_NAME], version=engine.version[:MAX_NAME])
+        self.ledger.engines[member.id] = member.engine.name
 
     def _accept(self, member: Member, frame: m.Tokens) -> None:
         batch, now = self.ledger.running(member.id), member.seen_s
@@ -240,19 +271,24 @@ class Dispatch:
         if accepted.dropped:
             self._send(member.id, m.Cancel(handles=tuple(accepted.dropped)))
         for id in accepted.ended_turns:
+            self._turn_ended(id, member.id)
             self._listeners[id].turn_ended(id)
         if accepted.ended_turns or accepted.dropped:
             self._schedule_soon()
 
     def _rejected_by(self, member: Member, message: m.Rejected) -> None:
-        """The worker is too small for this response and others that need as much room. Another worker gets it."""
+        """The worker is too small for this response and others that need as much room: another worker gets it. Or the
+        response is invalid: it fails, and the worker's room is as it was."""
         entry = next((e for e in self.ledger.held(member.id) if e.handle == message.handle), None)
         if entry is None:
             return
-        needed, why = room(entry.episode), message.why[:MAX_CHARS]
+        id, needed, why = entry.episode.id, room(entry.episode), message.why[:MAX_CHARS]
+        if message.invalid:
+            self._listeners[id].rejected(id, f"worker {member.id} says that it is invalid: {why}")
+            return
         member.longest = min(member.longest, needed - 1)
         member.why = why
-        self._events.instant("work_rejected", worker=member.id, response=entry.episode.id, tokens=needed, why=why)
+        self._events.instant("work_rejected", worker=member.id, response=id, tokens=needed, why=why)
         self.ledger.requeue(entry)
         self._account_idle(member.id)
         self._schedule_soon()
@@ -280,24 +316,6 @@ class Dispatch:
         """Account the worker as idle if it has no work left."""
         if not self.ledger.running(worker):
             self.accounts.idle(asyncio.get_running_loop().time(), worker)
-
-    def _handle_notice(self, member: Member, notice: m.Notice) -> None:
-        """Drain the worker shortly before its machine is taken. A second notice counts only if its end is earlier."""
-        source, detail = notice.source[:MAX_CHARS], notice.detail[:MAX_CHARS]
-        left_s = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
-        loop = asyncio.get_running_loop()
-        at_s, timer = loop.time() + max(0.0, left_s - DRAIN_LEAD_S), self._drain_timers.get(member.id)
-        if timer is not None:
-            if timer.when() <= at_s:
-                return
-            timer.cancel()
-        elif member.state is WorkerState.DRAINING:
-            return
-        member.preempted, member.why = source not in OPERATOR_SOURCES, f"{source}: {detail}"
-        self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
-        if not self._migration:  # a response that it cannot finish would start again from its first token
-            self._stop_assigning(member.id, member.why)
-        self._drain_timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
 
     def drain(self, id: str, why: str) -> None:
         """Ask a worker to send what it has and leave. Its responses move once it has done so."""
@@ -344,8 +362,7 @@ class Dispatch:
         member.moved += len(entries)
         drained = member.state is WorkerState.DRAINING
         self.members.move(id, WorkerState.GONE, why)
-        if id in self._drain_timers:
-            self._drain_timers.pop(id).cancel()
+        self.notices.gone(id)
         now = asyncio.get_running_loop().time()
         self.placement.forget(id)
         self.refusals.gone(member, now)
@@ -418,13 +435,15 @@ class Dispatch:
         if offer is None:
             return
         self.fixed.choose()
-        self._request_loads()
+        self.loading.request_all(self.ledger, self.fixed, needed=bool(self._staleness or self.ledger.queue))
         # A response that starts on older weights would be older than admission assumes (scheduling/admission.py).
-        ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest]
+        ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest and self._open(w)]
         for version in list(self.ledger.fixed_versions):
             self._assign_fixed(version)
+        queued, profile = len(self.ledger.queue), self.placement.speeds.profile
+        self.borrowing.update(ready, queued, self.ledger.running, profile, self._last_schedule_s)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
-        if self.ledger.queue:
+        if queued:
             coming = len(self.members.nearly_ready(asyncio.get_running_loop().time()))
             versions = {w.id: w.version for w in ready}
             for worker, entries in self.placement.assign(loads, versions, coming=coming, longest=longest).items():
@@ -432,6 +451,10 @@ class Dispatch:
         elif loads and not self._releasing:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
+
+    def _open(self, member: Member) -> bool:
+        """Whether the worker takes work now: an engine without live slots only if it is idle."""
+        return member.engine.live_slots or not self.ledger.running(member.id)
 
     def _assign_fixed(self, version: int) -> None:
         """Assign the queued responses that must have this version. If it is the newest, any worker will do."""
@@ -442,30 +465,12 @@ class Dispatch:
             for id in [id for id in self.ledger.queue if self.ledger.entries[id].episode.version == version]:
                 self._listeners[id].version_gone(id)
             return
+        holders = [w for w in holders if self._open(w)]
         loads, longest = self.placement.loads(holders), {w.id: w.longest for w in holders}
         versions = {w.id: w.version for w in holders}
         placed = self.placement.assign(loads, versions, coming=0, longest=longest, fixed=version)
         for worker, entries in placed.items():
             self._assign(worker, entries)
-
-    def _request_loads(self) -> None:
-        """Have workers load the newest version. New workers load it at once. With staleness 0, others load it when
-        there is work for them; above 0, at once if running responses are interrupted, otherwise when idle. The
-        trainer's engine always has the newest weights."""
-        now = asyncio.get_running_loop().time()
-        for member in self.members.outdated(self.window, needed=bool(self._staleness or self.ledger.queue)):
-            if self.fixed.keeps(member.id):
-                continue
-            busy = self.ledger.running(member.id) > 0
-            if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:
-                continue
-            if busy and self.window.allows(member.version, member.digest):
-                member.progress_s = now  # it goes on generating while it pulls
-            elif member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
-                self.members.pull(member.id, now)
-                self.accounts.pulling(now, member.id)
-            wanted = self.fixed.wanted(self.window.newest) if member.name != LOCAL else None
-            self.loading.request(member, wanted)
 
     def _assign(self, worker: str, entries: list[LedgerEntry]) -> None:
         """Send a worker the responses that the ledger has just assigned to it."""
@@ -481,7 +486,9 @@ class Dispatch:
                     self.activity.moved(e.last_worker.partition("#")[0], worker.partition("#")[0], now)
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
-        for work in work_frames(entries):
+        self._forget_turns({e.episode.id: self.turns.assigned(e.episode.id, worker) for e in entries})
+        keep_s = [self.turns.keep_s(self._listeners[e.episode.id].environment) for e in entries]
+        for work in work_frames(entries, keep_s, exact=self.members.all[worker].engine.exact):
             self._send(worker, m.Assign(work=work))
 
     def _request_release(self, worker: str, entries: list[LedgerEntry]) -> None:

@@ -24,7 +24,7 @@ class EnvFailures:
         self.missing = self.skipped = 0
         """Responses without a reward, and tasks that could not be used, since the last reset."""
         self._name, self._events = name, events
-        self._rewards, self._tasks = Repeats(), Repeats()
+        self._rewards, self._tasks, self._retries = Repeats(), Repeats(), Repeats()
         self._in_a_row = 0
 
     def reset(self) -> None:
@@ -49,6 +49,11 @@ class EnvFailures:
         if count := self._rewards.record(e.cause, e.error, e.traceback):
             self._log("reward_missing", e, count, response=response)
 
+    def retry(self, response: str, e: EnvFailed) -> None:
+        """Count a response that got its reward only after a failed try."""
+        if count := self._retries.record(e.cause, e.error, e.traceback):
+            self._log("reward_retried", e, count, response=response)
+
     def no_rewards(self, what: str) -> WindfallError:
         """The error that ends a run if not one response of `what` got a reward."""
         if self.missing == 0 and self.skipped:
@@ -71,7 +76,7 @@ class EnvFailures:
 
 
 OUT_OF_TOKENS = EnvFailed(
-    "the response ran out of tokens (rollout.max_tokens) before the environment gave a reward; raise the limit, or "
-    "return Feedback(observation=..., reward=...) to say what reward such a response gets",
+    "the response ran out of tokens (rollout.max_tokens) before the environment gave a reward; raise the limit, set "
+    "rollout.out_of_tokens to a number, or return Feedback(observation=..., reward=...) to say what it is worth",
     "out of tokens",
 )

@@ -1,4 +1,4 @@
-"""Evaluation on held-out tasks: one response per task, all from one version of the weights.
+"""Evaluation on held-out tasks: `eval.samples` responses per task, all from one version of the weights.
 
 In synchronous training the run waits for an evaluation. In asynchronous training it goes on: some workers keep the
 version until its evaluation is over (scheduling/fixed_versions.py). The run still waits for the first and the last
@@ -13,14 +13,17 @@ evaluation, and for one that only the trainer's own engine can run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from windfall.config import Recipe
 from windfall.envs.base import HELD_OUT
 from windfall.envs.held_out import HeldOut
 from windfall.events.log import EventLog
+from windfall.rollout.pass_at_k import mean_pass_at
 from windfall.rollout.stream import Rollout, VersionGone
+from windfall.train.step_batch import Scores, describe_scores
 
 
 class Evaluation:
@@ -57,7 +60,7 @@ class Evaluation:
         """Evaluate this step alongside training. False if the run must wait for the evaluation instead."""
         if not self._asynchronous or step == 0 or step >= self._recipe.run.steps:
             return False
-        if not self._rollout.dispatch.keep_version(self._held_out.tasks):
+        if not self._rollout.dispatch.keep_version(self._held_out.tasks * self._recipe.eval.samples):
             return False
         self._events.instant("eval_started", step=step)
         self._run_beside_training(step)
@@ -107,22 +110,40 @@ class Evaluation:
     async def evaluate(self, step: int) -> None:
         """Evaluate the version of this step, and log the result."""
         sampling = self._recipe.rollout.sampling(self._recipe.eval.temperature)
-        rewards: list[float] = []
+        rewards: dict[int, tuple[float, ...]] = {}
+        scores: list[Scores] = []
         lengths: dict[int, int] = {}
         self._lost = False
         with self._events.span("eval", step=step):
             tasks = range(HELD_OUT, HELD_OUT + self._held_out.tasks)
             groups = self._rollout.groups(
-                tasks, size=1, sampling=sampling, scope=f"eval-{step}:", version=step if self._asynchronous else None
-            )
+                tasks, size=self._recipe.eval.samples, sampling=sampling, scope=f"eval-{step}:",
+                version=step if self._asynchronous else None,
+            )  # fmt: skip
             async with aclosing(groups):
                 async for group in groups:
-                    rewards += group.rewards
-                    lengths[group.index] = group.responses[0].sampled_count
+                    if group.rewards:
+                        rewards[group.index] = group.rewards
+                    scores += [response.scores for response in group.responses]
+                    counts = [response.sampled_count for response in group.responses]
+                    lengths[group.index] = round(sum(counts) / len(counts))
         if not rewards:
             raise self._rollout.failures.no_rewards(f"the evaluation after step {step}")
+        all_rewards = [reward for group in rewards.values() for reward in group]
         self._events.scalar(
-            "eval", step=step, reward=sum(rewards) / len(rewards), tasks=len(rewards),
+            "eval", step=step, reward=sum(all_rewards) / len(all_rewards), tasks=len(rewards),
             on=self._held_out.description, lengths=[lengths.get(index, 0) for index in tasks],
+            **describe_passes(self._recipe.eval, list(rewards.values())), **describe_scores(scores),
         )  # fmt: skip
         self._evaluated.add(step)
+
+
+def describe_passes(options: Any, rewards: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Fields of the event about several responses per task. `options`: the [eval] section; `rewards`: those of each
+    task. `pass_at` is pass@k by k."""
+    if options.samples == 1 and not options.pass_at:
+        return {}
+    passes = {k: mean_pass_at(rewards, k, options.pass_reward) for k in sorted(set(options.pass_at))}
+    out: dict[str, Any] = {"responses": sum(map(len, rewards)), "pass_at": {str(k): p for k, (p, _) in passes.items()}}
+    left_out = {str(k): len(rewards) - tasks for k, (_, tasks) in passes.items() if tasks < len(rewards)}
+    return out | ({"pass_left_out": left_out} if left_out else {})

@@ -17,11 +17,13 @@ from windfall import backoff
 from windfall.cost.accounts import Accounts
 from windfall.events.log import EventLog
 from windfall.ledger.episode import Malformed
+from windfall.ledger.ledger import Ledger
 from windfall.link import messages as m
 from windfall.rollout.assignment import Offer
-from windfall.scheduling.fixed_versions import KeptVersion
+from windfall.scheduling.fixed_versions import FixedVersions, KeptVersion
 from windfall.scheduling.members import Member, Members, WorkerState
 from windfall.scheduling.version_window import VersionWindow
+from windfall.types import LOCAL
 
 LOAD_TRIES = 12
 MAX_CHARS = 300
@@ -31,14 +33,34 @@ MAX_CHARS = 300
 class Loading:
     def __init__(
         self, members: Members, accounts: Accounts, events: EventLog, send: Callable[[str, object], None],
-        drain: Callable[[str, str], None],
+        drain: Callable[[str, str], None], *, finish: bool = False,
     ) -> None:  # fmt: skip
+        """`finish`: a worker with responses finishes them before it loads a new version."""
+        self._finish = finish
         self._members, self._accounts, self._events = members, accounts, events
         self._send, self._drain = send, drain
         self.offer: Offer | None = None
         self.window = VersionWindow()
         self.served: Callable[[], bool] = lambda: True
         """Whether the weights are being served at the moment."""
+
+    def request_all(self, ledger: Ledger, fixed: FixedVersions, *, needed: bool) -> None:
+        """Have workers load the newest version. New workers load it at once. With staleness 0, others load it when
+        there is work for them; above 0, at once if running responses are interrupted, otherwise when idle (`needed`).
+        The trainer's engine always has the newest weights."""
+        now = asyncio.get_running_loop().time()
+        for member in self._members.outdated(self.window, needed=needed):
+            if fixed.keeps(member.id):
+                continue
+            busy = ledger.running(member.id) > 0
+            if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:
+                continue
+            if busy and self.window.allows(member.version, member.digest):
+                member.progress_s = now  # it goes on generating while it pulls
+            elif member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
+                self._members.pull(member.id, now)
+                self._accounts.pulling(now, member.id)
+            self.request(member, fixed.wanted(self.window.newest) if member.name != LOCAL else None)
 
     def request(self, member: Member, instead: KeptVersion | None = None) -> None:
         """Ask a worker to load the offered version, or another one that the trainer still serves."""
@@ -68,7 +90,7 @@ class Loading:
             self._accounts.ready(now_s, member.id)
         self._events.instant(
             "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes,
-            slots=message.slots, longest=message.longest,
+            slots=message.slots, longest=message.longest, engine=member.engine.label, exact=member.engine.exact,
             **{name: s for name, s in msgspec.structs.asdict(message.parts).items() if s},
         )  # fmt: skip
         return True

@@ -11,6 +11,7 @@ its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`ro
 - The gate (AReaL, arXiv 2505.24298): at most (eta + 1) * B groups are open, ready or taken. A group that starts at
   version s is therefore normally trained on at version s + eta or before. With eta = 0, a batch is opened only once the
   version that generates it is published: this is synchronous training.
+- A response without a sampled token, such as that of an agent that made no call, is never too old.
 - The check at use: a response is never trained on if it is older than the bound, or newer than the trainer (after the
   trainer fell back to a checkpoint). The gate alone is not enough, because later groups overtake a long response.
 - Of the ready groups the oldest is taken first. A group may overtake older groups that are still open only if enough
@@ -53,17 +54,20 @@ class Dropped:
 
 
 def staleness(response: Response, version: int) -> int:
-    """How many versions the oldest token of a response lags behind."""
-    return version - response.oldest_version
+    """How many versions the oldest token of a response lags behind; 0 if it has no sampled token."""
+    oldest = response.oldest_version
+    return 0 if oldest is None else version - oldest
 
 
 def is_usable(response: Response, version: int, bound: int) -> bool:
     """Whether a trainer at this version may train on a response."""
-    return staleness(response, version) <= bound and max(response.versions, default=0) <= version
+    newest = response.newest_version
+    return staleness(response, version) <= bound and (newest is None or newest <= version)
 
 
 def _oldest(group: Group, version: int) -> int:
-    return min((r.oldest_version for r in group.responses), default=version)
+    """The oldest version of a group. One without sampled tokens belongs to the current version."""
+    return min((v for r in group.responses if (v := r.oldest_version) is not None), default=version)
 
 
 class Admission:
@@ -84,6 +88,8 @@ class Admission:
         """Open tasks. No token of a task is older than this version: at first the one at which it was admitted, or that
         of its oldest token in the journal, then the newest version at which it had not begun."""
         self._ready: dict[int, Group] = {}
+        self._ready_version: dict[int, int] = {}
+        """The oldest version of each ready group, as it was when the group was finished."""
         self._oldest: list[tuple[int, int]] = []
         """Heap of (oldest version, task) of the ready groups."""
         self._held: Counter[int] = Counter()
@@ -118,6 +124,7 @@ class Admission:
         self._again = deque(sorted({*open_tasks, *range(next_task, self.next_task)}))
         self._open, self._ready, self._oldest, self._order, self.taken = {}, {}, [], deque(), []
         self._held.clear()
+        self._ready_version.clear()
         self._restored = dict(oldest or {})
         self._replaced, self.dropped, self.too_new = 0, Dropped(), 0
 
@@ -176,7 +183,7 @@ class Admission:
             self._replaced += 1
             return
         self._ready[group.index] = group
-        oldest = _oldest(group, self.version)
+        oldest = self._ready_version[group.index] = _oldest(group, self.version)
         heapq.heappush(self._oldest, (oldest, group.index))
         self._held[oldest] += 1
 
@@ -205,7 +212,7 @@ class Admission:
         """The next group to train on, without responses that cannot be used; None if there is none at the moment."""
         while not self.complete and (index := self._next()) is not None:
             group = self._ready.pop(index)
-            self._held[_oldest(group, self.version)] -= 1
+            self._held[self._ready_version.pop(index)] -= 1
             if fresh := tuple(r for r in group.responses if self._check_use(r)):
                 self.taken.append(index)
                 return replace(group, responses=fresh)

@@ -61,6 +61,16 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Its speed; None: no worker has been measured yet."""
     waiting: int = 0
     """Assigned responses that its engine does not run yet."""
+    reserved: bool = False
+    """It stays for the whole run."""
+    borrowed: bool = False
+    """It serves other requests first, and takes what it can beside them."""
+    use: float = 0.0
+    """Share of a borrowed worker's memory that its owner has used recently."""
+    admits: bool = True
+    """It may get another turn; False for a borrowed worker while its owner's SLO would be at risk."""
+    stalled: bool = False
+    """It has work, but its engine has made no step for a while."""
     prefill_tok_per_s: float = 0.0
     """0: not known. A prefilled token is then assumed to cost as much time as a response adds to a step."""
 
@@ -156,7 +166,8 @@ class _Fleet:
         """Delayed dispatch: takes responses back from the slowest workers if full, faster workers would finish them
         sooner. `count`: responses in the whole queue."""
         now_s = self.step_s()
-        full = np.flatnonzero(self.running + self.new >= self.slots)
+        batch = self.running + self.new
+        full = np.flatnonzero((batch >= self.slots) & (batch > 0))  # a lender may have no slots at all
         if not self.measured or not len(full):
             return
         full = full[np.argsort(now_s[full], kind="stable")]

@@ -27,15 +27,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from windfall.link.messages import Stats
+from windfall.link.messages import Capacity, Stats
 from windfall.scheduling.version_window import VersionWindow
-from windfall.types import LOCAL, Lease
+from windfall.types import LOCAL, Capabilities, Lease
 
 LOADING_S = {"build": 960.0, "swap": 150.0}
 """Maximum seconds in these parts of a load: a little more than the worker's own limits (worker/startup.py,
 session.py)."""
 LEAVING_S = 20.0
 """Maximum seconds from the Drain message until the worker has left; it should take 8 s at most."""
+
+
+UNKNOWN_ENGINE = Capabilities()
 
 
 class WorkerState(StrEnum):
@@ -71,6 +74,27 @@ class Patience:
     """Seconds between two checks."""
 
 
+@dataclass(slots=True)
+class PrefillCounts:
+    """What the workers' prefix caches saved, over a run."""
+
+    prefilled: int = 0
+    """Tokens that were prefilled."""
+    reused: int = 0
+    """Tokens that were not prefilled, because they were in the KV cache."""
+    lookups: int = 0
+    """Responses and turns that were looked up in the prefix cache."""
+    hits: int = 0
+    """Those of them that found tokens there."""
+
+    def add(self, before: Stats, now: Stats) -> None:
+        """Add what a worker counted between two of its messages."""
+        self.prefilled += max(0, now.prefilled - before.prefilled)
+        self.reused += max(0, now.reused_tokens - before.reused_tokens)
+        self.lookups += max(0, now.lookups - before.lookups)
+        self.hits += max(0, now.hits - before.hits)
+
+
 @dataclass(slots=True, kw_only=True)
 class Member:
     id: str
@@ -80,6 +104,8 @@ class Member:
     """When it joined (loop time, seconds)."""
     seen_s: float
     """When its last message arrived (loop time, seconds)."""
+    engine: Capabilities = UNKNOWN_ENGINE
+    """What its engine can do."""
     state: WorkerState = WorkerState.JOINING
     suspect: bool = False
     version: int = -1
@@ -89,6 +115,10 @@ class Member:
     """Responses that it can run at once; 0 until it has been ready."""
     stats: Stats | None = None
     """Its last Stats message."""
+    capacity: Capacity | None = None
+    """What a lender last reported that it can take; None for other workers."""
+    in_use: bool = True
+    """False for a lender from which the run does not borrow at the moment (scheduling/borrowing.py)."""
     requested: tuple[int, str] = (-1, "")
     """Version and digest that it was last asked to load."""
     failed: int = 0
@@ -123,6 +153,16 @@ class Member:
         return self.slots > 0
 
     @property
+    def lendable(self) -> int:
+        """Responses that it can run at once now: a lender takes fewer while its service needs the machine."""
+        return self.slots if self.capacity is None else min(self.slots, self.capacity.slots)
+
+    @property
+    def open_slots(self) -> int:
+        """Responses that the run may have there at once."""
+        return self.lendable if self.in_use else 0
+
+    @property
     def loading(self) -> bool:
         """Whether it has been asked for a version that it does not hold yet."""
         refreshes = self.state is WorkerState.READY and self.requested not in ((-1, ""), (self.version, self.digest))
@@ -151,6 +191,7 @@ class Members:
         self._ticked_s: float | None = None
         self.pull_s = 0.0
         """Seconds that the last pull took."""
+        self.prefill = PrefillCounts()
 
     def here(self) -> Iterator[Member]:
         return iter(self._here.values())
@@ -220,6 +261,8 @@ class Members:
         member.seen_s = now_s
         if stats is not None:
             before, member.stats = member.stats, stats
+            if before is not None:  # a worker sends its first Stats before it has any work from this controller
+                self.prefill.add(before, stats)
             if before is None or (before.pulled_bytes, _part(before)) != (stats.pulled_bytes, _part(stats)):
                 member.progress_s = now_s
             since_s, generated = member._rate_from

@@ -4,6 +4,8 @@ Algorithm 2 (rlboost.py), to the ledger. No clock, no I/O.
     Example: the queue is ["1/0", "1/1", "2/0"], `a` and `b` have free slots, and `b` has the prompt of group 1 in its
     prefix cache.
 
+    Next turns of a response are placed first, where their tokens are (turn_routing.py).
+
     loads()     the running responses, slots and speed of every worker, from the ledger and the speeds measured here
     assign()    takes responses from the queue and assigns them: 1/0 and 1/1 to `b` (their prefix), 2/0 to `a`
     reclaim()   chooses, once the queue is empty, responses that should move; their workers release them, they return to
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -30,11 +32,15 @@ from windfall.scheduling.balance import WorkerLoad, place
 from windfall.scheduling.fleet_speed import FleetSpeed
 from windfall.scheduling.members import Member
 from windfall.scheduling.rebalance import Running, rebalance
+from windfall.scheduling.turn_routing import NextTurn, route
+from windfall.scheduling.turns import Turns
 from windfall.scheduling.worker_speed import WorkerSpeeds
 
 PREFILL_SHARE = 0.1
 """If more than this share of a worker's tokens must be prefilled again, ignore its step times: they measure prefill,
 not decode."""
+STALLED_S = 2.0
+"""A worker that has work and made no engine step for this many seconds gets no next turns."""
 
 
 @dataclass(slots=True)
@@ -49,10 +55,13 @@ class _Prefill:
 
 
 class Placement:
-    def __init__(self, ledger: Ledger, *, balancing: bool | Literal["algorithm2"] = True) -> None:
-        """`balancing` False: all workers count as equally fast, and running responses do not move."""
-        self.speeds = WorkerSpeeds()
-        self._ledger, self._balancing = ledger, balancing
+    def __init__(
+        self, ledger: Ledger, *, balancing: bool | Literal["algorithm2"] = True, affinity: bool = True
+    ) -> None:
+        """`balancing` False: all workers count as equally fast, and running responses do not move. `affinity` False:
+        what is in a worker's prefix cache does not matter."""
+        self.speeds, self.turns = WorkerSpeeds(), Turns()
+        self._ledger, self._balancing, self._affinity = ledger, balancing, affinity
         self._prefix_holders: dict[str, dict[str, None]] = {}
         """By group: the workers that have its prompt in their prefix cache. They are in the order in which they got it,
         so that the order does not depend on the process."""
@@ -64,13 +73,16 @@ class Placement:
 
     @property
     def typical(self) -> float:
-        """Mean length of finished responses in tokens; 0: none has finished."""
+        """Mean number of tokens that a response generates before it ends or waits for its environment: its length, or
+        that of a turn if there are several; 0: not known."""
+        if self.turns.several:
+            return self.turns.typical
         return self._finished_tokens / self._finished if self._finished else 0.0
 
     def rate(self, member: Member, responses: int, sharing: int) -> float:
         """Expected tokens per second of a worker that gets an equal share of `responses` among `sharing` workers; 0:
         not known."""
-        batch = min(member.slots, -(-responses // max(1, sharing)))
+        batch = min(member.lendable, -(-responses // max(1, sharing)))
         return self.speeds.tok_per_s(member.id, batch) if batch else 0.0
 
     def fleet_speed(self, members: Iterable[Member]) -> FleetSpeed | None:
@@ -80,7 +92,8 @@ class Placement:
             profile = self.speeds.profile(member.id)
             if profile is None:
                 return None
-            out += FleetSpeed.of(profile, member.slots)
+            if member.lendable:
+                out += FleetSpeed.of(profile, member.lendable)
         return out if out.workers else None
 
     def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: int) -> None:
@@ -100,6 +113,7 @@ class Placement:
     def forget(self, worker: str) -> None:
         """The worker is gone."""
         self.speeds.forget(worker)
+        self.turns.cleared(worker)
         self._prefilling.pop(worker, None)
 
     def loads(self, ready: Iterable[Member]) -> list[WorkerLoad]:
@@ -107,9 +121,12 @@ class Placement:
         running = self._ledger.running
         return [
             WorkerLoad(
-                worker=w.id, running=(count := running(w.id)), slots=w.slots, profile=speed(w.id),
+                worker=w.id, running=(count := running(w.id)), slots=w.open_slots, profile=speed(w.id),
                 waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
-                prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id),
+                prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id), reserved=w.lease.kind == "reserved",
+                stalled=w.stats is not None and w.stats.idle_s >= STALLED_S,
+                borrowed=w.lease.kind == "borrowed", use=w.capacity.use if w.capacity else 0.0,
+                admits=w.capacity is None or w.capacity.slots > 0,
             )
             for w in ready
         ]  # fmt: skip
@@ -123,27 +140,52 @@ class Placement:
         fits. Responses that fit on the fewest workers are placed first. `fixed`: place only the responses that must
         have this version; None: only those that may have any."""
         out: dict[str, list[LedgerEntry]] = {}
+        waiting = self._assign_turns(loads, versions, longest, fixed, out)
         sizes = [(longest or {}).get(load.worker, math.inf) for load in loads]
         small = sorted({size for size in sizes if size < self._ledger.longest})
         for n in range(len(small), -1, -1):  # one pass in most fleets, where no worker is too small
             fit = [load for load, size in zip(loads, sizes, strict=True) if n == 0 or size > small[n - 1]]
             fit = [_with(load, len(out.get(load.worker, ()))) for load in fit]
-            self._assign_queued(self._queued(small, n, fixed), fit, versions, coming, out)
+            self._assign_queued(self._queued(small, n, fixed, waiting), fit, versions, coming, out)
         for worker, entries in out.items():
-            moved = [e for e in entries if e.moved]
-            tokens = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in moved)
+            moved = [e for e in entries if e.moved or e.episode.turn_start]
+            tokens = sum(self._to_prefill(e, worker) for e in moved)
             if tokens > PREFILL_SHARE * self._ledger.context(worker):
                 before = self._prefilling.get(worker, _Prefill(moved[-1]))
                 self._prefilling[worker] = _Prefill(moved[-1], before.tokens + tokens, before.seconds)
         return out
 
-    def _queued(self, small: Sequence[float], n: int, fixed: int | None) -> Sequence[str]:
+    def _to_prefill(self, entry: LedgerEntry, worker: str) -> int:
+        """Tokens that the worker must prefill before a response that has begun can continue."""
+        holder, kept = self.turns.holder(entry.episode.id)
+        context = len(entry.episode.prompt) + len(entry.episode.tokens)
+        return max(0, context - kept) if holder == worker else context
+
+    def _assign_turns(
+        self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], longest: Mapping[str, float] | None,
+        fixed: int | None, out: dict[str, list[LedgerEntry]],
+    ) -> set[str]:  # fmt: skip
+        """Assigns next turns. Returns those that wait for the worker that has their tokens."""
+        if not self._affinity or self._balancing is not True or not self.turns.queued:
+            return set()
+        next_turns = []
+        for id in self.turns.queued:
+            episode, (holder, kept) = self._ledger.entries[id].episode, self.turns.holder(id)
+            if episode.version == fixed:
+                context = len(episode.prompt) + len(episode.tokens)
+                next_turns.append(NextTurn(id=id, context=context, holder=holder, kept=kept, room=room(episode)))
+        routes = route(next_turns, loads, typical=self.turns.typical, longest=longest)
+        for id, worker in routes.placed:
+            self._take(id, worker, versions, out)
+        return routes.waiting
+
+    def _queued(self, small: Sequence[float], n: int, fixed: int | None, waiting: Collection[str]) -> Sequence[str]:
         """Queued responses, in order, that need more room than the first n sizes of `small`, but not more than the
-        next, and that must have the version `fixed`."""
+        next, and that must have the version `fixed`. Without those that wait for one worker."""
         ledger = self._ledger
-        if not small and not ledger.fixed_versions:
+        if not small and not ledger.fixed_versions and not waiting:
             return ledger.queue
-        queued = [(id, ledger.entries[id].episode) for id in ledger.queue]
+        queued = [(id, ledger.entries[id].episode) for id in ledger.queue if id not in waiting]
         return [id for id, e in queued if e.version == fixed and bisect_left(small, room(e)) == n]
 
     def _assign_queued(
@@ -156,14 +198,19 @@ class Placement:
             chosen = rlboost.select(first, loads, coming=coming, move_targets=self._move_targets)
         else:
             chosen = place(
-                first, loads, backlog=len(queued) - len(first), coming=coming, prefix_holders=self._prefix_holders,
+                first, loads, backlog=len(queued) - len(first), coming=coming,
+                prefix_holders=self._prefix_holders if self._affinity else None,
                 move_targets=self._move_targets, typical=self.typical,
             )  # fmt: skip
         for id, worker in chosen:
-            self._ledger.queue.remove(id)  # the head, unless an earlier response waits for more room
-            self._move_targets.pop(id, None)
-            self._prefix_holders.setdefault(id.rpartition("/")[0], {})[worker] = None
-            out.setdefault(worker, []).append(self._ledger.assign(id, worker, versions[worker]))
+            self._take(id, worker, versions, out)
+
+    def _take(self, id: str, worker: str, versions: Mapping[str, int], out: dict[str, list[LedgerEntry]]) -> None:
+        """Take a response from the queue and assign it."""
+        self._ledger.queue.remove(id)  # the head, unless an earlier response waits for more room
+        self._move_targets.pop(id, None)
+        self._prefix_holders.setdefault(id.rpartition("/")[0], {})[worker] = None
+        out.setdefault(worker, []).append(self._ledger.assign(id, worker, versions[worker]))
 
     def reclaim(
         self, loads: Sequence[WorkerLoad], longest: Mapping[str, float] | None = None

@@ -125,7 +125,7 @@ def balance(loads: Sequence[WorkerLoad], held: Held) -> list[Move]:
         target = next((x for x in loads if not x.waiting and x.running < x.slots and x is not most), None)
         waiting = [r for r in held(most.worker) if r.waiting]
         return _moves(most, target, waiting[:1]) if target is not None else []
-    idle = next((load for load in loads if not load.running), None)
+    idle = next((load for load in loads if not load.running and load.slots), None)
     busiest = max(loads, key=lambda load: load.running)
     if idle is None or busiest.profile is None:
         return []

@@ -70,6 +70,9 @@ class TrainerAgent:
     """Held while the trainer uses its module and devices, which it shares with its own engine."""
     make_room: Callable[[], None] = lambda: None
     """Called with the lock held, before work that needs device memory: the trainer's engine may occupy much of it."""
+    give_back: Callable[[], None] = lambda: None
+    """Called with the lock held, after work: returns device memory that the trainer's processes no longer use, but
+    still hold. Engines in other processes need it."""
     invalidate: Callable[[], None] = lambda: None
     """Called with the lock held, before the weights change: the trainer's engine must not generate with weights that
     belong to no version, nor label their tokens with the last version."""
@@ -201,7 +204,10 @@ class TrainerAgent:
             try:
                 if room:
                     self.make_room()
-                return work(*args)
+                result = work(*args)
+                if self._holding:
+                    self.give_back()
+                return result
             finally:
                 self.release_module()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from windfall.train.sample import Sample
@@ -27,6 +27,8 @@ class Report:
     """Mean absolute difference between the trainer's log-probs and the engine's, before the first update, over fresh
     tokens (lag 0). On older tokens the difference is the drift of the policy. 0 if no token is fresh."""
     engine_gap_max: float = 0.0
+    engine_gaps: dict[str, float] = field(default_factory=dict)
+    """`engine_gap` by engine, over the fresh tokens whose engine is known."""
     clipped: float = 0.0
     """Share of tokens that have a nonzero advantage but whose weight was clipped to zero."""
     capped: float = 0.0

@@ -28,11 +28,12 @@ from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.train import checksums
-from windfall.weights.adapter_folder import AdapterBase
+from windfall.weights import adapter_folder
+from windfall.weights.adapter_folder import STATE, AdapterBase
 
 _PARTIAL = ".partial-"
 DAMAGED = "damaged-"
-STATE, OPTIMIZER = "windfall/state.json", "windfall/optimizer.safetensors"
+OPTIMIZER = "windfall/optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _BASE_KEYS = {"path", "dtype", "digest"}
 
@@ -192,8 +193,8 @@ def read_state(checkpoint: Path) -> CheckpointState:
 
 def read_base(checkpoint: Path) -> AdapterBase | None:
     """The base model of the adapter in this checkpoint; None if the checkpoint holds a whole model."""
-    base = _read(checkpoint).get("base")
-    return AdapterBase(**base) if base is not None else None
+    _read(checkpoint)  # raises if the state cannot be read, so that None has one meaning
+    return adapter_folder.read_base(checkpoint)
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:

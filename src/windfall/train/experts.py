@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 INDEX_NAMES = ("top_k_index", "router_indices")
-"""How transformers calls the chosen experts, which are the second argument of a layer of experts."""
+"""Names in transformers for the chosen experts, which are the second argument of a layer of experts."""
 
 
 class ExpertCounts:

@@ -1,7 +1,7 @@
 """Where the gradients of the weights go: into float32 sums, whatever the dtype of the weights.
 
-Unsharded, the sum of a weight is its `grad`. Code that computes a gradient adds it there directly, and autograd, which
-casts what it computes, adds it there, too. The sums of half precision weights are parts of one long tensor: matrices
+Unsharded, the sum of a weight is its `grad`. Code that computes a gradient adds it there directly; autograd
+casts its gradients and adds them there, too. The sums of half precision weights are parts of one long tensor: matrices
 come first, in the order of the model, so that those with the same input (query, key and value; gate and up) are
 adjacent and their gradient is one matrix product.
 

@@ -2,8 +2,8 @@
 
 A decoder layer is one autograd function. It chooses which activations to keep (see activation_memory.py), recomputes
 what is cheaper to recompute (norms, rotary embedding, SwiGLU), and adds the gradient of every weight to its sum at once
-(see gradients.py). It runs as the `forward` of the layer's module, which gets it as a keyword argument: the hooks of
-FSDP2 see the call, and without that argument the module computes what it always did, for an engine that shares it.
+(see gradients.py). It is called through the layer's module, as a keyword argument of `forward`, so that the hooks of
+FSDP2 see the call. Without that argument the module computes as in transformers, for an engine that shares it.
 
 Weights are read from the module in every pass. Matrices with the same input are moved next to each other in memory, so
 that they need one product; sharded ones are copied next to each other in every pass. Linear layers may have adapters
@@ -32,7 +32,7 @@ from windfall.train.projection import Projection, make_adjacent
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 SHARDED_WEIGHT, SHARDED_GRADIENT = 8, 12
 """Bytes per weight of a layer that FSDP2 needs during a backward pass: two layers in half precision with their gather
-buffers; and if it is trained, in float32 the gradients of one layer and the input of two reductions."""
+buffers; for trained weights also, in float32, the gradients of one layer and the inputs of two reductions."""
 
 
 class UnsupportedModel(Exception):
@@ -63,7 +63,7 @@ class Activations:
 
 
 class Tape:
-    """What the layers of one pack share. Not a dataclass, because FSDP2 copies those that are passed to a module."""
+    """What the layers of one pack share. Not a dataclass, because FSDP2 would copy it when a module gets it."""
 
     def __init__(self, batch: Packed, cos: Tensor, sin: Tensor, levels: list[int] | None) -> None:
         self.batch, self.cos, self.sin, self.levels = batch, cos, sin, levels
@@ -169,8 +169,8 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: LlamaLayer, tape: Tape, now: LayerWeights, *weights: Tensor) -> Tensor:
         del weights
-        needed = tape.levels is not None and any(ctx.needs_input_grad)  # no: below all adapters
-        # With its graph, the tape would refer to itself.
+        needed = tape.levels is not None and any(ctx.needs_input_grad)  # not needed below all adapters
+        # Detached: with its graph in the tape, the tape would refer to itself.
         y, kept = layer.forward_in_memory(x.detach(), now, tape, needed)
         if needed:
             tape.kept.append(kept)
@@ -328,7 +328,7 @@ class LlamaLayer:
 
 
 def _family(module: Any) -> str | None:
-    """The supported class that a layer is of. FSDP2 makes it one of a subclass."""
+    """The supported class of a layer. FSDP2 makes a layer an instance of a subclass."""
     return next((x.__name__ for x in type(module).__mro__ if x.__name__ in FAMILIES), None)
 
 

@@ -2,7 +2,8 @@
 
 There are two implementations of the model's layers: those of transformers with autograd (every decoder, any device),
 and windfall's own (`LlamaBody` in llama.py: dense decoders of the Llama family in half precision on a GPU). The choice
-is made at the start: windfall's are used if they support the module and give the same hidden states and gradients.
+is made at the start: windfall's are used if they support the module and give the same hidden states and gradients. All
+ranks make the same choice: if one of them cannot use windfall's layers, none does.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from windfall.train.gradients import Gradients
 from windfall.train.head import WeightsFn
 from windfall.train.llama import LlamaBody, PackedRows, UnsupportedModel
 from windfall.train.policy import Policy
+from windfall.train.ranks import Ranks
 from windfall.train.sample import Sample
 
 KEEP = {True: LEAST, False: ALL, "auto": "auto"}
@@ -34,31 +36,43 @@ KEEP = {True: LEAST, False: ALL, "auto": "auto"}
 class Learner:
     def __init__(
         self, model: Any, gradients: Gradients | None = None, *, checkpoint_activations: bool | str = "auto",
+        ranks: Ranks | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:  # fmt: skip
-        """`model`: a model of transformers, or a Policy. Without `gradients` it can only score."""
+        """`model`: a model of transformers, or a Policy. Without `gradients` it can only score. `ranks`: those that the
+        policy is split over."""
+        self.ranks = ranks or Ranks.alone()
         self.policy = model if isinstance(model, Policy) else Policy(model)
         self.policy.gradients = gradients
         self.experts = ExpertCounts(self.policy.model, self.policy.device) if gradients is not None else None
         """How tokens spread over experts; None if this learner only scores."""
-        self.always_backward = gradients is not None and gradients.sharded
-        """Whether the backward pass runs even if every weight is zero: all ranks must make the same passes."""
         self.pads = Packed.pads(self.policy.device, self.policy.dtype)
         """Whether the rows of a pack are padded, so that it costs its rows times its longest row."""
         if not self.pads:
             self.choose_layers(KEEP[checkpoint_activations], say)
 
     def choose_layers(self, keep: str | int, say: Callable[[str], None]) -> None:
-        """Use the own layers if they support the model and compute the same."""
+        """Use windfall's own layers if they support the model and compute the same, on all ranks."""
+        trials: tuple[Callable[[], None], ...] = (lambda: self.use_own_layers(keep=keep), lambda: compare(self.policy))
+        for trial in trials:
+            if why := next(filter(None, self.ranks.prompt.all_gather(self._refusal(trial))), ""):
+                self._fall_back(why, say)
+                return
+
+    def _refusal(self, trial: Callable[[], None]) -> str:
+        """Why windfall's own layers cannot be used; "" if the trial succeeds."""
+        comparing = self.policy.body is not None
         try:
-            self.use_own_layers(keep=keep)
-            compare(self.policy)
+            trial()
         except UnsupportedModel as e:
-            self._fall_back(str(e), say)
+            return str(e)
         except Exception as e:  # fault boundary: it would fail in every step; transformers' layers are the fallback
-            if self.policy.body is not None and isinstance(self.policy, FSDPModule):
-                self.policy.reset_iter_state()  # it failed in the middle of a pass
-            self._fall_back(f"{type(e).__name__}: {e}", say)
+            if comparing and self.ranks.size > 1:
+                raise  # in the middle of a pass: other ranks may wait in a collective that this one never reaches
+            if comparing and isinstance(self.policy, FSDPModule):
+                getattr(self.policy, "reset_iter_state", lambda: None)()  # not in torch 2.11
+            return f"{type(e).__name__}: {e}"
+        return ""
 
     def _fall_back(self, why: str, say: Callable[[str], None]) -> None:
         self.policy.body = None

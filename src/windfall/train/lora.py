@@ -119,7 +119,7 @@ class BaseLearner:
 
 def attach(model: Any, section: Lora, *, base: str, seed: int, checkpoint: Path | None = None) -> Adapters:
     """Freeze the model and add adapters: those of the checkpoint or of `section.path`, otherwise new ones. `base` is
-    the name of the model for those who read the adapter later."""
+    the name of the model, for programs that read the adapter later."""
     available, folder = linear_layers(model), checkpoint or section.path
     if folder is not None:
         config, found = _read(model, available, folder)

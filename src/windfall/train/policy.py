@@ -56,8 +56,8 @@ class Policy(torch.nn.Module):
             return self.head.loss(hidden, targets, sizes, temperature, weights_fn, self.gradients)
 
     def set_training(self, training: bool) -> None:
-        """No submodule is in training mode, which might enable dropout, except those that recompute activations during
-        the backward pass, because they do so only in training mode."""
+        """Set the training mode of the submodules that recompute activations during the backward pass: they do so only
+        in training mode. No other submodule is ever in training mode, which might enable dropout."""
         for module in self._recomputing:
             module.training = training and module.gradient_checkpointing
 

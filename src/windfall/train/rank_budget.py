@@ -95,6 +95,18 @@ class RankBudget:
         return self.fixed + self.least_activations <= gpu_bytes
 
 
+def state_bytes(parameters: int, ranks: int, *, value_bytes: int, adapter_parameters: int = 0) -> float:
+    """A rank's part of the weights, and of the gradients and moments of those that are trained."""
+    if adapter_parameters:
+        return (value_bytes * parameters + STATE_BYTES * adapter_parameters) / ranks
+    return STATE_BYTES * parameters / ranks
+
+
+def reference_bytes(parameters: int, ranks: int, *, value_bytes: int, kl: bool, adapter_parameters: int = 0) -> float:
+    """A rank's part of the reference. With adapters, that is the model without them."""
+    return value_bytes * parameters / ranks if kl and not adapter_parameters else 0.0
+
+
 def rank_budget(
     shape: ModelShape, ranks: int, *, pack_tokens: int, value_bytes: int = 2, kl: bool = False, offload: bool = False,
     adapter_parameters: int = 0,
@@ -106,17 +118,17 @@ def rank_budget(
     True
     """
     p, layer, root = shape.parameters, shape.layer_parameters, shape.root_parameters
-    state, reduced = STATE_BYTES * p / ranks, REDUCED_BYTES
+    sizes = {"value_bytes": value_bytes, "adapter_parameters": adapter_parameters}
+    reduced = REDUCED_BYTES
     gradient_root, gradient_layer = (value_bytes + reduced) * root, (value_bytes + reduced) * layer
     sent = (2 * value_bytes + reduced) * p
-    if adapter_parameters:  # no gradient of a frozen weight, and the KL penalty uses the model without its adapters
-        state = (value_bytes * p + STATE_BYTES * adapter_parameters) / ranks
+    if adapter_parameters:  # no gradient of a frozen weight
         gradient_root = gradient_layer = (value_bytes + reduced) * adapter_parameters / shape.layers
         sent = 2 * value_bytes * (p + adapter_parameters) + reduced * adapter_parameters
     kept = shape.kept(value_bytes)
     working = 2 * kept.all
     return RankBudget(
-        state=state, reference=value_bytes * p / ranks if kl and not adapter_parameters else 0.0,
+        state=state_bytes(p, ranks, **sizes), reference=reference_bytes(p, ranks, kl=kl, **sizes),
         gathered=value_bytes * (root + 2 * layer) + gradient_layer + gradient_root,
         least_activations=pack_tokens * (shape.layers * kept.least + working),
         all_activations=pack_tokens * (shape.layers * kept.all + working),

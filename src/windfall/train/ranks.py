@@ -1,11 +1,13 @@
 """The trainer's processes, called ranks: which one this is, and how they talk to each other.
 
 Rank 0 decides and the others follow: `Orders.call` runs a named function on every rank at the same time, each with its
-own arguments; the other ranks wait in `Orders.follow`. There are three kinds of waiting, each with its own limit:
+own arguments; the other ranks wait in `Orders.follow`. There are five kinds of waiting, each with its own limit:
 
     for the next order          none: the trainer may be idle for hours. If rank 0 dies, its connection ends the wait
+    to give an order            `timeout_s`: rank 0 waits until each rank has taken it, which a frozen one never does
     for objects (gather, ...)   CONTROL_S: another rank may be writing a checkpoint meanwhile
-    in collectives of tensors   `timeout_s`: a rank that hangs there is noticed quickly
+    for objects, in `prompt`    `timeout_s`: no rank waits for a disk, so one that hangs is noticed quickly
+    in collectives of tensors   `timeout_s`: the same
 
 A rank that is lost, or that does not arrive in time, raises `RankLost` on the others, and every rank ends. All of them
 are started again together, from the last checkpoint (launch/rank_group.py).
@@ -24,7 +26,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,6 +60,10 @@ class Ranks:
     """The machine of this rank; 0 is that of rank 0."""
     tensors: Any = None
     control: Any = None
+    control_s: float = CONTROL_S
+    """Seconds to wait for objects in the group `control`."""
+    quick: Any = None
+    """Like `control`, with the limit `timeout_s`."""
     orders: Any = None
 
     @staticmethod
@@ -76,14 +82,15 @@ class Ranks:
             store.set(f"arrived/{rank}", "")
             store.wait([f"arrived/{other}" for other in range(size)], timedelta(seconds=JOIN_S))
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
-            made = [dist.new_group(backend="gloo", timeout=limit) for limit in (timedelta(seconds=CONTROL_S), FOREVER)]
+            limits = timedelta(seconds=CONTROL_S), timedelta(seconds=timeout_s), FOREVER
+            control, quick, orders = [dist.new_group(backend="gloo", timeout=limit) for limit in limits]
         except (RuntimeError, ValueError, OSError) as e:
             where = rendezvous.rpartition("/")[0] if rendezvous.startswith("tcp:") else rendezvous
             waited = f"rank {rank} waited {time.monotonic() - started_s:.0f} s at {where} for {size} ranks"
             raise RankLost(f"{waited}: {_missing(store, size) or _first_line(e)}") from e
         return Ranks(
             rank=rank, size=size, device=device, timeout_s=timeout_s, machine=machine, tensors=dist.group.WORLD,
-            control=made[0], orders=made[1],
+            control=control, quick=quick, orders=orders,
         )  # fmt: skip
 
     @property
@@ -100,6 +107,11 @@ class Ranks:
         """Whether this rank is on another machine than rank 0, and so cannot open files of the run."""
         return self.machine != 0
 
+    @property
+    def prompt(self) -> Ranks:
+        """The same ranks, for exchanges of objects in which no rank waits for a disk."""
+        return replace(self, control=self.quick, control_s=self.timeout_s)
+
     def mesh(self) -> DeviceMesh:
         """All ranks in one dimension, over the group with the short timeout. A mesh that makes its own groups would use
         the default timeout of torch."""
@@ -109,7 +121,7 @@ class Ranks:
         """Rank 0's value, on every rank."""
         box = [value]
         if self.size > 1:
-            with self._noticing("for an object of rank 0", CONTROL_S):
+            with self._noticing("for an object of rank 0", self.control_s):
                 dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
@@ -117,7 +129,7 @@ class Ranks:
         """The values of all ranks, on every rank."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
-            with self._noticing("for objects of all ranks", CONTROL_S):
+            with self._noticing("for objects of all ranks", self.control_s):
                 dist.all_gather_object(values, value, group=self.control)
         return values
 
@@ -126,11 +138,12 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.first else None
-        with self._noticing("to give an object to rank 0", CONTROL_S):
+        with self._noticing("to give an object to rank 0", self.control_s):
             dist.gather_object(value, values, dst=0, group=self.control)
         return values
 
     def barrier(self) -> None:
+        """Wait for all ranks."""
         self.all_gather(None)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -149,17 +162,13 @@ class Ranks:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor in host memory to another rank, which calls `receive`."""
-        with self._noticing(f"to give bytes to rank {to}", CONTROL_S):
+        with self._noticing(f"to give bytes to rank {to}", self.control_s):
             dist.send(tensor, to, group=self.control)
 
     def receive(self, tensor: Tensor, sender: int) -> None:
         """Overwrite a tensor in host memory with the one that another rank sends."""
-        with self._noticing(f"for bytes of rank {sender}", CONTROL_S):
+        with self._noticing(f"for bytes of rank {sender}", self.control_s):
             dist.recv(tensor, sender, group=self.control)
-
-    def leave(self) -> None:
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
 
     @contextlib.contextmanager
     def _noticing(self, what: str, limit_s: float) -> Iterator[None]:
@@ -177,7 +186,7 @@ class Ranks:
 
 
 class Orders:
-    """Functions that all ranks run together, at the word of rank 0."""
+    """Functions that all ranks run together when rank 0 orders it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -190,9 +199,10 @@ class Orders:
         """Run an action on every rank, with `args`, or with `each[rank]`. Returns the result of this rank's part."""
         size = self.ranks.size
         if size > 1:
+            self._announce()
             orders = [(name, each[rank] if each is not None else args) for rank in range(size)]
-            with self.ranks._noticing("to give an order", FOREVER.total_seconds()):
-                dist.scatter_object_list([None], orders, src=0, group=self.ranks.orders)
+            with self.ranks._noticing("to give an order", self.ranks.timeout_s):
+                dist.scatter_object_list([None], orders, src=0, group=self.ranks.quick)
         with self._noticing_losses(name):
             return self._actions[name](*(args if each is None else each[0]))
 
@@ -201,12 +211,21 @@ class Orders:
         while True:
             box: list[Any] = [None]
             with self.ranks._noticing("for an order of rank 0", FOREVER.total_seconds()):
-                dist.scatter_object_list(box, None, src=0, group=self.ranks.orders)
+                dist.recv(torch.zeros(1), 0, group=self.ranks.orders)
+                dist.scatter_object_list(box, None, src=0, group=self.ranks.quick)
             name, args = box[0]
             if name == "stop":
                 return
             with self._noticing_losses(name):
                 self._actions[name](*args)
+
+    def _announce(self) -> None:
+        """Wait until each other rank asks for an order. Not a collective, which has one time limit for both sides."""
+        sent = [(rank, dist.isend(torch.zeros(1), rank, group=self.ranks.orders)) for rank in range(1, self.ranks.size)]
+        for rank, work in sent:
+            with self.ranks._noticing(f"to give an order to rank {rank}", self.ranks.timeout_s):
+                assert work is not None
+                work.wait(timedelta(seconds=self.ranks.timeout_s))
 
     @contextlib.contextmanager
     def _noticing_losses(self, name: str) -> Iterator[None]:

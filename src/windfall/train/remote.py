@@ -124,6 +124,7 @@ def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.SampleMessage, ...]]:
         # On the wire an integer takes up to 5 bytes, a log-prob 8 and a lag 2; a sample has a few more fields.
         wire = 5 * (len(sample.ids) + len(sample.targets)) + 16 * len(sample.targets) + 64
         wire += 0 if sample.lag is None else sample.lag.nbytes
+        wire += sum(4 * len(name) + 10 for name, _ in sample.engines)
         if part and size + wire > FRAME_BYTES:
             yield tuple(part)
             part, size = [], 0
@@ -138,6 +139,8 @@ def pack(sample: Sample) -> m.SampleMessage:
         ids=s.ids, targets=s.targets, behavior=np.asarray(s.behavior, np.float64).tobytes(), advantage=s.advantage,
         limit=s.limit, old=None if s.old is None else np.asarray(s.old, np.float64).tobytes(),
         lag=None if s.lag is None else np.asarray(s.lag, np.uint16).tobytes(),
+        engines=tuple(name for name, _ in s.engines), engine_tokens=tuple(count for _, count in s.engines),
+        whole=s.whole,
     )  # fmt: skip
 
 
@@ -152,4 +155,5 @@ def unpack(sample: m.SampleMessage) -> Sample:
         ids=s.ids, targets=s.targets, behavior=np.frombuffer(s.behavior), advantage=s.advantage, limit=s.limit,
         old=None if s.old is None else np.frombuffer(s.old),
         lag=None if s.lag is None else np.frombuffer(s.lag, np.uint16),
+        engines=tuple(zip(s.engines, s.engine_tokens, strict=True)), whole=s.whole,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def send_to_first(
     ranks: Ranks, parts: Sequence[tuple[int, Tensor]], write: Callable[[int, memoryview], None]
 ) -> OSError | None:
     """Write the `parts` of all remote ranks on rank 0. A part is the position of its first byte and a flat tensor.
-    Other ranks pass none. Returns the first error of `write`."""
+    Ranks on the machine of rank 0 pass none. Returns the first error of `write`."""
     mine = [(at, flat) for at, flat in parts if len(flat)]
     told = ranks.gather([(at, flat.numel() * flat.element_size(), flat.element_size()) for at, flat in mine])
     if told is None:
@@ -68,8 +68,8 @@ def send_to_first(
 def fetch_from_first(
     ranks: Ranks, wanted: Sequence[Rows], load: Callable[[Rows], Tensor], store: Callable[[Rows, Tensor], None]
 ) -> Exception | None:
-    """Give the remote ranks the rows that they want: `load` on rank 0, `store` there. Other ranks pass none. Returns
-    the first error of `load`; what was stored after it is not valid."""
+    """Give the remote ranks the rows that they want: rank 0 calls `load`, and the remote rank `store`. Ranks on the
+    machine of rank 0 want none. Returns the first error of `load`; what was stored after it is not valid."""
     told = ranks.gather(list(wanted))
     if told is None:
         for rows in wanted:

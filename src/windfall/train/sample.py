@@ -1,4 +1,5 @@
-"""Turns graded groups into training samples: one Sample with its advantage for each response that has a reward."""
+"""Turns graded groups into training samples: one Sample for each segment of each response that has a reward, with the
+advantage of the response. Nearly every response has one segment; those of agents may have more."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MAX_LAG = np.iinfo(np.uint16).max
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """One sequence to train on: prompt and response. `targets`: indices in `ids` of the sampled tokens (never 0)."""
+    """One sequence to train on: a prompt and what follows it, that is a response or one segment of it. `targets`:
+    indices in `ids` of the sampled tokens (never 0)."""
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]
@@ -32,12 +34,31 @@ class Sample:
     computed now, which are the same until the first update."""
     lag: np.ndarray | None = None
     """Age of each target: the trainer's version minus the one that sampled the token (uint16). None: all 0."""
+    engines: tuple[tuple[str, int], ...] = ()
+    """(engine, number of targets) of consecutive stretches; an empty name if it is unknown. Empty: all unknown."""
+    whole: int = 0
+    """Number of sampled tokens of the whole response, of which this is one segment. 0: it is the whole response."""
+
+    @property
+    def length(self) -> int:
+        """Number of sampled tokens of the whole response."""
+        return self.whole or len(self.targets)
+
+    @property
+    def share(self) -> float:
+        """The share of the response's sampled tokens that are in this sequence. Shares of a response add up to 1."""
+        return len(self.targets) / self.whole if self.whole else 1.0
 
 
 def outcomes(group: Group, limit: int) -> list[Outcome]:
     """The outcomes of all responses that have a reward."""
     return [
-        Outcome(reward=r.reward, length=r.sampled_count, limit=limit, observed=len(r.tokens) - r.sampled_count)
+        Outcome(
+            reward=r.reward,
+            length=r.sampled_count,
+            limit=limit,
+            observed=0 if r.agent else len(r.tokens) - r.sampled_count,
+        )
         for r in group.responses
         if r.reward is not None
     ]
@@ -49,14 +70,21 @@ def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int, version: i
     advantages = algorithm.advantages([outcomes(g, limit) for g in groups])
     return [
         [
-            _sample(response, advantage, limit, version)
+            sample
             for response, advantage in zip((r for r in group.responses if r.reward is not None), row, strict=True)
+            for sample in _samples(response, advantage, limit, version)
         ]
         for group, row in zip(groups, advantages, strict=True)
     ]
 
 
-def _sample(r: Response, advantage: float, limit: int, version: int | None) -> Sample:
+def _samples(r: Response, advantage: float, limit: int, version: int | None) -> list[Sample]:
+    """One sample for each segment."""
+    whole = r.sampled_count if r.more else 0
+    return [_sample(segment, advantage, limit, version, whole) for segment in r.segments]
+
+
+def _sample(r: Response, advantage: float, limit: int, version: int | None, whole: int) -> Sample:
     first = len(r.prompt)
     return Sample(
         ids=r.prompt + r.tokens,
@@ -65,6 +93,8 @@ def _sample(r: Response, advantage: float, limit: int, version: int | None) -> S
         advantage=advantage,
         limit=limit,
         lag=None if version is None else _lag(r, version),
+        engines=r.engines,
+        whole=whole,
     )
 
 

@@ -1,4 +1,4 @@
-"""A safetensors file that several ranks write and read together, each its own rows: nobody holds a whole tensor.
+"""A safetensors file that several ranks write and read together, each its own rows: no rank holds a whole tensor.
 
 The file does not depend on the number of ranks: its header names whole tensors, and the rows of a tensor follow each
 other. On one machine all ranks write into the file at once. A rank on another machine cannot open it and sends its rows
@@ -21,6 +21,7 @@ from windfall.train import remote_rows
 from windfall.train.ranks import Ranks
 from windfall.train.remote_rows import PIECE_BYTES, Rows
 from windfall.train.sharding import Shard
+from windfall.weights.buffers import write_at
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -60,11 +61,11 @@ def _write_local(path: Path, mine: Sequence[tuple[int, torch.Tensor]], ranks: Ra
         fd = os.open(path, os.O_WRONLY)
         for part in mine:
             for at, piece in remote_rows.pieces(*part):
-                _pwrite(fd, at, memoryview(piece.numpy().data))
+                write_at(fd, at, memoryview(piece.numpy().data))
     except OSError as e:
         error = e
     try:
-        failed = remote_rows.send_to_first(ranks, (), lambda at, data: _pwrite(fd, at, data))
+        failed = remote_rows.send_to_first(ranks, (), lambda at, data: write_at(fd, at, data))
         return error or failed
     finally:
         if fd >= 0:
@@ -198,12 +199,6 @@ def _flat(shard: Shard, at: int) -> tuple[int, torch.Tensor]:
     """Where the first row of a shard goes if its tensor starts at `at`, and all its values."""
     flat = shard.local.detach().reshape(-1)
     return at + shard.first_row * prod(shard.shape[1:]) * flat.element_size(), flat
-
-
-def _pwrite(fd: int, at: int, data: memoryview) -> None:
-    while data:
-        done = os.pwrite(fd, data, at)
-        at, data = at + done, data[done:]
 
 
 def _agree(ranks: Ranks, error: Exception | None) -> None:

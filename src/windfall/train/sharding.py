@@ -5,7 +5,7 @@ backward. Gradients are summed over the ranks in float32 and divided once, by th
 
 - every decoder layer is a group of its own; the rest (embedding, last norm, head) belongs to the root, so that weights
   which are tied across them stay in one group;
-- reductions are sums. FSDP2 divides by the number of ranks by default, which gloo ignores without a word;
+- reductions are sums. FSDP2 divides by the number of ranks by default, but not with gloo, and reports no error;
 - a model is built without values and filled from rank 0, tensor by tensor: no rank but the first ever holds more than
   one whole layer.
 

@@ -10,6 +10,9 @@ from typing import Any
 from windfall.train.base import NOT_FINITE, Report
 from windfall.types import Group
 
+Scores = tuple[tuple[str, float], ...]
+"""The parts of a reward, by name."""
+
 
 @dataclass(kw_only=True)
 class StepBatch:
@@ -19,9 +22,13 @@ class StepBatch:
     """Groups to train on."""
     rewards: list[float] = field(default_factory=list)
     """Rewards of all responses, including those of groups that dynamic sampling replaced: the policy's true reward."""
+    scores: list[Scores] = field(default_factory=list)
+    """The parts of these rewards, as far as they are known."""
     lengths: dict[int, list[int]] = field(default_factory=dict)
     """By task: number of sampled tokens of each of its responses, including those of replaced groups. 0 for a response
     that was dropped because it was too old."""
+    silent: int = 0
+    """Number of these responses without a sampled token: agents that ended with a reward and made no call."""
     early_s: float = 0.0
     """Seconds the trainer trained on groups before the last one had arrived."""
     asked_s: float = 0.0
@@ -42,13 +49,15 @@ class StepBatch:
         self.note(group, size)
         self.kept.append(group)
         self.partial.append(group)
-        if sum(len(r.prompt) + len(r.tokens) for g in self.partial for r in g.responses) >= micro_tokens:
+        if sum(r.length for g in self.partial for r in g.responses) >= micro_tokens:
             self.micro_batches.append(self.partial)
             self.partial = []
 
     def note(self, group: Group, size: int) -> None:
         """Count the rewards and lengths of a group."""
         self.rewards += group.rewards
+        self.silent += sum(r.reward is not None and not r.sampled_count for r in group.responses)
+        self.scores += [r.scores for r in group.responses]
         lengths = [0] * size
         for r in group.responses:
             lengths[int(r.id.rpartition("/")[2])] = r.sampled_count
@@ -66,22 +75,37 @@ class StepBatch:
             "reward": mean(self.rewards),
             "responses": len(responses),
             "groups": len(self.kept),
+            "silent": self.silent,
             "mean_length": sum(r.sampled_count for r in responses) / max(1, len(responses)),
             "prompt_tokens": mean([len(r.prompt) for r in responses]),
             "replaced": sorted(set(self.lengths) - {g.index for g in self.kept}),
             "cut": sum(r.finish == "length" for r in responses) / max(1, len(responses)),
             "train_wait_s": self.wait_s,
+            **describe_scores(self.scores),
         }
 
     def describe_staleness(self, version: int) -> dict[str, Any]:
         """Fields of the step's event if versions may differ. `version`: the trainer's, before the step."""
-        lags = [version - r.oldest_version for g in self.kept for r in g.responses if r.reward is not None]
+        responses = [r for g in self.kept for r in g.responses if r.reward is not None]
+        lags = [version - oldest for r in responses if (oldest := r.oldest_version) is not None]
         counts = Counter(lags)
         return {
             "staleness_mean": mean(lags),
             "staleness_max": max(lags, default=0),
             "staleness_counts": [counts[n] for n in range(max(lags, default=-1) + 1)],
         }
+
+
+def describe_scores(scores: Sequence[Scores]) -> dict[str, Any]:
+    """Field of an event: the mean of each part of the reward, by name. Nothing if rewards have no parts.
+
+    >>> describe_scores([(("math", 1.0), ("format", 0.5)), (("math", 0.0),), ()])
+    {'rewards': {'math': 0.5, 'format': 0.5}}
+    """
+    values: dict[str, list[float]] = {}
+    for name, score in (pair for row in scores for pair in row):
+        values.setdefault(name, []).append(score)
+    return {"rewards": {name: mean(found) for name, found in values.items()}} if values else {}
 
 
 def describe_updates(reports: Sequence[Report]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ class Totals:
     """Sums over trained tokens, which add up over packs and ranks."""
 
     divisor: float = 0.0
-    responses: int = 0
+    responses: float = 0.0
+    """A segment counts as its share of the response."""
     tokens: int = 0
     entropy: float = 0.0
     clipped: float = 0.0
@@ -73,9 +74,13 @@ class Totals:
     peak_bytes: int = 0
     experts: Any = 0
     """Tokens of every expert of every layer: an array, or 0 if there are none (experts.py)."""
+    engines: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By engine: number of fresh tokens, and the sum of their `gap`."""
 
-    def count(self, distance: Floats, older: Floats, **sums: Floats) -> None:
+    def count(self, distance: Floats, older: Floats, engines: Sequence[tuple[str, int]] = (), **sums: Floats) -> None:
+        """`distance`: between proximal and behavior log-probs. `older`: lag of each token."""
         old = older > 0
+        self._count_engines(np.where(old, 0.0, distance), ~old, engines)
         self.tokens += len(distance)
         self.fresh += int((~old).sum())
         self.gap += float(distance[~old].sum())
@@ -84,8 +89,23 @@ class Totals:
         for name, values in sums.items():
             setattr(self, name, getattr(self, name) + float(values.sum()))
 
+    def _count_engines(self, gap: Floats, fresh: np.ndarray, engines: Sequence[tuple[str, int]]) -> None:
+        start = 0
+        for name, count in engines:
+            part = slice(start, start + count)
+            tokens, total = self.engines.get(name, (0, 0.0))
+            self.engines[name] = (tokens + int(fresh[part].sum()), total + float(gap[part].sum()))
+            start += count
+
+    def engine_gaps(self) -> dict[str, float]:
+        """The mean gap of each known engine."""
+        return {name: total / n for name, (n, total) in sorted(self.engines.items()) if name and n}
+
     def add(self, other: Totals) -> None:
-        for f in fields(self):
+        for name, (tokens, total) in other.engines.items():
+            mine_tokens, mine_total = self.engines.get(name, (0, 0.0))
+            self.engines[name] = (mine_tokens + tokens, mine_total + total)
+        for f in (f for f in fields(self) if f.name != "engines"):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
             setattr(self, f.name, np.maximum(mine, theirs).item() if f.name in MAXIMA else mine + theirs)
 
@@ -110,16 +130,18 @@ class TorchTrainer:
         train = recipe.train
         self.gap_limit = train.engine_gap_limit
         self.orders = orders or Orders(Ranks.alone())
-        self.ranks = self.orders.ranks
+        self.ranks, self.device = self.orders.ranks, policy.device
         updates = recipe.run.steps * train.minibatches
         self.optimizer = Optimizer(self.model, train, updates, ranks=self.ranks, dtype=policy.dtype)
-        self.learner = Learner(policy, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations)
+        self.learner = Learner(
+            policy, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations, ranks=self.ranks
+        )
         assert self.learner.experts is not None
         self.experts = self.learner.experts
         self.reference: Any = None
         if reference is not None:
             adapted = isinstance(reference, Adapters)
-            self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference)
+            self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference, ranks=self.ranks)
         for action in (self._score, self._begin, self._learn, self._finish, self._write_optimizer):
             self.orders.add(action.__name__.strip("_"), action)
         self._begin()
@@ -158,11 +180,11 @@ class TorchTrainer:
         """Restore what `write_optimizer` wrote, maybe by another number of ranks. Every rank calls this itself."""
         try:
             self.optimizer.restore(path)
-            random = random_state(self.model.device)
+            random = random_state(self.device)
             sharded_file.read(path, random, self.ranks)
         except (OSError, SafetensorError, ValueError) as e:
             raise WindfallError(f"the optimizer's state cannot be read: {e}", where=str(path)) from e
-        set_random_state(random, self.model.device)
+        set_random_state(random, self.device)
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[list[Sample]]]:
         """The packs of every rank."""
@@ -172,7 +194,7 @@ class TorchTrainer:
 
     def _score(self, packs: Sequence[Sequence[Sample]]) -> list[list[list[Floats]]] | None:
         """The log-probs of the samples of all ranks, on rank 0."""
-        return self.ranks.gather([self._logprobs(self.learner, pack) for pack in packs])
+        return self.ranks.prompt.gather([self._logprobs(self.learner, pack) for pack in packs])
 
     def _begin(self) -> None:
         self.optimizer.zero()
@@ -202,24 +224,25 @@ class TorchTrainer:
         rows = zip(pack, np.split(logp, sizes), np.split(entropy, sizes), reference, strict=True)
         for s, now, entropies, ref in rows:
             proximal = now if s.old is None else s.old
-            w = self.algorithm.weights(SampledTokens(logp=now, proximal=proximal, advantage=s.advantage))
+            w = self.algorithm.weights(SampledTokens(logp=now, proximal=proximal, advantage=s.advantage, whole=s.whole))
             clipped = (w == 0) & (s.advantage != 0)
             importance, capped = importance_weights(
                 proximal, s.behavior, mode=self.importance, cap=self.importance_cap,
                 level="token" if s.lag is None else self.algorithm.importance_level,
             )  # fmt: skip
             w = w * importance
-            share = self.algorithm.normalizer(len(now), s.limit)
+            share = self.algorithm.normalizer(s.length, s.limit) * s.share
             if ref is not None:
                 # A mean over tokens that weights a response like the algorithm's own loss does (algorithms/kl.py).
                 w = w + kl_weights(now, ref, self.kl * share / len(now))
             self._totals.count(
-                np.abs(proximal - s.behavior), np.zeros(len(now)) if s.lag is None else s.lag, entropy=entropies,
-                clipped=clipped, kl=np.zeros(len(now)) if ref is None else k3(now, ref), capped=capped,
+                np.abs(proximal - s.behavior), np.zeros(len(now)) if s.lag is None else s.lag, s.engines,
+                entropy=entropies, clipped=clipped, capped=capped,
+                kl=np.zeros(len(now)) if ref is None else k3(now, ref),
             )  # fmt: skip
             out.append(w)
             self._totals.divisor += share
-            self._totals.responses += 1
+            self._totals.responses += s.share
         return np.concatenate(out)
 
     def _logprobs(self, learner: Any, pack: Sequence[Sample]) -> list[Floats]:
@@ -229,28 +252,28 @@ class TorchTrainer:
     def _finish(self) -> Report:
         """Every rank computes the same report, and updates its own rows."""
         mine, t = self._totals, Totals()
-        mine.peak_bytes = peak_bytes(self.model.device)
+        mine.peak_bytes = peak_bytes(self.device)
         if self.experts.sizes:
             mine.experts = self.experts.read()
-        for totals in self.ranks.all_gather(mine):
+        for totals in self.ranks.prompt.all_gather(mine):
             t.add(totals)
         n, lr, older = max(t.tokens, 1), self.optimizer.rate(), t.tokens - t.fresh
         gap = t.gap / t.fresh if t.fresh else 0.0
         checked = not older or t.fresh >= MIN_FRESH
         if checked and not (np.isfinite(gap) and gap <= self.gap_limit):  # a NaN fails every comparison
-            raise gap_error(gap, t.gap_max, self.gap_limit)
+            raise gap_error(gap, t.gap_max, self.gap_limit, t.engine_gaps())
         norm, skipped = self.optimizer.update(t.divisor)
         self._clear_totals()  # the update has already set the gradients to zero
         return Report(
-            tokens=t.tokens, responses=t.responses, grad_norm=norm, lr=lr, entropy=t.entropy / n, engine_gap=gap,
-            engine_gap_max=t.gap_max, clipped=t.clipped / n, capped=t.capped / n,
+            tokens=t.tokens, responses=round(t.responses), grad_norm=norm, lr=lr, entropy=t.entropy / n, engine_gap=gap,
+            engine_gap_max=t.gap_max, engine_gaps=t.engine_gaps(), clipped=t.clipped / n, capped=t.capped / n,
             drift=t.drift / older if older else 0.0, kl=t.kl / n, skipped=skipped, peak_bytes=t.peak_bytes,
             experts=self.experts.describe(t.experts) if self.experts.sizes else None,
         )  # fmt: skip
 
     def _write_optimizer(self, path: Path) -> None:
         try:
-            sharded_file.write(path, self.optimizer.state() | random_state(self.model.device), self.ranks)
+            sharded_file.write(path, self.optimizer.state() | random_state(self.device), self.ranks)
         except OSError as e:
             if self.ranks.first:
                 raise
@@ -289,11 +312,14 @@ def peak_bytes(device: torch.device) -> int:
     return peak
 
 
-def gap_error(gap: float, gap_max: float, limit: float) -> WindfallError:
-    """The engine's policy is not the one that is trained, so an update would follow a wrong gradient."""
+def gap_error(gap: float, gap_max: float, limit: float, engines: Mapping[str, float]) -> WindfallError:
+    """The engine's policy is not the one that is trained, so an update would follow a wrong gradient. `engines`: the
+    gap of each."""
     how = f"differ by {gap:.3g} nats on average ({gap_max:.3g} at most), but the limit is {limit:g}"
     if not np.isfinite(gap):
         how = f"cannot be compared, because some are not finite (their mean difference is {gap})"
+    if len(engines) > 1:
+        how += f" ({', '.join(f'{name}: {x:.3g}' for name, x in engines.items())})"
     return WindfallError(
         f"engine and trainer disagree on this model: their log-probs for the same tokens {how}; the update was skipped",
         where="train.engine_gap_limit",

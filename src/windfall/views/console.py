@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from windfall.config import KeyChange, Recipe
-from windfall.cost.bill import Totals, reserved_only
+from windfall.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.events.log import Event, read
-from windfall.views import staleness
+from windfall.views import lenders, rewards, staleness
 
 BARS = "▁▂▃▄▅▆▇█"
 LARGE = ("lengths", "replaced", "speeds")
@@ -82,8 +82,11 @@ class Console:
             case "eval":
                 if event["kind"] == "scalar" and event["reward"] is not None:
                     on = f" on {escape(event['on'])}" if event.get("on") else ""
-                    self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}{on}")
-            case "eval_warning":
+                    more = f"{rewards.passes(event)}{rewards.parts(event)}"
+                    self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}{more}{on}")
+            case "gateway":
+                self._out.print(f"agents reach the policy at {event['url']}")
+            case "eval_warning" | "agents_not_isolated":
                 self._out.print(f"[yellow]warning[/]: {escape(event['why'])}")
             case "step":
                 self._out.print(self._line(event))
@@ -95,10 +98,11 @@ class Console:
                 mean, most = (math.inf if event[k] is None else event[k] for k in ("mean", "max"))  # None: not finite
                 if mean > 2 * self._shown_gap:
                     self._shown_gap = mean
+                    limit = self._recipe.train.engine_gap_limit
                     self._out.print(
                         f"[yellow]engine and trainer disagree[/] in step {event['step']}: their log-probs differ by "
-                        f"{mean:.3g} nats on average, {most:.3g} at most (shown again when it doubles; "
-                        f"the run ends above train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g})"
+                        f"{mean:.3g} nats on average{_by_engine(event.get('engines'))}, {most:.3g} at most "
+                        f"(shown again when it doubles; the run ends above train.engine_gap_limit = {limit:g})"
                     )
             case "trainer_lost":
                 self._out.print(f"[red]trainer lost[/]: {escape(event['why'])}")
@@ -106,8 +110,15 @@ class Console:
                 self._out.print("stopping and saving; press Ctrl-C again to quit at once")
             case "reward_missing":
                 self._out.print(f"[yellow]reward missing[/] for {event['response']}: {_failure(event)}")
+            case "grading_slow":
+                self._out.print(f"[yellow]rewards are slow[/]: {rewards.graders_of_snapshot(event)}")
+            case "reward_retried":
+                self._out.print(f"[yellow]grader failed[/], and graded {event['response']} later: {_failure(event)}")
             case "task_skipped":
                 self._out.print(f"[yellow]task skipped[/]: {_failure(event)}")
+            case "no_calls":
+                agents = f"{event['agents']} agents ended without a call"
+                self._out.print(f"[yellow]nothing was sampled[/] in step {event['step']}: {agents}")
             case "update_skipped":
                 of = f" ({event['updates']} of {event['of']})" if event.get("of", 1) > 1 else ""
                 self._out.print(f"[yellow]update skipped[/] in step {event['step']}{of}: {event['why']}")
@@ -245,6 +256,9 @@ class Console:
         if e.get("experts_balance") is not None:
             unused = f", {e['experts_unused']:,} unused" if e["experts_unused"] else ""
             extras += f"  experts {e['experts_balance']:.2f} balanced{unused}"
+        if len(e.get("engine_gaps") or {}) > 1:
+            extras += f"  gap{_by_engine(e['engine_gaps'])}"
+        extras += f"{rewards.parts(e)}{rewards.slow(e)}"
         if e["missing"]:
             extras += f"  rewards missing {e['missing']}"
         if e.get("skipped"):
@@ -275,14 +289,15 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     """A summary in a few lines of rich markup, for a run that finished, was stopped, or died."""
     steps = [e for e in events if e["kind"] == "scalar" and e["name"] == "step"]
     evals = [e for e in events if e["kind"] == "scalar" and e["name"] == "eval" and e["reward"] is not None]
-    rewards = [e["reward"] for e in steps if e["reward"] is not None]
+    trained = [e["reward"] for e in steps if e["reward"] is not None]
     out = ["", "[bold green]finished[/]" if finished else "[bold yellow]stopped; all progress is saved[/]"]
     if len(evals) > 1:
         on = f", on {escape(evals[-1]['on'])}" if evals[-1].get("on") else ""
         before, after = evals[0]["reward"], evals[-1]["reward"]
         out.append(f"  evaluation reward          {before:.3f} before, {after:.3f} after{on}")
-    if rewards:
-        out.append(f"  training reward            {rewards[0]:.3f} first, {rewards[-1]:.3f} last   {spark(rewards)}")
+        out += rewards.passes_of_run(evals[0], evals[-1])
+    if trained:
+        out.append(f"  training reward            {trained[0]:.3f} first, {trained[-1]:.3f} last   {spark(trained)}")
     if steps:
         generated = sum(e["made"] - e.get("restored", 0) for e in steps)
         speed = generated / max(1e-9, sum(e.get("counted_s", e["s"]) for e in steps))
@@ -295,6 +310,7 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         if not asynchronous:
             alone = generated / max(1e-9, rollout - early)
             out.append(f"                             {alone:,.0f} tok/s while generating")
+        out += _prefill(steps)
         if updates := [e["weights_bytes"] for e in steps if e.get("weights_bytes")]:
             out.append(
                 f"  weights per update         {sum(updates) / len(updates) / 1e6:,.2f} MB to pull for each worker"
@@ -308,8 +324,10 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         missing = sum(e["missing"] for e in steps)
         if missing:
             out.append(f"  rewards missing            {missing} (not trained on)")
+        out += rewards.graders_of_run(steps)
     out += [f"  {label:<26} {text}" for label, text in staleness.of_run(steps)]
-    out += [*_fleet(events, steps), *_dollars(events, steps)]
+    out += [*_engine_gaps(steps), *_fleet(events, steps), *_dollars(events, steps)]
+    out += lenders.of_run(borrowed_value(_total(events)))
     out.append(f"  files                      {escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)")
     if not finished:
         out.append(f"  resume with                {_command()} resume {_argument(folder)}")
@@ -320,15 +338,57 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     return out
 
 
+def _prefill(steps: list[Event]) -> list[str]:
+    """For the summary: the prefill that the prefix caches of the workers saved, and where the next turns went."""
+    saved, computed = (sum(e.get(key, 0) for e in steps) for key in ("prefill_saved", "prefilled"))
+    if not saved:
+        return []
+    out = [f"  prefill saved              {saved / (saved + computed):.0%}: {saved:,} of {saved + computed:,} tokens"]
+    sessions = [e["sessions"] for e in steps if e.get("sessions")]
+    if routed := sum(s["routed"] for s in sessions):
+        there = sum(s["to_holder"] for s in sessions)
+        out.append(f"  turns                      {there:,} of {routed:,} went to the worker that has their tokens")
+    return out
+
+
+def _by_engine(gaps: dict[str, float | None] | None) -> str:
+    """The engine gap of each engine in nats, if there are several.
+
+    >>> _by_engine({"cuda": 0.0012, "vllm": None}), _by_engine({"torch": 0.1})
+    (' (cuda 0.0012, vllm not finite)', '')
+    """
+    if not gaps or len(gaps) < 2:
+        return ""
+    shown = (f"{escape(name)} {'not finite' if gap is None else f'{gap:.2g}'}" for name, gap in sorted(gaps.items()))
+    return f" ({', '.join(shown)})"
+
+
+def _engine_gaps(steps: list[Event]) -> list[str]:
+    """For the summary: how far each engine was from the trainer, if the run had several."""
+    values: dict[str, list[float]] = {}
+    for e in steps:
+        for name, gap in (e.get("engine_gaps") or {}).items():
+            if gap is not None:
+                values.setdefault(name, []).append(gap)
+    if len(values) < 2:
+        return []
+    means = _by_engine({name: sum(gaps) / len(gaps) for name, gaps in values.items()})
+    return [f"  engines and trainer        log-probs differ by{means} nats on average"]
+
+
 def _tasks(env: Any) -> str:
     """Where the tasks come from, for the header: "arithmetic tasks", "problems.jsonl", ..."""
     match env.name:
-        case "jsonl":
+        case "jsonl" | "dataset":
             return env.path.name
         case "gym":
             return f"{env.task} tasks of reasoning-gym"
         case "custom":
             return f"tasks of {env.factory}"
+        case "agent":
+            return f"the agent {env.function or env.command}"
+        case "verifiers":
+            return f"{env.id} of verifiers"
     return f"{env.name} tasks"
 
 
@@ -341,9 +401,13 @@ def _bill(step: Event) -> Totals | None:
     return msgspec.convert(step["bill"], Totals) if step.get("bill") else None
 
 
+def _total(events: list[Event]) -> Totals:
+    return sum((b for b in map(_bill, events) if b), Totals())
+
+
 def _dollars(events: list[Event], steps: list[Event]) -> list[str]:
     """What the run cost and for what, compared with the same run on the trainer's machine alone."""
-    total = sum((b for b in map(_bill, events) if b), Totals())
+    total = _total(events)
     trained, bought = sum(e["trained"] for e in steps), total.all
     per_million = total.usd_per_million(trained)
     if per_million is None or bought.total_usd == 0:

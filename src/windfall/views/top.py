@@ -15,13 +15,15 @@ from rich.text import Text
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
-from windfall.views import staleness
+from windfall.views import lenders, rewards, staleness
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
 """Width, in characters, of output that goes to a file or a pipe."""
-COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "tokens", "moved", "age", "reason")
-LEFT_OUT = ("moved", "version", "device", "tokens", "age", "lease")
+COLUMNS = (
+    "worker", "lease", "device", "engine", "state", "version", "running", "tok/s", "tokens", "moved", "age", "reason",
+)  # fmt: skip
+LEFT_OUT = ("moved", "engine", "version", "device", "tokens", "age", "lease")
 """Columns left out on a narrow terminal, in this order, until the table fits."""
 REASON_WIDTH = 20
 """The reason is shortened, at most to this many characters, before any column is left out."""
@@ -72,7 +74,8 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
         price = f" ${w['price_usd_per_h']:g}/h" if w["price_usd_per_h"] else ""
         state = w["state"]
         row = (
-            escape(w["worker"]), w["kind"] + price, escape(w["device"]), Text(state, style=STYLES.get(state, "")),
+            escape(w["worker"]), w["kind"] + price, escape(w["device"]), escape(w.get("engine") or "-"),
+            Text(state, style=STYLES.get(state, "")),
             str(w["version"]) if w["version"] >= 0 else "-", f"{w['running']}/{w['slots']}" if state != "gone" else "-",
             f"{w['tok_per_s']:,.0f}" if state != "gone" else "-", f"{w['made']:,}", str(w["moved"]), _age(w["age_s"]),
             escape(w["why"]),
@@ -91,7 +94,9 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
         out.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths))
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
     stale = staleness.of_snapshot(snapshot["staleness"], width) if snapshot.get("staleness") else []
-    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *stale, *advice])), out)
+    graders = [rewards.graders_of_snapshot(snapshot["graders"])] if snapshot.get("graders") else []
+    lent = lenders.of_snapshot(snapshot["workers"])
+    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *graders, *stale, *lent, *advice])), out)
 
 
 def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
@@ -105,6 +110,21 @@ def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
         f"{s['run']}: step {s['step']}/{s['steps']}, version {s['version']}, {status}\n{resume}"
         f"workers: {present} in the fleet, {s['lost']} lost; responses: {s['open']} open, {s['queued']} queued, "
         f"{c['moved']} moved; tokens: {c['accepted']:,} accepted, {c['repeated'] + c['late']} generated twice"
+        + _prefill(s)
+    )
+
+
+def _prefill(s: dict[str, Any]) -> str:
+    """What the prefix caches of the workers save; empty if they have saved nothing."""
+    p = s.get("prefill") or {}
+    if not p.get("reused"):
+        return ""
+    kept = [w for w in s["workers"] if w["state"] != "gone" and w.get("kept_sessions")]
+    sessions, tokens = (sum(w[k] for w in kept) for k in ("kept_sessions", "kept_tokens"))
+    total = p["reused"] + p["prefilled"]
+    return (
+        f"\nprefill: {p['reused'] / total:.0%} of {total:,} tokens saved, {p['hits']:,} of {p['lookups']:,} turns "
+        f"found their prefix; kept: {sessions} sessions with {tokens:,} tokens"
     )
 
 

@@ -5,9 +5,9 @@
     windfall/state.json          only in checkpoints of windfall: name and digest of the base model, and more
 
 The package peft is not needed. Which layers are adapted is read from the names of the tensors, not from
-`target_modules`, which may be a pattern. Every key of the configuration that makes the adapter compute something else
-than a product of two matrices for a linear layer (DoRA, biases, whole modules), or that gives some layers another rank,
-is refused by its name. `lora_dropout` is ignored: it applies only to training with PEFT.
+`target_modules`, which may be a pattern. A key of the configuration is refused by its name if it makes the adapter
+compute anything but a product of two matrices for a linear layer (DoRA, biases, whole modules), or gives some layers
+another rank. `lora_dropout` is ignored: it applies only to training with PEFT.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AdapterConfig:
     base: str
     """Name of the base model: a folder or a hub id. May be empty."""
     targets: tuple[str, ...] = ()
-    """Adapted layers, by their names or the last parts of these; only for other programs that read the folder."""
+    """Adapted layers, by their full names or the last parts; only for other programs that read the folder."""
 
     @property
     def scale(self) -> float:

@@ -103,6 +103,13 @@ class Buffer:
                 os.close(self.fd)
 
 
+def write_at(fd: int, at: int, data: memoryview) -> None:
+    """Write all bytes at this position of a file."""
+    while data:
+        done = os.pwrite(fd, data, at)
+        at, data = at + done, data[done:]
+
+
 def machine() -> str:
     """Equal for all processes that can map each other's buffers: same kernel, same process numbers."""
     try:

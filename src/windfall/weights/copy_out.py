@@ -16,8 +16,8 @@ from windfall.weights.plan import Piece
 if TYPE_CHECKING:
     import torch
 
-PIECE_BYTES = 32 << 20  # bytes copied between two events
-MAX_GAP_BYTES = 64 << 10  # two ranges with at most so many bytes between them are locked as one
+COPY_BYTES = 32 << 20  # bytes copied between two events
+MAX_GAP_BYTES = 64 << 10  # two ranges that are at most this far apart are locked as one
 
 
 def ready_event(tensors: Iterable[torch.Tensor]) -> Any:
@@ -50,12 +50,12 @@ def copy(buffer: Buffer, sources: Mapping[Piece, torch.Tensor], after: Any) -> I
         for n, (piece, source) in enumerate(rows):
             target = _target(buffer, piece)
             flat, width = source.to(target.dtype).contiguous().view(-1), target.element_size()
-            for at in range(0, len(flat), PIECE_BYTES // width):
-                part = slice(at, min(at + PIECE_BYTES // width, len(flat)))
+            for at in range(0, len(flat), COPY_BYTES // width):
+                part = slice(at, min(at + COPY_BYTES // width, len(flat)))
                 target[part].copy_(flat[part], non_blocking=True)
                 pending += (part.stop - part.start) * width
                 last = n == len(rows) - 1 and part.stop == len(flat)
-                if pending >= PIECE_BYTES or last:
+                if pending >= COPY_BYTES or last:
                     event, pending = torch.cuda.Event(blocking=True), 0
                     event.record(stream)
                     yield buffer.nbytes if last else piece.start + part.stop * width, event

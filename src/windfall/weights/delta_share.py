@@ -6,20 +6,19 @@
     when all tables are known     write       write this rank's parts of the blob to where they belong
 
 The ranks of one machine write one blob. Its size is known before the first byte is written, from the tables of all
-ranks. The blob is the same for any number of ranks. Only the early decision to give up depends on them a little: blocks
-with rows of several ranks are not sampled.
+ranks. The blob is the same for any number of ranks. Only the early decision to give up depends slightly on that number:
+blocks with rows of several ranks are not sampled.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from windfall.weights import delta
-from windfall.weights.buffers import Buffer
+from windfall.weights.buffers import Buffer, write_at
 from windfall.weights.delta import MAX_RATIO, ROW, Blocks, Part
 from windfall.weights.plan import Piece, Plan
 
@@ -37,7 +36,7 @@ class DeltaShare:
         self.blocks = Blocks(plan.ranges())
         self._parts: list[Part] = []
         self._sampled: tuple[int, int] | None = None
-        self._own_done = False  # the own blocks are encoded
+        self._own_done = False  # this rank's own blocks are encoded
 
     def on_device(self, encoder: Any, sources: Mapping[Piece, torch.Tensor]) -> None:
         """`encoder`: a DeviceDelta with the previous version."""
@@ -71,12 +70,19 @@ class DeltaShare:
         the same from the samples and tables of all ranks."""
         out = {}
         for leader in {share.leader for share in self.plan.shares}:
-            members, parts = self.plan.members(leader), self.plan.parts(leader)
+            members, whole = self.plan.members(leader), self._rows_bytes(leader)
             size = sum(self.blocks.size(np.frombuffer(tables[rank], ROW)) for rank in members)
-            whole = sum(stop - start for start, stop in parts)
             if whole and self._worthwhile([samples[rank] for rank in members]) and self._worthwhile([(size, whole)]):
                 out[leader] = size + delta.HEAD_BYTES
         return out
+
+    def update_bytes(self, sizes: Mapping[int, int]) -> int:
+        """Bytes of an update: the delta of every machine in `sizes`, and all rows of every other machine."""
+        leaders = {share.leader for share in self.plan.shares}
+        return sum(sizes[leader] if leader in sizes else self._rows_bytes(leader) for leader in leaders)
+
+    def _rows_bytes(self, leader: int) -> int:
+        return sum(stop - start for start, stop in self.plan.parts(leader))
 
     def write(self, target: Buffer, tables: Sequence[bytes]) -> None:
         """Write this rank's part of the blob of its machine. The leader also writes the table."""
@@ -89,7 +95,7 @@ class DeltaShare:
             writes.append((0, memoryview(head)))
         pieces = [(at + i, data[i : i + WRITE_BYTES]) for at, data in writes for i in range(0, len(data), WRITE_BYTES)]
         # Write through the descriptor: the kernel writes to a file faster than it maps new pages of it.
-        list(self.map(lambda piece: _write(target.fd, *piece), pieces))
+        list(self.map(lambda piece: write_at(target.fd, *piece), pieces))
         self._parts = []
 
     def _sample_numbers(self) -> list[int]:
@@ -101,9 +107,3 @@ class DeltaShare:
 
     def _worthwhile(self, sizes: Sequence[tuple[int, int]]) -> bool:
         return sum(encoded for encoded, _ in sizes) <= self.max_ratio * sum(nbytes for _, nbytes in sizes)
-
-
-def _write(fd: int, at: int, data: memoryview) -> None:
-    while data:
-        done = os.pwrite(fd, data, at)
-        at, data = at + done, data[done:]

@@ -111,7 +111,7 @@ class DeviceDelta:
 
 
 def _spans(share: Share, blocks: Blocks) -> Iterator[tuple[Piece, int, int, range]]:
-    """Of every piece the bytes that are whole blocks, and the numbers of these."""
+    """For every piece, the bytes that are whole blocks, and the numbers of these blocks."""
     for piece, numbers in zip(share.pieces, share.own_blocks, strict=True):
         if numbers:
             yield piece, blocks[numbers[0]].start, blocks[numbers[-1]].stop, numbers

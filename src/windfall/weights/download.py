@@ -26,7 +26,7 @@ from windfall.errors import WindfallError
 from windfall.weights.connection import Address, Connection, ConnectionBroken, PullDamaged, PullFailed, PullGone
 from windfall.weights.manifest import MAX_MANIFEST_BYTES, ChunkedManifest
 
-PIECE_BYTES = 1 << 20  # bytes read at once, and hashed while they are still in the CPU's cache
+READ_BYTES = 1 << 20  # bytes read at once, and hashed while they are still in the CPU's cache
 SPAN_BYTES = 256 << 20  # maximum of one request, so that a slow connection leaves work for the others
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class Download:
                 connection.get(self.path, at, end)
                 while at < end:
                     limit = self._bounds[chunk + 1]
-                    n = connection.read_into(self.view[at : min(limit, at + PIECE_BYTES)])
+                    n = connection.read_into(self.view[at : min(limit, at + READ_BYTES)])
                     hasher.update(self.view[at : at + n])
                     at += n
                     retry.failures = 0

@@ -75,7 +75,7 @@ class Manifest(ChunkedManifest, frozen=True, kw_only=True, forbid_unknown_fields
     entries: tuple[TensorEntry, ...]
     base: str = ""  # digest of the weights that these tensors are an adapter of
     scale: float = 1.0  # factor of the adapter
-    servers: tuple[str, ...] = ()  # addresses; "" is the server that the manifest came from, and so is no server at all
+    servers: tuple[str, ...] = ()  # addresses; "", or no server at all: the one that the manifest came from
     sources: tuple[tuple[int, int], ...] = ()  # (first byte, number of its server), up to the next one
 
     def bounds(self) -> list[int]:

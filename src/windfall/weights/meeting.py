@@ -1,7 +1,7 @@
 """How the ranks of a trainer publish together: in steps that all of them begin and end at the same time.
 
 In every step each rank does its own work, then all exchange their results. If the work fails on one rank, the step
-raises on all of them, so that no rank waits for one that gave up. A rank that dies or hangs ends the exchange by the
+raises on all of them, so that no rank waits for one that gave up. If a rank dies or hangs, the exchange fails at the
 time limit of `Ranks.all_gather`; the error names the step.
 """
 

@@ -39,14 +39,16 @@ T = TypeVar("T")
 
 class Puller:
     def __init__(
-        self, *, key: str, parallel: int = 4, timeout_s: float = 20.0, tries: int = 5, ssl: tls.SSLContext | None = None
-    ) -> None:
+        self, *, key: str, parallel: int = 4, timeout_s: float = 20.0, tries: int = 5,
+        ssl: tls.SSLContext | None = None, shared: bool = False,
+    ) -> None:  # fmt: skip
+        """`shared`: other processes of this machine can map the pulled weights."""
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
         self.key, self.parallel, self.timeout_s, self.tries, self.ssl = key, parallel, timeout_s, tries, ssl
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
-        self._weights, self._base = LocalCopy(), LocalCopy()
+        self._weights, self._base = LocalCopy(shared=shared), LocalCopy()
         self._lock, self._count_lock = threading.Lock(), threading.Lock()
 
     @property

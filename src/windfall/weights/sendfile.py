@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-PIECE_BYTES = 4 << 20
+SEND_BYTES = 4 << 20
 TURN_BYTES = 64 << 20  # bytes after which a reader goes to the back of the queue
 SEND_TIMEOUT_US = 5000  # microseconds that a thread waits for a reader whose buffers are full
 
@@ -63,7 +63,7 @@ def _send_turn(out: int, file: int, at: int, stop: int, may_continue: Callable[[
         if not may_continue():
             raise ConnectionResetError("withdrawn")
         try:
-            sent = os.sendfile(out, file, at, min(PIECE_BYTES, stop - at))
+            sent = os.sendfile(out, file, at, min(SEND_BYTES, stop - at))
         except BlockingIOError:
             break
         if sent == 0:

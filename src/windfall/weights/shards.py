@@ -31,7 +31,7 @@ Tensors = Mapping[str, "torch.Tensor | Shard"]
 
 
 def describe(tensors: Tensors, dtype: str | None) -> tuple[tuple[Rows, ...], dict[str, torch.Tensor]]:
-    """The rows for an offer, and the rows' values by name. `dtype`: the one to publish, of floating-point tensors."""
+    """The rows for an offer, and the rows' values by name. `dtype`: the published dtype of floating-point tensors."""
     import torch
 
     if not tensors:

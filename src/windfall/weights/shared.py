@@ -24,6 +24,7 @@ import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.weights import manifest
+from windfall.weights.local_copy import views
 from windfall.weights.manifest import Manifest
 from windfall.weights.merged import MergedWeights
 
@@ -111,15 +112,8 @@ class SharedReader:
 
     def tensors(self, shared: SharedVersion) -> dict[str, torch.Tensor]:
         """Views of the publisher's buffer, by name. Copy them; never write to them."""
-        import torch
-
         found = manifest.decode(shared.manifest, Manifest)
-        data = self._map(shared.path, found.nbytes).data
-        out = {}
-        for e in found.entries:
-            flat = torch.from_numpy(data[e.offset : e.offset + e.nbytes]).view(getattr(torch, e.dtype))
-            out[e.name] = flat.view(e.shape)
-        return out
+        return views(self._map(shared.path, found.nbytes).data, found)
 
     def _map(self, path: str, nbytes: int) -> _Map:
         try:

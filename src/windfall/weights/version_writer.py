@@ -44,6 +44,8 @@ class Published:
     encoded: bytes
     buffer: Buffer
     plan: Plan
+    update_bytes: int
+    """What a worker with the previous version must pull: from every machine its delta, or its rows if it has none."""
     delta: DeltaManifest | None = None
     delta_encoded: bytes = b""
     delta_buffer: Buffer | None = None
@@ -100,11 +102,13 @@ class VersionWriter:
             entries=plan.entries, nbytes=plan.nbytes, chunk_bytes=self.chunk_bytes, servers=plan.servers,
             sources=plan.sources, chunks=_in_order(plan, [checksums for checksums, _ in done]), **fields,
         )  # fmt: skip
-        published = Published(manifest=made, encoded=made.encode(), buffer=buffer, plan=plan)
+        published = Published(manifest=made, encoded=made.encode(), buffer=buffer, plan=plan, update_bytes=plan.nbytes)
         if delta is None or old is None:
             return published
         tables = [rows for _, rows in done]
-        stored = self._store_delta(meeting, delta, delta.sizes(samples, tables), tables, undo)
+        sizes = delta.sizes(samples, tables)
+        published = replace(published, update_bytes=delta.update_bytes(sizes))
+        stored = self._store_delta(meeting, delta, sizes, tables, undo)
         return published if stored is None else self._with_delta(published, old, stored)
 
     def drop(self, buffer: Buffer) -> None:

@@ -36,10 +36,10 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.handshake import JoinRefused
 from windfall.link.socket import Dialer, SocketLink
-from windfall.types import Lease
+from windfall.types import Capabilities, Lease
 from windfall.weights.merged import MergedWeights
 from windfall.worker import preemption
-from windfall.worker.engine_thread import EngineThread
+from windfall.worker.engine_thread import EngineThread, Make
 from windfall.worker.session import PulledWeights, Session, Stalled
 
 REFUSAL_REPORT_S = 0.5
@@ -56,14 +56,16 @@ class Agent:
         build: Callable[[m.EngineSpec], tuple[Any, int]], boot: Callable[[], m.LoadTimes] = m.LoadTimes,
         ssl: tls.SSLContext | None = None, patience_s: float = 300.0, model: str = "",
         address: Callable[[], str] | None = None,
+        host: Callable[[Make], EngineThread] = lambda make: EngineThread(None, make=make),
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:  # fmt: skip
         """`build` returns (engine, slots), and runs in the engine's thread while the weights are pulled. `puller`: a
-        weights.pull.Puller. `boot`: how long imports and building took. `address`: the controller's present URL."""
+        weights.pull.Puller. `boot`: how long imports and building took. `address`: the controller's present URL.
+        `host` makes the thread, or whatever stands for it, in which the engine runs."""
         self._dialer = Dialer(url, "/worker", m.ToWorker, ssl=ssl)
         self._token, self._name, self._lease, self._say = token, name, lease, say
         self._build, self._puller, self._patience_s = build, puller, patience_s
-        self._model, self._address = model, address
+        self._model, self._address, self._new_host = model, address, host
         self._host: EngineThread | None = None
         self._boot, self._boot_reported = boot, False
         self._held: tuple[int, str] = (-1, "")
@@ -175,7 +177,7 @@ class Agent:
         version, digest = self._held
         hello = functools.partial(
             m.Hello, name=self._name, lease=self._lease, model=self._model, version=version, digest=digest,
-            age_s=process.age_s(),
+            age_s=process.age_s(), engine=self._host.capabilities if self._host else Capabilities(),
         )  # fmt: skip
         try:
             return await handshake.join(link, handshake.WORKER, self._token, hello)
@@ -202,7 +204,7 @@ class Agent:
     def _make_host(self, welcome: m.Welcome) -> EngineThread:
         """Start building the engine. This continues if the link ends; meanwhile the session pulls the weights."""
         self._model = welcome.model
-        host = self._host = EngineThread(None, make=lambda: self._build(welcome.engine))
+        host = self._host = self._new_host(lambda: self._build(welcome.engine))
         loop = asyncio.get_running_loop()
         host.start(lambda: loop.call_soon_threadsafe(self._engine_failed) and None)
         return host

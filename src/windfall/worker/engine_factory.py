@@ -139,7 +139,7 @@ def _build_engine(spec: EngineSpec, device: str, given: Any, share: float, versi
         running, kv_tokens = engine_sizes(spec, token_bytes(model), device, share)
         how: dict[str, Any] = {
             "kv_tokens": kv_tokens, "page_size": spec.page_size, "max_running": running, "max_rows": spec.max_rows,
-            "version": version,
+            "version": version, "keep_share": spec.keep_share,
         }  # fmt: skip
         engine = _graph_engine(spec, model, how) if why is None else None
     if engine is not None:

@@ -18,24 +18,25 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from windfall.engine.base import Engine
 from windfall.errors import WindfallError
 from windfall.link.messages import Rejected, Released, Stats, Tokens, Work
-from windfall.types import Chunk, Request
+from windfall.types import Capabilities, Chunk, Request
 
 Emit = Callable[[object], None]
 Make = Callable[[], tuple[Engine, int]]
 """Returns an engine, and the number of responses that it decodes at once."""
 P = ParamSpec("P")
+Host = TypeVar("Host", bound="EngineThread")
 
 
-def _order(method: Callable[Concatenate[EngineThread, P], None]) -> Callable[Concatenate[EngineThread, P], None]:
+def order(method: Callable[Concatenate[Host, P], None]) -> Callable[Concatenate[Host, P], None]:
     """A call to the method returns at once; the method itself runs in the engine's thread, between two steps."""
 
     @functools.wraps(method)
-    def put(self: EngineThread, *args: P.args, **kwargs: P.kwargs) -> None:
+    def put(self: Host, *args: P.args, **kwargs: P.kwargs) -> None:
         self._orders.put(functools.partial(method, self, *args, **kwargs))
 
     return put
@@ -78,38 +79,50 @@ class EngineThread:
         return getattr(self._engine, "limit", 0)
 
     @property
+    def capabilities(self) -> Capabilities:
+        """What the engine can do. Nothing is known of it until it is built."""
+        return getattr(self._engine, "capabilities", Capabilities())
+
+    @property
     def waiting_for_trainer(self) -> bool:
         """Whether the engine waits for the trainer that shares its weights. This may take any length of time."""
         return bool(getattr(self._engine, "waiting", False))
 
     # Orders
 
-    @_order
+    @order
     def attach(self, emit: Emit) -> None:
         """Begin a new link: drop all running responses, and send frames to `emit` from now on."""
         self._drop_all()
         self._emit, self._paused = emit, False
 
-    @_order
+    @order
     def detach(self) -> None:
         self._drop_all()
 
-    @_order
+    @order
     def add(self, work: Iterable[Work]) -> None:
         for w in work:
             self._add(w)
 
-    @_order
+    @order
     def cancel(self, handles: Iterable[int]) -> None:
         self._drop(handles)
 
-    @_order
+    @order
     def release(self, handles: tuple[int, ...]) -> None:
         """Give up these responses. All their tokens are emitted before the confirmation."""
         self._drop(handles)
         self._emit(Released(handles=handles))
 
-    @_order
+    @order
+    def forget(self, sessions: tuple[str, ...]) -> None:
+        """Drop what is kept for the next turns of these sessions."""
+        forget = getattr(self.engine, "forget", lambda session: None)  # not every engine keeps pages
+        for session in sessions:
+            forget(session)
+
+    @order
     def swap(
         self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
     ) -> None:
@@ -124,12 +137,12 @@ class EngineThread:
             self._mixed = False
             done(None)
 
-    @_order
+    @order
     def pause(self, paused: bool) -> None:
         self._paused = paused
         self._stepped_s = time.monotonic()
 
-    @_order
+    @order
     def finish(self, done: Callable[[], None]) -> None:
         """Stop generating. `done` is called after the last frame."""
         self._drop_all()
@@ -149,8 +162,14 @@ class EngineThread:
             running=running, made=self._generated, steps=self._steps,
             idle_s=time.monotonic() - self._stepped_s if step_due else 0.0,
             preemptions=getattr(counters, "preemptions", 0), waiting=getattr(counters, "waiting", 0),
-            reused_tokens=getattr(counters, "reused_tokens", 0),
+            reused_tokens=getattr(counters, "reused_tokens", 0), prefilled=getattr(counters, "prefilled", 0),
+            lookups=getattr(counters, "lookups", 0), hits=getattr(counters, "hits", 0),
+            kept_sessions=getattr(counters, "kept_sessions", 0), kept_tokens=getattr(counters, "kept_tokens", 0),
         )  # fmt: skip
+
+    def take_dropped(self) -> tuple[str, ...]:
+        """Sessions whose kept pages were dropped since the last call. Can be called from any thread."""
+        return getattr(self._engine, "take_dropped", tuple)()
 
     # The methods below run in the thread.
 
@@ -179,7 +198,9 @@ class EngineThread:
         return self._paused or self._mixed or len(self.engine) == 0
 
     def _step(self) -> None:
-        chunks = self.engine.step()
+        self._stepped(self.engine.step())
+
+    def _stepped(self, chunks: list[Chunk]) -> None:
         self._stepped_s = time.monotonic()
         self._steps += bool(chunks) or not self.waiting_for_trainer
         if chunks:
@@ -194,7 +215,8 @@ class EngineThread:
             self.engine.add(request_of(work))
             self._running.add(work.handle)
         except WindfallError as e:
-            self._emit(Rejected(handle=work.handle, why=str(e)))
+            fits = len(work.prompt) // 4 + work.max_tokens <= self.longest
+            self._emit(Rejected(handle=work.handle, why=str(e), invalid=fits))
 
     def _drop(self, handles: Iterable[int]) -> None:
         for handle in handles:
@@ -210,7 +232,8 @@ def request_of(work: Work) -> Request:
     """The request of an engine. Its id is the handle of the work."""
     return Request(
         id=str(work.handle), prompt=tuple(array("I", work.prompt)), seed=work.seed, position=work.position,
-        max_tokens=work.max_tokens, sampling=work.sampling, stop=frozenset(work.stop),
+        max_tokens=work.max_tokens, sampling=work.sampling, stop=frozenset(work.stop), session=work.session,
+        keep_s=work.keep_s,
     )  # fmt: skip
 
 

@@ -105,10 +105,10 @@ class Session:
             self._stuck.cancel()
             self._give_up.set()
             self.host.detach()
-            for task in [reading, *background, *([self._loading] if self._loading else [])]:
+            tasks = [reading, *background, *([self._loading] if self._loading else [])]
+            for task in tasks:
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, LinkClosed):
-                    await task
+            await asyncio.gather(*tasks, return_exceptions=True)  # a cancellation of this task itself is not lost
 
     def say(self, message: object) -> None:
         """Send a message. Call this from the event loop's thread."""
@@ -128,7 +128,7 @@ class Session:
             try:
                 await self.link.send(message)
             finally:
-                if isinstance(message, m.Tokens | m.Released | m.Rejected):
+                if isinstance(message, m.Tokens | m.Released | m.Rejected | m.Capacity):
                     self._room.release()
             if isinstance(message, m.Left):
                 self._left_sent.set()
@@ -138,7 +138,9 @@ class Session:
             now, pulled = self._loop.time(), self._pulled_bytes()
             if self._load_phase != "pull" or pulled != self._pull_progress[0]:
                 self._pull_progress = (pulled, now)
-            stats = msgspec.structs.replace(self.host.stats(), loading=self._load_phase, pulled_bytes=pulled)
+            stats = msgspec.structs.replace(
+                self.host.stats(), loading=self._load_phase, pulled_bytes=pulled, dropped=self.host.take_dropped()
+            )
             self.say(stats)
             if stats.idle_s > self._stalled_s:
                 raise Stalled(f"no engine step for {stats.idle_s:.0f} s, with {stats.running} responses running")
@@ -155,6 +157,8 @@ class Session:
                     self.host.cancel(message.handles)
                 case m.Release():
                     self.host.release(message.handles)
+                case m.Forget():
+                    self.host.forget(message.sessions)
                 case m.Load():
                     self._begin_loading(message)
                 case m.Pause():
@@ -244,7 +248,8 @@ class Session:
             parts = msgspec.structs.replace(self._boot(), pull_s=pulled - started, swap_s=now - swapping)
             self.say(
                 m.Loaded(version=load.version, digest=weights.digest, slots=self.host.slots, s=now - started,
-                         pulled_bytes=weights.bytes, parts=parts, longest=self.host.longest)
+                         pulled_bytes=weights.bytes, parts=parts, longest=self.host.longest,
+                         engine=self.host.capabilities)
             )  # fmt: skip
             done.set_result(None)
 

@@ -25,11 +25,12 @@ from windfall.link.messages import LoadTimes
 class StartupThread:
     """Runs `prepare` in a thread, which starts immediately."""
 
-    def __init__(self, device: str, threads: int) -> None:
+    def __init__(self, device: str, threads: int, *, vllm: bool = False) -> None:
+        """`vllm`: the engine will be vLLM's."""
         self._chosen: Future[str] = Future()
         self.took = LoadTimes()
         """How long the parts of the start took. The code that builds the engine adds to it."""
-        self._thread = threading.Thread(target=self._run, args=(device, threads), name="startup", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(device, threads, vllm), name="startup", daemon=True)
         self._thread.start()
 
     def chosen_device(self) -> str:
@@ -40,21 +41,25 @@ class StartupThread:
         """Wait for the thread. A process that exits while a thread imports may crash."""
         self._thread.join()
 
-    def _run(self, device: str, threads: int) -> None:
+    def _run(self, device: str, threads: int, vllm: bool) -> None:
         try:
-            chosen = prepare(device, threads)
+            chosen = prepare(device, threads, vllm=vllm)
             self.took = LoadTimes(import_s=process.age_s())
             self._chosen.set_result(chosen)
         except BaseException as e:  # fault boundary: `chosen_device` raises it
             self._chosen.set_exception(e)
 
 
-def prepare(device: str, threads: int) -> str:
+def prepare(device: str, threads: int, *, vllm: bool = False) -> str:
     """Do everything that is possible before the model is known. Returns the device, "cuda" or "cpu"."""
     from windfall import devices
 
     found, _ = devices.resolve(device, "auto", threads)
-    if found == "cuda":
+    if vllm:  # it initializes CUDA itself, in other processes if there are several ranks
+        from windfall.engine.vllm import installed
+
+        installed.prepare()
+    elif found == "cuda":
         import torch
 
         torch.cuda.init()

@@ -12,13 +12,13 @@ Rules:
 If the run trains adapters, the engine has merged copies of the adapted matrices and shares the rest (merged_model.py
 explains why). `swap` computes them anew.
 
-They may also share the device's memory. Then the trainer calls `make_room` before it trains, while it holds the lock,
-and the engine frees its KV cache, and merged copies that take a large part of the memory, until its next step. Orders
-to the engine and `make_room` are called from different threads, so a second lock, held only for short moments, keeps
-them apart.
+Engine and trainer may also share the device's memory. Then the trainer calls `make_room` before it trains, while it
+holds the lock, and the engine frees its KV cache, and merged copies that take a large part of the memory, until its
+next step. Orders to the engine and `make_room` are called from different threads, so a second lock, held only for short
+moments, keeps them apart.
 
 With an EngineGroup, which has its own copies of the weights in other processes, everything above holds as well: the
-lock is that of a TrainerTurn, and `make_room` frees the group's weights, too. It merges adapters by itself.
+lock is that of a TrainerTurn, and `make_room` frees the group's weights, too. The group merges adapters by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
-from windfall.types import Chunk, Request
+from windfall.types import Capabilities, Chunk, Request
 from windfall.worker.trainer_turn import EnginesTurn
 
 WAIT_S = 0.005
@@ -70,6 +70,10 @@ class TrainerEngine:
         return getattr(self._engine, "counters", Counters())
 
     @property
+    def capabilities(self) -> Capabilities:
+        return getattr(self._engine, "capabilities", Capabilities())
+
+    @property
     def limit(self) -> int:
         return getattr(self._engine, "limit", 0)
 
@@ -83,6 +87,13 @@ class TrainerEngine:
     def cancel(self, id: str) -> None:
         with self._orders_lock:
             self._engine.cancel(id)
+
+    def forget(self, session: str) -> None:
+        with self._orders_lock:
+            getattr(self._engine, "forget", lambda session: None)(session)
+
+    def take_dropped(self) -> tuple[str, ...]:
+        return getattr(self._engine, "take_dropped", tuple)()
 
     def step(self) -> list[Chunk]:
         self.waiting = True

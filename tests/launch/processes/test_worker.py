@@ -55,6 +55,7 @@ def until(true: Callable[[], Any], what: str, timeout_s: float = 90.0) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(OPENSSL is None, reason="no openssl to make a certificate with")
 def test_workers_are_added_by_hand(tmp_path: Path) -> None:
     cert, key, run = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "runs" / "joined"

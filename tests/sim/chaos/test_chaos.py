@@ -23,7 +23,7 @@ from windfall.sim.chaos.faults import KINDS
 from windfall.sim.chaos.trial import TrialResult, trial
 
 FAULTS = 500
-SEEDS = 25
+SEEDS = 15
 SEEDS_PER_TEST = 5
 
 

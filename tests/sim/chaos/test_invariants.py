@@ -18,7 +18,7 @@ from windfall.envs.grade import Graded
 from windfall.ledger import journal_reader
 from windfall.ledger.journal import Journal
 from windfall.ledger.ledger import Ledger
-from windfall.rollout import stream as streams
+from windfall.rollout import grader
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.loading import Loading
 from windfall.rollout.stream import Rollout, Stream
@@ -219,7 +219,7 @@ def pages_are_never_released(patch: Patch) -> None:
     patch.setattr(Placement, "done_with", lambda self, group, size: None)
 
 
-@breaks("level")
+@breaks("level", seed=26)
 def late_move_is_never_dropped(patch: Patch) -> None:
     """The response ended on its old worker before it could move."""
     real = Placement.done_with
@@ -242,7 +242,7 @@ def restored_responses_are_never_dropped(patch: Patch) -> None:
     patch.setattr(Rollout, "load_history", lambda self, found, needed: setattr(self, "history", found))
 
 
-@breaks("holder", "tokens", "progress")
+@breaks("holder", "tokens", "progress", seed=2)
 def lost_worker_keeps_its_work(patch: Patch) -> None:
     patch.setattr(Ledger, "release", lambda self, worker: [])
 
@@ -289,7 +289,7 @@ def failed_reward_is_never_retried(patch: Patch) -> None:
                 await asyncio.Event().wait()
             return Graded(feedback=None, tries=1, error=str(e))
 
-    patch.setattr(streams, "grade", grade)
+    patch.setattr(grader, "grade", grade)
 
 
 @breaks("bound", seed=1)

@@ -116,6 +116,7 @@ def run_sim(*words: str) -> str:
     return done.output
 
 
+@pytest.mark.slow
 def test_second_half_is_predicted_from_the_first(ran: Make, tmp_path: Path) -> None:
     folder, _ = ran(run={"steps": 8})
     out = run_sim("--replay", str(folder), "--out", str(tmp_path / "out"))

@@ -1,5 +1,5 @@
-"""An engine group beside a single engine: the contract of engines, swaps, sleep, and children that die. All children
-are real processes. Not covered: GPUs."""
+"""An engine group beside a single engine: the contract of engines, swaps and sleep. All children are real
+processes. Not covered: GPUs."""
 
 from __future__ import annotations
 
@@ -8,50 +8,31 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import test_contract as contract
 import torch
-from continuation import check_continuation, of_chunks, versions, weights
-from group_case import WAIT_S, Case, Made, alive, asked, cpu_s, opened, parent, spec_of, wait_for
+from continuation import versions, weights
+from group_case import WAIT_S, Case, Made, asked, check, cpu_s, spec_of, wait_for
 from small_models import build, drain, engine, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from windfall.engine.base import Counters
 from windfall.errors import WindfallError
-from windfall.types import Request
 from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, MergedWeights
 from windfall.weights.publish import Publisher
 from windfall.weights.shared import SharedSource
 from windfall.worker.engine_group import child as children
 from windfall.worker.engine_group import group as groups
 from windfall.worker.engine_group import messages
-from windfall.worker.engine_group.messages import ChildFailed
 from windfall.worker.engine_thread import EngineThread
 from windfall.worker.trainer_engine import TrainerEngine
 from windfall.worker.trainer_turn import TrainerTurn
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    with pytest.MonkeyPatch.context() as patch:
-        # torch's allocator on aarch64 would keep free memory for later, and nothing could be measured.
-        patch.setenv("MIMALLOC_PURGE_DELAY", "0")
-        yield from opened(tmp_path_factory.mktemp("group"))
-
-
-@pytest.fixture(scope="module")
-def models() -> list[Any]:
-    return versions("llama", 3)
 
 
 @pytest.fixture
@@ -79,16 +60,6 @@ def test_contract_of_engines(contracts: Any, models: list[Any]) -> None:
 )
 def test_bad_requests_are_rejected(contracts: Any, models: list[Any], parameters: Any) -> None:
     contracts.test_bad_requests_are_rejected_without_side_effects(models[0], *parameters)
-
-
-def check(wanted: list[Request], made: Made, models: list[Any]) -> None:
-    """Every response is complete, and is what one engine generates."""
-    for r in wanted:
-        said = of_chunks(made[r.id])
-        assert len(said) == r.max_tokens
-        assert [c.position for c in made[r.id]] == sorted(c.position for c in made[r.id])
-        assert [c.finish for c in made[r.id]] == [None] * (len(made[r.id]) - 1) + ["length"]
-        check_continuation(r, said, lambda version: engine(copy.deepcopy(models[version]), deterministic=True))
 
 
 def test_tokens_are_those_of_one_engine_and_both_children_work(case: Case, models: list[Any]) -> None:
@@ -180,68 +151,6 @@ def test_same_weights_are_not_copied_again(case: Case, models: list[Any], monkey
     assert [(m.version, m.shared is None) for m in sent if isinstance(m, groups.m.Load)] == [
         (1, True), (1, True), (2, False), (2, False)
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("whom", ["one", "both", "fork server"])
-def test_killed_children_lose_no_token(case: Case, models: list[Any], whom: str) -> None:
-    e, made, wanted = case.engine(models[0]), Made(), asked()
-    for r in wanted:
-        e.add(r)
-    made.more(e, 40)
-    pids, generated = case.pids(), e.counters.generated
-    for pid in {"one": pids[:1], "both": pids, "fork server": [parent(pids[0])]}[whom]:
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: made.step(e) or any(c.failures for c in e._children), "the group has noticed")
-    e.check()
-    made.finish(e)
-    check(wanted, made, models)
-    assert e.counters.generated >= generated
-    killed = pids[:1] if whom == "one" else pids
-    wait_for(lambda: e.step() or all(c.ready for c in e._children), "all children are back")
-    assert set(case.pids()) & set(pids) == set(pids) - set(killed)
-    made, again = Made(), asked(6)
-    for r in again:
-        e.add(r)
-    assert all(len(c.responses) == 3 for c in e._children), "the new child works, too"
-    made.finish(e)
-    check(again, made, models)
-
-
-@pytest.mark.parametrize("trainer_waits", [False, True])
-def test_frozen_child_is_killed(
-    case: Case, models: list[Any], monkeypatch: pytest.MonkeyPatch, trainer_waits: bool
-) -> None:
-    e, made, wanted = case.engine(models[0]), Made(), asked(4)
-    for r in wanted:
-        e.add(r)
-    made.more(e, 8)
-    frozen = case.pids()[0]
-    os.kill(frozen, signal.SIGSTOP)
-    monkeypatch.setattr(groups, "ORDER_S", 2.0)
-    if trainer_waits:
-        e.sleep()
-        assert not any(c.busy for c in e._children)
-    wait_for(lambda: made.step(e) or not alive(frozen), "it is killed")
-    monkeypatch.undo()
-    assert any("engine 0 of the trainer has not responded for 2 s; killing it" in line for line in case.said)
-    case.said.clear()
-    made.finish(e)
-    check(wanted, made, models)
-
-
-def test_response_canceled_while_no_child_is_there(case: Case, models: list[Any]) -> None:
-    e, made, wanted = case.engine(models[0]), Made(), asked(3)
-    for r in wanted:
-        e.add(r)
-    made.more(e, 6)
-    for pid in case.pids():
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: e._unplaced, "its responses wait")
-    assert e.counters.waiting >= 1
-    e.cancel(wanted[0].id)
-    made.finish(e)
-    assert len(of_chunks(made[wanted[0].id])) < wanted[0].max_tokens
-    check(wanted[1:], made, models)
 
 
 def test_sleep_loses_no_token(case: Case, models: list[Any]) -> None:
@@ -476,41 +385,6 @@ def test_group_behind_the_thread_of_an_engine(case: Case, models: list[Any]) -> 
     check(wanted, made, models)
 
 
-def test_child_that_cannot_be_built_ends_the_group_with_its_error(case: Case, models: list[Any]) -> None:
-    case.engine(models[0])
-    case._spec = None
-    small = msgspec.structs.replace(spec_of(models[0]), kv_tokens=0, longest=1 << 40)
-    with pytest.raises(WindfallError, match="one response may have") as e:
-        case.group.build(small)
-    assert e.value.where == "fleet.worker_memory"
-    with pytest.raises(WindfallError, match="one response may have"):
-        case.group.step()
-    broken = msgspec.structs.replace(spec_of(models[0]), dtype="no_such_dtype")
-    with pytest.raises(ChildFailed, match="no_such_dtype"):
-        case.group.build(broken)
-    assert case.engine(models[0]).slots == 32, "it can be built again"
-
-
-def test_child_that_dies_again_and_again_ends_the_group(
-    case: Case, models: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    e = case.engine(models[0])
-    case._spec = None
-    up = e.on_up
-
-    def die(child: int) -> None:
-        up(child)
-        if child == 0:
-            os.kill(case.pids()[0], signal.SIGKILL)
-
-    monkeypatch.setattr(e, "on_up", die)
-    os.kill(case.pids()[0], signal.SIGKILL)
-
-    with pytest.raises(ChildFailed, match=r"engine 0 failed 4 times in a row: the process was killed \(SIGKILL\)"):
-        wait_for(lambda: e.step() or time.sleep(0.01), "the group gives up")
-    assert any("engine 0 of the trainer ended: the process was killed (SIGKILL)" in line for line in case.said)
-
-
 def test_counters_of_all_children_are_added(case: Case, models: list[Any]) -> None:
     e = case.engine(models[0], max_running=2)
     for r in asked(8, tokens=6):
@@ -546,41 +420,6 @@ def test_sleep_gives_memory_back(case: Case) -> None:
     e.add(request)
     made.more(e, 2)
     assert all(awake - asleep > 0.9 * nbytes for asleep, awake in zip(small, memory(), strict=True))
-
-
-ORPHANS = """
-import sys, time
-from pathlib import Path
-from continuation import versions
-from group_case import Case
-case = Case(Path(sys.argv[1]))
-case.engine(versions("llama", 1)[0])
-print(*case.pids(), flush=True)
-time.sleep(600)
-"""
-
-
-def test_processes_die_with_the_trainer(tmp_path: Path) -> None:
-    path = os.pathsep.join(p for p in sys.path if p)
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-    )
-    assert trainer.stdout is not None
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]
-    assert len(pids) == 2
-    pids.append(parent(pids[0]))
-    assert all(map(alive, pids))
-    trainer.kill()
-    wait_for(lambda: not any(map(alive, pids)), "the children and the fork server are gone")
-    trainer.communicate()
-
-
-def test_close_ends_the_processes(tmp_path: Path, models: list[Any]) -> None:
-    case = Case(tmp_path, children=1)
-    case.engine(models[0])
-    pids = [*case.pids(), parent(case.pids()[0])]
-    case.close()
-    assert not any(map(alive, pids))
 
 
 def test_greedy_tokens_of_another_architecture(case: Case) -> None:

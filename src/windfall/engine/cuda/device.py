@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,10 @@ from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.graphs import GraphKey, Graphs, batch_for
 from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.plan import Launch, PrefillChunk
-from windfall.engine.cuda.state import STOPS, DeviceState, KVPool, PrefixGroups, Spans
+from windfall.engine.cuda.state import STOPS, DeviceState, KVPool, PrefixGroups, SharedPool, Spans
+
+if TYPE_CHECKING:
+    from windfall.engine.torch.arena import TenantKV
 
 DEPTH = 2
 PREFIX_GROUP_SECTIONS = ("group_first", "group_count", "group_tokens", "shared_tokens")
@@ -49,13 +52,20 @@ class PendingLaunch:
 
 
 class DeviceRunner:
-    def __init__(self, decoder: Decoder, host_state: HostState, *, pages: int, page_size: int, burst: int) -> None:
+    def __init__(
+        self, decoder: Decoder, host_state: HostState, *, pages: int, page_size: int, burst: int,
+        kv: TenantKV | None = None,
+    ) -> None:  # fmt: skip
+        """`kv`: memory that other engines share; otherwise the pool has its own."""
         self.decoder, self.host_state, self.burst = decoder, host_state, burst
         self.device = decoder.device
-        self.pool = KVPool(
-            layers=len(decoder.layers), pages=pages, page_size=page_size, kv_heads=decoder.kv_heads, head=decoder.head,
-            dtype=decoder.dtype, device=str(self.device),
-        )  # fmt: skip
+        shape: dict[str, Any] = {"layers": len(decoder.layers), "kv_heads": decoder.kv_heads, "head": decoder.head}
+        if kv is not None:
+            self.pool: KVPool = SharedPool(kv, **shape, dtype=decoder.dtype)
+        else:
+            self.pool = KVPool(
+                **shape, pages=pages, page_size=page_size, dtype=decoder.dtype, device=str(self.device)
+            )  # fmt: skip
         # The position of a finished response is one token past its end.
         decoder.build_rotary_tables(host_state.pages_each * page_size + 2)
         self.buffer = torch.from_numpy(host_state.data.copy()).to(self.device)
@@ -71,6 +81,8 @@ class DeviceRunner:
         self._uploads = [torch.zeros(0, dtype=torch.int32)] * ring_size
         self._launches = 0
         self._graphs = Graphs(self._step, self.device)
+        self.batches: list[int] = []
+        """Batch sizes to use, in ascending order; empty: as in graphs.py. With few sizes, few graphs are captured."""
         self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count if self._pinned else 1
 
     @torch.inference_mode()
@@ -102,7 +114,9 @@ class DeviceRunner:
     def graph_key(self, work: Launch) -> GraphKey:
         truncate = any(truncates(s.request.sampling) for s in work.rows)
         shared = int(work.prefix_groups[:, 2].max(initial=0))
-        return self._graph_key(batch_for(len(work.rows)), work.longest, truncate, len(work.prefix_groups), shared)
+        rows = len(work.rows)
+        batch = next((size for size in self.batches if size >= rows), batch_for(rows))
+        return self._graph_key(batch, work.longest, truncate, len(work.prefix_groups), shared)
 
     def _graph_key(self, batch: int, longest: int, truncate: bool, prefix_groups: int = 0, shared: int = 0) -> GraphKey:
         prefix_groups = _next_power_of_two(prefix_groups) if prefix_groups else 0
@@ -114,15 +128,25 @@ class DeviceRunner:
         return self.decoder.ops.splits_for(count, self.decoder.kv_heads, _next_power_of_two(longest), self._processors)
 
     @torch.inference_mode()
-    def warm(self, batches: Sequence[int], longest: int) -> None:
-        """Compile kernels and capture the graphs of these batch sizes. All rows are padding: no state changes."""
+    def warm(self, batches: Sequence[int], longest: int, *, shorter: bool = False) -> None:
+        """Compile kernels and capture the graphs of these batch sizes. All rows are padding: no state changes.
+        `shorter`: also capture the graphs for contexts that are shorter than `longest`."""
+        lengths = [1 << n for n in range(_next_power_of_two(longest).bit_length())] if shorter else [longest]
         for batch in batches:
-            self._graphs.prepare(self._graph_key(batch, longest, False))
+            for length in lengths:
+                self._graphs.prepare(self._graph_key(batch, length, False))
             fit = self.decoder.sharing().max_rows
-            if self._pinned and batch >= fit > 1:  # the kernels only: graphs are captured when they are needed
+            if (
+                self._pinned and batch >= fit > 1 and not shorter
+            ):  # the kernels only: graphs are captured when they are needed
                 self._step(self._graph_key(batch, longest, False, batch // fit, longest // 2), True)
-        count = min(64, self.host_state.pages_each * self.pool.page_size)
-        rows = [np.arange(count), np.full(count, self.host_state.slots), np.arange(count)]
+        most = self.host_state.pages_each * self.pool.page_size
+        for count in (64, 2048) if shorter else (64,):  # kernels for long prompts are others than those for short ones
+            self._warm_prefill(min(count, most))
+
+    def _warm_prefill(self, count: int) -> None:
+        ids = np.arange(count) % len(self.decoder.embedding)
+        rows = [ids, np.full(count, self.host_state.slots), np.arange(count)]
         arrays = [*rows, *([n] for n in (self.host_state.slots, 0, count, 0, count - 1, self.host_state.slots))]
         at = [torch.tensor(np.asarray(a, np.int32), device=self.device) for a in arrays]
         spans = Spans(

@@ -18,10 +18,11 @@ Without a GPU the same engine runs on the reference kernels in plain torch: slow
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -34,14 +35,20 @@ from windfall.engine.cuda.plan import BatchPlanner, DeviceSequence
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.cuda.state import STOPS
 from windfall.engine.pages import Pages
+from windfall.engine.retention import Retention
 from windfall.engine.torch.engine import check_request, copy_weights
 from windfall.errors import WindfallError
-from windfall.types import Chunk, Finish, Request
+from windfall.types import Capabilities, Chunk, Finish, Request
+
+if TYPE_CHECKING:
+    from windfall.engine.torch.arena import TenantKV
 
 BURST = 8  # Decode steps per launch. The host notices the end of a response at most twice this many tokens late.
 
 
 class GraphEngine:
+    capabilities = Capabilities(name="cuda")
+
     def __init__(
         self,
         model: Any,
@@ -56,28 +63,51 @@ class GraphEngine:
         burst: int = BURST,
         ops: Any = None,
         sharing: PrefixSharing | None = None,
+        keep_share: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+        kv: TenantKV | None = None,
     ) -> None:
         """`longest`: upper limit for the tokens of a response and its prompt. `ops`: kernels to use instead of the
-        device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits."""
+        device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits. `keep_share`:
+        share of the KV pool for sessions whose environment works. `kv`: pages in memory that another engine shares;
+        then `kv_tokens` and `page_size` do not count."""
         if deterministic:
             raise WindfallError("the GPU engine has no deterministic mode", fix="Use TorchEngine on a CPU.")
+        if kv is not None:
+            page_size = kv.pages.size
+            kv_tokens = kv.pages.capacity * page_size
         pages = -(-kv_tokens // page_size)
         each = min(pages, -(-((longest or kv_tokens) + 1) // page_size))
-        self.model, self.version = model, version
+        self.model, self.version, self.kv = model, version, kv
         self.limit = each * page_size - 1
         slots = min(max_running, max_rows)
         host_state = HostState(slots=slots, pages_each=each, batch=batch_for(slots), stops=STOPS)
         decoder = Decoder.of(model, ops)
         fit = decoder.sharing()
         sharing = replace(sharing, max_rows=min(sharing.max_rows, fit.max_rows)) if sharing else fit
-        self._plan = BatchPlanner(Pages(pages, page_size), host_state, max_rows=max_rows, burst=burst, sharing=sharing)
-        self._device = DeviceRunner(decoder, host_state, pages=pages, page_size=page_size, burst=burst)
+        pool = Pages(pages, page_size) if kv is None else kv.pages
+        retention = Retention(pool, share=keep_share, clock=clock)
+        self._plan = BatchPlanner(
+            pool, host_state, max_rows=max_rows, burst=burst, sharing=sharing, retention=retention
+        )
+        self._plan.single_step_with_prefill = kv is not None
+        self.forget, self.take_dropped, self.evict_kept = retention.forget, retention.take_dropped, retention.evict
+        self._device = DeviceRunner(decoder, host_state, pages=pages, page_size=page_size, burst=burst, kv=kv)
+        self.burst = burst
+        """Upper limit for the decode steps of a launch."""
+        self.depth = DEPTH
+        """Upper limit for the launches in flight. 1: `step` returns the tokens of its own launch."""
+        self.last_step = (0, 0)
+        """Rows of a step of the launch whose tokens were returned last, and the tokens that they attended to. 0: no
+        launch, or one whose steps differ."""
+        self.last_steps = 1
+        """Number of steps of that launch."""
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, DeviceSequence] = {}
         self._pending: deque[PendingLaunch] = deque()
         self._ready: deque[list[Chunk]] = deque()  # chunks that the next steps return; each list has one version
         self._ready_finished = 0  # number of responses whose last chunk is in `_ready`
-        self._steps = self._rows = self._generated = 0
+        self._steps = self._rows = self._generated = self._prefilled = 0
 
     def __len__(self) -> int:
         """Number of responses whose last token has not been returned."""
@@ -88,7 +118,9 @@ class GraphEngine:
         p = self._plan
         return Counters(
             steps=self._steps, rows=self._rows, generated=self._generated,
-            reused_tokens=p.reused_tokens, preemptions=p.preemptions, waiting=len(p.waiting),
+            reused_tokens=p.reused_tokens, preemptions=p.preemptions, waiting=len(p.waiting), lookups=p.lookups,
+            hits=p.hits, prefilled=self._prefilled, kept_sessions=len(p.retention),
+            kept_tokens=p.retention.page_count * p.pages.size,
         )  # fmt: skip
 
     @property
@@ -111,15 +143,36 @@ class GraphEngine:
             self._ready_finished -= sum(c.id == id and c.finish is not None for c in chunks)
             self._ready[n] = [c for c in chunks if c.id != id]
 
-    def step(self) -> list[Chunk]:
-        launched = self._launch() if len(self._pending) < DEPTH else False
+    @property
+    def sequences(self) -> list[DeviceSequence]:
+        """All responses in the order in which they are computed. For reading only."""
+        return [*self._plan.running, *self._plan.waiting]
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the device may still run a launch."""
+        return bool(self._pending)
+
+    def prefill_alone(self, alone: bool) -> None:
+        """Whether a launch with a prefill has only one decode step: its tokens come sooner. The default with `kv`."""
+        self._plan.single_step_with_prefill = alone
+
+    def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
+        """Launch at most `most_steps` decode steps, of at most `most_rows` rows each, prefill included."""
+        self.last_step, self.last_steps = (0, 0), 1
+        launched = self._launch(most_rows, most_steps) if len(self._pending) < self.depth else False
         if self._ready:
             self._ready_finished -= sum(c.finish is not None for c in self._ready[0])
             return self._ready.popleft()
-        if self._pending and (not launched or len(self._pending) == DEPTH):
+        if self._pending and (not launched or len(self._pending) >= self.depth):
             return self._collect(self._pending.popleft())
-        assert launched or not self._sequences, "there is work, but nothing was launched"
+        limited = most_rows is not None or self.kv is not None
+        assert launched or limited or not self._sequences, "there is work, but nothing was launched"
         return []
+
+    def finish_launches(self) -> None:
+        """Wait until the device has run all launches. The next steps return their tokens."""
+        self._finish_pending()
 
     def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Use `weights` from now on (None: the shared model was changed in place). Running responses keep their tokens
@@ -142,25 +195,37 @@ class GraphEngine:
     def wake(self) -> None:
         self._device.pool.allocate()
 
-    def warm(self, *sizes: int, longest: int | None = None) -> None:
-        """Compile the kernels and capture the graphs for these numbers of responses, of up to `longest` tokens."""
+    def warm(self, *sizes: int, longest: int | None = None, shorter: bool = False) -> None:
+        """Compile the kernels and capture the graphs for these numbers of responses, of up to `longest` tokens.
+        `shorter`: also for shorter contexts, so that no step has to capture one."""
         slots = self._plan.host_state.slots
         self.wake()
-        self._device.warm(
-            [batch_for(min(size, slots)) for size in sizes or (slots,)], min(longest or self.limit, self.limit)
-        )
+        batches = sorted({batch_for(min(size, slots)) for size in sizes or (slots,)})
+        self._device.warm(batches, min(longest or self.limit, self.limit), shorter=shorter)
 
-    def _launch(self) -> bool:
+    def warm_sizes(self, longest: int) -> None:
+        """Capture graphs for a few batch sizes and all contexts up to `longest`, and use only these from now on: no
+        step has to capture one, unless a response uses top-k or top-p."""
+        slots = self._plan.host_state.slots
+        sizes = [2**n for n in range(slots.bit_length()) if 2**n < slots]
+        batches = self._device.batches = sorted({batch_for(size) for size in [*sizes, slots * 3 // 4, slots] if size})
+        self._device.warm(batches, min(longest, self.limit), shorter=True)
+
+    def _launch(self, most_rows: int | None, most_steps: int | None) -> bool:
         if not self._sequences:
             return False
         if self.asleep:
             self.wake()
-        work = self._plan.next(in_flight=bool(self._pending))
+        work = self._plan.next(in_flight=bool(self._pending), most_rows=most_rows, most_steps=most_steps)
+        if self.kv is not None:
+            self.kv.clear_moved()  # on the stream of all launches: those in flight have written what they had to
         if work is None:
             return False
         self._pending.append(self._device.launch(work, self.version))
         self._steps += work.steps + bool(work.prefill)
-        self._rows += sum(p.stop - p.start for p in work.prefill)
+        prefilled = sum(p.stop - p.start for p in work.prefill)
+        self._rows += prefilled
+        self._prefilled += prefilled
         return True
 
     def _finish_pending(self) -> None:
@@ -175,6 +240,10 @@ class GraphEngine:
         """The tokens of a launch, as one chunk for every response that got any."""
         tokens, logprobs = pending.wait()
         work, out = pending.work, []
+        if work.prefill and work.steps > 1:
+            self.last_step = (0, 0)  # of different shapes
+        else:
+            self.last_step, self.last_steps = work.shape, max(1, work.steps)
         sampled = [p.sequence for p in work.prefill if p.samples]
         prefilled = dict(zip(sampled, zip(tokens[0].tolist(), logprobs[0].tolist(), strict=True), strict=False))
         steps = tokens[1:, : len(work.rows)]
@@ -210,7 +279,7 @@ class GraphEngine:
             finish = "length"
         if finish:
             del self._sequences[request.id]
-            self._plan.remove(s)
+            self._plan.remove(s, ended=True)
         return Chunk(
             id=request.id, position=position, tokens=tuple(tokens), logprobs=tuple(logprobs), version=version,
             finish=finish,

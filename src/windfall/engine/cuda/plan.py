@@ -13,6 +13,7 @@ has a row in every burst of steps until all tokens that it may generate have bee
 - pages are registered by the tokens they hold. Those of a prefill are registered when it is planned: siblings in the
   same launch may use them, because every layer writes all keys and values before it reads any. Other pages are
   registered when their sequence releases them;
+- the pages of a session whose environment works are kept within a budget (engine/retention.py);
 - rows that share the pages of their prompt are adjacent, and form prefix groups where that pays off (`splits.py`).
 
 Rules (`check()`): a running sequence holds exactly the pages that its planned tokens need; a waiting one holds none; a
@@ -29,6 +30,7 @@ import numpy as np
 from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.pages import ROOT, Key, Pages, key_of
+from windfall.engine.retention import Retention
 from windfall.types import Request
 
 
@@ -42,6 +44,11 @@ class DeviceSequence:
     pages: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)  # keys of full pages, computed from `tokens` when needed
     finished: bool = False  # the response has ended or was canceled: further tokens from the device are discarded
+
+    @property
+    def computed(self) -> int:
+        """Leading tokens whose keys and values were launched or found."""
+        return self.prefilled
 
     def key(self, n: int, size: int) -> Key:
         while len(self.keys) <= n:
@@ -71,17 +78,22 @@ class Launch:
     steps: int
     longest: int  # upper limit for the tokens that a row reads by itself, without the shared prefix of its group
     prefix_groups: np.ndarray  # (G, 3): first row, number of rows and shared tokens of each group
+    shape: tuple[int, int] = (0, 0)  # rows of a step, prefill included, and the tokens that they attend to
 
 
 class BatchPlanner:
     def __init__(
-        self, pages: Pages, host_state: HostState, *, max_rows: int, burst: int, sharing: PrefixSharing
-    ) -> None:
+        self, pages: Pages, host_state: HostState, *, max_rows: int, burst: int, sharing: PrefixSharing,
+        retention: Retention | None = None,
+    ) -> None:  # fmt: skip
+        self.retention = retention if retention is not None else Retention(pages)
         self.pages, self.host_state, self.sharing = pages, host_state, sharing
         self.max_rows, self.burst = max_rows, burst
+        self.single_step_with_prefill = False
+        """A launch with a prefill has one decode step: its tokens come sooner, and its time is that of one step."""
         self.running: dict[DeviceSequence, None] = {}  # in order of arrival
         self.waiting: deque[DeviceSequence] = deque()
-        self.preemptions = self.reused_tokens = 0
+        self.preemptions = self.reused_tokens = self.lookups = self.hits = 0
         self._prefilling: dict[DeviceSequence, None] = {}
         slots = host_state.slots
         self._free = list(range(slots - 1, -1, -1))
@@ -97,19 +109,26 @@ class BatchPlanner:
     def add(self, sequence: DeviceSequence) -> None:
         self.waiting.append(sequence)
 
-    def remove(self, sequence: DeviceSequence) -> None:
-        """Remove a finished or canceled sequence: its slot and pages are free at once."""
+    def remove(self, sequence: DeviceSequence, *, ended: bool = False) -> None:
+        """Remove a finished or canceled sequence. Its slot and pages are free at once; if it has ended and asks for it,
+        the full pages are kept for its next turn."""
         sequence.finished = True
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
             del self.running[sequence]
-            self._release(sequence)
+            self._release(sequence, keep=ended and bool(sequence.request.session) and sequence.request.keep_s > 0)
 
-    def next(self, *, in_flight: bool) -> Launch | None:
-        """The next launch; None if a launch in flight must be collected first, or if there is no work."""
-        prefill, crowded = self._plan_prefill()
-        slots, steps = self._plan_burst(1 if crowded else self.burst, may_preempt=not in_flight and not prefill)
+    def next(
+        self, *, in_flight: bool, most_rows: int | None = None, most_steps: int | None = None
+    ) -> Launch | None:  # fmt: skip
+        """The next launch; None if a launch in flight must be collected first, or if there is no work. `most_rows`:
+        upper limit for the rows of a step and of the prefill together; if fewer than decode, the oldest do."""
+        prefill, crowded = self._plan_prefill(self.max_rows if most_rows is None else min(most_rows, self.max_rows))
+        steps = self.burst if most_steps is None else min(self.burst, most_steps)
+        if crowded or (prefill and self.single_step_with_prefill):
+            steps = 1
+        slots, steps = self._plan_burst(steps, may_preempt=not in_flight and not prefill, most_rows=most_rows)
         if not prefill and not steps:
             return None
         rows = [s for n in slots.tolist() if (s := self._by_slot[n])]
@@ -118,9 +137,12 @@ class BatchPlanner:
         for first, count, tokens in prefix_groups.tolist():
             alone[first : first + count] -= tokens
         longest = int(alone.max()) if steps else 0
+        count = len(slots) + sum(p.stop - p.start for p in prefill)
+        context = int(self._planned[slots].sum()) + sum(p.stop for p in prefill)
         return Launch(
-            prefill=prefill, rows=rows, slots=slots, steps=steps, longest=longest, prefix_groups=prefix_groups
-        )
+            prefill=prefill, rows=rows, slots=slots, steps=steps, longest=longest, prefix_groups=prefix_groups,
+            shape=(count, context),
+        )  # fmt: skip
 
     def restart_all(self) -> None:
         """Send every running sequence back to the waiting queue, oldest first, because its pages are no longer valid.
@@ -129,11 +151,12 @@ class BatchPlanner:
             self._release(sequence, register=False)
             self.waiting.appendleft(sequence)
         self.running.clear()
+        self.retention.clear()
         self.pages.clear_cache()
 
-    def _plan_prefill(self) -> tuple[list[PrefillChunk], bool]:
+    def _plan_prefill(self, most_rows: int) -> tuple[list[PrefillChunk], bool]:
         """Chunks within the budget of rows, and whether more are waiting: then the next launch should come soon."""
-        left = self.max_rows - int((self._decoding & (self._planned < self._end)).sum())
+        left = most_rows - int((self._decoding & (self._planned < self._end)).sum())
         prefill: list[PrefillChunk] = []
         for sequence in list(self._prefilling):
             if left > 0:
@@ -165,12 +188,16 @@ class BatchPlanner:
         left = s.request.max_tokens - s.generated
         end = have + left - 1  # the last generated token needs no KV
         ahead = -(-min(have + self.burst, end) // size)
-        if ahead - len(cached) + len(self.running) * -(-self.burst // size) > self.pages.free:
+        need = ahead - len(cached) + len(self.running) * -(-self.burst // size)
+        if need > self.pages.free and not self._clear_for(s, need):
             self.pages.release(cached)
             return False
         more = [p for _ in range(len(cached), -(-have // size)) if (p := self.pages.allocate()) is not None]
         s.pages, s.prefilled, s.slot = cached + more, len(cached) * size, self._free.pop()
         self.reused_tokens += s.prefilled
+        self.lookups += 1
+        self.hits += s.prefilled > 0
+        self.retention.forget(s.request.session)
         self.running[s] = self._prefilling[s] = None
         self._by_slot[s.slot] = s
         self._planned[s.slot], self._end[s.slot], self._page_count[s.slot] = have, end, len(s.pages)
@@ -183,18 +210,29 @@ class BatchPlanner:
         self.host_state.set_pages(s.slot, 0, s.pages)
         return True
 
-    def _plan_burst(self, most: int, *, may_preempt: bool) -> tuple[np.ndarray, int]:
+    def _clear_for(self, s: DeviceSequence, need: int) -> bool:
+        """Drop kept pages for a waiting sequence, but only if nothing runs: otherwise room comes without that."""
+        if self.running:
+            return False
+        if not self.retention.make_room(need, spare=s.request.session):
+            self.retention.forget(s.request.session)  # of no use here: the sequence holds those that it has found
+        return need <= self.pages.free
+
+    def _plan_burst(self, most: int, *, may_preempt: bool, most_rows: int | None) -> tuple[np.ndarray, int]:
         """Slots and number of steps, after allocating the pages for them. 0 steps: there are no pages or no rows."""
         while True:
             slots = np.flatnonzero(self._decoding & (self._planned < self._end))
             if not len(slots):
                 return slots, 0
+            if most_rows is not None and len(slots) > most_rows:
+                able = set(slots.tolist())
+                slots = np.array([s.slot for s in self.running if s.slot in able][:most_rows], np.int64)
             planned, end, held = self._planned[slots], self._end[slots], self._page_count[slots]
             steps = min(most, int((end - planned).max()))
             while steps:
                 after = np.minimum(planned + steps, end)
                 more = -(-after // self.pages.size) - held
-                if more.sum() <= self.pages.free:
+                if self.retention.make_room(int(more.sum())):
                     self._planned[slots] = after
                     self._extend(slots[more > 0].tolist(), more[more > 0].tolist())
                     return slots[np.argsort(self._prefix_id[slots], kind="stable")], steps
@@ -221,12 +259,17 @@ class BatchPlanner:
             self._page_count[slot] = len(s.pages)
             self.host_state.set_pages(slot, first, s.pages[first:])
 
-    def _release(self, s: DeviceSequence, *, register: bool = True) -> None:
-        """Free slot and pages. `register`: keep full pages in the prefix cache; the newest token is in no page yet."""
+    def _release(self, s: DeviceSequence, *, register: bool = True, keep: bool = False) -> None:
+        """Free slot and pages. `register`: leave full pages in the prefix cache; the newest token is in no page yet.
+        `keep`: keep these pages for the next turn."""
         if register:
             known = min(s.prefilled, len(s.tokens)) if s in self._prefilling else len(s.tokens) - 1
-            for n in range(known // self.pages.size):
+            full = known // self.pages.size
+            for n in range(full):
                 self.pages.register(s.pages[n], s.key(n, self.pages.size))
+            if keep:
+                kept, s.pages = s.pages[:full], s.pages[full:]
+                self.retention.keep(s.request.session, kept, s.request.keep_s)
         self.pages.release(s.pages)
         self._prefilling.pop(s, None)
         self._by_slot[s.slot], self._decoding[s.slot] = None, False
@@ -249,4 +292,4 @@ class BatchPlanner:
         used, slots = [n for n, s in enumerate(self._by_slot) if s], list(range(self.host_state.slots))
         assert len(used) == len(self.running) and sorted(used + self._free) == slots, "slots are inconsistent"
         assert self._prefilling.keys() <= self.running.keys(), "a sequence prefills but is not running"
-        self.pages.check(s.pages for s in self.running)
+        self.pages.check([*(s.pages for s in self.running), *self.retention.held()])

@@ -124,7 +124,7 @@ def rope_store_and_decode(
 ) -> Tensor:  # fmt: skip
     """`rope_and_store`, then `decode_attention`. `positions` come from `decode_inputs`."""
     q = rope_and_store(
-        qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.shape[3]
+        qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.kv_heads
     )
     return decode_attention(q, rows, state, pool, layer, scale, window, splits, prefix_groups)
 

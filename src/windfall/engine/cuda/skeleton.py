@@ -12,7 +12,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,10 +116,14 @@ class NamedModules(nn.Module):
 class ModelSkeleton(nn.Module):
     """Takes the place of transformers' module of the class `architecture`. It cannot be called."""
 
-    def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], *, dtype: torch.dtype, device: str,
+        empty: Callable[[tuple[int, ...]], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`empty`: makes an uninitialized tensor of a shape; by default, each gets memory of its own."""
         super().__init__()
         self.architecture = ARCHITECTURES[config["model_type"]]
-        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._new = empty or (lambda shape: torch.empty(shape, dtype=dtype, device=device))
         head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         self.config = SimpleNamespace(**{"sliding_window": None, **config, "head_dim": head})
         hidden = config["hidden_size"]
@@ -148,7 +152,7 @@ class ModelSkeleton(nn.Module):
         return self.model.embed_tokens
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, **self._options)
+        return self._new(shape)
 
     def _linears(self, inputs: int, outputs: Sequence[int], bias: bool) -> list[Linear]:
         """Linear layers that read the same input, adjacent in memory."""

@@ -13,22 +13,33 @@ Rules:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from windfall.engine.torch.arena import TenantKV
 
 STOPS = 8  # upper limit for the stop tokens of a response that the device checks
 
 
 class KVPool:
     """Keys and values of all layers in one tensor (layers, 2, pages + 1, kv_heads, page_size, head). The last page is
-    the scratch page. Kernels read the address from `base`, so captured graphs survive a reallocation of the pool."""
+    the scratch page. Kernels read the address from `base`, so captured graphs survive a reallocation of the pool.
+
+    Kernels find keys by three distances, in elements: `page_stride` from a page number to the next, `value_offset` from
+    the keys of a layer to its values, and twice that from a layer to the next. Within a page of a layer, keys are
+    (kv_heads, page_size, head)."""
 
     def __init__(
         self, *, layers: int, pages: int, page_size: int, kv_heads: int, head: int, dtype: torch.dtype, device: str
     ) -> None:
         self.shape = (layers, 2, pages + 1, kv_heads, page_size, head)
-        self.page_size, self.scratch, self.dtype, self.device = page_size, pages, dtype, device
+        self.page_size, self.kv_heads, self.head = page_size, kv_heads, head
+        self.scratch, self.dtype, self.device = pages, dtype, device
+        self.page_stride = kv_heads * page_size * head
+        self.value_offset = (pages + 1) * self.page_stride
         self.base = torch.zeros(1, dtype=torch.int64, device=device)
         self.data: Tensor | None = None
         self.allocate()
@@ -50,6 +61,26 @@ class KVPool:
             self.base.zero_()
             if self.device.startswith("cuda"):
                 torch.cuda.empty_cache()
+
+
+class SharedPool(KVPool):
+    """A pool in memory that other tenants share (engine/torch/arena.py). A page holds all layers, so only the distances
+    differ. The address never changes, and the memory is neither allocated nor freed here."""
+
+    def __init__(self, kv: TenantKV, *, layers: int, kv_heads: int, head: int, dtype: torch.dtype) -> None:
+        size = kv.pages.size
+        self.page_size, self.kv_heads, self.head, self.dtype = size, kv_heads, head, dtype
+        self.scratch, self.device = kv.scratch, str(kv.device)
+        self.data = kv.layers_view(layers, kv_heads, head, dtype)
+        self.shape = tuple(self.data.shape)
+        self.value_offset, self.page_stride = self.data.stride(1), self.data.stride(2)
+        self.base = torch.full((1,), self.data.data_ptr(), dtype=torch.int64, device=kv.device)
+
+    def allocate(self) -> None:
+        pass
+
+    def free(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,7 +117,10 @@ class Paged:
             need = [tuple(x.shape[1:]) for x in (k, v)]
             raise WindfallError(f"the KV cache has {have} for attention whose keys and values are {need}")
         for c, x in zip(pool, (k, v), strict=True):
-            c.view(-1, *x.shape[1:]).index_copy_(0, self.slots, x)
+            if c.is_contiguous():
+                c.view(-1, *x.shape[1:]).index_copy_(0, self.slots, x)
+            else:  # pages in shared memory are not adjacent
+                c.index_put_((self.slots // c.shape[1], self.slots % c.shape[1]), x)
         parts = [self._block(b, q, *pool, scale, window) for b in self.blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

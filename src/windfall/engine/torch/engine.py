@@ -5,27 +5,36 @@
     engine.cancel(id)          frees its pages at once; no more chunks are returned for it
     engine.swap(version, ...)  sets new weights between two steps; running responses continue with them
     engine.sleep()             frees the memory of the KV cache until the next step that has work
+    engine.forget(session)     drops the pages that are kept for the next turn of this session
 
-The engine owns the page pool and the scheduler; it shares the model with its creator. It never waits, starts no thread
-and reads no clock: that is left to the worker around it.
+The engine owns the page pool and the scheduler; it shares the model with its creator. It never waits and starts no
+thread: that is left to the worker around it. It reads the clock only to decide which kept pages to drop first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from windfall.engine.base import Counters
 from windfall.engine.pages import Pages
+from windfall.engine.retention import Retention
 from windfall.engine.scheduler import Scheduler, Sequence
 from windfall.errors import WindfallError
-from windfall.types import Chunk, Finish, Request
+from windfall.types import Capabilities, Chunk, Finish, Request
+
+if TYPE_CHECKING:
+    from windfall.engine.torch.arena import TenantKV
 
 
 class TorchEngine:
+    capabilities = Capabilities(name="torch")
+    burst, depth, last_steps, in_flight = 1, 1, 1, False  # like GraphEngine's: every step is one launch
+
     def __init__(
         self,
         model: Any,
@@ -36,16 +45,28 @@ class TorchEngine:
         max_rows: int = 2048,
         deterministic: bool = False,
         version: int = 0,
+        keep_share: float = 0.5,
+        kv: TenantKV | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`keep_share`: share of the KV cache for sessions whose environment works. `kv`: pages in memory that another
+        engine shares; then `kv_tokens` and `page_size` do not count."""
         from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not use
 
-        pages = -(-kv_tokens // page_size)
-        self.model, self.version = model, version
-        self.limit = pages * page_size - 1  # the newest token needs no page yet, but the next one would
-        self._scheduler = Scheduler(Pages(pages, page_size), max_running=max_running, max_rows=max_rows)
-        self._runner = Runner(model, pages=pages, page_size=page_size, deterministic=deterministic)
+        pages = Pages(-(-kv_tokens // page_size), page_size) if kv is None else kv.pages
+        count = pages.capacity
+        self.model, self.version, self.kv = model, version, kv
+        self.limit = count * pages.size - 1  # the newest token needs no page yet, but the next one would
+        retention = Retention(pages, share=keep_share, clock=clock)
+        self._scheduler = Scheduler(pages, max_running=max_running, max_rows=max_rows, retention=retention)
+        self._runner = Runner(model, pages=count, page_size=pages.size, deterministic=deterministic, kv=kv)
         self._sequences: dict[str, Sequence] = {}
-        self._steps = self._rows = self._generated = 0
+        self.last_step = (0, 0)
+        """Rows of the last step, and the tokens that they attended to."""
+        self._steps = self._rows = self._generated = self._prefilled = 0
+        self.take_dropped = retention.take_dropped
+        self.forget = retention.forget
+        self.evict_kept = retention.evict
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -55,7 +76,9 @@ class TorchEngine:
         s = self._scheduler
         return Counters(
             steps=self._steps, rows=self._rows, generated=self._generated,
-            reused_tokens=s.reused_tokens, preemptions=s.preemptions, waiting=len(s.waiting),
+            reused_tokens=s.reused_tokens, preemptions=s.preemptions, waiting=len(s.waiting), lookups=s.lookups,
+            hits=s.hits, prefilled=self._prefilled, kept_sessions=len(s.retention),
+            kept_tokens=s.retention.page_count * s.pages.size,
         )  # fmt: skip
 
     def add(self, request: Request) -> None:
@@ -72,15 +95,24 @@ class TorchEngine:
         if sequence is not None:
             self._scheduler.remove(sequence)
 
-    def step(self) -> list[Chunk]:
-        rows = self._scheduler.plan()
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All responses in the order in which they are computed. For reading only."""
+        return [*self._scheduler.running, *self._scheduler.waiting]
+
+    def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
+        """One step of at most `most_rows` rows."""
+        del most_steps
+        rows = self._scheduler.plan(most_rows)
+        self.last_step = (sum(r.stop - r.start for r in rows), sum(r.stop for r in rows))
         if not rows:
             return []
         self._runner.allocate()
         new = self._runner.run(rows)
         self._scheduler.complete(rows)
         self._steps += 1
-        self._rows += sum(r.stop - r.start for r in rows)
+        self._rows += self.last_step[0]
+        self._prefilled += sum(r.stop - r.start for r in rows if r.stop - r.start > 1 or not r.sequence.generated)
         self._generated += len(new)
         sampling = [r.sequence for r in rows if r.samples]
         return [self._append(s, t, lp) for s, (t, lp) in zip(sampling, new, strict=True)]
@@ -94,7 +126,7 @@ class TorchEngine:
             finish = "stop"
         if finish:
             del self._sequences[request.id]
-            self._scheduler.remove(sequence)
+            self._scheduler.remove(sequence, finished=True)
         return Chunk(
             id=request.id, position=position, tokens=(token,), logprobs=(logprob,), version=self.version, finish=finish
         )
@@ -117,6 +149,12 @@ class TorchEngine:
         if not self.asleep:
             self._scheduler.restart_all()
             self._runner.free()
+
+    def finish_launches(self) -> None:
+        """Nothing is ever in flight."""
+
+    def prefill_alone(self, alone: bool) -> None:
+        """Every launch is one step."""
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping of pages or sequences is inconsistent."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from windfall.engine.scheduler import ScheduledRows
 from windfall.engine.scheduler import Sequence as SequenceState
+from windfall.engine.torch.arena import TenantKV
 from windfall.engine.torch.attention import Block, Paged, cache_shapes
 from windfall.engine.torch.sampler import sample
 from windfall.types import Sampling
@@ -39,15 +40,22 @@ class RowSpan(NamedTuple):
 
 
 class Runner:
-    def __init__(self, model: Any, *, pages: int, page_size: int, deterministic: bool) -> None:
-        self.model, self.size, self.scratch, self.deterministic = model, page_size, pages, deterministic
+    def __init__(
+        self, model: Any, *, pages: int, page_size: int, deterministic: bool, kv: TenantKV | None = None
+    ) -> None:
+        """`kv`: memory that another engine shares; by default, the runner allocates its own."""
+        self.model, self.size, self.deterministic, self._kv = model, page_size, deterministic, kv
+        self.scratch = pages if kv is None else kv.scratch
         self.device, self._shapes = model.device, cache_shapes(model)
         self.pools: list[tuple[Tensor, Tensor]] | None = None
         self.allocate()
 
     def allocate(self) -> None:
         """Allocate the memory of the KV cache, unless it is allocated already."""
-        if self.pools is None:
+        if self._kv is not None:
+            self.pools = self.pools or self._kv.views(self._shapes, self.model.dtype)
+            self._kv.clear_moved()
+        elif self.pools is None:
             # One page more than the scheduler has: padding rows write there.
             size = (self.scratch + 1, self.size)
             kind: dict[str, Any] = {"dtype": self.model.dtype, "device": self.device}
@@ -58,7 +66,7 @@ class Runner:
     def free(self) -> None:
         """Return the memory of the KV cache to the device. The contents are lost."""
         self.pools = None
-        if self.device.type == "cuda":
+        if self._kv is None and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()

@@ -29,6 +29,8 @@ class Call:
     """The stack of the call at that moment."""
     moves: int = 0
     """Number of children that ended during this call for an unknown reason."""
+    session: tuple[Any, ...] = ()
+    """The session that this call continues: the task and the turns so far. Empty: none."""
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -61,12 +63,19 @@ class PoolChild:
 def parse_answer(what: str, of: str, fields: list[Any]) -> Task | Feedback | EnvFailed:
     """Parse a child's answer to a call to the method `of`. Raises ValueError or TypeError if it is not an answer."""
     if what == "failed":
-        error, cause, traceback = map(str, fields)
-        return EnvFailed(error, cause, traceback)
+        error, cause, traceback, *final = fields
+        return EnvFailed(str(error), str(cause), str(traceback), final=final == [True])
     if what != "value":
         raise ValueError(f"{what!r} is not an answer")
-    first, second = fields
-    value = Task(id=first, prompt=second) if of == "task" else Feedback(reward=first, observation=second)
+    value = _task(*fields) if of == "task" else _feedback(*fields)
     if fault := task_fault(value) if isinstance(value, Task) else feedback_fault(value):
         raise ValueError(fault)
     return value
+
+
+def _task(id: Any, prompt: Any) -> Task:
+    return Task(id=id, prompt=prompt)
+
+
+def _feedback(reward: Any, observation: Any, scores: Any = ()) -> Feedback:
+    return Feedback(reward=reward, observation=observation, scores=tuple((name, score) for name, score in scores))

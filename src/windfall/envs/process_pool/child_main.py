@@ -80,6 +80,8 @@ class ChildProgram:
         self._name = ""
         self._tasks: dict[int, Task] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._ending: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         limits.announce = self._announce
@@ -95,27 +97,41 @@ class ChildProgram:
             number, what, *args = json.loads(line)
             if what == "build":
                 self._build(*args)
+            elif what == "end session":
+                history = tuple((text, seen) for text, seen in args[1])
+                self._closing = asyncio.get_running_loop().create_task(self._env.end_session(args[0], history))
+            elif what == "end":
+                self._ending = asyncio.get_running_loop().create_task(self._end())
             elif what == "cancel" and number in self._running:
                 self._running[number].cancel()
             elif what != "cancel":
                 self._begin(number, what, args)
 
+    async def _end(self) -> None:
+        """The run is over: close the sessions that wait for a turn, and exit."""
+        try:
+            await self._env.close()
+        finally:
+            os._exit(0)
+
     def send(self, *message: Any) -> None:
         self._link.sendall(json.dumps(message).encode() + b"\n")
 
     def _announce(self, verdict: Feedback) -> None:
-        self.send(self._running_call.number, "verdict", verdict.reward)
+        self.send(self._running_call.number, "verdict", verdict.reward, verdict.scores)
 
     def _build(self, section: dict[str, Any], seed: int, strict: bool) -> None:
-        if strict:
-            limits.limit_memory()
+        memory_mb = section.pop("memory_mb", 0)
+        if strict or memory_mb:
+            limits.limit_memory(memory_mb << 20 or limits.MEMORY_BYTES)
         try:
             self._env = envs.build(section, seed)
         except WindfallError as e:
             self.send(0, "refused", e.what, e.where, e.fix)
             return
-        self._name = type(self._env).__name__
-        self.send(0, "ready", self._name)
+        stateful = bool(getattr(self._env, "stateful", False))
+        self._name = self._env.name if stateful else type(self._env).__name__
+        self.send(0, "ready", self._name, stateful, bool(getattr(self._env, "needs_tokens", False)))
 
     def _begin(self, number: int, what: str, args: list[Any]) -> None:
         loop, limit_s = asyncio.get_running_loop(), args.pop()
@@ -144,7 +160,7 @@ class ChildProgram:
             failed = failures.exception_failure(name, e)
         step.answered = True
         if failed is not None:
-            self.send(step.number, "failed", *step.used(), failed.error, failed.cause, failed.traceback)
+            self.send(step.number, "failed", *step.used(), failed.error, failed.cause, failed.traceback, failed.final)
 
     async def _task(self, index: int) -> tuple[str, Prompt]:
         task = self._env.task(index)
@@ -157,7 +173,7 @@ class ChildProgram:
         self._tasks[index] = task
         return task.id, task.prompt
 
-    async def _feedback(self, name: str, index: int, id: str, prompt_crc: int, turns: list[Any]) -> tuple[Any, Any]:
+    async def _feedback(self, name: str, index: int, id: str, prompt_crc: int, turns: list[Any]) -> tuple[Any, ...]:
         if index not in self._tasks:  # built by another process, or by this one long ago: build it again
             await self._task(index)
         task = self._tasks[index]
@@ -167,9 +183,11 @@ class ChildProgram:
                 f"its prompt differs from the first time, so '{id}' cannot be judged; "
                 "the same number must always give the same task",
             )
-        feedback = self._env.feedback(task, [Turn(text=text, observation=observation) for text, observation in turns])
+        given = [Turn(text=text, observation=seen, tokens=tuple(*tokens)) for text, seen, *tokens in turns]
+        feedback = self._env.feedback(task, given)
         if inspect.isawaitable(feedback):
             feedback = await feedback
         if fault := failures.feedback_fault(feedback):
             raise failures.invalid_value(name, fault)
-        return None if feedback.reward is None else float(feedback.reward), feedback.observation
+        reward = None if feedback.reward is None else float(feedback.reward)
+        return reward, feedback.observation, *([feedback.scores] if feedback.scores else [])

@@ -116,6 +116,14 @@ class ChildProcess:
         self._close_link()
         await self._reap()
 
+    async def end(self, limit_s: float) -> None:
+        """Ask the child to end, and wait for it, at most for `limit_s`."""
+        self.send([(0, "end")])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._open:
+                    await asyncio.sleep(0.01)
+
     async def _wait_until(self, condition: Callable[[], object]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DUMP_S):

@@ -37,8 +37,8 @@ def cpu_limit(cpu_s: float, verdict: Feedback) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def limit_memory() -> None:
-    """Disable core dumps, and raise MemoryError beyond MEMORY_BYTES."""
+def limit_memory(most: int = MEMORY_BYTES) -> None:
+    """Disable core dumps, and raise MemoryError beyond this many bytes of address space."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has the name but not the limit
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))

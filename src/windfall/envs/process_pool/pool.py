@@ -7,6 +7,8 @@
 - A time limit counts from when a call begins to run, which the child records (running_call.py). Over the limit, an
   `async def` that waits is canceled. A call that blocks is killed with its child, and the failure contains its stack.
 - A child runs one plain call at a time. sizing.py decides when another child is useful.
+- If the environment has sessions, a turn goes to the child that has its session. If that child has ended, it goes to
+  any child, which replays the session (sessions/stateful.py).
 - A call ends with a value, a failure, or the error that says why the environment cannot be built.
 """
 
@@ -18,16 +20,17 @@ import os
 import sys
 import time
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Coroutine, Sequence
 from typing import Any, Self
 
 from windfall import envs
+from windfall.envs.base import HostLoad
 from windfall.envs.failures import EnvFailed, timeout_failure
 from windfall.envs.process_pool import limits
 from windfall.envs.process_pool.calls import Call, PoolChild, parse_answer
 from windfall.envs.process_pool.child_process import ChildProcess
-from windfall.envs.process_pool.sizing import Sizing
+from windfall.envs.process_pool.sizing import MAX_CHILDREN, Sizing
 from windfall.errors import WindfallError, describe_exit
 from windfall.types import Feedback, Task, Turn, prompt_key
 
@@ -40,8 +43,12 @@ CHECK_S = 0.1
 SILENT_S = 5.0
 """A child is killed this many seconds after the limit of a call if it neither runs a call nor answers, or if the call
 continues after it was canceled."""
+CLOSE_S = 5.0
+"""Seconds that the sessions of an environment may take to close when the run ends."""
 MAX_WAITING = 1024
 """Maximum number of waiting `async def` calls in one child."""
+MAX_HOMES = 1 << 16
+"""Number of sessions whose child is remembered. A turn of an older session goes to any child."""
 MAX_MOVES = 5
 """Number of children that may end during a call for an unknown reason before the call fails."""
 
@@ -49,17 +56,25 @@ MAX_MOVES = 5
 class EnvPool:
     """An EnvHost. Used as `async with`; `ready` waits until the environment is built."""
 
-    def __init__(self, section: Any, seed: int, *, build_s: float = BUILD_S) -> None:
-        """`section` is an env section of windfall.config."""
-        options = envs.section_dict(section)
+    def __init__(
+        self, section: Any, seed: int, *, build_s: float = BUILD_S, evaluation: dict[str, Any] | None = None,
+        processes: int = 0,
+    ) -> None:  # fmt: skip
+        """`section` is an env section of windfall.config. For `evaluation` and `processes` see hosting.py."""
+        options: dict[str, Any] = envs.section_dict(section) | ({"evaluation": evaluation} if evaluation else {})
         self.name = options.get("factory", options["name"])
-        self._strict = options["name"] != "custom"
+        self._strict = not envs.runs_user_code(options)
+        self.needs_tokens = False
+        """Turns must come with their token ids."""
         self._build_message, self._build_s = (0, "build", options, seed, self._strict), build_s
         self._children: list[PoolChild] = []
         self._pending: deque[Call] = deque()
         self._next_number = 1
+        self._stateful = False
+        self._homes: OrderedDict[tuple[Any, ...], list[PoolChild]] = OrderedDict()
+        """By task and turns so far: the children that have a session with them."""
         self._sending_soon = False
-        self._sizing = Sizing(cores=available_cores())
+        self._sizing = Sizing(cores=available_cores(), limit=processes or MAX_CHILDREN)
         self._broken: WindfallError | None = None
         self._built: asyncio.Future[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -79,8 +94,15 @@ class EnvPool:
             call.future.cancel()
         self._pending.clear()
         children, self._children = self._children, []
+        if self._stateful:
+            await asyncio.gather(*(child.process.end(CLOSE_S) for child in children if child.ready))
         await asyncio.gather(*(child.process.kill() for child in children))
         await asyncio.gather(self._watching, *self._killing, return_exceptions=True)
+
+    def load(self) -> HostLoad:
+        begun = sum(1 for c in self._children if c.sent and c.queued)
+        queued = len(self._pending) + sum(c.queued for c in self._children) - begun
+        return HostLoad(processes=len(self._children), limit=self._sizing.limit, queued=queued)
 
     async def ready(self) -> None:
         assert self._built is not None, "enter the pool with `async with` first"
@@ -94,12 +116,25 @@ class EnvPool:
         return self._call("task", (index,), timeout_s, f"{self.name}.task({index})")
 
     async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
-        args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), [(t.text, t.observation) for t in turns])
-        return await self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'")
+        args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), [self._plain(t) for t in turns])
+        session = (index, *((t.text, t.observation) for t in turns[:-1])) if self._stateful and len(turns) > 1 else ()
+        return await self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'", session)
 
-    def _call(self, what: str, args: tuple[Any, ...], limit_s: float, name: str) -> asyncio.Future[Any]:
+    def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
+        history = [(t.text, t.observation) for t in turns]
+        if self._stateful and (child := self._pop_home((index, *history))) is not None:
+            child.process.send([(0, "end session", task.id, history)])
+
+    def _plain(self, turn: Turn) -> tuple[Any, ...]:
+        return (turn.text, turn.observation, turn.tokens) if self.needs_tokens else (turn.text, turn.observation)
+
+    def _call(
+        self, what: str, args: tuple[Any, ...], limit_s: float, name: str, session: tuple[Any, ...] = ()
+    ) -> asyncio.Future[Any]:
         future = asyncio.get_running_loop().create_future()
-        call = Call(number=self._next_number, what=what, args=args, limit_s=limit_s, name=name, future=future)
+        call = Call(
+            number=self._next_number, what=what, args=args, limit_s=limit_s, name=name, future=future, session=session
+        )
         self._next_number += 1
         future.add_done_callback(lambda future: self._on_cancel(call) if future.cancelled() else None)
         if self._broken is not None:
@@ -128,11 +163,10 @@ class EnvPool:
             if self._pending[0].future.done():
                 self._pending.popleft()  # it was canceled
                 continue
-            queue_limit = self._sizing.queue_limit(self._pending[0].what)
-            free = [c for c in self._children if c.ready and c.queued < queue_limit and len(c.waiting) < MAX_WAITING]
-            if not free:
+            child = self._home(self._pending[0]) or self._free_child(self._pending[0].what)
+            if child is None:
                 break
-            child, call = min(free, key=lambda c: (c.queued, len(c.waiting))), self._pending.popleft()
+            call = self._pending.popleft()
             if not child.sent:
                 child.last_message_s = time.monotonic()
             child.sent[call.number], call.late_s, call.stack = call, None, ""
@@ -141,6 +175,32 @@ class EnvPool:
             child.process.send(messages)
         if self._pending and not any(c.ready for c in self._children) and not any(self._starting()):
             self._start()
+
+    def _free_child(self, what: str) -> PoolChild | None:
+        """The child with the shortest queue among those that can take this call."""
+        limit = self._sizing.queue_limit(what)
+        free = [c for c in self._children if c.ready and c.queued < limit and len(c.waiting) < MAX_WAITING]
+        return min(free, key=lambda c: (c.queued, len(c.waiting)), default=None)
+
+    def _home(self, call: Call) -> PoolChild | None:
+        """The child that has the session of this call, as far as it is known and still there."""
+        return self._pop_home(call.session)
+
+    def _pop_home(self, session: tuple[Any, ...]) -> PoolChild | None:
+        homes = self._homes.get(session, [])
+        child = homes.pop() if homes else None
+        if not homes:
+            self._homes.pop(session, None)
+        return child if child in self._children else None
+
+    def _remember_home(self, child: PoolChild, call: Call, value: object) -> None:
+        """The session of an answered call waits in this child for its next turn."""
+        if self._stateful and isinstance(value, Feedback) and value.observation is not None:
+            before, last = call.args[3][:-1], call.args[3][-1][0]
+            key = (call.args[0], *before, (last, value.observation))
+            self._homes.setdefault(key, []).append(child)
+            if len(self._homes) > MAX_HOMES:
+                self._homes.popitem(last=False)
 
     def _handle_line(self, child: PoolChild, line: bytes) -> None:
         if child not in self._children:
@@ -174,7 +234,7 @@ class EnvPool:
         elif what == "late":
             child.sent[number].late_s, child.sent[number].stack = child.last_message_s, str(rest[0])
         elif what == "verdict":
-            child.sent[number].verdict = Feedback(reward=rest[0])
+            child.sent[number].verdict = Feedback(reward=rest[0], scores=tuple((n, s) for n, s in rest[1]))
         else:
             call, (took_s, slept_s, *fields) = child.sent[number], rest
             value = parse_answer(what, call.what, fields)
@@ -185,6 +245,7 @@ class EnvPool:
             if isinstance(value, EnvFailed):
                 call.fail(value)
             else:
+                self._remember_home(child, call, value)
                 call.succeed(value)
         if self._pending:
             self._send_soon()
@@ -203,7 +264,8 @@ class EnvPool:
         self._children.append(child)
         child.process.send([self._build_message])
 
-    def _child_ready(self, child: PoolChild, name: str) -> None:
+    def _child_ready(self, child: PoolChild, name: str, stateful: bool, needs_tokens: bool) -> None:
+        self._stateful, self.needs_tokens = stateful is True, needs_tokens is True
         child.ready, self._sizing.start_s = True, time.monotonic() - child.born_s
         self.name = name
         assert self._built is not None

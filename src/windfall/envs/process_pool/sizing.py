@@ -52,5 +52,5 @@ class Sizing:
         start_s = max(MIN_START_S, self.start_s)
         each_s = max(self._took_s.get(what, 0.0), running_s if running_s > start_s else 0.0)
         useful = int(pending * each_s / start_s)
-        limit = min(self.limit, MAX_CHILDREN, int(self.cores / max(1e-3, 1.0 - self._sleeping)))
+        limit = min(self.limit, int(self.cores / max(1e-3, 1.0 - self._sleeping)))
         return max(0, min(useful, limit - children, max(2, children)))

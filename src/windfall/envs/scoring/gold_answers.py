@@ -12,9 +12,11 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from windfall.envs.dataset import read_split
 from windfall.envs.process_pool.child_process import child_environment
 from windfall.envs.process_pool.limits import OVER
 from windfall.envs.rows import DataRow, read
@@ -27,20 +29,21 @@ SHOWN = 5
 """Number of bad answers that the error lists."""
 
 
-def check_answers(section: Any, limit_s: float = CHECK_S, cpu_s: float = 5.0) -> int:
+def check_answers(
+    section: Any, evaluation: dict[str, Any] | None = None, *, limit_s: float = CHECK_S, cpu_s: float = 5.0
+) -> int:
     """Raise if math-verify cannot compare a gold answer with anything, so that no response could be right.
 
-    `section` is a JSONL section of windfall.config. Distinct answers are checked for up to `limit_s`. The others are
-    checked when they are scored; a bad one is an error then, never a zero. Returns the number of checked answers.
+    `section` is a section of windfall.config with data; `evaluation` names a separate data set (hosting.py). Distinct
+    answers are checked for up to `limit_s`. The others are checked when they are scored; a bad one is an error then,
+    never a zero. Returns the number of checked answers.
     """
-    if section.scoring != "math":
+    if "math" not in (section.rewards if section.name == "dataset" else [section.scoring]):
         return 0
-    files = [section.path] if section.eval_path is None else [section.path, section.eval_path]
     places: dict[str, tuple[Path, DataRow]] = {}
-    for path in files:
-        for row in read(path, section.prompt_field, section.answer_field):
-            if not is_number(row.answer):
-                places.setdefault(row.answer, (path, row))
+    for path, row in _rows(section, evaluation):
+        if not is_number(row.answer):
+            places.setdefault(row.answer, (path, row))
     # Sorted by hash: if there is not enough time for all, the checked ones are a fair sample.
     golds = sorted(places, key=lambda gold: hashlib.blake2b(gold.encode(), digest_size=8).digest())
     reasons, began = list[str](), time.monotonic()
@@ -49,6 +52,15 @@ def check_answers(section: Any, limit_s: float = CHECK_S, cpu_s: float = 5.0) ->
     if any(reasons):
         raise _error({gold: why for gold, why in zip(golds, reasons, strict=False) if why}, places, len(reasons))
     return len(reasons)
+
+
+def _rows(section: Any, evaluation: dict[str, Any] | None) -> Iterator[tuple[Path, DataRow]]:
+    if section.name == "dataset":
+        split = read_split(section, evaluation)
+        yield from ((row.file, row) for row in (*split.train, *split.evaluation))
+        return
+    for path in filter(None, (section.path, section.eval_path)):
+        yield from ((path, row) for row in read(path, section.prompt_field, section.answer_field))
 
 
 def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
@@ -81,5 +93,5 @@ def _error(bad: dict[str, str], places: dict[str, tuple[Path, DataRow]], checked
     return WindfallError(
         "\n  ".join([f"{len(bad)} of {checked} right answers cannot be scored as mathematics:", *shown, *more]),
         where="env.scoring",
-        fix='Set env.scoring = "exact" to compare text, or correct or remove these lines.',
+        fix='Set env.scoring = "exact" (or env.rewards = ["exact"]) to compare text, or correct or remove these lines.',
     )

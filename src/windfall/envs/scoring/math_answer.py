@@ -19,11 +19,13 @@ from windfall.types import Feedback
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
 _WORD, _MATHEMATICS = re.compile(r"[^\W\d_]{3,}"), re.compile(r"[\d\\$=+*/^<>{}()\[\]|_]")
+WRONG = Feedback(reward=0.0)
 
 
-def means_the_same(gold: str, text: str, cpu_s: float) -> bool:
-    """Whether the answer in the text (as marked there, or else as math-verify finds it) means the same as `gold`."""
-    with cpu_limit(cpu_s, Feedback(reward=0.0)):
+def means_the_same(gold: str, text: str, cpu_s: float, verdict: Feedback = WRONG) -> bool:
+    """Whether the answer in the text (as marked there, or else as math-verify finds it) means the same as `gold`.
+    `verdict`: the result of the call if the comparison takes too long."""
+    with cpu_limit(cpu_s, verdict):
         want, why = _parse_gold(gold)
         if why:
             raise ValueError(f"the right answer {gold!r} cannot be scored as mathematics: {why}: use scoring 'exact'")

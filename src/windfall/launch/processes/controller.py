@@ -25,6 +25,7 @@ import os
 import signal
 import traceback
 from collections.abc import Awaitable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,12 @@ from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs import held_out
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.events.sinks import make_sinks
 from windfall.launch import invitation, tls
+from windfall.launch.agents import AgentService
 from windfall.launch.assembly import ControllerLife, run_until_first
 from windfall.launch.fleet_report import Ended
 from windfall.launch.live_page import LivePage
@@ -51,7 +53,7 @@ from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.models import tokenizer
 from windfall.models.text import Text
-from windfall.rollout.stream import Stopped
+from windfall.rollout.stream import Rollout, Stopped
 
 TRAINER_HEARTBEAT_S = 10.0
 """Seconds between two heartbeats of the trainer's link."""
@@ -113,7 +115,6 @@ class ControllerProcess:
             recipe, events, self.journal, resumed=resumed, on_event=self.page.observe, activity=self.page.activity
         )
         events.attach(self.page.observe)
-        self.life.on_rollout = self.page.attach
         self._last_snapshot: dict[str, Any] | None = None
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(
@@ -121,7 +122,7 @@ class ControllerProcess:
             max_workers=recipe.fleet.max_workers, trainer_secret=auth.make_token(folder / "trainer.secret"),
         )  # fmt: skip
         self.life.on_trainer = self._set_terms
-        self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks)
+        self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks, evaluation_data(recipe))
         for warning in self.life.held_out.warnings if recipe.eval.tasks and not resumed else ():
             events.instant("eval_warning", why=warning)
         self._error: WindfallError | None = None
@@ -152,14 +153,23 @@ class ControllerProcess:
                 self.events.instant("end", **self._end, **self.life.report.last_bill(now))
 
     async def _run_steps(self) -> None:
-        async with env_host(self.recipe.env, self.recipe.run.seed) as env:
+        async with recipe_host(self.recipe) as env:
             await self.life.unless_stopped(env.ready())
-            reached = await self.life.steps(env, self._text)
+            async with AgentService(self.recipe, self.folder, self.events, self.journal, env) as agents:
+                self.life.on_rollout = partial(self._prepare, agents)
+                counters = lambda: {**self.life.counters(), **agents.counters()}  # noqa: E731
+                reached = await self.life.steps(env, self._text, counters)
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
+
+    async def _prepare(self, agents: AgentService, rollout: Rollout, model_context: int | None) -> None:
+        self.page.attach(rollout)
+        if agents.launcher is not None:
+            await agents.open(rollout, tokenizer.load(self.folder / "tokenizer"), model_context)
 
     def _text(self) -> Text:
         """The trainer wrote the tokenizer before it connected."""
-        return Text(tokenizer.load(self.folder / "tokenizer"), tokenizer.stop_ids(self.folder / "tokenizer"))
+        folder = self.folder / "tokenizer"
+        return Text(tokenizer.load(folder), tokenizer.stop_ids(folder), **self.recipe.chat.options())
 
     def _on_write_failure(self, error: WindfallError) -> None:
         """A write to the journal or the event log failed. The writer may be a link or a callback, where an exception
@@ -259,7 +269,12 @@ class ControllerProcess:
 
     def _snapshot(self, ended: Ended | None = None) -> None:
         now_s = asyncio.get_running_loop().time()
-        snapshot = self.life.report.snapshot(step=self.life.state.step, now_s=now_s, ended=ended)
+        rollout, graders = self.life.rollout, None
+        if rollout is not None:
+            graders = rollout.grading.snapshot(now_s)
+            if ended is None and rollout.grading.slow_s(now_s) is not None:
+                self.events.instant("grading_slow", **graders)
+        snapshot = self.life.report.snapshot(step=self.life.state.step, now_s=now_s, ended=ended, graders=graders)
         self._last_snapshot = snapshot
         folders.replace(self.folder / "fleet.json", json.dumps(snapshot))
 

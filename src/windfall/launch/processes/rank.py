@@ -69,8 +69,8 @@ class Setup:
     checkpoint_activations: bool
     checkpoint: Path | None
     """The checkpoint to continue from. Ranks on other machines cannot open it."""
-    adapter: Any = None
-    """The AdapterConfig of the adapters, if adapters are trained."""
+    adapter: Any
+    """The AdapterConfig of the adapters, or None if the whole model is trained."""
     onednn: bool
 
 
@@ -133,9 +133,11 @@ def build_part(
         micro_tokens=setup.micro_tokens, reference=reference, orders=orders,
     )  # fmt: skip
     publisher = Publisher(
-        folder, ranks=ranks, dtype=setup.dtype if sharded else None, on_machine=f"machine {ranks.machine}"
+        folder, ranks=ranks.prompt, dtype=setup.dtype if sharded else None, on_machine=f"machine {ranks.machine}"
     )
-    orders.add("publish", lambda version: weights.publish(publisher, version))
+    copied = free_memory if sharded and recipe.fleet.local else None  # the trainer's engines are other processes
+    orders.add("publish", lambda version: weights.publish(publisher, version, copied=copied))
+    orders.add("free_memory", lambda: (free_memory(), ranks.prompt.barrier()))
     orders.add("collect", lambda: trained_weights.collect(publisher, ranks))
     if setup.checkpoint_activations and trainer.learner.has_graph:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -147,6 +149,13 @@ def build_part(
         trainer=trainer, publisher=publisher, weights=weights, pids=[pid for pid, _, _ in members],
         places=[place for _, where, place in members if where == ranks.machine],
     )  # fmt: skip
+
+
+def free_memory() -> None:
+    """Give the GPU memory that this process keeps for later use back to the driver, for engines in other processes."""
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 def _shard(

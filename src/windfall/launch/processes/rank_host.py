@@ -1,13 +1,14 @@
-"""`windfall ranks`: the ranks of a trainer on a machine that is not the one of `windfall train`.
+"""`windfall ranks`: the ranks of a trainer on a machine other than that of `windfall train`.
 
     dial ──▶ MachineHello ──▶ MachineWelcome(recipe) ──▶ MachineReady(ranks) ──▶ [ StartRanks ──▶ ... RanksEnded ]*
 
 - It starts one process per GPU whenever the supervisor says so, and reports when they have ended. It never restarts
   them on its own: all ranks of all machines must start together.
-- When the link ends, it kills its ranks and dials again. It gives up after `patience_s` without the run.
+- When the link ends, it kills its ranks and dials again. It gives up after `patience_s` without a place in the run.
 - It exits with status 0 when the run has ended, or after Ctrl-C or SIGTERM; with EXIT_REFUSED if the run does not
   accept it; and with EXIT_NO_CONTROLLER if it did not find the run.
-- Its folder holds the recipe as the run sent it, and the logs of the ranks. Ranks die with this process.
+- Its folder holds the recipe as the run sent it, and the logs of the ranks. A temporary folder is removed at the end,
+  unless the last ranks have failed. Ranks die with this process.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,14 +59,25 @@ def main(
     except ValueError:
         fix = "Give http://HOST:PORT with the value of train.rendezvous."
         raise WindfallError(f"{url!r} is not the address of a trainer", where="--join", fix=fix) from None
-    folder = Path(tempfile.mkdtemp(prefix="windfall-ranks-")) if folder is None else folder
-    folder.mkdir(parents=True, exist_ok=True)
-    machine = RankHost(
-        url, invitation.token(token, patience_s), host=host, folder=folder, ca=ca, overrides=overrides,
-        patience_s=patience_s,
-    )  # fmt: skip
-    with folders.owned(folder, "ranks"):
-        return asyncio.run(errors.guard(machine.run()))
+    secret = invitation.token(token, patience_s)
+    with contextlib.nullcontext(folder) if folder is not None else temporary_folder() as folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        machine = RankHost(
+            url, secret, host=host, folder=folder, ca=ca, overrides=overrides, patience_s=patience_s
+        )  # fmt: skip
+        with folders.owned(folder, "ranks"):
+            return asyncio.run(errors.guard(machine.run()))
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder. It is removed afterwards, unless a rank has failed: then its log says why."""
+    folder = Path(tempfile.mkdtemp(prefix="windfall-ranks-"))
+    try:
+        yield folder
+    finally:
+        if not (folder / ".trainer.failure").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class RankHost:
@@ -119,9 +132,11 @@ class RankHost:
                 finally:
                     await link.close()
             except LinkClosed as e:
-                if isinstance(e, handshake.JoinRefused) and not e.again:
-                    self._say(f"refused: {e}")
-                    return EXIT_REFUSED
+                if isinstance(e, handshake.JoinRefused):
+                    if not e.again:
+                        self._say(f"refused: {e}")
+                        return EXIT_REFUSED
+                    last_s = time.monotonic()  # the run lives: a spare machine waits as long as it does
                 if str(e) != said:  # do not repeat the same line
                     said = str(e)
                     self._say(f"no link to the run: {e}; trying again for {self._patience_s:g} s")

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,11 @@ import xxhash
 from windfall import config, devices, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import recipe_host
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
-from windfall.launch import tls, trained_weights
+from windfall.launch import agents, tls, trained_weights
 from windfall.launch.processes import local_engine, rank
 from windfall.launch.processes.local_engine import LocalEngine, ModuleEngine, RankEngines
 from windfall.launch.processes.rank import RankPlace, Setup, TrainerPart, crashed
@@ -37,7 +37,7 @@ from windfall.link.socket import Dialer
 from windfall.models import load
 from windfall.models.text import Text
 from windfall.selftest import verdict
-from windfall.train import activation_memory, checkpoint
+from windfall.train import activation_memory, checkpoint, rank_budget
 from windfall.train.agent import TrainerAgent
 from windfall.train.checkpoint import CheckpointState
 from windfall.worker import engine_factory as build
@@ -98,9 +98,8 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
-    async with env_host(recipe.env, recipe.run.seed) as env:
-        prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
-    derived = derive(recipe, model, device, dtype, prompts, ranks=place.size)
+    prompts = await _prompts(recipe, tokenizer, model)
+    derived = derive(recipe, model, device, dtype, prompts, ranks=place.size, sharded=sharded)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
     loaded = trained_weights.prepare(model, recipe, found, dtype=dtype)
     reference = loaded.reference(recipe, dtype=dtype, device=where_loaded) if recipe.algorithm.kl else None
@@ -147,14 +146,14 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         lock=threading.Lock() if local is None else local.lock,
         publish=lambda version: orders.call("publish", version),
         update_bytes=lambda: trained_weights.update_bytes(publisher),
+        give_back=(lambda: orders.call("free_memory")) if isinstance(local, RankEngines) else lambda: None,
         save=lambda now: checkpoint.save(
             folder / "checkpoints", now, tokenizer=tokenizer, write_optimizer=trainer.write_optimizer,
             write_model=write, keep=recipe.checkpoint.keep, base=loaded.base,
         ),
         address=where,
     )  # fmt: skip
-    # Rank 0 may use its module again as soon as its rows are copied.
-    orders.add("publish", lambda version: weights.publish(publisher, version, copied=host.release_module))
+    orders.add("publish", partial(weights.publish, publisher, copied=partial(_copied, host, local)))
     try:
         return await local_engine.run_trainer(host, local, f, secret, where)
     finally:
@@ -163,12 +162,27 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         publisher.close()
 
 
+async def _prompts(recipe: Recipe, tokenizer: Any, model: Any) -> list[int]:
+    """Prompt lengths in tokens for which memory is planned."""
+    if agents.is_agent(recipe):
+        return agents.prompts(recipe, getattr(model.config, "max_position_embeddings", None))
+    async with recipe_host(recipe) as env:
+        return await prompt_lengths(env, recipe, text_for(tokenizer, model, recipe.chat.options()))
+
+
 def _local_engine(recipe: Recipe, folder: Path, place: RankPlace, part: TrainerPart, device: str) -> LocalEngine | None:
     if not recipe.fleet.local:
         return None
     if not place.rendezvous:
         return ModuleEngine(part.weights, device)
     return RankEngines(part, folder, threads=rank.cpu_threads(recipe, place))
+
+
+def _copied(host: TrainerAgent, local: LocalEngine | None) -> None:
+    """The rows of rank 0 are copied, so its module may be used again."""
+    if isinstance(local, RankEngines):
+        rank.free_memory()
+    host.release_module()
 
 
 def _find_checkpoint(folder: Path) -> tuple[checkpoint.IntactCheckpoint | None, dict[str, str]]:
@@ -220,9 +234,10 @@ def _write_tokenizer(tokenizer: Any, model: Any, out: Path) -> None:
     model.generation_config.save_pretrained(out)
 
 
-def text_for(tokenizer: Any, model: Any) -> Text:
+def text_for(tokenizer: Any, model: Any, chat: Mapping[str, Any]) -> Text:
+    """`chat`: options of Text, from the recipe's [chat] section."""
     stops = getattr(model.generation_config, "eos_token_id", None)
-    return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops])
+    return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops], **chat)
 
 
 def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.EngineSpec:
@@ -230,8 +245,10 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
     e, o = recipe.engine, recipe.rollout
     return m.EngineSpec(
         model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
-        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, deterministic=recipe.run.deterministic,
-        longest=longest, wanted=o.groups * o.group_size,
+        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, keep_share=e.keep_share,
+        deterministic=recipe.run.deterministic,
+        longest=longest, wanted=o.groups * o.group_size, engine=e.name,
+        samplings=tuple(dict.fromkeys((o.sampling(), o.sampling(recipe.eval.temperature)))),
     )  # fmt: skip
 
 
@@ -251,16 +268,23 @@ def fingerprint(engine: m.EngineSpec) -> str:
     for key in ("transformers_version", "_name_or_path", "architectures"):
         fields.pop(key, None)
     name = fields.get("model_type", "model")
-    rest = [getattr(engine, f) for f in engine.__struct_fields__ if f not in ("model_config", "checked")]
+    rest = [
+        msgspec.to_builtins(getattr(engine, f))
+        for f in engine.__struct_fields__
+        if f not in ("model_config", "checked")
+    ]
     return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
 
 
-def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int], *, ranks: int = 1) -> Derived:
+def derive(
+    recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int], *, ranks: int = 1,
+    sharded: bool = False,
+) -> Derived:  # fmt: skip
     """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later."""
     c, o = model.config, recipe.rollout
     context = getattr(c, "max_position_embeddings", None)
     longest = fit(recipe, prompts, context) + o.max_tokens
-    pack = _pack_tokens(recipe, model, longest, ranks) if device == "cuda" else max(longest, 4096)
+    pack = _pack_tokens(recipe, model, longest, ranks, sharded) if device == "cuda" else max(longest, 4096)
     micro = recipe.train.micro_tokens or pack
     # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
     kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
@@ -272,23 +296,11 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequenc
     )  # fmt: skip
 
 
-def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int) -> int:
+def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int, sharded: bool) -> int:
     """Tokens per pack that fit into the GPU memory left by everything else."""
-    from windfall.train.lora import trained_parameters
-
-    c, section = model.config, recipe.train.lora
-    whole = sum(p.numel() for p in model.parameters())
-    weights, trained, free = whole / ranks, trained_parameters(model, section) / ranks, free_bytes("cuda")
-    # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
-    # the publisher's copy of the last version, the KL reference (with adapters there is none, but merged copies for the
-    # trainer's own engine), and the share of that engine.
-    used = trained * (12 if model.dtype.itemsize == 4 else 16) + trained * model.dtype.itemsize
-    if section is not None and ranks > 1:  # each GPU has a whole copy, unless the engines free it during training
-        small = whole * model.dtype.itemsize <= MAX_KEPT_SHARE * free
-        used += whole * model.dtype.itemsize * (recipe.fleet.local and small)
-    else:
-        used += weights * model.dtype.itemsize * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
-    free = (free - used) * (0.7 if recipe.fleet.local else 1.0)
+    c, free = model.config, free_bytes("cuda")
+    used = sharded_use(recipe, model, ranks, free) if sharded else unsharded_use(recipe, model)
+    free = (free - used) * (1.0 - local_engine.SHARE if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(
         hidden=c.hidden_size, intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size, heads=heads,
@@ -296,3 +308,33 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int) -> int:
         head=getattr(c, "head_dim", None) or c.hidden_size // heads, value_bytes=model.dtype.itemsize,
     )  # fmt: skip
     return activation_memory.pack_tokens(free, c.num_hidden_layers, each, longest)
+
+
+def unsharded_use(recipe: Recipe, model: Any) -> float:
+    """GPU memory that the trainer will need besides activations, if the weights are on the GPU already."""
+    from windfall.train.lora import trained_parameters
+
+    width, section = model.dtype.itemsize, recipe.train.lora
+    whole, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model, section)
+    # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
+    # the publisher's copy of the last version, and the KL reference (with adapters there is none, but merged copies for
+    # the trainer's own engine).
+    used = trained * (12 if width == 4 else 16) + trained * width
+    return used + whole * width * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
+
+
+def sharded_use(recipe: Recipe, model: Any, ranks: int, free: float) -> float:
+    """GPU memory that a rank will need besides activations and the layers that are gathered. No weight is on a GPU yet,
+    and with `train.offload` none stays there. `free`: bytes of free GPU memory."""
+    from windfall.train.lora import trained_parameters
+
+    width, section = model.dtype.itemsize, recipe.train.lora
+    whole, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model, section)
+    sizes = {"value_bytes": width, "adapter_parameters": 0 if section is None else trained}
+    used = rank_budget.state_bytes(whole, ranks, **sizes)
+    used += rank_budget.reference_bytes(whole, ranks, kl=recipe.algorithm.kl > 0, **sizes)
+    used += trained * width / ranks  # the publisher's copy of the last version
+    used = 0.0 if recipe.train.offload else used
+    # With adapters, the engine of each GPU has a whole copy of the base, which it frees during training if it is large.
+    kept = section is not None and recipe.fleet.local and whole * width <= MAX_KEPT_SHARE * free
+    return used + whole * width * kept

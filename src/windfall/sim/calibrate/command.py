@@ -92,7 +92,7 @@ def from_log(events: Sequence[Event]) -> list[tuple[str, Service, list[str]]]:
     granule = next((e["granule"] for e in events if e["name"] == "start" and "granule" in e), 1)
     numbers = [e["step"] for e in steps]
     trained = event_log.training(events, numbers)
-    worker_notes = [*_pulls(events), *_boots(steps, events), *_lengths(steps)]
+    worker_notes = [*_pulls(events), *_boots(steps, events), *_sessions(steps, granule), *_lengths(steps)]
     trainer_notes = _training(events, numbers)
     points, out = event_log.speeds(steps), []
     for kind, service in event_log.services(steps, trained).items():
@@ -120,6 +120,11 @@ def _pulls(events: Sequence[Event]) -> list[str]:
     limits = {"egress_bytes_per_s": p.egress_per_s, "ingress_bytes_per_s": p.ingress_per_s}
     known = [f"{name} {rate:.3g}" for name, rate in limits.items() if rate < event_log.UNLIMITED_PER_S]
     return [f"pulls: weights_bytes {p.size_bytes:.3g}, " + ", ".join(known)] if known else []
+
+
+def _sessions(steps: Sequence[Event], granule: int) -> list[str]:
+    keys = ", ".join(f"{key} {value:g}" for key, value in event_log.session_keys(steps, granule).items())
+    return [f"sessions, with lengths of turns instead of the lengths below: {keys}"] if keys else []
 
 
 def _lengths(steps: Sequence[Event]) -> list[str]:

@@ -122,6 +122,31 @@ def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Serv
     return out
 
 
+def session_keys(steps: Iterable[Event], granule: int = 1) -> dict[str, float]:
+    """Estimate the keys of [sim] for responses with several turns. Empty: they have one. `granule`: real
+    tokens that a token of the log stands for.
+
+    >>> row = [4, math.log(2.0), math.log(2.0) ** 2]
+    >>> rows = {"env_s": row, "observation_tokens": row, "turn_tokens": row}
+    >>> session_keys([{"sessions": {"ended": 2, "turns": 6, **rows}}])
+    {'turns': 3.0, 'env_s': 2.0, 'env_sigma': 0.0, 'observation_tokens': 2.0, 'observation_sigma': 0.0, \
+'median_tokens': 2.0, 'sigma': 0.0}
+    """
+    rows = [e["sessions"] for e in steps if e.get("sessions")]
+    ended = sum(r["ended"] for r in rows)
+    if not ended:
+        return {}
+    keys = {"turns": round(max(1.0, sum(r["turns"] for r in rows) / ended), 2)}
+    names = {"env_s": ("env_s", "env_sigma"), "observation_tokens": ("observation_tokens", "observation_sigma"),
+             "turn_tokens": ("median_tokens", "sigma")}  # fmt: skip
+    for name, (median, sigma) in names.items():
+        count = max(1, sum(r[name][0] for r in rows))
+        mean, squares = (sum(r[name][0] * r[name][n] for r in rows) / count for n in (1, 2))
+        scale = 1 if name == "env_s" else granule
+        keys |= {median: round(scale * math.exp(mean), 3), sigma: round(math.sqrt(max(0.0, squares - mean * mean)), 3)}
+    return keys
+
+
 def length_keys(steps: Iterable[Event]) -> dict[str, float]:
     """Estimate the keys of [sim] for response lengths: log-normal, and correlated within a group. Truncated responses
     count with their truncated length. Empty: the log has too few lengths.

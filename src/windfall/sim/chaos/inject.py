@@ -153,7 +153,7 @@ class FlakyEnv:
         return uniform(f"{self._seed}/missing/{id_token}") < MISSING_REWARDS
 
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
-        id_token = turns[-1].text
+        id_token = turns[0].text
         if self.missing(int(id_token)):
             raise ValueError("this response has no reward")
         if self.failing and id_token not in self._failed:

@@ -39,7 +39,7 @@ from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.chaos.staleness_invariants import StalenessInvariants
 from windfall.sim.core import loop as loops
 from windfall.sim.core.token_schedule import id_token_of
-from windfall.sim.machines.decode import STOP, distinct_token
+from windfall.sim.machines.decode import OBSERVED, STOP, distinct_token
 
 PROGRESS_S = 600.0
 """Longest time without progress, in virtual seconds."""
@@ -161,7 +161,7 @@ class Invariants:
                 self._checked[id] = (entry, entry.handle, have)
                 if self._staleness is not None:
                     self._staleness.check_tokens(entry, offer, before or 0, restored=before is None)
-                versions = {v for v, _ in entry.episode.version_runs} | (
+                versions = {v for v, _ in entry.episode.version_runs if v >= 0} | (
                     {entry.version} if entry.handle >= 0 else set()
                 )
                 if self._staleness is None and (offer is None or not versions <= {offer.version}):
@@ -181,7 +181,8 @@ class Invariants:
             raise InvariantBroken("again", f"{id} continues at token {have}, but {known} of its tokens were accepted")
         for position in range(checked, have):
             expected = id_token if position == 0 else distinct_token(id_token, position)
-            if tokens[position] != expected and not (tokens[position] == STOP and position == have - 1):
+            ends = position == have - 1 or tokens[position + 1] == OBSERVED
+            if tokens[position] not in (expected, OBSERVED) and not (tokens[position] == STOP and ends):
                 what = f"{id}: token {position} of {have} is {tokens[position]}, not {expected}"
                 raise InvariantBroken("tokens", what)
         if have > known:
@@ -283,12 +284,14 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
     trained = sum(":" not in id and int(id.partition("/")[0]) < next_task for id in rollout.history)
     outbox = d._outbox
     by_worker = {
-        "handles to release": set(d._releasing.values()), "timers": d._drain_timers, "queues": outbox._queues,
+        "handles to release": set(d._releasing.values()), "timers": d.notices.timers, "queues": outbox._queues,
         "links": outbox._links, "work": d.ledger._by_worker, "contexts": d.ledger._context, "prefills": g._prefilling,
+        "kept turns": g.turns._held,
     }  # fmt: skip
     bounded = {
         "responses": len(d.ledger.entries), "queued": len(d.ledger.queue), "running": len(d.ledger._running),
-        "groups with pages": len(g._prefix_holders), "responses with a chosen worker": len(g._move_targets),
+        "groups with pages": len(g._prefix_holders), "sessions": len(g.turns._sessions),
+        "responses with a chosen worker": len(g._move_targets),
     }  # fmt: skip
     counts = {
         **{name: n for name, n in bounded.items() if n > limit},

@@ -73,6 +73,8 @@ class StalenessInvariants:
         id_token = id_token_of(episode.seed)
         known = self._versions.setdefault(id_token, array("q"))
         for position in () if restored else range(checked, len(versions)):
+            if versions[position] < 0:  # an observation
+                continue
             generated = self._injector.generated.get((id_token, position), set())
             true = {(v, d) for v, d in generated if v == versions[position]}
             if not true & window and versions[position] != episode.version:
@@ -100,7 +102,7 @@ class StalenessInvariants:
 
     def is_too_old(self, id_token: int, version: int) -> bool:
         """Whether the response already has tokens that a trainer at this version cannot train on."""
-        versions = self._versions.get(id_token)
+        versions = [v for v in self._versions.get(id_token, ()) if v >= 0]
         return bool(versions) and not version - self.bound <= min(versions) <= max(versions) <= version
 
     def check_assignment(self, link: FaultyLink, offer: Offer) -> None:
@@ -119,7 +121,7 @@ class StalenessInvariants:
             lags = array("H", sample.lag).tolist() if sample.lag is not None else [0] * len(sample.targets)
             if max(lags) > self.bound:
                 raise InvariantBroken("bound", f"step {step} trains on {id_token} with a lag of {max(lags)}")
-            true = [step - 1 - version for version in self._versions.get(id_token, ())]
+            true = [step - 1 - version for version in self._versions.get(id_token, ()) if version >= 0]
             if lags != true:
                 what = f"step {step} trains on {id_token} with the lags {lags}, but they are {true}"
                 raise InvariantBroken("bound", what)

@@ -79,6 +79,8 @@ def recipe(seed: int) -> Recipe:
         "sim": {
             "granule": pick("granule", 1, 1, 3), "boot_s": 0.3, "weights_bytes": 1e8, "egress_bytes_per_s": 2e9,
             "ingress_bytes_per_s": 1e9, "latency_s": pick("latency", 0.0, 0.0, 0.01, 0.05), "prompt_tokens": 9,
+            "turns": pick("turns", 1.0, 1.0, 2.5), "env_s": 0.3, "env_sigma": 0.8, "observation_tokens": 5,
+            "observation_sigma": 0.5,
             "median_tokens": 16.0, "reward_s": pick("reward", 0.0, 0.05), "save_s": pick("save", 0.0, 0.1),
             "trainer_slots": 8, "worker_slots": pick("slots", 2, 6), "worker_spread": 0.3,
             "trainer_down_s": pick("trainer", 0.5, 2.0), "controller_down_s": pick("controller", 0.2, 1.0),

@@ -59,7 +59,7 @@ class Simulation:
         self._log, self._sinks, self._clock, self._journal = log, sinks, clock, journal
         self.token_schedule = TokenSchedule(
             scenario.lengths, granule=scenario.granule, prompt_tokens=s.prompt_tokens,
-            max_tokens=scenario.real.rollout.max_tokens,
+            max_tokens=scenario.real.rollout.max_tokens, sessions=scenario.sessions,
         )  # fmt: skip
         self.fleet = SimFleet(scenario, self.token_schedule, self.attend)
         facts = {"device": "simulated", "granule": scenario.granule, "seed": recipe.run.seed}
@@ -69,7 +69,9 @@ class Simulation:
         )  # fmt: skip
         self.trainer.local, self.trainer.attend = self.fleet.local, self._attend_trainer
         self.trainer.on_start, self.trainer.on_exit = self.fleet.start_local, self.fleet.stop_local
-        self.env: Any = SimEnv(seed=recipe.run.seed, reward_mean=s.reward_mean, reward_s=s.reward_s)
+        self.env: Any = SimEnv(
+            seed=recipe.run.seed, reward_mean=s.reward_mean, reward_s=s.reward_s, sessions=scenario.sessions
+        )
         self.down = False
         self.controller_starts = 0
         self._stopping = False
@@ -166,7 +168,7 @@ class Simulation:
         if s.seconds:
             loop = asyncio.get_running_loop()
             loop.call_later(max(0.0, s.seconds - loop.time()), self.stop)
-        text = SimText(max(2, round(s.prompt_tokens / self.scenario.granule)))
+        text = SimText(max(2, round(s.prompt_tokens / self.scenario.granule)), self.scenario.granule)
 
         def counters() -> dict[str, Any]:
             counts, now = life.counters(), asyncio.get_running_loop().time()

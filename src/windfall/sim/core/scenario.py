@@ -17,7 +17,10 @@ from windfall.events.log import read
 from windfall.fleet import trace
 from windfall.fleet.trace_formats import Change
 from windfall.sim.calibrate import event_log
+from windfall.sim.core import serving_load
 from windfall.sim.core.service import LogNormalLengths, MeasuredLengths, Service
+from windfall.sim.core.serving_load import GeneratedLoad, ServingLoad
+from windfall.sim.core.sessions import SessionShape
 from windfall.sim.core.token_schedule import LengthDistribution
 from windfall.sim.machines import market
 from windfall.sim.machines.decode import simulated
@@ -29,6 +32,7 @@ TRACE_S = 30 * 86400.0
 """Longest trace, in seconds."""
 GENERATED_STAYS = 10_000
 """Number of machine stays in a generated trace if the simulation has no time limit."""
+ONE_TURN = SessionShape()
 MICRO_TOKENS = 16384
 """Micro-batch size in tokens if the recipe lets the trainer choose."""
 
@@ -64,6 +68,9 @@ class Scenario:
     trace_s: float
     """Length of the generated trace in seconds; the simulation must not run longer. inf for a trace from a file:
     machines that are up at its end stay up."""
+    sessions: SessionShape = ONE_TURN
+    serving_load: ServingLoad | None = None
+    """The requests of the lenders, if there are any."""
 
 
 def build(recipe: Recipe) -> Scenario:
@@ -71,10 +78,10 @@ def build(recipe: Recipe) -> Scenario:
     granule = s.granule or max(1, round(s.median_tokens / STEPS_PER_MEDIAN))
     if s.prices_file is not None and not t.nodes:
         raise WindfallError("prices are given, but trace.nodes is 0", where="sim.prices_file", fix="Set trace.nodes.")
-    if not recipe.fleet.local and not (t.nodes or recipe.fleet.workers):
+    if not recipe.fleet.local and not (t.nodes or recipe.fleet.workers or s.lenders):
         raise WindfallError(
             "nothing could be generated: fleet.local is off, and there are no workers", where="fleet",
-            fix="Set trace.nodes or fleet.workers.",
+            fix="Set trace.nodes, fleet.workers or sim.lenders.",
         )  # fmt: skip
     prices = market.prices(s.prices_file) if s.prices_file else market.constant(t.price_usd_per_h)
     worker = MachineKind(
@@ -86,8 +93,28 @@ def build(recipe: Recipe) -> Scenario:
         recipe=scaled(recipe, granule), real=recipe, granule=granule,
         quantum_s=min(_quantum_s(recipe, k) for k in kinds) * granule if granule > 1 else 0.0,
         trainer=service(s.trainer, "sim.trainer"), worker=worker, kinds=kinds,
-        lengths=_lengths(s), changes=tuple(changes(recipe)),
+        lengths=_lengths(s), changes=tuple(changes(recipe)), sessions=sessions(s), serving_load=_serving_load(recipe),
         trace_s=math.inf if t.file or not t.nodes or s.seconds else _trace_length_s(recipe) / t.speedup,
+    )  # fmt: skip
+
+
+def sessions(s: Sim) -> SessionShape:
+    return SessionShape(
+        turns=s.turns, env_s=s.env_s, env_sigma=s.env_sigma, observation_tokens=s.observation_tokens,
+        observation_sigma=s.observation_sigma,
+    )  # fmt: skip
+
+
+def _serving_load(recipe: Recipe) -> ServingLoad | None:
+    x = recipe.sim.lenders
+    if x is None:
+        return None
+    service(x.serving, "sim.lenders.serving")  # raises an error for wrong keys
+    if x.requests_file is not None:
+        return serving_load.read(x.requests_file, lenders=x.count, per_s=x.requests_per_s)
+    return GeneratedLoad(
+        seed=recipe.run.seed, per_s=x.requests_per_s, prompt_tokens=x.prompt_tokens,
+        generated_tokens=x.generated_tokens, peak=x.peak,
     )  # fmt: skip
 
 

@@ -111,11 +111,11 @@ class MeasuredLengths:
 
 
 def _correlated_normal(seed: int, group: int, alike: float) -> float:
-    return math.sqrt(alike) * _normal(f"g{group}") + math.sqrt(1 - alike) * _normal(str(seed))
+    return math.sqrt(alike) * standard_normal(f"g{group}") + math.sqrt(1 - alike) * standard_normal(str(seed))
 
 
 @lru_cache(maxsize=1 << 14)
-def _normal(name: str) -> float:
+def standard_normal(name: str) -> float:
     """A standard normal sample for this name. Cached, because all siblings use the sample of their group."""
     a, b = uniform(f"{name}/a"), uniform(f"{name}/b")
     return math.sqrt(-2 * math.log(max(a, 1e-300))) * math.cos(2 * math.pi * b)

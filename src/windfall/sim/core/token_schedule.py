@@ -2,6 +2,8 @@
 
 A simulated token stands for `granule` real tokens. The ledger counts whole granules only. The remainder is kept here,
 so that a response that moves to another worker continues at the exact token, as a real one would.
+
+A response with several turns (sessions.py) is a sequence of rows: one per turn, whose prompt is everything before it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Protocol
 import xxhash
 
 from windfall.link.messages import Work
+from windfall.sim.core.sessions import SessionShape, turn_seed
 from windfall.sim.machines.decode import FILLER, DecodeRow, simulated
 
 
@@ -27,15 +30,21 @@ class LengthDistribution(Protocol):
 
 
 class TokenSchedule:
-    def __init__(self, lengths: LengthDistribution, *, granule: int, prompt_tokens: int, max_tokens: int) -> None:
-        """`prompt_tokens` and `max_tokens` are in real tokens."""
-        self.granule = granule
+    def __init__(
+        self, lengths: LengthDistribution, *, granule: int, prompt_tokens: int, max_tokens: int,
+        sessions: SessionShape | None = None,
+    ) -> None:  # fmt: skip
+        """`prompt_tokens` and `max_tokens` are in real tokens. With several turns, `lengths` are those of turns."""
+        self.granule, self._sessions = granule, sessions or SessionShape()
         self.distinct_tokens = False
         """Every token depends on its response and position, so that chaos can check it."""
-        self._lengths, self._prompt_tokens, self._max_tokens = lengths, prompt_tokens, max_tokens
-        self._generated: dict[int, int] = {}
-        """By seed, for unfinished responses that no worker holds: real tokens generated so far."""
+        self._lengths, self.prompt_tokens, self._max_tokens = lengths, prompt_tokens, max_tokens
+        self._generated: dict[int, tuple[int, int]] = {}
+        """By seed, for unfinished turns that no worker holds: where the turn begins (`DecodeRow.base`), and the real
+        tokens of it generated so far."""
         self._finished_lengths: dict[int, int] = {}
+        self._finished_turns: set[tuple[int, int]] = set()
+        """(first token of the response, where the turn begins) of every finished turn."""
         self.real_tokens = 0
         """Real tokens of all finished responses."""
 
@@ -46,26 +55,46 @@ class TokenSchedule:
         prompt = prompt_and_sent[: len(prompt_and_sent) - work.position]
         number = array("I", [id for id in prompt if id != FILLER])  # the padding depends on the granule
         group = xxhash.xxh3_64_intdigest(number.tobytes())
-        drawn = self._lengths.draw(work.seed, group)
-        known, early = self._generated.get(work.seed, 0), work.seed % g
-        sent = min((known + early) // g, simulated(min(drawn, self._max_tokens), g) - 1)
+        base, before, drawn = self._turn(work, group)
+        left = work.position + work.max_tokens - base
+        limit = left * g if base else self._max_tokens
+        length, early = min(drawn, limit), work.seed % g
+        known_base, known = self._generated.get(work.seed, (0, 0))
+        known = known if known_base == base else 0
+        last = min(simulated(length, g), left)
+        sent = min((known + early) // g, last - 1)
         row = DecodeRow(
-            handle=work.handle, seed=work.seed, id_token=id_token_of(work.seed), prompt=self._prompt_tokens,
-            generated=known if sent == work.position else work.position * g, length=min(drawn, self._max_tokens),
-            cut=drawn >= self._max_tokens, sent=work.position, early=early,
+            handle=work.handle, seed=work.seed, id_token=id_token_of(work.seed), prompt=self.prompt_tokens + before,
+            generated=known if sent == work.position - base else (work.position - base) * g, length=length,
+            cut=drawn >= limit, sent=work.position - base, early=early, base=base, last=last,
         )  # fmt: skip
         return row, group
 
+    def _turn(self, work: Work, group: int) -> tuple[int, int, int]:
+        """The turn that this work belongs to: where it begins, in simulated tokens; the real tokens before it, without
+        the prompt; and its drawn length in real tokens."""
+        turn = base = before = 0
+        drawn, id_token = self._lengths.draw(work.seed, group), id_token_of(work.seed)
+        while self._sessions.turns > 1:
+            observed = self._sessions.observation(id_token, turn)
+            end = base + simulated(drawn, self.granule) + -(-observed // self.granule)
+            if work.position < end:
+                break
+            turn, base, before = turn + 1, end, before + drawn + observed
+            drawn = self._lengths.draw(turn_seed(work.seed, turn), group)
+        return base, before, drawn
+
     def stopped(self, row: DecodeRow) -> None:
         """Keep the progress of a response that an engine dropped before its end."""
-        self._generated[row.seed] = row.generated
+        self._generated[row.seed] = (row.base, row.generated)
 
     def finished(self, row: DecodeRow) -> None:
         self._generated.pop(row.seed, None)
-        if row.id_token not in self._finished_lengths:  # else its last frame was lost and it finishes a second time
-            self._finished_lengths[row.id_token] = row.length
+        if (row.id_token, row.base) not in self._finished_turns:  # else its last frame was lost: it finishes again
+            self._finished_turns.add((row.id_token, row.base))
+            self._finished_lengths[row.id_token] = self._finished_lengths.get(row.id_token, 0) + row.length
             self.real_tokens += row.length
 
     def length(self, id_token: int) -> int:
-        """Real tokens of a finished response."""
+        """Real tokens that were sampled in a finished response."""
         return self._finished_lengths[id_token]

@@ -4,6 +4,7 @@ It counts real tokens exactly, for any granule.
     generated  real tokens of a response so far, including those that other workers generated
     length     real tokens at which it ends
     sent       simulated tokens reported to the controller: one per `granule` real tokens, and one at the end
+    base       simulated tokens of earlier turns and observations; all of the above counts from there
     early      real tokens, less than a granule, by which its reports are early. Without this, responses that started
                together would all report at the same moments, and short intervals could not be measured.
 
@@ -34,11 +35,13 @@ from windfall.types import Finish
 
 N = TypeVar("N", int, NDArray[np.int64])
 STOP, FILLER = 0, 1
+OBSERVED = (1 << 32) - 2
+"""The token that all observations consist of."""
 LOGPROB = array("f", [-1.0]).tobytes()
 DISTINCT_TOKENS = 1 << 20
 CLOSE_S = 1e-9
 """Times that differ by less than this are treated as equal."""
-HANDLE, GENERATED, SENT, END, LAST, ID_TOKEN = range(6)
+HANDLE, GENERATED, SENT, END, LAST, ID_TOKEN, BASE = range(7)
 """Columns. GENERATED (including `early`) and END count steps since the engine started. LAST is the final `sent`."""
 
 
@@ -76,13 +79,16 @@ class DecodeRow:
     """It ends at the length limit, not with a stop token."""
     sent: int
     early: int = 0
+    base: int = 0
+    last: int = 0
+    """Simulated tokens of the whole turn; 0: as many as follow from its length."""
 
 
 class Decode:
     def __init__(self, service: Service, granule: int, *, kv_tokens: int = 0, distinct_tokens: bool = False) -> None:
         """`kv_tokens`: size of the KV cache in real tokens; 0: unlimited. `distinct_tokens`: every token depends on its
         response and position, which is slower."""
-        self.service, self.granule, self._kv_tokens, self._distinct = service, granule, kv_tokens, distinct_tokens
+        self.service, self.granule, self.kv_tokens, self._distinct = service, granule, kv_tokens, distinct_tokens
         self.rows: dict[int, DecodeRow] = {}
         """Running and waiting responses by handle."""
         self.waiting: deque[tuple[DecodeRow, int]] = deque()
@@ -97,7 +103,7 @@ class Decode:
         """(step at which it ends, its context minus the step count, handle) of each running response, sorted."""
         self._context_base = 0
         """Sum of the second entries of `_ends`."""
-        self._columns = np.empty((6, 0), dtype=np.int64)
+        self._columns = np.empty((7, 0), dtype=np.int64)
         self._new_rows: list[DecodeRow] = []
         """Rows that are not in the columns yet."""
 
@@ -112,7 +118,7 @@ class Decode:
     def add(self, row: DecodeRow, prefill: int) -> None:
         assert row.handle not in self.rows, f"handle {row.handle} is already in the batch"
         self.rows[row.handle] = row
-        if self._kv_tokens:
+        if self.kv_tokens:
             self.waiting.append((row, prefill))
             self._fit_cache()
         else:
@@ -128,7 +134,7 @@ class Decode:
 
     def _fit_cache(self) -> None:
         """Preempt or admit responses, so that every running response has room for its next token."""
-        while len(self._ends) > 1 and self.context + len(self._ends) > self._kv_tokens:
+        while len(self._ends) > 1 and self.context + len(self._ends) > self.kv_tokens:
             self._fill_columns()
             row = self.rows[int(self._columns[HANDLE, -1])]
             row.sent, self._columns = int(self._columns[SENT, -1]), self._columns[:, :-1]
@@ -137,10 +143,21 @@ class Decode:
             self.preemptions += 1
         while self.waiting:
             row, prefill = self.waiting[0]
-            if self._ends and self.context + row.prompt + row.generated + len(self._ends) + 1 > self._kv_tokens:
+            if self._ends and self.context + row.prompt + row.generated + len(self._ends) + 1 > self.kv_tokens:
                 return
             self.waiting.popleft()
             self._admit(row, prefill)
+
+    def youngest_above(self, tokens: int) -> tuple[int, ...]:
+        """Handles of the youngest running responses, so that the others have at most `tokens` tokens of context."""
+        out, context = [], self.context
+        for handle in reversed(self._admitted):
+            if context <= tokens:
+                break
+            out.append(handle)
+            _, base, _ = self._end(self.rows[handle])
+            context -= base + self._steps
+        return tuple(out)
 
     def _end(self, row: DecodeRow) -> tuple[int, int, int]:
         admitted = self._admitted[row.handle]
@@ -155,7 +172,7 @@ class Decode:
         for row in dropped:
             if row.handle in self._admitted:
                 self._stop(row)
-        if self._kv_tokens and dropped:
+        if self.kv_tokens and dropped:
             self.waiting = deque(w for w in self.waiting if w[0].handle in self.rows)
             self._fit_cache()
         return dropped
@@ -176,9 +193,9 @@ class Decode:
     def horizon(self) -> int:
         """Steps until all responses have ended, or until one may have to be preempted or admitted."""
         most = self._ends[-1][0] - self._steps
-        if self._kv_tokens:
+        if self.kv_tokens:
             if len(self._ends) > 1:
-                most = min(most, (self._kv_tokens - self.context) // len(self._ends))
+                most = min(most, (self.kv_tokens - self.context) // len(self._ends))
             if self.waiting:
                 most = min(most, self._ends[0][0] - self._steps)
         return most
@@ -225,7 +242,7 @@ class Decode:
         if self._new_rows:
             more = [
                 (r.handle, r.generated + r.early - (admitted := self._admitted[r.handle]), r.sent,
-                 admitted + r.length - r.generated, simulated(r.length, self.granule), r.id_token)
+                 admitted + r.length - r.generated, r.last or simulated(r.length, self.granule), r.id_token, r.base)
                 for r in self._new_rows
             ]  # fmt: skip
             self._columns = np.concatenate([self._columns, np.array(more, dtype=np.int64).T], axis=1)
@@ -242,10 +259,10 @@ class Decode:
         new = upto - c[SENT]
         rows = np.flatnonzero(new > 0)
         if not len(rows):
-            if self._kv_tokens:
+            if self.kv_tokens:
                 self._fit_cache()
             return None, []
-        counts, sent = new[rows], c[SENT][rows]
+        counts, sent = new[rows], c[SENT][rows] + c[BASE][rows]
         ends = counts.cumsum()
         tokens = np.full(int(ends[-1]), FILLER, dtype=np.uint32)
         if self._distinct:
@@ -267,7 +284,7 @@ class Decode:
                 self._stop(self.rows.pop(row.handle))
             self._columns, upto = c[:, ~over], upto[~over]
         self._columns[SENT] = np.maximum(self._columns[SENT], upto)
-        if self._kv_tokens:
+        if self.kv_tokens:
             self._fit_cache()
         return Tokens(
             version=version, handles=tuple(handles), positions=tuple(sent.tolist()),

@@ -1,4 +1,4 @@
-"""The simulated fleet: the recipe's own workers, which stay, and machines that come and go according to a trace.
+"""The simulated fleet: the recipe's own workers and lenders, which stay, and machines that come and go by a trace.
 
 A machine that comes up boots, then its worker dials in. Each time the same node comes up, its worker has a new name
 (`n3.1`, `n3.2`), as in fleet/trace_provider.py. If the recipe asks for it, a worker is warned before its machine is
@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.fleet.trace_formats import Change
-from windfall.launch.autoscale import Autoscaler
+from windfall.launch import worker_sources
+from windfall.serve.slo import Objectives
 from windfall.sim.core.link import SimLink
-from windfall.sim.core.scenario import MachineKind, Scenario
+from windfall.sim.core.scenario import MachineKind, Scenario, service
 from windfall.sim.core.service import Service, uniform
 from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines.lender import LenderSpec, SimLender
 from windfall.sim.machines.market import Prices
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
@@ -52,8 +54,7 @@ class SimFleet:
         self._up: dict[str, Stay] = {}
         self._kinds: dict[str, MachineKind] = {}
         """Kind of each node of the trace, assigned in turn when the node first comes up. It never changes."""
-        f = scenario.real.fleet
-        self._autoscale = Autoscaler(f.workers, f.workers_max)
+        self._autoscaler = worker_sources.autoscaler(scenario.real, elsewhere=False)
         self._own_workers: dict[str, SimWorker | float] = {}
         """Workers that are not in the trace, by name. A number is the time at which the worker started to boot."""
         self._snapshots = 0
@@ -65,6 +66,7 @@ class SimFleet:
         """Start the workers that stay, then play back the whole trace."""
         f, s = self._scenario.real.fleet, self._scenario.real.sim
         self._scale_to(f.workers)
+        self._start_lenders()
         for at_s, what, change in with_notices(self._scenario.changes, s.notice_s):
             await _until(at_s)
             if what == "up":
@@ -87,6 +89,7 @@ class SimFleet:
             spec = WorkerSpec(
                 name=LOCAL, lease=lease, service=self._scenario.trainer, slots=s.trainer_slots,
                 heartbeat_s=f.heartbeat_s, quantum_s=self._scenario.quantum_s, make_link=self.make_link,
+                keep_share=self._scenario.real.engine.keep_share,
             )  # fmt: skip
             self._start(LOCAL, spec, started_s)
 
@@ -102,6 +105,7 @@ class SimFleet:
             network=self._network, weights_bytes=s.weights_bytes, ingress_per_s=s.ingress_bytes_per_s,
             heartbeat_s=self._scenario.real.fleet.heartbeat_s, latency_s=s.latency_s,
             quantum_s=self._scenario.quantum_s, make_link=self.make_link,
+            keep_share=self._scenario.real.engine.keep_share,
         )  # fmt: skip
 
     def _service(self, node: str, worker: Service) -> Service:
@@ -139,9 +143,10 @@ class SimFleet:
             return
         self._snapshots += 1
         running = {name for name, worker in self._own_workers.items() if isinstance(worker, SimWorker)}
-        wanted = self._autoscale.update({**snapshot, "step": self._snapshots}, running)
-        if wanted is not None:
-            self._scale_to(wanted)
+        now_s = asyncio.get_running_loop().time()
+        changes = self._autoscaler.update({**snapshot, "step": self._snapshots}, {"local": running}, now_s)
+        if "local" in changes:
+            self._scale_to(changes["local"])
 
     def _scale_to(self, count: int) -> None:
         """Start or stop workers. The workers with the highest numbers leave as they would after SIGTERM: they send
@@ -163,6 +168,26 @@ class SimFleet:
             f = self._scenario.real.fleet
             self._start(name, self._worker_spec(name, self._scenario.worker, f.kind, f.price_usd_per_h), started_s)
             self._own_workers[name] = self.workers[name]
+
+    def _start_lenders(self) -> None:
+        """Lenders are there from the beginning: they serve whether or not there is a run."""
+        x, load, now = self._scenario.real.sim.lenders, self._scenario.serving_load, asyncio.get_running_loop().time()
+        if x is None or load is None:
+            return
+        kind = replace(self._scenario.worker, slots=x.slots, kv_tokens=x.kv_tokens)
+        for n in range(x.count):
+            lending = LenderSpec(
+                number=n, serving=service(x.serving, "sim.lenders.serving"), load=load,
+                objectives=Objectives(ttft_s=x.ttft_s, tpot_s=x.tpot_s, max_slowdown=x.max_slowdown),
+                serving_kv_tokens=x.serving_kv_tokens,
+                response_tokens=self._scenario.real.sim.prompt_tokens + self._scenario.real.rollout.max_tokens,
+            )  # fmt: skip
+            name = f"l{n + 1}"
+            lender = self.workers[name] = SimLender(
+                self._worker_spec(name, kind, "borrowed", 0.0), lending, self._token_schedule, self._attend,
+                started_s=now,
+            )  # fmt: skip
+            lender.dial()
 
     def _start(self, node: str, spec: WorkerSpec, started_s: float) -> None:
         worker = self.workers[node] = SimWorker(spec, self._token_schedule, self._attend, started_s=started_s)

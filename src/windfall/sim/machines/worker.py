@@ -23,6 +23,7 @@ from windfall.sim.core.link import SimLink
 from windfall.sim.core.service import Service
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.decode import Decode
+from windfall.sim.machines.kept_sessions import KeptSessions
 from windfall.sim.machines.network import Network
 from windfall.types import Lease
 
@@ -54,6 +55,8 @@ class WorkerSpec:
     simulated. 0: the engine is ready at once, and the first pull is simulated."""
     kv_tokens: int = 0
     """Size of its KV cache in real tokens. 0: unlimited."""
+    keep_share: float = 0.5
+    """Share of its KV cache for sessions whose environment works."""
     longest: int = 0
     """Longest response that it accepts, in simulated tokens including the prompt. 0: any length."""
     make_link: Callable[..., SimLink] = SimLink
@@ -92,6 +95,10 @@ class SimWorker:
         self._undelivered: list[object] = []
         self._pull: int | None = None
         self._prompts: set[int] = set()
+        self._kept = KeptSessions(share=spec.keep_share, kv_tokens=spec.kv_tokens)
+        self._keep: dict[int, tuple[str, float]] = {}
+        """By handle: the session, and the predicted seconds until its next turn."""
+        self._reused = self._prefilled = self._lookups = self._hits = 0
         self._sent_tokens = self._steps = 0
         self._pulled_bytes = 0.0
         """Bytes of all pulls so far; the current pull counts in full."""
@@ -163,6 +170,7 @@ class SimWorker:
         link, self.link = self.link, None
         self._stop_timer()
         self._drop_all()
+        self._kept.clear()
         if self.spec.network is not None:
             self.spec.network.stop(self._pull)
         self._pull, self._first_swap, self._paused, self._undelivered = None, None, False, []
@@ -194,7 +202,10 @@ class SimWorker:
                 m.Stats(running=len(d), made=self._sent_tokens, steps=self._steps, idle_s=0.0,
                         preemptions=d.preemptions, waiting=len(d.waiting),
                         loading="build" if building else "pull" if self._pull is not None else "",
-                        pulled_bytes=round(self._pulled_bytes - left))
+                        pulled_bytes=round(self._pulled_bytes - left), reused_tokens=self._reused,
+                        prefilled=self._prefilled, lookups=self._lookups, hits=self._hits,
+                        kept_sessions=len(self._kept), kept_tokens=self._kept.tokens,
+                        dropped=self._kept.take_dropped())
             )  # fmt: skip
             self._loop.call_at(_next_multiple(now, self.spec.heartbeat_s), self._heartbeat, link)
 
@@ -207,6 +218,9 @@ class SimWorker:
                 self._start_load(message)
             case m.Assign() | m.Cancel() | m.Release() | m.Pause() | m.Resume() | m.Drain():
                 self._queue_order(message)
+            case m.Forget():  # at once: it changes no step
+                for session in message.sessions:
+                    self._kept.forget(session)
             case m.Refused():
                 self.finished = True
                 self._disconnect(message.why)
@@ -283,16 +297,26 @@ class SimWorker:
             self._send(m.Rejected(handle=work.handle, why=f"{needed} tokens do not fit into {self.spec.longest}"))
             return
         row, group = self._token_schedule.row(work)
-        prefill = row.generated
-        if group not in self._prompts:  # siblings share the KV pages of their prompt
-            self._prompts.add(group)
-            prefill += row.prompt
-        self._decode.add(row, prefill)
+        context = row.prompt + row.generated
+        there = self._kept.take(work.session)
+        if group in self._prompts:  # siblings share the KV pages of their prompt
+            there = max(there, self._token_schedule.prompt_tokens)
+        self._prompts.add(group)
+        there = min(there, context)
+        self._lookups += 1
+        self._hits += there > 0
+        self._reused += there
+        self._prefilled += context - there
+        if work.keep_s > 0:
+            self._keep[work.handle] = (work.session, work.keep_s)
+        self._decode.add(row, context - there)
+        self._kept.fit(self._decode.context, self._loop.time())
 
     def _swap(self, order: _Swap) -> None:
         load, took_s = order.load, self._loop.time() - order.began_s
         self._held = (load.version, load.digest)
         self._prompts.clear()
+        self._kept.clear()
         self._decode.prefill = self._decode.context
         pulled = 0 if self.spec.network is None else round(self.spec.weights_bytes)
         self._send(
@@ -302,6 +326,7 @@ class SimWorker:
 
     def _drop(self, handles: tuple[int, ...]) -> None:
         for row in self._decode.drop(handles):
+            self._keep.pop(row.handle, None)
             self._token_schedule.stopped(row)
 
     def _drop_all(self) -> None:
@@ -341,9 +366,16 @@ class SimWorker:
         self._decode.advance(steps)
         self._began_s += took_s
         self._steps += steps
-        frame, ended = self._decode.frame(self._held[0])
+        (frame, ended), now = self._decode.frame(self._held[0]), self._loop.time()
         for row in ended:
             self._token_schedule.finished(row)
+            session, keep_s = self._keep.pop(row.handle, ("", 0.0))
+            if session:
+                self._kept.keep(session, row.prompt + row.length, now + keep_s, now)
+            else:
+                self._kept.release(row.prompt + row.length)
+        if frame is not None:
+            self._kept.fit(self._decode.context, now)
         if frame is not None:
             self._sent_tokens += len(frame.tokens) // 4
             self._send(frame)

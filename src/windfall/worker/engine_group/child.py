@@ -115,7 +115,9 @@ class EngineChild:
         model = self._engine.model
         self._memory = WeightMemory(model)
         vocabulary = model.get_input_embeddings().num_embeddings
-        self.send(m.Built(slots=slots, limit=self._engine.limit, vocabulary=vocabulary))
+        self.send(
+            m.Built(slots=slots, limit=self._engine.limit, vocabulary=vocabulary, engine=self._engine.capabilities)
+        )
 
     def _load(self, message: m.Load) -> None:
         assert self._memory is not None, "Build comes first"

@@ -14,10 +14,10 @@ Rules:
   or was asleep, loads the same version again. If the publisher has overwritten it meanwhile, nothing is generated until
   the next `swap`.
 - After `pause` or `sleep` has returned, no child computes, and no child begins to, until `step` or `swap` is called.
-  After `sleep`, no child holds memory for KV cache or weights, except small weights with an adapter: their base stays.
+  After `sleep`, no child holds memory for KV cache or weights. Only weights with an adapter stay if they are small.
 - If a child ends, its responses continue in other children from their last token, or wait for a child. The child is
   started again with back-off. A child that is stuck is killed. After MAX_FAILURES ends of one child in a row without a
-  token in between, the group fails: `step` and `swap` raise the last error, until `build` starts anew.
+  token in between, the group fails: `step` and `swap` raise the last error, until `build` is called again.
 
 The group's lock is held only for moments; waiting releases it. `add`, `cancel`, `step` and `swap` are called by one
 thread; `pause` and `sleep` also by another, but not at the same time as `step` or `swap` (TrainerTurn sees to that).
@@ -39,7 +39,7 @@ from windfall.engine.base import Counters
 from windfall.engine.torch.engine import check_request
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
-from windfall.types import Chunk, Request
+from windfall.types import Capabilities, Chunk, Request
 from windfall.weights.shared import OpenVersion, SharedSource
 from windfall.worker.engine_group import messages as m
 from windfall.worker.engine_group.processes import MODULES, EngineProcesses
@@ -98,6 +98,11 @@ class EngineGroup:
         return sum(c.built.slots for c in self._children)
 
     @property
+    def capabilities(self) -> Capabilities:
+        """What the children's engines can do; they are all of one kind."""
+        return self._children[0].built.engine
+
+    @property
     def limit(self) -> int:
         """Tokens of the longest response, prompt included, that fits into every child."""
         return min((c.built.limit for c in self._children if c.built.limit), default=0)
@@ -114,8 +119,8 @@ class EngineGroup:
         return len(self._responses)
 
     def build(self, spec: EngineSpec) -> int:
-        """Build an engine in every child, new ones if there are some already. Returns the number of slots. Raises the
-        error of a child that cannot build its engine."""
+        """Build an engine in every child, in place of any that exists. Returns the number of slots. Raises the error of
+        a child that cannot build its engine."""
         with self._changed:
             if not self._broken:
                 self._failure = None
@@ -330,7 +335,7 @@ class EngineGroup:
         self._target = target
 
     def _settled(self) -> bool:
-        """Whether a swap can do no more: at least one child has the version, and none is loading it."""
+        """Whether a swap is over: every child that is ready (at least one) has the version, or a load has failed."""
         if self._refused or self._withdrawn:
             return not any(c.order for c in self._children)
         ready = [c for c in self._children if c.ready]

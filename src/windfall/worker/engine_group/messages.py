@@ -19,7 +19,7 @@ import msgspec
 from windfall.engine.base import Counters
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec, Message, Tokens, Work, columns
-from windfall.types import Chunk, Request
+from windfall.types import Capabilities, Chunk, Request
 from windfall.weights.shared import SharedVersion
 
 LENGTH_BYTES = 4
@@ -64,7 +64,7 @@ class Load(Message, frozen=True, tag=6):
 
 class Sleep(Message, frozen=True, tag=7):
     """Free the memory of the KV cache and of the weights. Responses stay, and are prefilled again. Weights with an
-    adapter are kept if they are small beside the free memory, because most of them are the base, which stays."""
+    adapter are kept if they are small compared with the free memory, because most of them are the base, which stays."""
 
     order: int
 
@@ -80,6 +80,7 @@ class Built(Message, frozen=True, tag=12):
     slots: int  # responses that are decoded at once
     limit: int  # tokens of the longest response, prompt included, that fits
     vocabulary: int
+    engine: Capabilities = Capabilities()
 
 
 class Stepped(Message, frozen=True, tag=13):

@@ -40,11 +40,11 @@ class Child:
     number: int
     state: ChildState = ChildState.DOWN
     built: m.Built = field(default_factory=lambda: m.Built(slots=0, limit=0, vocabulary=0))
-    """As it was last built."""
+    """The limits that it reported when it last built its engine."""
     digest: str = ""
-    """Of the weights in its engine; empty if it has none, or a mixture."""
+    """Digest of the weights in its engine; empty if it has none, or parts of two versions."""
     held: OpenVersion | None = None
-    """As which version it uses these weights; None if it cannot make a step with them."""
+    """The version as which it uses these weights; None if it cannot make a step with them."""
     asleep: bool = False
     granted: int = 0
     unread: int = 0

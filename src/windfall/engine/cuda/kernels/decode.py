@@ -54,7 +54,8 @@ def _decode_attention(
     PREFIX_PARTIALS, layer, half, table_stride, window, scale, splits, min_tokens, prefix_splits, prefix_min_tokens,
     eps,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, SPLIT_KV: tl.constexpr, FUSED: tl.constexpr,
+    PAGE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr,
+    SPLIT_KV: tl.constexpr, FUSED: tl.constexpr,
     NORM: tl.constexpr, PREFIX_GROUPS: tl.constexpr, SPLIT_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`PREFIX_GROUPS` is 0 without prefix groups, 1 if a shared prefix is one split, and 2 if it may be several."""
@@ -91,7 +92,7 @@ def _decode_attention(
     keys = pool + layer.to(tl.int64) * 2 * half + kv * (PAGE * HEAD)
     if FUSED and split == split_count - 1:
         new = Q + (row * (GROUP + 2) + GROUP) * (KV_HEADS * HEAD) + kv * HEAD
-        to = keys + tl.load(table + (end - 1) // PAGE).to(tl.int64) * (KV_HEADS * PAGE * HEAD)
+        to = keys + tl.load(table + (end - 1) // PAGE).to(tl.int64) * PAGE_STRIDE
         store_kv(
             new, KV_HEADS * HEAD, to + (end - 1) % PAGE * HEAD, half, KW, COS, SIN, end - 1, eps, HEAD, HEAD_P, NORM
         )
@@ -110,7 +111,7 @@ def _decode_attention(
         ok = t < last
         if WINDOWED:
             ok = ok & (t >= lowest)
-        where = (page.to(tl.int64) * (KV_HEADS * PAGE * HEAD) + (t % PAGE) * HEAD)[:, None] + d[None, :]
+        where = (page.to(tl.int64) * PAGE_STRIDE + (t % PAGE) * HEAD)[:, None] + d[None, :]
         page = tl.load(table + (t + BLOCK) // PAGE, mask=t + BLOCK < last, other=0)  # for the next iteration
         wanted = ok[:, None] & (d < HEAD)[None, :]
         k = tl.load(keys + where, mask=wanted, other=0.0)
@@ -144,7 +145,7 @@ def _run(
     splits: int, positions: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float,
     fused: bool, prefix_groups: PrefixGroups | None,
 ) -> Tensor:  # fmt: skip
-    batch, kv_heads, head = len(rows), pool.shape[3], pool.shape[5]
+    batch, kv_heads, head = len(rows), pool.kv_heads, pool.head
     assert batch * kv_heads <= _MAX_PAIRS, "too many rows for one step"
     group = heads // kv_heads
     out = torch.empty((batch, heads * head), dtype=q.dtype, device=q.device)
@@ -164,11 +165,12 @@ def _run(
     _decode_attention[(batch, kv_heads, splits)](
         q, out, partials, _finished_for(pool) if splits > 1 else rows, rows, positions, state.length, state.left,
         state.table, pool.base, cos, sin, *(weights or (cos, cos)), *prefix, layer,
-        pool.shape[2] * kv_heads * pool.page_size * head, state.table.stride(0), window or 0, scale * _LOG2E, splits,
+        pool.value_offset, state.table.stride(0), window or 0, scale * _LOG2E, splits,
         min_split_tokens(batch * kv_heads), prefix_groups.splits if prefix_groups else 1,
         min_prefix_split(prefix_groups, kv_heads) if prefix_groups else 1, eps, KV_HEADS=kv_heads, GROUP=group,
         GROUP_P=max(16, triton.next_power_of_2(group)), HEAD=head, HEAD_P=triton.next_power_of_2(head),
-        PAGE=pool.page_size, BLOCK=block, WINDOWED=window is not None, SPLIT_KV=splits > 1, FUSED=fused,
+        PAGE=pool.page_size, PAGE_STRIDE=pool.page_stride, BLOCK=block, WINDOWED=window is not None,
+        SPLIT_KV=splits > 1, FUSED=fused,
         NORM=weights is not None, PREFIX_GROUPS=group_mode, SPLIT_STEP=PREFIX_SPLIT_STEP, **how,
     )  # fmt: skip
     return out
@@ -190,9 +192,9 @@ def rope_store_and_decode(
     window: int | None, splits: int, prefix_groups: PrefixGroups | None = None,
 ) -> Tensor:  # fmt: skip
     """`rope_and_store`, then `decode_attention`, fused where that is faster. `positions`: from `decode_inputs`."""
-    if len(rows) * pool.shape[3] > _MAX_FUSED_PAIRS:
+    if len(rows) * pool.kv_heads > _MAX_FUSED_PAIRS:
         q = rope_and_store(
-            qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.shape[3]
+            qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.kv_heads
         )
         return decode_attention(q, rows, state, pool, layer, scale, window, splits, prefix_groups)
     weights = None if q_weight is None or k_weight is None else (q_weight, k_weight)

@@ -92,7 +92,7 @@ def _head_norm(a, b, WEIGHT, i, valid, eps, HEAD: tl.constexpr):
 def _rope_and_store(
     QKV, SLOTS, POSITIONS, LEFT, TABLE, BASE, COS, SIN, QW, KW, OUT, layer, half, scratch, table_stride, columns, eps,
     KV_HEADS: tl.constexpr, KV_HEADS_P: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HALF_P: tl.constexpr,
-    PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, PAGE_STRIDE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program handles `KV_HEADS` heads of a row: some of the queries, or all keys, or all values."""
     if PDL:
@@ -129,7 +129,7 @@ def _rope_and_store(
         page = tl.load(TABLE + slot.to(tl.int64) * table_stride + column)
         page = tl.where(tl.load(LEFT + slot) > 0, page, scratch).to(tl.int64)
         pool = tl.multiple_of(tl.load(BASE).to(tl.pointer_type(dtype)), 16)
-        to = pool + (layer.to(tl.int64) * 2 + (what - GROUP)) * half + page * (KV_HEADS * PAGE * HEAD)
+        to = pool + (layer.to(tl.int64) * 2 + (what - GROUP)) * half + page * PAGE_STRIDE
         to = to + (position % PAGE) * HEAD + h * (PAGE * HEAD) + i
         tl.store(to, a.to(dtype), mask=valid)
         tl.store(to + HEAD // 2, b.to(dtype), mask=valid)
@@ -147,10 +147,10 @@ def rope_and_store(
     _rope_and_store[(count, heads // kv_heads + 2)](
         qkv, slots, positions, state.left, state.table, pool.base, cos, sin,
         cos if q_weight is None else q_weight, cos if k_weight is None else k_weight, out, layer,
-        pool.shape[2] * kv_heads * pool.page_size * head, pool.scratch, state.table.stride(0), state.table.shape[1],
+        pool.value_offset, pool.scratch, state.table.stride(0), state.table.shape[1],
         eps,
         KV_HEADS=kv_heads, KV_HEADS_P=heads_p, GROUP=heads // kv_heads, HEAD=head, HALF_P=half_p, PAGE=pool.page_size,
-        NORM=q_weight is not None, num_warps=max(1, min(8, heads_p * half_p // 256)),
+        PAGE_STRIDE=pool.page_stride, NORM=q_weight is not None, num_warps=max(1, min(8, heads_p * half_p // 256)),
         **launch.options(),
     )  # fmt: skip
     return out

@@ -27,6 +27,7 @@ _LOG2E = 1.4426950408889634
 def _prefill_attention(
     Q, OUT, SLOT, FIRST, COUNT, START, TABLE, BASE, layer, half, table_stride, window, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr, PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -59,7 +60,7 @@ def _prefill_attention(
     page = tl.load(table + (begin + n) // PAGE, mask=begin + n < end, other=0)
     for first in range(begin, end, BLOCK):
         t = first + n
-        where = (page.to(tl.int64) * (KV_HEADS * PAGE * HEAD) + (t % PAGE) * HEAD)[:, None] + d[None, :]
+        where = (page.to(tl.int64) * PAGE_STRIDE + (t % PAGE) * HEAD)[:, None] + d[None, :]
         wanted = (t < end)[:, None] & (d < HEAD)[None, :]
         page = tl.load(table + (t + BLOCK) // PAGE, mask=t + BLOCK < end, other=0)  # for the next iteration
         k = tl.load(keys + where, mask=wanted, other=0.0)
@@ -86,14 +87,15 @@ def prefill_attention(
 ) -> Tensor:
     """Causal attention of every chunk over its sequence so far. The output of rows outside all chunks is undefined."""
     count, heads, head = q.shape
-    kv_heads = pool.shape[3]
+    kv_heads = pool.kv_heads
     group = heads // kv_heads
     out = torch.empty((count, heads * head), dtype=q.dtype, device=q.device)
     tile, block, warps, stages = tiling(spans.longest, q.dtype.itemsize, triton.next_power_of_2(head))
     _prefill_attention[(kv_heads, spans.slot.numel(), triton.cdiv(spans.longest * group, tile))](
         q, out, spans.slot, spans.first, spans.count, spans.start, state.table, pool.base, layer,
-        pool.shape[2] * kv_heads * pool.page_size * head, state.table.stride(0), window or 0, scale * _LOG2E,
-        KV_HEADS=kv_heads, GROUP=group, HEAD=head, HEAD_P=triton.next_power_of_2(head), PAGE=pool.page_size, TILE=tile,
+        pool.value_offset, state.table.stride(0), window or 0, scale * _LOG2E,
+        KV_HEADS=kv_heads, GROUP=group, HEAD=head, HEAD_P=triton.next_power_of_2(head), PAGE=pool.page_size,
+        PAGE_STRIDE=pool.page_stride, TILE=tile,
         BLOCK=block, WINDOWED=window is not None, num_warps=warps, num_stages=stages,
         **launch.options(),
     )  # fmt: skip

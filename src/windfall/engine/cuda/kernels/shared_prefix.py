@@ -35,7 +35,8 @@ def _attend_shared_prefix(
     Q, PARTIALS, FIRST, COUNT, TOKENS, ROWS, POSITIONS, TABLE, BASE, COS, SIN, QW, layer, half, table_stride, scale,
     prefix_splits, min_tokens, eps,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_P: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT_STEP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
+    PAGE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK: tl.constexpr, SPLIT_STEP: tl.constexpr,
+    FUSED: tl.constexpr, NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -70,7 +71,7 @@ def _attend_shared_prefix(
     for start in range(first, last, BLOCK):
         t = start + n
         ok = t < last
-        where = (page.to(tl.int64) * (KV_HEADS * PAGE * HEAD) + (t % PAGE) * HEAD)[:, None] + d[None, :]
+        where = (page.to(tl.int64) * PAGE_STRIDE + (t % PAGE) * HEAD)[:, None] + d[None, :]
         page = tl.load(table + (t + BLOCK) // PAGE, mask=t + BLOCK < last, other=0)  # for the next iteration
         wanted = ok[:, None] & (d < HEAD)[None, :]
         k = tl.load(keys + where, mask=wanted, other=0.0)
@@ -95,17 +96,18 @@ def attend_shared_prefix(
 ) -> Tensor:  # fmt: skip
     """Partial results of every (row, kv head): room for `prefix_groups.splits` of each; those of actual splits are set.
     `fused`: `q` holds all projections of a row, and queries are normalized and rotated here. `scale` is for exp2."""
-    kv_heads, head = pool.shape[3], pool.shape[5]
+    kv_heads, head = pool.kv_heads, pool.head
     group, count = heads // kv_heads, prefix_groups.first.numel()
     splits = prefix_groups.splits
     partials = torch.empty(len(rows) * heads * splits * (head + 2), dtype=torch.float32, device=q.device)
     block, warps, stages = tiling(count * kv_heads * splits, q.dtype.itemsize, triton.next_power_of_2(head))
     _attend_shared_prefix[(count, kv_heads, splits)](
         q, partials, prefix_groups.first, prefix_groups.count, prefix_groups.tokens, rows, positions, state.table,
-        pool.base, cos, sin, cos if weight is None else weight, layer, pool.shape[2] * kv_heads * pool.page_size * head,
+        pool.base, cos, sin, cos if weight is None else weight, layer, pool.value_offset,
         state.table.stride(0), scale, splits, min_prefix_split(prefix_groups, kv_heads), eps,
         KV_HEADS=kv_heads, GROUP=group, TILE_P=TILE, HEAD=head, HEAD_P=triton.next_power_of_2(head),
-        PAGE=pool.page_size, BLOCK=block, SPLIT_STEP=PREFIX_SPLIT_STEP, FUSED=fused, NORM=weight is not None,
+        PAGE=pool.page_size, PAGE_STRIDE=pool.page_stride, BLOCK=block, SPLIT_STEP=PREFIX_SPLIT_STEP, FUSED=fused,
+        NORM=weight is not None,
         num_warps=warps, num_stages=stages, **launch.options(),
     )  # fmt: skip
     return partials

@@ -1,0 +1,167 @@
+"""The memory in which several engines keep their KV caches: a tensor of bytes, divided into blocks (engine/blocks.py).
+
+    block 0                          block 1                       ...   scratch blocks, one per tenant
+    ├ page ┼ page ┼ page ┼ rest ┤    ├ page of another model ┼ ... ┤     ├ ─ ┤ ├ ─ ┤
+
+A page holds the keys and values of all layers, one after another. An engine reads layer n through a strided view whose
+first index is a granule, so a page's number is the number of its first granule. The views of an engine never change:
+blocks move between engines by bookkeeping alone. A block that was another tenant's is filled with zeros before its
+first use, so no tenant can read what another wrote, and masked positions are finite numbers in every dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from windfall.engine.blocks import BlockLayout, Blocks
+from windfall.engine.tenant_pages import TenantPages
+from windfall.errors import WindfallError
+
+TAIL_ALIGN = 512
+"""Bytes. The range of a `Tail` starts at a multiple of it."""
+TENANTS = 2
+"""Upper limit for the tenants of one arena."""
+
+
+class _Shape(Protocol):
+    """What one attention module caches per token, as (heads, size)."""
+
+    @property
+    def keys(self) -> tuple[int, int]: ...
+    @property
+    def values(self) -> tuple[int, int]: ...
+
+
+class Arena:
+    def __init__(self, layout: BlockLayout, device: Any = "cpu") -> None:
+        self.blocks, self._layout = Blocks(layout), layout
+        self.memory = torch.zeros((layout.count + TENANTS) * layout.block_bytes, dtype=torch.uint8, device=device)
+        self._scratch: list[str] = [""] * TENANTS
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
+
+    def join(self, tenant: str, *, token_bytes: int, page_size: int, priority: bool = False) -> TenantKV:
+        """The KV cache of a tenant whose tokens take `token_bytes` over all layers."""
+        page_bytes = page_size * token_bytes
+        if not self._layout.pages(page_bytes):
+            what = f"a page of this model takes {page_bytes} bytes, and a block has {self._layout.block_bytes}"
+            raise WindfallError(what, where=tenant, fix="Give serving more memory for its KV cache (--kv-tokens).")
+        slot = self._scratch.index("")
+        self._scratch[slot] = tenant
+        pages = TenantPages(self.blocks, tenant, page_bytes=page_bytes, size=page_size, priority=priority)
+        return TenantKV(self, pages, scratch=(self._layout.count + slot) * self._layout.granules)
+
+    def leave(self, tenant: str) -> None:
+        self.blocks.leave(tenant)
+        slot = self._scratch.index(tenant)
+        self._scratch[slot] = ""
+        self._clear(self._layout.count + slot)
+
+    def clear_moved(self) -> None:
+        while self.blocks.dirty:
+            self._clear(self.blocks.dirty.pop())
+
+    def _clear(self, block: int) -> None:
+        size = self._layout.block_bytes
+        self.memory[block * size : (block + 1) * size].zero_()
+
+    def views(self, shapes: Sequence[_Shape], dtype: torch.dtype, page_size: int) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values of every attention module: (granules, page size, heads, size), indexed by page number."""
+        flat, granule = self.memory.view(dtype), self._layout.granule_bytes // dtype.itemsize
+        offset, out = 0, list[tuple[Tensor, Tensor]]()
+        page = sum(page_size * (s.keys[0] * s.keys[1] + s.values[0] * s.values[1]) for s in shapes)
+        count = (flat.numel() - page) // granule + 1
+        for shape in shapes:
+            pair: list[Tensor] = []
+            for heads, size in (shape.keys, shape.values):
+                strides = (granule, heads * size, size, 1)
+                pair.append(flat.as_strided((count, page_size, heads, size), strides, offset))
+                offset += page_size * heads * size
+            out.append((pair[0], pair[1]))
+        return out
+
+    def layers_view(self, layers: int, kv_heads: int, head: int, dtype: torch.dtype, page_size: int) -> Tensor:
+        """Keys and values of all layers as GPU kernels read them: (layers, 2, granules, kv_heads, page_size, head). All
+        attention modules have the same shape."""
+        flat, granule = self.memory.view(dtype), self._layout.granule_bytes // dtype.itemsize
+        one = kv_heads * page_size * head
+        count = (flat.numel() - 2 * layers * one) // granule + 1
+        strides = (2 * one, one, granule, page_size * head, head, 1)
+        return flat.as_strided((layers, 2, count, kv_heads, page_size, head), strides)
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory.device
+
+    def use_device(self) -> None:
+        """Make this GPU the current one of the calling thread: kernels run on the current GPU."""
+        if self.memory.is_cuda:
+            torch.cuda.set_device(self.memory.device)
+
+
+class Tail:
+    """The last blocks of an arena as one range of bytes, for something that is not a KV cache: the weights of a model.
+    They are the last that a tenant with priority takes."""
+
+    def __init__(self, arena: Arena, tenant: str, nbytes: int, give_up: Callable[[], None]) -> None:
+        """`give_up` is called before the blocks go to a tenant with priority."""
+        layout = arena.blocks.layout
+        self._arena, self._tenant, self._give_up = arena, tenant, give_up
+        self.count = -(-(nbytes + TAIL_ALIGN) // layout.block_bytes)
+        start = max(0, layout.count - self.count) * layout.block_bytes
+        start += -(arena.memory.data_ptr() + start) % TAIL_ALIGN
+        self.memory = arena.memory[start : start + nbytes]
+        arena.blocks.join(tenant, last_resort=True, yield_blocks=self._yield)
+
+    @property
+    def held(self) -> bool:
+        return self._arena.blocks.held(self._tenant) > 0
+
+    def take(self) -> bool:
+        """Take the blocks, unless one is in use. Their memory is cleared, in the order of the current stream."""
+        taken = self.held or self._arena.blocks.reserve(self._tenant, self.count)
+        self._arena.clear_moved()
+        return taken
+
+    def _yield(self, count: int) -> int:
+        del count
+        if not self.held:
+            return 0
+        self._give_up()
+        for block in sorted(self._arena.blocks.of(self._tenant)):
+            self._arena.blocks.give_back(self._tenant, block)
+        return self.count
+
+    def leave(self) -> None:
+        self._arena.blocks.leave(self._tenant)
+
+
+class TenantKV:
+    """What an engine needs to keep its KV cache in an arena."""
+
+    def __init__(self, arena: Arena, pages: TenantPages, *, scratch: int) -> None:
+        self._arena, self.pages, self.scratch = arena, pages, scratch
+
+    def views(self, shapes: Sequence[_Shape], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        return self._arena.views(shapes, dtype, self.pages.size)
+
+    def layers_view(self, layers: int, kv_heads: int, head: int, dtype: torch.dtype) -> Tensor:
+        return self._arena.layers_view(layers, kv_heads, head, dtype, self.pages.size)
+
+    @property
+    def device(self) -> torch.device:
+        return self._arena.device
+
+    def clear_moved(self) -> None:
+        """Fill the blocks that were another tenant's with zeros. Call this after planning a step, before it runs."""
+        self._arena.clear_moved()
+
+    def leave(self) -> None:
+        """Give everything back. The engine must not step again."""
+        self._arena.leave(self.pages.tenant)

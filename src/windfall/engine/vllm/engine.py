@@ -1,0 +1,242 @@
+"""vLLM behind windfall's engine interface: `vllm.LLMEngine` in this process, with a step loop of its own.
+
+    add ──▶ EngineCoreRequest ──▶ vLLM's engine core ──▶ EngineCoreOutput ──▶ Chunk
+                                  scheduler, KV cache, model runner (1 rank: in this process; N ranks: N children)
+
+Why not `LLMEngine.add_request` and `LLMEngine.step`: they add a detokenizer, objects for every token and statistics,
+which windfall does not need. With 256 responses they take about as long as the GPU; log-probs make a dictionary for
+each token. `LLMEngine` builds everything; requests then go directly to its engine core, which returns token ids as
+lists and log-probs as arrays (docs/vllm.md has the figures).
+
+Rules:
+- A chunk has the tokens of one step, in order, each with its log-prob under softmax(logits / temperature). sampling.py
+  explains how tokens are drawn, and when a response continues exactly (`capabilities.exact`).
+- `swap` loads the weights between two steps, then empties the prefix cache and sends every running response back to the
+  waiting queue: it keeps its tokens and is prefilled again. With asynchronous scheduling a batch may be in flight;
+  vLLM drops its tokens, so no token of the old weights comes after the swap.
+- A response ends with a stop token or after `max_tokens` tokens, as in every engine. `limit` keeps requests away from
+  vLLM's own limit on the length of a sequence.
+- The engine refuses top-p and top-k where vLLM's log-probs would be those after the cut, and temperatures that vLLM
+  would raise. A worker checks the run's parameters as soon as it has built its engine (vllm_factory.py) and is refused
+  with the reason; otherwise `add` would reject one response after the other.
+- The ranks are processes that end with this one, however it ends (extension.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windfall.engine.base import Counters
+from windfall.engine.torch.engine import check_request
+from windfall.engine.vllm import installed, sampling
+from windfall.engine.vllm.checkpoint import WeightShapes, config_json
+from windfall.errors import WindfallError
+from windfall.shared_tensors import SharedTensors, TensorFile
+from windfall.types import Capabilities, Chunk, Finish, Request, Sampling
+
+EXTENSION = "windfall.engine.vllm.extension.Extension"
+MIN_BLOCKS = 4
+"""The KV cache has at least this many blocks: vLLM keeps one free, and prefill needs one more than the tokens."""
+
+
+GRAPH_ROWS = 512
+"""vLLM captures graphs for batches of up to this many rows unless it is told to go further."""
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Request
+    generated: int = 0
+
+
+class VllmEngine:
+    def __init__(
+        self, fields: Mapping[str, Any], *, dtype: str, device: str, kv_tokens: int, max_running: int, max_rows: int,
+        token_bytes: int, tensor_parallel: int = 1, gpu_share: float = 0.9, version: int = 0, own_sampler: bool = True,
+        eager: bool = False, shapes: WeightShapes | None = None,
+    ) -> None:  # fmt: skip
+        """`fields`: the model's configuration. The weights are unset until the first swap. `token_bytes`: bytes of KV
+        cache per token on each rank. `gpu_share`: share of the GPU's memory that vLLM may plan with. `own_sampler`:
+        use windfall's sampler where vLLM's is not exact. `eager`: capture no graphs."""
+        found = installed.check(device)
+        installed.prepare()
+        from vllm import LLMEngine  # pyright: ignore
+
+        self.version, self.shapes = version, shapes or WeightShapes(fields)
+        self._folder = Path(tempfile.mkdtemp(prefix="windfall-vllm-"))
+        (self._folder / "config.json").write_text(config_json(fields, self.shapes.architecture))
+        try:
+            arguments = _arguments(
+                str(self._folder), dtype=dtype, device=device, max_running=max_running, max_rows=max_rows,
+                kv_bytes=kv_tokens * token_bytes, tensor_parallel=tensor_parallel,
+                gpu_share=gpu_share, eager=eager or device == "cpu", block_bytes=_block(device) * token_bytes,
+            )  # fmt: skip
+            self._vllm = LLMEngine.from_engine_args(arguments)
+        except (ValueError, RuntimeError, NotImplementedError) as e:
+            why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            fix = "Use engine.name = 'windfall', or lower engine.kv_tokens if memory is short."
+            raise WindfallError(f"vLLM cannot run this model: {why}", where="engine.name", fix=fix) from e
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._core = self._vllm.engine_core
+        facts = self._vllm.collective_rpc("windfall_prepare", args=(os.getpid(), own_sampler))
+        self.rank_pids = [f["pid"] for f in facts]
+        self._own = bool(facts[0]["own_sampler"])
+        self.capabilities = Capabilities(
+            name="vllm", version=found.version, exact=self._own or bool(facts[0]["v2"]), tensor_parallel=tensor_parallel
+        )
+        self.limit = int(self._vllm.vllm_config.model_config.max_model_len)
+        self._seeded = self._own or not found.for_cpu  # see sampling.py
+        self._running: dict[str, _Running] = {}
+        """By vLLM's id. An id of windfall's may be added again after a cancel, while vLLM still knows the old one."""
+        self._ids: dict[str, str] = {}
+        """From windfall's id to vLLM's."""
+        self._numbers = itertools.count()
+        self._steps = self._generated = self._reused = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def counters(self) -> Counters:
+        counts = self._core.engine_core.scheduler.get_request_counts()
+        return Counters(
+            steps=self._steps, generated=self._generated, reused_tokens=self._reused, waiting=counts[1],
+        )  # fmt: skip
+
+    def add(self, request: Request) -> None:
+        if request.id in self._ids:
+            raise WindfallError("this id is already being generated", where=f"request {request.id}")
+        check_request(request, self.shapes.vocabulary, self.limit)
+        self.check_sampling(request.sampling, where=f"request {request.id}")
+        params = sampling.sampling_params(request, own=self._own)
+        if not self._seeded:
+            params.seed = None
+        id = f"{request.id}-{next(self._numbers)}"
+        self._core.add_request(_core_request(id, request, params))
+        self._ids[request.id] = id
+        self._running[id] = _Running(request)
+
+    def check_sampling(self, wanted: Sampling, *, where: str) -> None:
+        """Raise WindfallError if this engine cannot sample like this."""
+        sampling.check_sampling(wanted, own=self._own, where=where)
+
+    def cancel(self, id: str) -> None:
+        """Stop this response. An unknown id is not an error: the response may just have finished."""
+        known = self._ids.pop(id, None)
+        if known is not None:
+            del self._running[known]
+            self._core.abort_requests([known])
+
+    def step(self) -> list[Chunk]:
+        """One step of vLLM's engine core. Returns nothing if the step only started a batch."""
+        if not self._ids:
+            return []
+        outputs = self._core.get_output().outputs
+        self._steps += 1
+        return [c for c in map(self._chunk, outputs) if c is not None]
+
+    def _chunk(self, output: Any) -> Chunk | None:
+        state = self._running.get(output.request_id)
+        if output.prefill_stats is not None:
+            self._reused += output.prefill_stats.num_cached_tokens
+        tokens = output.new_token_ids
+        if state is None or (not tokens and output.finish_reason is None):
+            return None
+        finish: Finish | None = None
+        if output.finish_reason is not None:
+            finish = _finish(output, state.request)
+            del self._running[output.request_id], self._ids[state.request.id]
+        position = state.request.position + state.generated
+        state.generated += len(tokens)
+        self._generated += len(tokens)
+        logprobs = output.new_logprobs.logprobs
+        return Chunk(
+            id=state.request.id, position=position, tokens=tuple(tokens), version=self.version, finish=finish,
+            logprobs=tuple(logprobs[:, 0].tolist()) if len(tokens) > 1 else (float(logprobs[0, 0]),),
+        )  # fmt: skip
+
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+        """Use `weights` from now on (None: the engine has them already). Running responses keep their tokens and are
+        prefilled again with the new weights; no cached block of the old version is reused."""
+        if weights is not None:
+            self.shapes.check(version, weights)
+            self._load(version, weights)
+        self.version = version
+        self._core.reset_prefix_cache(reset_running_requests=True)
+
+    def _load(self, version: int, weights: Mapping[str, Any]) -> None:
+        owned: TensorFile | None = None
+        source: SharedTensors | Mapping[str, Any] = weights
+        if self.capabilities.tensor_parallel > 1:
+            source = getattr(weights, "shared", None) or (owned := TensorFile(weights)).shared
+        try:
+            missing = self._vllm.collective_rpc("windfall_load", args=(source,))
+        finally:
+            if owned is not None:
+                owned.close()
+        if any(missing):
+            names = next(filter(None, missing))
+            raise RuntimeError(f"vLLM has {len(names)} weights that version {version} did not set, such as {names[0]}")
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping is inconsistent."""
+        assert {s.request.id: id for id, s in self._running.items()} == self._ids, "ids and responses disagree"
+        known = set(self._core.engine_core.scheduler.requests)
+        assert set(self._running) <= known, "vLLM has lost a response"
+
+    def close(self) -> None:
+        """End the ranks and free the memory."""
+        self._ids.clear()
+        self._running.clear()
+        self._core.shutdown()
+
+
+def _core_request(id: str, request: Request, params: Any) -> Any:
+    from vllm.v1.engine import EngineCoreRequest  # pyright: ignore
+
+    return EngineCoreRequest(
+        request_id=id, prompt_token_ids=list(request.prompt), mm_features=None, sampling_params=params,
+        pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None, data_parallel_rank=None,
+        external_req_id=id,
+    )  # fmt: skip
+
+
+def _finish(output: Any, request: Request) -> Finish:
+    reason = str(output.finish_reason)
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended request {request.id} with {reason!r}")
+    return "stop" if reason == "stop" else "length"
+
+
+def _block(device: str) -> int:
+    """Tokens in a block of the KV cache."""
+    return 128 if device == "cpu" else 16
+
+
+def _arguments(
+    folder: str, *, dtype: str, device: str, kv_bytes: int, block_bytes: int, max_running: int, max_rows: int,
+    tensor_parallel: int, gpu_share: float, eager: bool,
+) -> Any:  # fmt: skip
+    from vllm import EngineArgs  # pyright: ignore
+
+    options: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": gpu_share}
+    if device != "cpu" and max_running > GRAPH_ROWS and not eager:
+        options["max_cudagraph_capture_size"] = max_running
+    if tensor_parallel > 1:
+        options["distributed_executor_backend"] = "mp"
+    return EngineArgs(
+        model=folder, dtype=dtype, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm", seed=0,
+        logprobs_mode="processed_logprobs", worker_extension_cls=EXTENSION, disable_log_stats=True,
+        kv_cache_memory_bytes=max(kv_bytes, MIN_BLOCKS * block_bytes), max_model_len=-1, max_num_seqs=max_running,
+        max_num_batched_tokens=max(max_rows, max_running), enforce_eager=eager, tensor_parallel_size=tensor_parallel,
+        **options,
+    )  # fmt: skip

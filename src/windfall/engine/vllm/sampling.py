@@ -1,0 +1,125 @@
+"""windfall's sampling inside vLLM's model runner, and the sampling parameters of a request.
+
+vLLM has two model runners, and chooses one by model, version and device:
+
+- V2 draws Gumbel noise by (seed, absolute position, token id). It has no state, so a response continues exactly
+  wherever it is resumed with its seed. Its sampler is used as it is.
+- V1 has a random generator for every seeded request: a continued request would restart its stream. On a CPU, a
+  seeded request that is prefilled in chunks crashes the process (a generator there has no offset to set back).
+  Therefore `WindfallSampler` replaces V1's sampler: a token is a function of (seed, position, logits), the same one as
+  in windfall's engines, so a response may move between those and this one.
+
+`WindfallSampler` also makes log-probs cheaper. vLLM computes the rank of the sampled token and gathers the top k; on a
+GPU, two kernels of windfall's own engine read the logits once and give the token and the one number that is wanted.
+Requests reach V1 with temperature 0, so vLLM's own sampler would return greedy tokens for them: it gets only the dummy
+batches of vLLM's warm-up, and a batch whose rows cannot be matched with windfall's requests is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from windfall.engine.cuda.row_sampler import RowSampler
+from windfall.errors import WindfallError
+from windfall.types import Request, Sampling
+
+KEY = "windfall"
+"""Key of a request's (seed, position of its first new token, length of its prompt, Sampling) in `extra_args`."""
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower temperature to this one, unless it is 0."""
+OTHER_WAYS = "use engine.name = 'windfall', or set VLLM_USE_V2_MODEL_RUNNER=0 for this worker."
+
+
+def sampling_params(request: Request, *, own: bool) -> Any:
+    """vLLM's parameters for a request. `own`: WindfallSampler draws the tokens, not vLLM."""
+    from vllm import SamplingParams  # pyright: ignore
+    from vllm.sampling_params import RequestOutputKind  # pyright: ignore
+
+    common: dict[str, Any] = {
+        "max_tokens": request.max_tokens, "stop_token_ids": sorted(request.stop), "ignore_eos": True,
+        "detokenize": False, "logprobs": 0, "output_kind": RequestOutputKind.DELTA,
+    }  # fmt: skip
+    if own:
+        s = request.sampling
+        facts = (request.seed, request.position, len(request.prompt), (s.temperature, s.top_p, s.top_k))
+        return SamplingParams(**common, temperature=0.0, extra_args={KEY: facts})
+    # vLLM takes a signed seed, in which -1 means none.
+    return SamplingParams(**common, temperature=request.sampling.temperature, seed=request.seed & (2**63 - 1))
+
+
+def check_sampling(s: Sampling, *, own: bool, where: str) -> None:
+    """Raise WindfallError if vLLM's tokens or log-probs would not be windfall's. `own`: see `sampling_params`."""
+    if own:
+        return
+    if s.top_p < 1.0 or s.top_k > 0:
+        raise WindfallError(
+            f"vLLM's model runner V2 reports log-probs after top-p and top-k cuts, windfall needs those before: "
+            f"top_p is {s.top_p:g}, top_k is {s.top_k}", where=where,
+            fix=f"Set rollout.top_p = 1 and rollout.top_k = 0, {OTHER_WAYS}",
+        )  # fmt: skip
+    if 0 < s.temperature < MIN_TEMPERATURE:
+        raise WindfallError(
+            f"vLLM would sample with temperature {MIN_TEMPERATURE:g} instead of {s.temperature:g}", where=where,
+            fix=f"Set the temperature to 0 (greedy) or to {MIN_TEMPERATURE:g} or more, {OTHER_WAYS}",
+        )  # fmt: skip
+
+
+class WindfallSampler(torch.nn.Module):
+    """Has the interface of `vllm.v1.sample.sampler.Sampler`, as far as the V1 runner uses it here."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self._vllm = runner.sampler  # for the dummy batches of vLLM's warm-up
+        self._runner = runner
+        self._ids: list[str] = []
+        self._offsets = np.zeros(0, np.int64)
+        """What to add to a row's number of tokens to get the position of its next token in the response."""
+        self._rows: RowSampler | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_vllm"), name)
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any, **options: Any) -> Any:
+        batch, rows = self._runner.input_batch, logits.shape[0]
+        if batch.req_ids != self._ids:
+            self._read_rows(batch.req_ids, logits.device)
+        if not self._ids:
+            return self._vllm(logits=logits, sampling_metadata=sampling_metadata, **options)
+        if rows != len(self._ids) or sampling_metadata is not batch.sampling_metadata:
+            raise RuntimeError(
+                f"vLLM samples {rows} rows while its batch has {len(self._ids)} of windfall's responses, or with other "
+                "parameters than those of the batch: their tokens would be greedy ones. Set engine.name = 'windfall'."
+            )
+        from vllm.v1.outputs import LogprobsTensors, SamplerOutput  # pyright: ignore
+
+        lengths = self._runner.optimistic_seq_lens_cpu[:rows].numpy()
+        # A row in the middle of its prefill also samples; vLLM drops that token. Its position may be negative.
+        positions = np.maximum(0, lengths + self._offsets)
+        assert self._rows is not None
+        tokens, logprobs = self._rows.sample(logits, positions)
+        tokens = tokens[:, None]
+        ranks = tokens[:, 0]  # nothing reads them
+        found = LogprobsTensors(tokens, logprobs[:, None], ranks)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=found)
+
+    def _read_rows(self, ids: Sequence[str], device: torch.device) -> None:
+        """Read the parameters of these requests. In a dummy batch none is windfall's, so no row is kept."""
+        requests = self._runner.requests
+        found = [(requests[id].sampling_params.extra_args or {}).get(KEY) for id in ids if id in requests]
+        facts = [fact for fact in found if fact is not None]
+        if facts and len(facts) < len(ids):
+            raise RuntimeError(f"{len(ids) - len(facts)} of {len(ids)} requests in vLLM's batch are not windfall's")
+        self._ids = list(ids) if facts else []
+        self._offsets = np.array([position - prompt for _, position, prompt, _ in facts], np.int64)
+        if facts:
+            self._rows = self._rows or RowSampler(device)
+            samplings = [Sampling(temperature=t, top_p=p, top_k=k) for _, _, _, (t, p, k) in facts]
+            self._rows.set_rows([seed for seed, _, _, _ in facts], samplings)

@@ -1,0 +1,260 @@
+"""Finds the files of a data set and of one of its splits:
+
+    problems.jsonl, problems.parquet                            one file
+    saved/state.json, saved/data-00000-of-00001.arrow           a Dataset, as `datasets` saves it (save_to_disk)
+    saved/dataset_dict.json, saved/train/state.json             a DatasetDict, saved in the same way
+    gsm8k/README.md, gsm8k/main/train-00000-of-00001.parquet    a repository of the Hugging Face hub, as downloaded
+
+Rules for a folder of the hub, as in `datasets`: `configs` in the head of README.md name the files of each subset and
+split. Without them, a name such as `train-00000-of-00002` names the split, else a word in the name of the
+file or of its folder does (train, test, validation and their usual short forms), else everything is the split `train`.
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from windfall.errors import WindfallError, nearest
+
+SUFFIXES = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
+_NOT_DATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
+_WORDS = {
+    "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+}  # fmt: skip
+_SHARD = re.compile(r"(?P<split>\w[\w.]*?)-\d{5}-of-\d{5}")
+_SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFiles:
+    files: tuple[Path, ...]
+    split: str
+    """Name of the split, or "" for a single file."""
+    bounds: tuple[str | None, str | None] = (None, None)
+    """The part of the split to use, as in `train[10:20%]`: a row number, a percentage, or None for the end."""
+
+    def part(self, count: int) -> range:
+        """The rows to use, of `count` rows in all.
+
+        >>> DataFiles(files=(), split="train", bounds=("50%", None)).part(9)
+        range(4, 9)
+        """
+        first, last = (None if b is None else _row(b, count) for b in self.bounds)
+        return range(count)[first:last]
+
+
+def _row(bound: str, count: int) -> int:
+    return int(bound[:-1]) * count // 100 if bound.endswith("%") else int(bound)
+
+
+def find(path: Path, split: str | None = None, subset: str | None = None, *, key: str = "env") -> DataFiles:
+    """The files of a data set. `split`: as `datasets` writes it: `test` or `train[:1000]`; None: `train`, or the only
+    split. `key`: the section of the recipe that names the data set, for errors."""
+    name, bounds = _parse_split(split, key)
+    if path.is_file():
+        if name not in (None, "train") or subset is not None:
+            what = "this is one file, which has neither splits nor subsets"
+            fix = f"Remove {key}.split and {key}.subset, or give the folder of the data set."
+            raise WindfallError(what, where=str(path), fix=fix)
+        return DataFiles(files=(path,), split="", bounds=bounds)
+    if not path.is_dir():
+        fix = "Give a JSONL or parquet file, or the folder of a Hugging Face data set; nothing is downloaded."
+        raise WindfallError("no such file or folder", where=f"{key}.path = {path}", fix=fix)
+    splits = _saved(path) or _hub(path, subset, key)
+    chosen = _choose(splits, name, path, key)
+    return DataFiles(files=tuple(splits[chosen]), split=chosen, bounds=bounds)
+
+
+def _parse_split(split: str | None, key: str) -> tuple[str | None, tuple[str | None, str | None]]:
+    if split is None:
+        return None, (None, None)
+    found = _SPLIT.fullmatch(split.replace(" ", ""))
+    if found is None:
+        fix = "Write a name such as 'test', or a part of a split such as 'train[:1000]' or 'train[90%:]'."
+        raise WindfallError("this is not a split", where=f"{key}.split = {split!r}", fix=fix)
+    return found["name"], (found["first"], found["last"])
+
+
+def _choose(splits: Mapping[str, list[Path]], name: str | None, path: Path, key: str) -> str:
+    if name is None:
+        if len(splits) == 1:
+            return next(iter(splits))
+        name = "train"
+    for candidate in (name, _WORDS.get(name, name)):
+        if candidate in splits:
+            return candidate
+    fix = f"{nearest(name, splits)} Set {key}.split."
+    raise WindfallError(f"this data set has no split {name!r}", where=str(path), fix=fix)
+
+
+# Folders written by save_to_disk.
+
+
+def _saved(path: Path) -> dict[str, list[Path]]:
+    """The splits of a folder that `datasets` saved; empty if this is none."""
+    if (path / "dataset_dict.json").is_file():
+        names = _json(path / "dataset_dict.json").get("splits")
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            fix = "Save the data set again."
+            raise WindfallError("the list of splits is damaged", where=str(path / "dataset_dict.json"), fix=fix)
+        return {name: _arrow_files(path / name) for name in names}
+    if (path / "state.json").is_file():
+        return {str(_json(path / "state.json").get("_split") or "train"): _arrow_files(path)}
+    return {}
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    state = _json(folder / "state.json")
+    try:
+        files = [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
+    except (KeyError, TypeError) as e:
+        fix = "Save the data set again."
+        raise WindfallError("the list of files is damaged", where=str(folder / "state.json"), fix=fix) from e
+    if state.get("_indices_data_files"):
+        fix = "Save it again with a newer `datasets`, or call flatten_indices() before save_to_disk()."
+        raise WindfallError("the rows are in an order of their own (indices)", where=str(folder), fix=fix)
+    for file in files:
+        if not file.is_file():
+            raise WindfallError("a file of the data set is missing", where=str(file), fix="Save the data set again.")
+    return files
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as e:
+        raise WindfallError(f"cannot read it: {e}", where=str(file), fix="Save the data set again.") from e
+    return content if isinstance(content, dict) else {}
+
+
+# Folders as on the hub.
+
+
+def _hub(path: Path, subset: str | None, key: str) -> dict[str, list[Path]]:
+    configs = _configs(path / "README.md")
+    if configs:
+        return _configured(path, configs, subset, key)
+    files = _data_files(path)
+    if not files:
+        fix = f"Expected files that end with {', '.join(SUFFIXES)}."
+        raise WindfallError("there is no data in this folder", where=str(path), fix=fix)
+    subsets = {s: f for s, f in _by_subset(path, files).items() if s}
+    if subset is not None:
+        if subset not in subsets:
+            raise WindfallError(f"no subset {subset!r}", where=str(path), fix=nearest(subset, subsets))
+        files = subsets[subset]
+    elif len(subsets) > 1:
+        fix = f"Set {key}.subset to one of: {', '.join(sorted(subsets))}."
+        raise WindfallError("this data set has several subsets", where=str(path), fix=fix)
+    return _by_split(path, files)
+
+
+def _data_files(folder: Path) -> list[Path]:
+    found = (p for p in folder.rglob("*") if p.suffix in SUFFIXES and p.name not in _NOT_DATA and p.is_file())
+    return sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+
+
+def _by_subset(path: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
+    """By name of the subset: its folder within `path`. Files of no subset are under ""."""
+    out: dict[str, list[Path]] = {}
+    for file in files:
+        first, *more = file.relative_to(path).parts
+        subset = first if more and first != "data" and _word(first) is None else ""
+        out.setdefault(subset, []).append(file)
+    return out
+
+
+def _by_split(path: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
+    out: dict[str, list[Path]] = {}
+    for file in files:
+        out.setdefault(_split_of(file.relative_to(path)), []).append(file)
+    return out
+
+
+def _split_of(file: Path) -> str:
+    """The split that a file belongs to, by its name.
+
+    >>> [_split_of(Path(p)) for p in ("dev_tiny-00000-of-00001.parquet", "test/0.parquet", "my-val.jsonl", "a.json")]
+    ['dev_tiny', 'test', 'validation', 'train']
+    """
+    if found := _SHARD.match(file.name):
+        return found["split"]
+    words = (word for part in reversed(file.with_suffix("").parts) if (word := _word(part)) is not None)
+    return next(words, "train")
+
+
+def _word(name: str) -> str | None:
+    """The split that a word in this name stands for."""
+    return next((_WORDS[w] for w in re.split(r"[^a-z]+", name.lower()) if w in _WORDS), None)
+
+
+def _configs(readme: Path) -> list[dict[str, Any]]:
+    """The `configs` in the head of a README.md; empty if it has none."""
+    if not readme.is_file():
+        return []
+    head = readme.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    if len(head) < 3 or head[0].strip():
+        return []
+    try:
+        content = yaml.safe_load(head[1])
+    except yaml.YAMLError as e:
+        fix = "Correct it, or remove the head of the file: the files are then found by their names."
+        raise WindfallError(f"the head of the file is not YAML: {e}", where=str(readme), fix=fix) from e
+    configs = content.get("configs") if isinstance(content, dict) else None
+    return [c for c in configs if isinstance(c, dict) and c.get("data_files")] if isinstance(configs, list) else []
+
+
+def _configured(
+    path: Path, configs: list[dict[str, Any]], subset: str | None, key: str
+) -> dict[str, list[Path]]:  # fmt: skip
+    names = {str(c.get("config_name", "default")): c for c in configs}
+    if subset is None:
+        marked = [name for name, c in names.items() if c.get("default") is True] or ["default"]
+        subset = next(iter(names)) if len(names) == 1 else marked[0]
+        if subset not in names:
+            fix = f"Set {key}.subset to one of: {', '.join(names)}."
+            raise WindfallError("this data set has several subsets", where=str(path), fix=fix)
+    if subset not in names:
+        raise WindfallError(f"no subset {subset!r}", where=str(path), fix=nearest(subset, names))
+    out = {split: _matching(path, patterns) for split, patterns in _patterns(names[subset]["data_files"]).items()}
+    missing = [split for split, files in out.items() if not files]
+    if missing:
+        fix = "Download all files of the data set."
+        raise WindfallError(
+            f"README.md names files of {', '.join(missing)} that are not here", where=str(path), fix=fix
+        )
+    return out
+
+
+def _patterns(given: Any) -> dict[str, list[str]]:
+    """By split: the patterns of its files. `given` has one of the forms that a README.md may have."""
+    if isinstance(given, dict):
+        return {str(split): _texts(paths) for split, paths in given.items()}
+    entries = given if isinstance(given, list) else [given]
+    out: dict[str, list[str]] = {}
+    for entry in entries:
+        split, paths = (entry.get("split", "train"), entry.get("path")) if isinstance(entry, dict) else ("train", entry)
+        out.setdefault(str(split), []).extend(_texts(paths))
+    return out
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
+
+
+def _matching(path: Path, patterns: list[str]) -> list[Path]:
+    """Files that match a pattern. A pattern cannot leave the folder."""
+    found: list[Path] = []
+    for pattern in patterns:
+        safe = "/".join(part for part in pattern.split("/") if part not in ("", ".", ".."))
+        found += sorted(p for p in path.glob(safe) if p.is_file())
+    return list(dict.fromkeys(found))

@@ -1,0 +1,92 @@
+"""Reads the rows of one file: JSONL with the standard library, parquet and arrow with pyarrow (`windfall[data]`)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from windfall.envs.rows import parse_line, refuse_other_formats
+from windfall.errors import WindfallError
+
+BATCH_ROWS = 1024
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def place(file: Path, number: int) -> str:
+    """Names a row in messages: the line of a text file, or the row of a table.
+
+    >>> place(Path("a.jsonl"), 3), place(Path("b.parquet"), 3)
+    ('a.jsonl:3', 'b.parquet row 3')
+    """
+    return f"{file} row {number}" if file.suffix in (".parquet", ".arrow") else f"{file}:{number}"
+
+
+def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a file with their numbers, from 1 on."""
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(64)
+        if start.startswith(_LFS_POINTER):
+            fix = "Fetch the file itself: git lfs pull"
+            raise WindfallError("this is a pointer of Git LFS, not the data", where=str(file), fix=fix)
+        if start.startswith(b"PAR1") or file.suffix == ".parquet":
+            yield from _table_rows(file, _parquet_batches(file))
+        elif file.suffix == ".arrow":
+            yield from _table_rows(file, _arrow_batches(file))
+        else:
+            yield from _json_rows(file, start)
+    except OSError as e:
+        raise WindfallError(f"cannot read it: {e.strerror or e}", where=str(file), fix="Make it readable.") from e
+
+
+def _json_rows(file: Path, start: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+    refuse_other_formats(file, start)
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, parse_line(line, place(file, number))
+
+
+def _table_rows(file: Path, batches: Iterator[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    pyarrow, number = _pyarrow(file), 0
+    try:
+        for batch in batches:
+            if len(set(batch.schema.names)) < len(batch.schema.names):
+                raise WindfallError("two columns have the same name", where=str(file), fix="Rename one of them.")
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except pyarrow.ArrowException as e:
+        after = f" after row {number}" if number else ""
+        fix = "Write the file again, or download it again."
+        raise WindfallError(f"the file is damaged{after}: {e}", where=str(file), fix=fix) from e
+
+
+def _parquet_batches(file: Path) -> Iterator[Any]:
+    _pyarrow(file)
+    with contextlib.closing(importlib.import_module("pyarrow.parquet").ParquetFile(file)) as table:
+        yield from table.iter_batches(batch_size=BATCH_ROWS)
+
+
+def _arrow_batches(file: Path) -> Iterator[Any]:
+    """`datasets` writes the stream format; other programs write the file format."""
+    pyarrow = _pyarrow(file)
+    with pyarrow.memory_map(str(file)) as source:
+        if source.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(source)
+            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+            return
+        source.seek(0)
+        for batch in pyarrow.ipc.open_stream(source):
+            yield from (batch.slice(at, BATCH_ROWS) for at in range(0, batch.num_rows, BATCH_ROWS))
+
+
+def _pyarrow(file: Path) -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError as e:
+        fix = "Install it: pip install 'windfall[data]'"
+        raise WindfallError("pyarrow is not installed", where=str(file), fix=fix) from e

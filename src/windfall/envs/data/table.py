@@ -1,0 +1,161 @@
+"""The rows of a data set as tasks: every row is checked once, and the error names its file, its row and its column."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windfall.envs.data.files import find
+from windfall.envs.data.filters import Filter
+from windfall.envs.data.readers import place, read_rows
+from windfall.envs.rows import DataRow, check_messages, shorten
+from windfall.errors import WindfallError, nearest
+from windfall.types import Prompt
+
+ROLES = ("prompt", "answer")
+"""What `columns` can map to a column of the data. Reward functions get every column under its own name, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow(DataRow):
+    """A row of a data set. `answer` is "" if the data set has no such column."""
+
+    file: Path = Path()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """All columns by name, except for the prompt: what reward functions get."""
+
+    @property
+    def place(self) -> str:
+        return place(self.file, self.line)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where the rows of a data set come from. The fields are keys of the recipe."""
+
+    path: Path
+    split: str | None = None
+    subset: str | None = None
+    filter: str = ""
+    section: str = "env"
+    """The section of the recipe that names this data set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """How a row becomes a task. The fields are keys of the recipe."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    system_prompt: str | None = None
+    instruction: str | None = None
+    answer_after: str | None = None
+    answer_needed: bool = True
+    """Every row must have an answer that a built-in grader can compare with."""
+
+
+def read_table(source: Source, form: Format) -> list[TableRow]:
+    """All rows that the filter keeps, in the order of the files."""
+    found = find(source.path, source.split, source.subset, key=source.section)
+    keep = Filter(source.filter, where=f"{source.section}.filter") if source.filter else None
+    rows: list[tuple[Path, int, dict[str, Any]]] = []
+    known: dict[str, None] = {}
+    for file in found.files:
+        for number, row in read_rows(file):
+            known.update(dict.fromkeys(row))
+            rows.append((file, number, row))
+    part = found.part(len(rows))
+    chosen = [rows[i] for i in part] if len(part) < len(rows) else rows
+    if keep is not None:
+        _check_filter(keep, known, source)
+        chosen = [row for row in chosen if _kept(keep, *row)]
+    if not chosen:
+        what, fix = "there are no rows", "Give a data set that has rows."
+        if rows:
+            what, fix = f"none of the {len(rows)} rows is left", f"Change {source.section}.filter or the split."
+        raise WindfallError(what, where=str(source.path), fix=fix)
+    return [_table_row(file, number, row, form) for file, number, row in chosen]
+
+
+def _check_filter(keep: Filter, known: Mapping[str, Any], source: Source) -> None:
+    for name in sorted(keep.columns - set(known)):
+        what = f"the filter reads a column '{name}', which no row has"
+        raise WindfallError(what, where=f"{source.section}.filter", fix=nearest(name, known))
+
+
+def _kept(keep: Filter, file: Path, number: int, row: dict[str, Any]) -> bool:
+    try:
+        return keep(row)
+    except ValueError as e:
+        fix = "Correct the row, or test the column first: level is not None and level > 3"
+        raise WindfallError(str(e), where=place(file, number), fix=fix) from None
+
+
+def _table_row(file: Path, number: int, row: dict[str, Any], form: Format) -> TableRow:
+    where = place(file, number)
+    prompt_name, answer_name = (form.columns.get(role, role) for role in ROLES)
+    prompt = _prompt(_column(row, "prompt", prompt_name, where), prompt_name, where, form)
+    answer = ""
+    if form.answer_needed or row.get(answer_name) is not None:
+        answer = _answer(_column(row, "answer", answer_name, where), answer_name, where, form)
+    columns = {name: value for name, value in row.items() if name != prompt_name}
+    if answer_name in row:
+        columns["answer"] = answer if isinstance(row[answer_name], str) or form.answer_needed else row[answer_name]
+    return TableRow(prompt, answer, number, file, columns)
+
+
+def _column(row: Mapping[str, Any], role: str, name: str, where: str) -> Any:
+    if name in row:
+        return row[name]
+    guess = nearest(name, row) or "The row is empty."
+    fix = f'{guess} Set env.columns = {{ {role} = "NAME" }} to the name of the column that holds it.'
+    raise WindfallError(f"there is no column '{name}'", where=where, fix=fix)
+
+
+def _prompt(value: Any, name: str, where: str, form: Format) -> Prompt:
+    if isinstance(value, list):
+        # A table gives every message all fields that any message has.
+        messages = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in value]
+        check_messages(messages, name, where)
+    elif isinstance(value, str) and value:
+        messages = [{"role": "user", "content": value}]
+    else:
+        fix = 'It must be text, or a list of messages such as {"role": "user", "content": "..."}.'
+        raise WindfallError(f"column '{name}' is {_shown(value)}", where=where, fix=fix)
+    messages = [{k: v for k, v in message.items() if isinstance(v, str)} for message in messages]
+    if form.instruction:
+        messages[-1]["content"] = f"{messages[-1]['content']}\n{form.instruction}"
+    if form.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": form.system_prompt})
+    return messages[0]["content"] if isinstance(value, str) and not form.system_prompt else messages
+
+
+def _answer(value: Any, name: str, where: str, form: Format) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if not form.answer_needed:
+            return ""
+        fix = "It must be text or a number. Without the graders 'math' and 'exact', any value will do."
+        raise WindfallError(f"column '{name}' is {_shown(value)}", where=where, fix=fix)
+    text = str(value)
+    if form.answer_after:
+        _before, found, text = text.rpartition(form.answer_after)
+        if not found:
+            fix = "Correct the row, leave it out with a filter, or change env.answer_after."
+            raise WindfallError(f"column '{name}' has no {form.answer_after!r}: {_shown(value)}", where=where, fix=fix)
+    if form.answer_needed and not text.strip():
+        raise WindfallError(f"column '{name}' is {_shown(value)}", where=where, fix="Give the right answer.")
+    return text.strip()
+
+
+def _shown(value: Any) -> str:
+    try:
+        return shorten(value)
+    except (TypeError, ValueError):  # a value that JSON does not have, such as a date
+        return json.dumps(str(value)[:120])
+
+
+def labels(rows: Sequence[TableRow]) -> list[str]:
+    """The names of all columns, for error messages."""
+    return sorted({name for row in rows[:100] for name in row.columns})

@@ -1,0 +1,146 @@
+"""The server process: from its command line to a listening server, and its end.
+
+SIGTERM and Ctrl-C drain: no request is accepted any more, the run gets its responses back, requests in flight end, and
+the process exits. A second Ctrl-C ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from aiohttp import web
+
+from windfall import devices, errors
+from windfall.errors import WindfallError
+from windfall.launch import invitation, tls
+from windfall.launch.processes.trainer import text_for
+from windfall.link import auth
+from windfall.models import load
+from windfall.models.chat import Chat
+from windfall.serve import build
+from windfall.serve.api import ServeApi, ServedModel, ServeLimits
+from windfall.serve.host import Host
+from windfall.serve.lender import Lender
+from windfall.serve.slo import Objectives
+from windfall.weights.pull import Puller
+
+LEAVE_S = 5.0
+"""Time limit for returning the run's responses at the end (seconds)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    objectives: Objectives = field(default_factory=Objectives)
+    name: str = ""
+    """Name of the model in the API. Empty: as `model`."""
+    api_key: str = ""
+    max_requests: int = 256
+    max_running: int = 64
+    kv_tokens: int = 0
+    memory: float = 0.4
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+    drain_s: float = 30.0
+    lend: str = ""
+    """Address of the controller of a run. Empty: do not lend."""
+    token: str = ""
+    ca: Path | None = None
+
+
+def main(options: ServeOptions) -> None:
+    """Serve until a signal. Exits the process."""
+    context = None
+    if options.lend:
+        if not options.lend.startswith(("http://", "https://")):
+            what = f"{options.lend!r} is not the address of a controller"
+            raise WindfallError(what, where="--lend", fix="Give http://HOST:PORT.")
+        if not options.token:
+            raise WindfallError("lending needs the run's token", where="--lend", fix="Give --token FILE.")
+        context = tls.client_context(options.lend, ca=options.ca, pinned=os.environ.get("WINDFALL_TLS_PIN", ""))
+    device, dtype = devices.resolve(options.device, options.dtype, options.threads)
+    model = load.load(options.model, dtype=dtype, device=device)
+    tokenizer = load.load_tokenizer(options.model)
+    stop = text_for(tokenizer, model, {}).stop
+    longest = getattr(model.config, "max_position_embeddings", None) or 4096
+    spec = build.serving_spec(
+        model, dtype, context=longest, max_running=options.max_running, kv_tokens=options.kv_tokens
+    )
+    host = build.build_host(spec, model, device, options.objectives, share=options.memory)
+    served = ServedModel(
+        model=options.name or options.model, context=min(longest, host.engine.limit),
+        vocabulary=model.get_input_embeddings().num_embeddings,
+    )  # fmt: skip
+    chat = Chat(tokenizer, stop) if getattr(tokenizer, "chat_template", None) else None
+    limits = ServeLimits(api_key=options.api_key, max_requests=options.max_requests)
+    api = ServeApi(host, tokenizer, chat, stop, served=served, limits=limits)
+
+    async def run() -> int:
+        lender: Lender | None = None
+        if options.lend:
+            token = await asyncio.to_thread(invitation.token, options.token)
+            lender = Lender(
+                host, options.lend, token, name=f"{socket.gethostname()}-{os.getpid()}", device=device,
+                lease_device=devices.describe(device), ssl=context,
+                puller=lambda: Puller(key=auth.weights_key(token), ssl=context),
+            )  # fmt: skip
+        return await serve(host, api, options, lender)
+
+    async def run_and_exit() -> NoReturn:
+        code = await errors.guard(run())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads may be in the middle of a step or a pull whose result is no longer needed
+
+    asyncio.run(run_and_exit())
+
+
+async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender | None) -> int:
+    """Listen until a signal or until the engine fails. Returns the exit status."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    host.start(lambda: loop.call_soon_threadsafe(ended.set) and None)
+    runner = web.AppRunner(api.app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, options.host, options.port).start()
+    except OSError as e:
+        fix = "Choose another --port."
+        raise WindfallError(f"cannot listen: {e.strerror}", where=f"{options.host}:{options.port}", fix=fix) from e
+
+    def leave(number: int) -> None:
+        loop.remove_signal_handler(number)
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave, number)
+    port = runner.addresses[0][1]
+    slo = options.objectives
+    print(
+        f"serving {api.served.model} at http://{options.host}:{port}/v1 "
+        f"(TTFT {slo.ttft_s * 1000:g} ms, TPOT {slo.tpot_s * 1000:g} ms)", flush=True,
+    )  # fmt: skip
+    lending: asyncio.Task[Any] | None = asyncio.create_task(lender.run()) if lender is not None else None
+    await ended.wait()
+    if host.failed is not None:
+        print(f"the engine failed: {type(host.failed).__name__}: {host.failed}", file=sys.stderr, flush=True)
+        return 1
+    if lender is not None:
+        lender.leave("the server is shutting down")
+    drained = await api.drain(options.drain_s)
+    if lending is not None:
+        await asyncio.wait([lending], timeout=LEAVE_S)
+        lending.cancel()
+        await asyncio.gather(lending, return_exceptions=True)
+    await runner.cleanup()
+    print("drained" if drained else f"ended with requests in flight after {options.drain_s:g} s", flush=True)
+    return 0

@@ -1,0 +1,161 @@
+"""The segments of one session: which of them a call continues, and the ids of each. Pure, except for the tokenizer.
+
+    place(messages, tools)   a new Call: it continues a segment, or it opens one; the segment is busy until the answer
+    answer(call, ids)        the sampled ids of the call: the segment grows by one turn
+    abandon(call)            the call was not answered: the segment is as it was before, or ends there
+    cut_turn(call)           clients received only a part of the last turn: the segment ends there
+
+`place` may run in a thread, one call at a time: the other methods change only the segment of their call, and while that
+is busy, `place` does not read it.
+
+Rules:
+- A segment's ids only grow. Ids that were sampled are kept as they were sampled; all others are masked.
+- A call continues a segment if its messages are all those of the segment, in order, and at least one more, none of them
+  from the assistant, and the tools are the same. If several segments match, the longest one is continued.
+- Every other call opens a new segment: edited history, other tools, a segment that is busy with another call, or a
+  template that does not allow a continuation (chat.py).
+- Messages are compared by their meaning (`message_key`): an absent field equals null, parts of text equal their joined
+  text, the arguments of tool calls are compared as JSON, and white space around an assistant's text does not count,
+  because clients remove it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windfall.models.chat import Chat, Message, normalize
+
+
+@dataclass(slots=True)
+class Segment:
+    """A sequence of ids that is trained as one sample."""
+
+    index: int
+    settings: str
+    """Key of the tools. A call with other tools does not continue this segment."""
+    prompt: tuple[int, ...]
+    messages: list[Message] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    """`message_key` of each message."""
+    tokens: list[int] = field(default_factory=list)
+    """All ids after the prompt."""
+    sampled: list[bool] = field(default_factory=list)
+    """Which of `tokens` the policy sampled. The others are masked."""
+    ended_with: int | None = None
+    """The stop token of the last turn; None if it was cut off."""
+    busy: bool = False
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call in progress."""
+
+    segment: Segment
+    new: tuple[int, ...]
+    """The ids that the call adds to the segment before its turn. Empty for the first turn: they are its prompt."""
+    messages: tuple[Message, ...]
+    """The messages that are new in the segment."""
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """All ids before the turn that is to be sampled."""
+        return (*self.segment.ids, *self.new)
+
+
+class History:
+    def __init__(self, chat: Chat | None) -> None:
+        """`chat`: None for a session that sends only plain text or ids."""
+        self._chat = chat
+        self.segments: list[Segment] = []
+
+    def place(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> Call:
+        """Choose the segment of a call. Raises WindfallError if the messages cannot be rendered."""
+        assert self._chat is not None, "this session has no chat template"
+        keys, settings = [message_key(m) for m in messages], _settings(tools)
+        known = [s for s in self.segments if not s.busy and s.settings == settings and _extends(s, keys, messages)]
+        for segment in sorted(known, key=lambda s: (-len(s.keys), -s.index)):
+            new = messages[len(segment.keys) :]
+            ids = self._chat.continuation(segment.messages, new, tools, segment.ended_with)
+            if ids is not None:
+                segment.busy = True
+                return Call(segment, ids, tuple(new))
+        return self._open(settings, self._chat.prompt(messages, tools), tuple(messages))
+
+    def place_ids(self, ids: Sequence[int]) -> Call:
+        """Choose the segment of a call that sends ids: it continues the longest segment that is a prefix of them."""
+        ids = tuple(ids)
+        known = [s for s in self.segments if not s.busy and not s.keys and ids[: len(s.ids)] == s.ids]
+        known = [s for s in known if len(ids) > len(s.ids)]
+        if not known:
+            return self._open("ids", ids, ())
+        segment = max(known, key=lambda s: len(s.ids))
+        segment.busy = True
+        return Call(segment, ids[len(segment.ids) :], ())
+
+    def _open(self, settings: str, prompt: tuple[int, ...], messages: tuple[Message, ...]) -> Call:
+        segment = Segment(len(self.segments), settings, prompt, busy=True)
+        self.segments.append(segment)
+        return Call(segment, (), messages)
+
+    def answer(self, call: Call, ids: Sequence[int], reply: Message | None) -> None:
+        """Add the sampled ids. `reply`: the assistant's message that the client gets for them; None for plain text."""
+        segment = call.segment
+        assert segment.busy, "the call was answered already"
+        for new, sampled in ((call.new, False), (ids, True)):
+            segment.tokens.extend(new)
+            segment.sampled.extend([sampled] * len(new))
+        if reply is not None:
+            segment.messages.extend([*call.messages, reply])
+            segment.keys.extend(message_key(m) for m in (*call.messages, reply))
+        stop = self._chat.stop if self._chat is not None else frozenset()
+        segment.ended_with = ids[-1] if ids and ids[-1] in stop else None
+        segment.busy = False
+
+    def cut_turn(self, call: Call, sampled: int, keep: int) -> None:
+        """Keep the first `keep` of the `sampled` ids of a segment's last turn: clients received no more of it. If there
+        are none, remove the turn. The segment is not continued after this."""
+        segment = call.segment
+        length = len(segment.tokens) - (sampled - keep if keep else sampled + len(call.new))
+        del segment.tokens[length:], segment.sampled[length:]
+        segment.busy = True
+
+    def abandon(self, call: Call, *, begun: bool = False) -> None:
+        """The call has no answer. `begun`: sampling had begun, so the segment is not continued any more. Neither is a
+        segment without a turn."""
+        call.segment.busy = begun or not call.segment.tokens
+
+
+def _extends(segment: Segment, keys: Sequence[str], messages: Sequence[Message]) -> bool:
+    count = len(segment.keys)
+    if not 0 < count < len(keys) or list(keys[:count]) != segment.keys:
+        return False
+    return all(message.get("role") != "assistant" for message in messages[count:])
+
+
+def _settings(tools: Sequence[Message] | None) -> str:
+    return json.dumps(list(tools or ()), sort_keys=True)
+
+
+def message_key(message: Message) -> str:
+    """A key that is equal for messages that mean the same.
+
+    >>> a = message_key({"role": "assistant", "content": "12 ", "tool_calls": None})
+    >>> a == message_key({"role": "assistant", "content": [{"type": "text", "text": "12"}], "refusal": None})
+    True
+    """
+    normal = normalize(message)
+    content: Any = normal.get("content") or ""
+    if normal["role"] == "assistant" and isinstance(content, str):
+        content = content.strip()
+    calls = [
+        [call.get("id"), (function := call.get("function") or {}).get("name"), function.get("arguments")]
+        for call in normal.get("tool_calls", ())
+    ]
+    return json.dumps([normal["role"], content, calls, normal.get("tool_call_id"), normal.get("name")], sort_keys=True)

@@ -1,0 +1,156 @@
+"""Builds the engines of a host: that of serving at the start, and that of the rollout when a run has sent its spec."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from windfall.devices import choose_matmul_library
+from windfall.engine import blocks
+from windfall.errors import WindfallError
+from windfall.link.messages import EngineSpec
+from windfall.serve.host import ROLLOUT, SERVING, WEIGHTS, Host
+from windfall.serve.slo import Objectives
+from windfall.worker import engine_factory
+
+EngineKind = Literal["auto", "graph"]
+"""`graph`: GraphEngine on every device, for tests without a GPU."""
+LENT_SHARE = 0.8
+"""Share of the memory that a rollout may use at most: the rest is headroom for serving."""
+
+WEIGHT_SHARE = 0.4
+"""Upper limit for the rollout's weights in the arena, as a share of it. Larger weights get memory of their own."""
+
+LEAST_BLOCKS = 32
+"""Least number of blocks. Fewer blocks are larger: pages of a rollout model with more layers fit into them, too."""
+
+
+def serving_spec(model: Any, dtype: str, *, context: int, max_running: int, kv_tokens: int) -> EngineSpec:
+    return EngineSpec(
+        model_config=model.config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=kv_tokens, page_size=16,
+        max_running=max_running, max_rows=2048, deterministic=False, longest=context, wanted=max_running,
+    )  # fmt: skip
+
+
+def build_host(
+    spec: EngineSpec,
+    model: Any,
+    device: str,
+    objectives: Objectives,
+    *,
+    share: float = 0.4,
+    engine: EngineKind = "auto",
+) -> Host:
+    """A host with an engine for serving. `share`: share of the free memory for the KV caches of both tenants, unless
+    the spec says how many tokens serving's KV cache has."""
+    from windfall.engine.torch.arena import Arena
+
+    engine_factory.self_test(spec, device, model)
+    if device == "cpu":
+        choose_matmul_library(model, deterministic=False)
+    token_bytes = engine_factory.token_bytes(model)
+    running, kv_tokens = engine_factory.engine_sizes(spec, token_bytes, device, share)
+    layout = blocks.layout(kv_tokens * token_bytes, spec.page_size * token_bytes, least_blocks=LEAST_BLOCKS)
+    arena = Arena(layout, device)
+    kv = arena.join(SERVING, token_bytes=token_bytes, page_size=spec.page_size, priority=True)
+    made = _engine(spec, model, kv, device, running, engine, keep_share=0.0)
+    return Host(made, arena, objectives, max_rows=spec.max_rows)
+
+
+def build_rollout(host: Host, spec: EngineSpec, device: str, *, engine: EngineKind = "auto") -> tuple[Any, int]:
+    """The engine of the rollout tenant, and its number of slots. Do not call this in the host's thread. On a GPU, the
+    weights are held ready in host memory (`engine.ready_weights`)."""
+    host.arena.use_device()
+    if spec.engine == "vllm":
+        raise WindfallError("a lender runs windfall's engine, and the run asks for vLLM", where="engine.name")
+    model, ready, tail = _rollout_model(host, spec, device, engine)
+    try:
+        return _rollout_engine(host, spec, device, engine, model, ready, tail)
+    except BaseException:  # the blocks must be free whatever happened
+        if tail is not None:
+            host.call(tail.leave).result()
+        raise
+
+
+def _rollout_engine(
+    host: Host, spec: EngineSpec, device: str, engine: EngineKind, model: Any, ready: Any, tail: Any
+) -> tuple[Any, int]:  # fmt: skip
+    engine_factory.self_test(spec, device, model)
+    token_bytes = engine_factory.token_bytes(model)
+    kv = host.call(lambda: host.arena.join(ROLLOUT, token_bytes=token_bytes, page_size=spec.page_size)).result()
+    try:
+        room = int(kv.pages.capacity * LENT_SHARE) * spec.page_size
+        if room < spec.longest:
+            what = f"the lent KV cache has room for {room} tokens, and one response may have {spec.longest}"
+            raise WindfallError(what, where="windfall serve --lend", fix="Raise --memory or --kv-tokens.")
+        running = min(spec.max_running or spec.wanted, 256)  # how many fit is reported all the time (capacity.py)
+        made = _engine(spec, model, kv, device, running, engine, keep_share=spec.keep_share)
+        made.limit = min(made.limit, room)
+        made.ready_weights, made.weight_blocks = ready, tail
+    except BaseException:  # the blocks must be free whatever happened
+        host.call(kv.leave).result()
+        raise
+    return made, running
+
+
+def _rollout_model(host: Host, spec: EngineSpec, device: str, engine: EngineKind) -> tuple[Any, Any, Any]:
+    """The run's model without weights, the host memory from which it gets them (None: it gets them directly), and the
+    blocks in which it has them (None: memory of its own, because there are too few blocks)."""
+    import torch
+
+    from windfall.engine.cuda import skeleton
+    from windfall.engine.cuda.ready_weights import ReadyWeights, weight_bytes
+
+    fields = json.loads(spec.model_config)
+    on_gpu = device.startswith("cuda") and engine_factory.cuda_engine_disabled(spec) is None
+    if (on_gpu or engine == "graph") and skeleton.unsupported_reason(fields) is None:
+        dtype = getattr(torch, spec.dtype)
+        tail = host.call(lambda: _weight_blocks(host, weight_bytes(fields, dtype))).result()
+        try:
+            ready = ReadyWeights(fields, dtype=dtype, device=device, memory=None if tail is None else tail.memory)
+        except BaseException:  # the blocks must be free whatever happened
+            if tail is not None:
+                host.call(tail.leave).result()
+            raise
+        return ready.model, ready, tail
+    return engine_factory.build_full_model(fields, spec.dtype, device), None, None
+
+
+def _weight_blocks(host: Host, nbytes: int) -> Any:
+    """Blocks for the weights, if they leave most of the blocks that a rollout may have to its KV cache."""
+    from windfall.engine.torch.arena import Tail
+
+    layout = host.arena.blocks.layout
+    if nbytes > WEIGHT_SHARE * layout.count * layout.block_bytes:
+        return None
+
+    def give_up() -> None:
+        if host.rollout is not None:
+            host.rollout.give_up_weights()
+
+    tail = Tail(host.arena, WEIGHTS, nbytes, give_up)
+    if tail.take():
+        return tail
+    tail.leave()
+    return None
+
+
+def _engine(
+    spec: EngineSpec, model: Any, kv: Any, device: str, running: int, engine: EngineKind, *, keep_share: float
+) -> Any:  # fmt: skip
+    """GraphEngine where it runs this model, with all its graphs; otherwise TorchEngine."""
+    on_gpu = device.startswith("cuda") and engine_factory.cuda_engine_refusal(spec, model) is None
+    how: dict[str, Any] = {
+        "kv_tokens": 0, "max_running": running, "max_rows": spec.max_rows, "keep_share": keep_share, "kv": kv
+    }  # fmt: skip
+    if on_gpu or engine == "graph":
+        from windfall.engine.cuda.engine import GraphEngine
+        from windfall.engine.cuda.splits import PrefixSharing
+
+        # Groups of siblings would need graphs of their own, which would be captured while requests wait.
+        made = GraphEngine(model, **how, longest=spec.longest, sharing=PrefixSharing(max_rows=0))
+        made.warm_sizes(spec.longest)
+        return made
+    from windfall.engine.torch.engine import TorchEngine
+
+    return TorchEngine(model, **how, deterministic=spec.deterministic)

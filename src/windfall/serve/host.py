@@ -1,0 +1,361 @@
+"""The host: one thread that runs the engines of two tenants in turn. Serving comes first.
+
+    orders ──▶ serving step ──▶ memory state ──▶ slack ──▶ rollout step (at most k rows) ──▶ orders ...
+
+Only this thread touches the two engines, the blocks and the policies. Other threads give orders, which run between two
+steps (`call`, `submit`, `cancel`). Rules:
+- the thread waits only for orders, and only if no tenant has anything to do; never for a client or for the run;
+- a GPU engine launches several steps at once, but no more than take `LAUNCH_S`. Without a rollout tenant, serving is
+  one launch ahead of the device. With one, every launch is waited for, so that what it took is known; only while
+  serving is idle, the rollout is one launch ahead;
+- an error of the rollout tenant ends that tenant, and its blocks are free. An error of serving ends the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from windfall.engine.torch.arena import Arena
+from windfall.errors import WindfallError
+from windfall.serve.memory_policy import MemoryPolicy
+from windfall.serve.metrics import ServeMetrics
+from windfall.serve.slo import (
+    Objectives,
+    RolloutLoad,
+    ServingLoad,
+    credit_s,
+    objective_slack_s,
+    rows_allowed,
+    slack_s,
+    steps_allowed,
+)
+from windfall.serve.step_time import StepShape, StepTime
+from windfall.types import Chunk, Request
+
+if TYPE_CHECKING:
+    from windfall.serve.rollout_tenant import RolloutTenant
+
+SERVING, ROLLOUT, WEIGHTS = "serving", "rollout", "rollout weights"
+LAUNCH_S = 0.02
+"""Upper limit for the time of the decode steps that are launched at once (seconds)."""
+SWITCH_S = 0.001
+"""Longest time for which another Python thread may keep the host's thread waiting (seconds). Python's default is 5 ms:
+as long as several steps of a small model."""
+AHEAD = 2
+"""Launches in flight of an engine that has the device to itself."""
+LOOK_S = 0.05
+"""Longest wait for orders (seconds) while there is a rollout tenant: it may be waiting for its link."""
+
+Listener = Callable[[Chunk | WindfallError], None]
+"""Called in the host's thread with every chunk of a request, or with the reason why it was not accepted."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A serving request that has not ended."""
+
+    listener: Listener
+    arrival_s: float
+    first_s: float = 0.0
+    last_s: float = 0.0
+    lent_s: float = 0.0  # time since the first token that the rollout had
+    tokens: int = 0
+
+
+class Host:
+    def __init__(
+        self, engine: Any, arena: Arena, objectives: Objectives, *, max_rows: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """`engine`: the engine of serving, whose pages are in the arena. `max_rows`: rows of its largest step."""
+        self.engine, self.arena, self.objectives, self._max_rows = engine, arena, objectives, max_rows
+        self.policy = MemoryPolicy(arena.blocks.layout.count)
+        self.serving_time, self.rollout_time = StepTime(), StepTime()
+        self.metrics = ServeMetrics()
+        self.rollout: RolloutTenant | None = None
+        self.failed: BaseException | None = None
+        self.slack_s = 0.0
+        """The slack before the last rollout step, or before the last decision that it must wait."""
+        self._clock = clock
+        self._requests: dict[str, _Running] = {}
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="serving host", daemon=True)
+        self._on_failure: Callable[[], None] = lambda: None
+
+    # For other threads.
+
+    def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
+        """`on_failure` is called in the host's thread if serving fails. The host is useless after that."""
+        self._on_failure = on_failure
+        sys.setswitchinterval(SWITCH_S)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        self._orders.put(None)
+        self._thread.join(timeout_s)
+
+    def wake(self) -> None:
+        self._orders.put(lambda: None)
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run a function between two steps."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as e:  # fault boundary: the caller gets the error
+                future.set_exception(e)
+
+        self._orders.put(run)
+        return future
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        arrival_s = self._clock()
+        self._orders.put(lambda: self._add(request, listener, arrival_s))
+
+    def cancel(self, id: str) -> None:
+        self._orders.put(lambda: self._cancel(id))
+
+    @property
+    def requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def gauges(self) -> dict[str, Any]:
+        """For /metrics."""
+        blocks, serving, rollout = self.arena.blocks, self.serving_time, self.rollout_time
+        waiting = sum(r.tokens == 0 for r in list(self._requests.values()))
+        times = {
+            "serving_predicted": serving.predicted_s, "serving_actual": serving.actual_s,
+            "rollout_predicted": rollout.predicted_s, "rollout_actual": rollout.actual_s,
+        }  # fmt: skip
+        held = {name: blocks.held(name) for name in (SERVING, ROLLOUT, WEIGHTS)}
+        return {
+            "serve_running": ("Requests with at least one token.", self.requests - waiting),
+            "serve_waiting": ("Requests without a token.", waiting),
+            "kv_blocks": ("Blocks of KV memory by tenant.", {**held, "free": blocks.free}),
+            "kv_blocks_moved": ("Blocks that went from one tenant to the other.", blocks.moves),
+            "lend_state": ("Memory state of the lender.", {self.policy.state.value: 1}),
+            "lend_budget_blocks": ("Blocks that the run may hold.", self.policy.budget),
+            "lend_pressure": ("Number of times that serving needed memory of the run.", self.policy.halvings),
+            "lend_slack_seconds": ("Slack of the tightest request; 1e9 without requests.", min(self.slack_s, 1e9)),
+            "step_seconds": ("Sum of predicted and actual step times.", times),
+            "step_error": ("Mean relative error of step times.", {SERVING: serving.error, ROLLOUT: rollout.error}),
+        }
+
+    # The methods below run in the thread.
+
+    def _run(self) -> None:
+        try:
+            self.arena.use_device()
+            while self._take_orders():
+                self._turn()
+        except BaseException as e:  # fault boundary: this is the only way in which the server learns of the error
+            self.failed = e
+            self._on_failure()
+
+    def _take_orders(self) -> bool:
+        """Run all orders; wait for one if there is nothing to do. False: the host is closed."""
+        while True:
+            try:
+                idle = not len(self.engine) and not (self.rollout is not None and self.rollout.runnable)
+                if idle:
+                    order = self._orders.get(timeout=LOOK_S if self.rollout is not None else None)
+                else:
+                    order = self._orders.get_nowait()
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+            if self._orders.empty():
+                return True
+
+    def _turn(self) -> None:
+        tenant = self.rollout
+        if len(self.engine):
+            if tenant is not None:
+                self._contain(tenant, tenant.finish_launches)
+            self._step_serving()
+        tenant = self.rollout
+        if tenant is not None:
+            began_s = self._clock()
+            self._contain(tenant, lambda: self._step_rollout(tenant))
+            self._count_lent(self._clock() - began_s)
+
+    def _contain(self, tenant: RolloutTenant, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception as e:  # fault boundary: serving goes on without the rollout
+            self.drop_rollout(tenant)
+            tenant.fail(e)
+
+    def _count_lent(self, seconds: float) -> None:
+        for request in self._requests.values():
+            if request.tokens:
+                request.lent_s += seconds
+
+    def _add(self, request: Request, listener: Listener, arrival_s: float) -> None:
+        try:
+            self.engine.add(request)
+        except WindfallError as e:
+            self.metrics.ended("rejected")
+            listener(e)
+            return
+        self._requests[request.id] = _Running(listener, arrival_s)
+        self.metrics.prompt_tokens += len(request.prompt)
+
+    def _cancel(self, id: str) -> None:
+        self.engine.cancel(id)
+        if self._requests.pop(id, None) is not None:
+            self.metrics.ended("canceled")
+
+    def _step_serving(self) -> None:
+        evicted = self.rollout.evicted if self.rollout is not None else 0
+        engine, steps = self.engine, 1
+        engine.depth = AHEAD if self.rollout is None else 1
+        began_s = self._clock()
+        if engine.burst > 1:
+            rows, context = self._serving_shape()
+            steps = steps_allowed(LAUNCH_S, LAUNCH_S, self.serving_time, rows, context, engine.burst)
+        chunks = engine.step(None, steps)
+        now_s = self._clock()
+        self.metrics.serving_seconds += now_s - began_s
+        self.serving_time.observe(StepShape(*engine.last_step), (now_s - began_s) / engine.last_steps)
+        if self.rollout is not None and self.rollout.evicted > evicted:  # serving took blocks in use
+            self.policy.taken(self.arena.blocks.held(ROLLOUT))
+        for chunk in chunks:
+            self._record(chunk, now_s)
+
+    def _record(self, chunk: Chunk, now_s: float) -> None:
+        request, metrics, slo = self._requests[chunk.id], self.metrics, self.objectives
+        if request.tokens == 0:
+            request.first_s = now_s
+            metrics.ttft.add(now_s - request.arrival_s)
+            metrics.late_first_tokens += now_s - request.arrival_s > slo.ttft_s
+        request.last_s = now_s
+        request.tokens += len(chunk.tokens)
+        metrics.generated_tokens += len(chunk.tokens)
+        if chunk.finish:
+            del self._requests[chunk.id]
+            metrics.ended(chunk.finish)
+            if request.tokens > 1:
+                each_s = (now_s - request.first_s) / (request.tokens - 1)
+                metrics.tpot.add(each_s)
+                metrics.late_tokens += each_s > slo.tpot_s
+        request.listener(chunk)
+
+    # The rollout.
+
+    def adopt(self, tenant: RolloutTenant) -> None:
+        assert self.rollout is None, "there is a rollout tenant already"
+        self.rollout, self.rollout_time = tenant, StepTime()
+        self.begin_step()
+
+    def drop_rollout(self, tenant: RolloutTenant) -> None:
+        """The tenant is gone: its blocks are free."""
+        if self.rollout is tenant:
+            self.rollout = None
+            tenant.pages.evict = lambda pages: None
+            with contextlib.suppress(Exception):  # the device may be what failed
+                tenant.finish_launches()
+            tenant.leave_memory()
+
+    def begin_step(self) -> None:
+        """A step of the run begins: compute the rollout's budget from what serving holds."""
+        self.policy.begin_step(self._unlent)
+        if self.rollout is not None:
+            self.rollout.pages.limit = self.policy.budget
+
+    def _step_rollout(self, tenant: RolloutTenant) -> None:
+        if not tenant.run_orders():
+            return
+        tenant.restore_weights(self._clock())
+        self._limit_memory(tenant)
+        if self.policy.thaw(self._unlent, self._clock()):
+            tenant.pages.limit = self.policy.budget
+        tenant.report(self._clock())
+        if tenant.runnable:
+            now_s = self._clock()
+            serving, lent = self._serving_load(now_s), tenant.load()
+            self.slack_s = slack_s(serving, self.objectives, self.serving_time, now_s)
+            growing = self.slack_s == credit_s(serving, self.objectives) < math.inf
+            rows = rows_allowed(self.slack_s, self.objectives, self.rollout_time, lent, growing=growing)
+            if rows:
+                most_s = min(self.slack_s, self.objectives.idle_s)
+                shape = (min(rows, lent.running), lent.context)
+                steps = steps_allowed(most_s, LAUNCH_S, self.rollout_time, *shape, tenant.burst)
+                made = tenant.advance(rows, steps, depth=1 if len(self.engine) else AHEAD)
+                taken_s = self._clock() - now_s
+                self.rollout_time.observe(StepShape(*tenant.last_step), taken_s / tenant.last_steps)
+                self.metrics.rollout_seconds += taken_s
+                self.metrics.rollout_tokens += made
+                self.metrics.rollout_steps += 1
+            else:
+                self.metrics.rollout_waits += 1
+        self.metrics.returned("memory", tenant.return_evicted())
+        self.metrics.returned("compute", tenant.return_starved(self._clock()))
+
+    def slack_now(self, now_s: float) -> float:
+        """The smallest slack of the objectives. Credit is left out: it limits how often the rollout has a step, not how
+        many responses such a step can have."""
+        return objective_slack_s(self._serving_load(now_s), self.objectives, self.serving_time, now_s)
+
+    @property
+    def serving_use(self) -> float:
+        """Share of the KV memory that serving holds."""
+        return self.engine.kv.pages.held_blocks / self.arena.blocks.layout.count
+
+    def _limit_memory(self, tenant: RolloutTenant) -> None:
+        pages = tenant.pages
+        excess = self.policy.observe(self._unlent, pages.owned_blocks)
+        pages.limit = self.policy.budget
+        if excess:
+            pages.yield_blocks(excess)
+            self.policy.observe(self._unlent, pages.owned_blocks)
+
+    @property
+    def _unlent(self) -> int:
+        """Blocks that the rollout's KV cache cannot have: those of serving, and of the rollout's weights."""
+        return self.engine.kv.pages.held_blocks + self.arena.blocks.held(WEIGHTS)
+
+    def may_restore(self, blocks: int) -> bool:
+        """Whether the rollout's weights may have this many blocks again."""
+        return self.policy.has_room(self._unlent + blocks)
+
+    def _serving_shape(self) -> tuple[int, int]:
+        """Rows of a decode step of serving, and the tokens that they attend to."""
+        lengths = [len(s.tokens) for s in self.engine.sequences if s.pages]
+        return len(lengths), sum(lengths)
+
+    def _serving_load(self, now_s: float) -> ServingLoad:
+        waiting, last_tokens_s, lent_s, context = [], [], [], 0
+        for s in self.engine.sequences:
+            request = self._requests[s.request.id]
+            if request.tokens == 0:
+                waiting.append((request.arrival_s, len(s.tokens) - s.computed))
+            else:
+                last_tokens_s.append(request.last_s)
+                lent_s.append((now_s - request.first_s, request.lent_s))
+                context += len(s.tokens)
+        return ServingLoad(
+            waiting=tuple(waiting), last_tokens_s=tuple(last_tokens_s), lent_s=tuple(lent_s), context=context,
+            max_rows=self._max_rows,
+        )  # fmt: skip
+
+
+def rollout_load(engine: Any) -> RolloutLoad:
+    running = [s for s in engine.sequences if s.pages]
+    return RolloutLoad(
+        running=len(running), waiting=len(engine) - len(running), context=sum(len(s.tokens) for s in running)
+    )

@@ -1,0 +1,86 @@
+"""Lends the host to a run: a worker's agent with a `borrowed` lease, whose engine is the rollout tenant of the host.
+
+    Lender.run ──▶ Agent ──▶ (run) ... drained, or the tenant failed ──▶ wait ──▶ another Agent ──▶ ...
+                     └──▶ refused for good: no more lending; serving goes on
+
+The agent reconnects without end while there is no controller. It keeps the engine and its weights meanwhile, but no
+response: these are continued elsewhere, and their pages are free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl as tls
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from windfall.link import messages as m
+from windfall.serve.build import build_rollout
+from windfall.serve.host import Host
+from windfall.serve.rollout_tenant import RolloutTenant
+from windfall.types import Lease
+from windfall.worker.agent import Agent
+from windfall.worker.preemption import PreemptionNotice
+
+RETRY_S = 10.0
+"""Seconds between the end of one agent and the start of the next."""
+REFUSED = 3
+"""Exit status of an agent that the run has refused for good."""
+PATIENCE_S = 10 * 365 * 86400.0
+"""The service outlives any outage of the run."""
+
+
+class Lender:
+    def __init__(
+        self, host: Host, url: str, token: str, *, name: str, device: str, puller: Callable[[], Any],
+        lease_device: str = "", region: str = "", ssl: tls.SSLContext | None = None, retry_s: float = RETRY_S,
+        say: Callable[[str], None] = lambda line: print(f"lend: {line}", file=sys.stderr, flush=True),
+    ) -> None:  # fmt: skip
+        """`puller` makes a weights.pull.Puller for every agent. `lease_device`: name of the device in the lease."""
+        self._host, self._url, self._token, self._name, self._device = host, url, token, name, device
+        self._puller, self._ssl, self._retry_s, self._say = puller, ssl, retry_s, say
+        self._lease = Lease(kind="borrowed", device=lease_device or device, region=region)
+        self._agent: Agent | None = None
+        self._tenant: RolloutTenant | None = None
+        self._leaving = False
+        self.tenants = 0
+        """Number of rollout tenants that were made."""
+
+    async def run(self) -> None:
+        """Lend until the run refuses this worker for good, or until `leave`."""
+        while not self._leaving:
+            agent = self._agent = Agent(
+                self._url, self._token, name=self._name, lease=self._lease, puller=self._puller(), build=self._build,
+                ssl=self._ssl, patience_s=PATIENCE_S, host=self._make_tenant, say=self._say,
+            )  # fmt: skip
+            try:
+                code = await agent.run()
+            except Exception as e:  # fault boundary: serving goes on whatever happens to the lender
+                self._say(f"{type(e).__name__}: {e}")
+                code = 1
+                if self._tenant is not None:  # its memory must be free before the next one is made
+                    self._tenant.close(0.0)
+            finally:
+                self._agent = None
+            if code == REFUSED:
+                self._say("the run does not take this worker; serving goes on without lending")
+                return
+            if not self._leaving:
+                await asyncio.sleep(self._retry_s)
+
+    def leave(self, why: str) -> None:
+        """Tell the run that this worker leaves soon, so that it takes its responses back. `run` ends then."""
+        self._leaving = True
+        if self._agent is not None:
+            self._agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail=why))
+
+    def _make_tenant(self, make: Callable[[], tuple[Any, int]]) -> RolloutTenant:
+        self.tenants += 1
+        self._tenant = RolloutTenant(self._host, make=make)
+        return self._tenant
+
+    def _build(self, spec: m.EngineSpec) -> tuple[Any, int]:
+        if self._tenant is not None:
+            self._tenant.response_tokens = spec.longest
+        return build_rollout(self._host, spec, self._device)

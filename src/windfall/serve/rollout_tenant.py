@@ -1,0 +1,393 @@
+"""The rollout tenant: an EngineThread without a thread of its own. The host runs its orders and its steps.
+
+    session ── orders ──▶ (host's thread) run_orders, advance ── frames ──▶ forwarder's thread ──▶ session
+
+Rules:
+- the engine is built, and weights are copied, in other threads: the host never waits for them;
+- frames are forwarded in a thread of their own. While too many are unsent, the tenant is not runnable;
+- what the tenant can take is reported about once per second, and before a response is returned (capacity.py);
+- a response that loses its pages is returned to the controller, after all its tokens. So is one that had no pages, and
+  every one if the tenant had no step, for `STARVED_S`;
+- if serving needs the blocks of the weights, too, all responses are returned. The weights stay in host memory, and are
+  activated again with the next version, or when there has been room for them for `RESTORE_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from windfall.engine.tenant_pages import TenantPages
+from windfall.engine.torch.engine import copy_weights
+from windfall.errors import WindfallError
+from windfall.link.messages import Released, Stats
+from windfall.serve.capacity import CapacityMeter
+from windfall.serve.host import Host, rollout_load
+from windfall.serve.slo import RolloutLoad, rows_allowed
+from windfall.types import Chunk
+from windfall.worker.engine_thread import Emit, EngineThread, Make, order
+
+STARVED_S = 2.0
+RESTORE_S = 10.0
+MAX_UNSENT = 64
+"""Frames that may wait to be forwarded before the tenant pauses."""
+LOOK_S = 0.25
+"""Seconds between two looks for starved responses, and between two measurements of the capacity."""
+REPORT_S = 1.0
+
+
+class _WakingQueue(queue.SimpleQueue[Any]):
+    """Orders of the tenant; every one wakes the host."""
+
+    wake: Callable[[], None] = staticmethod(lambda: None)
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item, block, timeout)
+        self.wake()
+
+
+class _Forwarder:
+    """Hands messages to a function that may block, in a thread of its own."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="rollout frames", daemon=True).start()
+
+    @property
+    def unsent(self) -> int:
+        return self._queue.qsize()
+
+    def put(self, message: object) -> None:
+        self._queue.put(message)
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None:
+            if callable(message):
+                message()
+            else:
+                self._emit(message)
+
+
+class RolloutTenant(EngineThread):
+    def __init__(self, host: Host, *, make: Make) -> None:
+        """`make` builds an engine whose pages are in the host's arena."""
+        super().__init__(None, make=make)
+        self._host = host
+        waking = self._orders = _WakingQueue()
+        waking.wake = host.wake
+        self._forwarder: _Forwarder | None = None
+        self._swapping = self._closed = False
+        self.weightless_s: float | None = None
+        """Since when the weights' blocks have been serving's; None: the weights are on the device."""
+        self._copying = threading.Lock()
+        self._evicted: list[int] = []
+        """Handles of responses that lost their pages and were not returned yet."""
+        self.evicted = 0
+        """Number of responses that ever lost their pages."""
+        self._without_pages_s: dict[str, float] = {}
+        """Since when each response has been without pages."""
+        self._looked_s = 0.0
+        self.response_tokens = 0
+        """Tokens of the longest possible response; 0: not known, and the slots divide the memory."""
+        self._meter: CapacityMeter | None = None
+        self._measured_s = self._reported_s = -math.inf
+
+    # For other threads.
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        left = self._host.call(self._leave)
+        if timeout_s > 0:
+            with contextlib.suppress(TimeoutError):
+                left.result(timeout_s)
+
+    def stats(self) -> Stats:
+        """As of every engine thread, but time that serving takes is no sign of a stuck engine."""
+        return msgspec.structs.replace(super().stats(), idle_s=0.0)
+
+    def _run(self) -> None:
+        """Build the engine in the tenant's own thread; the host runs it."""
+        try:
+            assert self._make is not None
+            engine, self.slots = self._make()
+            self._host.call(lambda: self._built(engine)).result()
+        except BaseException as e:  # fault boundary: this is the only way in which the agent learns of the error
+            self.failed = e
+            self._on_failure()
+
+    # Orders.
+
+    @order
+    def attach(self, emit: Emit) -> None:
+        self._drop_all()
+        self._forwarder = _Forwarder(emit)
+        self._emit, self._paused = self._forwarder.put, False
+        self._reported_s = -math.inf
+        self._host.begin_step()
+
+    @order
+    def finish(self, done: Callable[[], None]) -> None:
+        forwarder = self._forwarder
+        self._drop_all(close=False)
+        if forwarder is None:
+            done()
+        else:
+            forwarder.put(done)
+
+    @order
+    def swap(
+        self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
+    ) -> None:
+        if weights is None:
+            self._copied(version, done, None)
+            return
+        engine: Any = self.engine
+        ready = getattr(engine, "ready_weights", None)
+        if ready is None:
+            self._in_thread(lambda: copy_weights(engine.model, version, weights), version, done)
+            return
+
+        def load() -> None:
+            """To host memory first: the tenant steps with the old weights meanwhile."""
+            error: BaseException | None = None
+            try:
+                ready.load(version, weights)
+            except Exception as e:  # fault boundary: the session reports it to the controller
+                error = e
+            after = functools.partial(self._in_thread, ready.activate, version, done)
+            self._orders.put(after if error is None else functools.partial(self._copied, version, done, error))
+
+        threading.Thread(target=load, name="rollout weights", daemon=True).start()
+
+    def _in_thread(
+        self, copy: Callable[[], None], version: int, done: Callable[[BaseException | None], None]
+    ) -> None:  # fmt: skip
+        """Change the engine's weights in a thread. The tenant does not step meanwhile, and serving does."""
+        self.finish_launches()
+        self._swapping = True
+
+        engine: Any = self.engine
+        tail = getattr(engine, "weight_blocks", None)
+        if tail is not None and not tail.take():  # the version is in host memory, and is activated later
+            self.weightless_s = self.weightless_s or time.monotonic()
+            self._copied(version, done, None)
+            return
+        self.weightless_s = None
+        self._copying.acquire()  # released by the thread: until then, `give_up_weights` waits
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                copy()
+            except Exception as e:  # fault boundary: the session reports it to the controller
+                error = e
+            finally:
+                self._copying.release()
+            self._orders.put(functools.partial(self._copied, version, done, error))
+
+        threading.Thread(target=run, name="rollout weights", daemon=True).start()
+
+    def _copied(self, version: int, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+        self._swapping = False
+        if error is None:
+            self.engine.swap(version)
+            self._mixed = False
+            self._host.begin_step()
+            self.report(time.monotonic(), at_once=True)
+        elif not isinstance(error, WindfallError):  # else nothing has changed
+            self._mixed = True
+        done(error)
+
+    # The methods below run in the host's thread.
+
+    def _built(self, engine: Any) -> None:
+        self._engine = engine
+        if self._closed:
+            self.leave_memory()
+            return
+        self.pages.evict = self._evict
+        self._host.adopt(self)
+
+    def leave_memory(self) -> None:
+        """Give all blocks back."""
+        engine: Any = self.engine
+        engine.kv.leave()
+        tail = getattr(engine, "weight_blocks", None)
+        if tail is not None:
+            with self._copying:
+                tail.leave()
+
+    def give_up_weights(self) -> None:
+        """Serving gets the blocks of the weights now."""
+        with self._copying:  # a copy takes a fraction of a second
+            self.weightless_s = time.monotonic()
+        engine: Any = self.engine
+        self._cancel(list(engine.sequences))
+
+    def restore_weights(self, now_s: float) -> None:
+        """Activate the weights again if there is room for them."""
+        engine: Any = self.engine
+        if self.weightless_s is None or self._swapping or not engine.ready_weights.loaded:
+            return
+        if now_s < self.weightless_s + RESTORE_S or not self._host.may_restore(engine.weight_blocks.count):
+            return
+        self.weightless_s = now_s  # if the blocks are in use, the next attempt comes later
+        self._in_thread(engine.ready_weights.activate, engine.version, lambda error: None)
+
+    def _leave(self) -> None:
+        self._closed = True
+        if self.built:
+            self._drop_all()
+            self._host.drop_rollout(self)
+
+    def fail(self, error: BaseException) -> None:
+        self.failed = error
+        self._closed = True
+        self._running.clear()
+        self._on_failure()
+
+    @property
+    def pages(self) -> TenantPages:
+        engine: Any = self.engine
+        return engine.kv.pages
+
+    @property
+    def last_step(self) -> tuple[int, int]:
+        engine: Any = self.engine
+        return engine.last_step
+
+    @property
+    def last_steps(self) -> int:
+        engine: Any = self.engine
+        return engine.last_steps
+
+    @property
+    def burst(self) -> int:
+        engine: Any = self.engine
+        return engine.burst
+
+    def finish_launches(self) -> None:
+        """Wait until the device has run all launches of this tenant."""
+        engine: Any = self.engine
+        if engine.in_flight:
+            engine.finish_launches()
+
+    @property
+    def runnable(self) -> bool:
+        return not self._idle() and (self._forwarder is None or self._forwarder.unsent < MAX_UNSENT)
+
+    def _idle(self) -> bool:
+        return self._swapping or self.weightless_s is not None or super()._idle()
+
+    def load(self) -> RolloutLoad:
+        return rollout_load(self.engine)
+
+    def run_orders(self) -> bool:
+        """Run all orders. False: the tenant is closed."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                given = self._orders.get_nowait()
+                if given is not None:
+                    given()
+        return not self._closed
+
+    def advance(self, rows: int, steps: int = 1, *, depth: int = 1) -> int:
+        """Launch at most this many steps, of at most this many rows each; `depth` launches may be in flight. Returns
+        the number of new tokens."""
+        engine: Any = self.engine
+        before, began_s = self._generated, time.monotonic()
+        engine.depth = depth
+        engine.prefill_alone(depth == 1)  # a launch ahead need not be short
+        chunks: list[Chunk] = engine.step(rows, steps)
+        if self._meter is not None:
+            self._meter.stepped(time.monotonic() - began_s)
+        self._stepped(chunks)
+        return self._generated - before
+
+    def report(self, now_s: float, *, at_once: bool = False) -> None:
+        """Measure the capacity every `LOOK_S`, and report it every `REPORT_S`."""
+        if not at_once and now_s < self._measured_s + LOOK_S:
+            return
+        self._measured_s = now_s
+        host, engine = self._host, self.engine
+        if self._meter is None:
+            tokens = self.response_tokens or self.longest // max(1, self.slots)
+            self._meter = CapacityMeter(now_s, slots=self.slots, response_tokens=tokens)
+        slack_s, load = host.slack_now(now_s), rollout_load(engine)
+        each = load.context // max(1, load.running)
+        full = RolloutLoad(running=self.slots, waiting=0, context=each * self.slots)
+        rows = self.slots
+        if host.rollout_time.known:
+            rows = rows_allowed(slack_s, host.objectives, host.rollout_time, full)
+        self._meter.observe(now_s, rows=rows, use=host.serving_use)
+        if self._forwarder is None or self._forwarder.unsent >= MAX_UNSENT:
+            return
+        if at_once or now_s >= self._reported_s + REPORT_S:
+            self._reported_s = now_s
+            budget = host.policy.budget * self.pages.per_block * self.pages.size
+            slots = self._meter.slots(budget, running=load.running, held_tokens=load.context)
+            slots = slots if self.weightless_s is None else 0
+            self._emit(self._meter.report(slots=slots, state=host.policy.state, slack_s=slack_s))
+
+    def _evict(self, pages: frozenset[int]) -> None:
+        engine: Any = self.engine
+        self._cancel([s for s in engine.sequences if not pages.isdisjoint(s.pages)])
+        engine.evict_kept(pages)
+
+    def _cancel(self, sequences: list[Any]) -> None:
+        engine: Any = self.engine
+        for s in sequences:
+            engine.cancel(s.request.id)
+            self._evicted.append(int(s.request.id))
+            self.evicted += 1
+
+    def return_evicted(self) -> int:
+        """Return the responses that lost their pages to the controller. Returns how many."""
+        handles, self._evicted = self._evicted, []
+        return self._return(handles)
+
+    def return_starved(self, now_s: float) -> int:
+        """Return the responses that have waited too long. Returns how many."""
+        if now_s < self._looked_s + LOOK_S:
+            return 0
+        self._looked_s = now_s
+        engine: Any = self.engine
+        if self._idle() and self.weightless_s is None:
+            self._without_pages_s.clear()
+            return 0
+        sequences = engine.sequences
+        if time.monotonic() - self._stepped_s > STARVED_S:
+            starved = [s.request.id for s in sequences]
+        else:
+            before = self._without_pages_s
+            self._without_pages_s = {s.request.id: before.get(s.request.id, now_s) for s in sequences if not s.pages}
+            starved = [id for id, since_s in self._without_pages_s.items() if now_s - since_s > STARVED_S]
+        for id in starved:
+            engine.cancel(id)
+        return self._return([int(id) for id in starved])
+
+    def _return(self, handles: list[int]) -> int:
+        given = tuple(h for h in handles if h in self._running)
+        self._running.difference_update(given)
+        if given:
+            self.report(time.monotonic(), at_once=True)  # otherwise the controller might assign them here again
+            self._emit(Released(handles=given))
+        return len(given)
+
+    def _drop_all(self, *, close: bool = True) -> None:
+        super()._drop_all()
+        self._evicted.clear()
+        if close and self._forwarder is not None:
+            self._forwarder.close()
+            self._forwarder = None

@@ -1,0 +1,137 @@
+"""Dual-SLO admission: how many rollout rows may run beside the serving requests of this moment. Pure.
+
+    slack of a waiting request    arrival + TTFT - now - time to prefill it and all prompts before it
+    slack of a running request    last token + TPOT - now - time of one decode step
+
+    credit of a running request   max_slowdown * (time since its first token - time lent) - time lent
+
+The first two keep the objectives. The third keeps the time per token close to that of serving alone, however far the
+objective is: of a request's time, the rollout gets at most the share `max_slowdown` of what serving itself took.
+
+The rollout may run the largest number of rows whose predicted time fits into the smallest slack (ROSE names no rule).
+Rules:
+- if any slack is not positive, the rollout runs nothing: serving is late already, and every row would make it later;
+- without serving requests a rollout step takes at most `idle_s`, because a request may arrive just after its start;
+- before any rollout step was measured the rollout gets `FIRST_ROWS` if serving is idle, and otherwise one row, provided
+  that the slack is at least half of `idle_s`;
+- a rollout step prefills at most `CHUNK` rows, so its time changes little from step to step;
+- credit grows with time, so it is not spent on a step of few rows, which costs almost as much as one of many.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from windfall.serve.step_time import StepTime
+
+CHUNK = 512
+FIRST_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objectives:
+    """What serving promises: seconds to the first token, and seconds per token after it."""
+
+    ttft_s: float = 0.5
+    tpot_s: float = 0.15
+    reserve: float = 0.1
+    """Share of each objective that is not lent: the machine and the event loop take time too."""
+    max_slowdown: float = math.inf
+    """Upper limit for the time per token that lending adds, as a share of the time that serving alone takes."""
+
+    @property
+    def lent_share(self) -> float:
+        """Time that the rollout may get of a request's time, as a share of what serving itself takes of it. It is lower
+        than the limit by three times the reserve: waiting for every launch costs serving time that is not counted."""
+        return self.max_slowdown * (1.0 - 3 * self.reserve)
+
+    @property
+    def idle_s(self) -> float:
+        """Longest rollout step while no request is there."""
+        return min(self.tpot_s, self.ttft_s / 2) * (1.0 - self.reserve)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingLoad:
+    """The serving requests of this moment. Times are of one clock, in seconds."""
+
+    waiting: tuple[tuple[float, int], ...] = ()
+    """(arrival, prompt tokens that are not computed yet) of every request without a token, in the order in which they
+    are prefilled."""
+    last_tokens_s: tuple[float, ...] = ()
+    """When each running request got its last token."""
+    lent_s: tuple[tuple[float, float], ...] = ()
+    """(seconds since the first token, seconds of these that the rollout had) of every running request."""
+    context: int = 0
+    """Tokens of all running requests."""
+    max_rows: int = 2048
+    """Rows of the largest serving step: a longer prompt takes several steps."""
+
+
+def credit_s(load: ServingLoad, objectives: Objectives) -> float:
+    """How long the rollout may run before it slows a request down by more than `max_slowdown`; infinite without
+    running requests or without such a limit."""
+    if math.isinf(objectives.max_slowdown) or not load.lent_s:
+        return math.inf
+    share = objectives.lent_share
+    return min(share * (elapsed_s - lent_s) - lent_s for elapsed_s, lent_s in load.lent_s)
+
+
+def slack_s(load: ServingLoad, objectives: Objectives, serving: StepTime, now_s: float) -> float:
+    """The smallest slack or credit; infinite without requests."""
+    return min(credit_s(load, objectives), objective_slack_s(load, objectives, serving, now_s))
+
+
+def objective_slack_s(load: ServingLoad, objectives: Objectives, serving: StepTime, now_s: float) -> float:
+    """The smallest slack; infinite without requests."""
+    keep = 1.0 - objectives.reserve
+    tightest = math.inf
+    rows = 0
+    for arrival_s, tokens in load.waiting:
+        rows += tokens
+        steps = max(1, -(-rows // load.max_rows))
+        # Every step of the prefill also decodes the running requests.
+        prefill_s = steps * serving.upper_s(rows / steps + len(load.last_tokens_s), rows / steps + load.context)
+        tightest = min(tightest, arrival_s + objectives.ttft_s * keep - now_s - prefill_s)
+    if load.last_tokens_s:
+        prefill = min(rows, load.max_rows)
+        decode_s = serving.upper_s(len(load.last_tokens_s) + prefill, load.context + prefill)
+        tightest = min(tightest, min(load.last_tokens_s) + objectives.tpot_s * keep - now_s - decode_s)
+    return tightest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutLoad:
+    running: int
+    """Responses that decode or are being prefilled."""
+    waiting: int
+    context: int
+    """Tokens of all running responses."""
+
+
+def rows_allowed(
+    slack: float, objectives: Objectives, rollout: StepTime, load: RolloutLoad, *, growing: bool = False
+) -> int:
+    """How many rows the next rollout step may have; 0: it must wait. `growing`: the slack is credit."""
+    if slack <= 0.0 or not load.running + load.waiting:
+        return 0
+    idle = math.isinf(slack)
+    if not rollout.known:
+        return FIRST_ROWS if idle else int(slack >= objectives.idle_s / 2)
+    each = load.context / max(1, load.running)
+    rows = rollout.most_rows(min(slack, objectives.idle_s), context_per_row=each)
+    if rows == 0 and idle:
+        rows = 1  # a single row takes longer than `idle_s`; without requests the rollout still makes progress
+    if growing and 2 * rows < load.running:
+        return 0
+    return min(rows, load.running + CHUNK)
+
+
+def steps_allowed(slack: float, launch_s: float, time: StepTime, rows: int, context: int, burst: int) -> int:
+    """How many decode steps of this shape may be launched at once: at least 1, and no more than fit into the slack and
+    into `launch_s`."""
+    step_s = time.upper_s(rows, context)
+    if step_s <= 0.0:
+        return 1
+    return max(1, min(burst, int(min(slack, launch_s) / step_s)))

@@ -1,0 +1,227 @@
+"""A simulated lender: a worker whose machine serves requests first. The policies are those of `windfall serve --lend`.
+
+Every TICK_S the lender looks at its requests and decides, with serve/slo.py, how many rows a step of the run may have;
+with serve/memory_policy.py, how much memory the run may hold; and with serve/capacity.py, what it reports. In between
+nothing changes: a turn of the host is one serving step and one step of the run with that many rows, so the run's
+formulas become slower by a factor. Prompts are prefilled before anything else. If the limit of the slowdown leaves less
+time than that, only a share of the turns has a step of the run.
+
+Not simulated: errors of the learned step times (they are exact here), and waits within a tick. The prefill of the run's
+own prompts is slowed down by the same factor as its decode steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from windfall.link import messages as m
+from windfall.serve.capacity import CapacityMeter
+from windfall.serve.memory_policy import MemoryPolicy
+from windfall.serve.slo import Objectives, RolloutLoad, credit_s, objective_slack_s, rows_allowed
+from windfall.serve.slo import ServingLoad as RequestsNow
+from windfall.serve.step_time import StepShape, StepTime
+from windfall.sim.core.link import SimLink
+from windfall.sim.core.service import Service
+from windfall.sim.core.serving_load import ServingLoad
+from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
+
+TICK_S = 1.0
+STARVED_S = 2.0
+"""As in serve/rollout_tenant.py: a tenant without a step for this long returns its responses."""
+BLOCKS = 256
+MAX_PREFILL = 0.95
+"""Share of a tick that prefill of requests takes at most; the rest of a longer prefill is left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LenderSpec:
+    number: int
+    serving: Service
+    load: ServingLoad
+    objectives: Objectives
+    serving_kv_tokens: int
+    """Tokens of the served model that fit into the whole KV memory."""
+    response_tokens: int
+    """Tokens of the longest possible response of the run, prompt included."""
+
+
+@dataclass(slots=True)
+class _Request:
+    context: float
+    left: float
+    elapsed_s: float = 0.0  # since its first token
+    lent_s: float = 0.0  # of these, time that the run had
+
+
+class SimLender(SimWorker):
+    def __init__(
+        self, spec: WorkerSpec, lending: LenderSpec, token_schedule: TokenSchedule, attend: Attend, *, started_s: float
+    ) -> None:
+        super().__init__(spec, token_schedule, attend, started_s=started_s)
+        assert spec.kv_tokens > 0, "a lender's memory is limited"
+        self._lending = lending
+        self._serving_time, self._rollout_time = learned(lending.serving), learned(spec.service)
+        self._policy = MemoryPolicy(BLOCKS)
+        self.meter = CapacityMeter(self._loop.time(), slots=spec.slots, response_tokens=lending.response_tokens)
+        self._requests: list[_Request] = []
+        self._looked_s = self._loop.time()
+        self._stopped_s: float | None = None
+        """Since when the run has got no rows."""
+        self._turn_s = self._rollout_s = self._prefill_share = 0.0
+        """Of the last tick: mean seconds of a turn of the host, and of the run's part of it; share of prefill."""
+        self._slack_s = math.inf
+        self.turns_s: list[float] = []
+        """Time per token of the requests, for every tick with requests."""
+        self.returned = 0
+        """Responses that went back to the controller."""
+        self._loop.call_later(TICK_S, self._look)
+
+    # the service
+
+    def _look(self) -> None:
+        if self.finished:
+            return
+        if not self.frozen:
+            self._flush_steps()
+            now = self._loop.time()
+            self._serve(now)
+            self._limit_memory()
+            self._share(now)
+            self._report()
+            self._resume_steps()
+        self._loop.call_later(TICK_S, self._look)
+
+    def _serve(self, now: float) -> None:
+        """Advance the requests to now, and add those that have arrived."""
+        passed_s, begin_s, self._looked_s = now - self._looked_s, self._looked_s, now
+        if self._requests:
+            tokens = passed_s * (1.0 - self._prefill_share) / self._turn_s
+            lent_s = tokens * self._rollout_s
+            for request in self._requests:
+                request.left -= tokens
+                request.context += tokens
+                request.elapsed_s += passed_s
+                request.lent_s += lent_s
+            self._requests = [r for r in self._requests if r.left > 0]
+        new = self._lending.load.arrivals(self._lending.number, begin_s, now)
+        self._requests += [_Request(context=r.prompt, left=r.generated) for r in new]
+        prefill_s = self._lending.serving.prefill_s * sum(r.prompt for r in new)
+        self._prefill_share = min(MAX_PREFILL, prefill_s / TICK_S)
+
+    @property
+    def _use(self) -> float:
+        """Share of the memory that serving holds."""
+        return min(1.0, sum(r.context for r in self._requests) / self._lending.serving_kv_tokens)
+
+    @property
+    def _budget_tokens(self) -> int:
+        return self._policy.budget * self.spec.kv_tokens // BLOCKS
+
+    def _share(self, now: float) -> None:
+        """Decide how many rows the run gets, and how much slower its steps are."""
+        base, lending = self.spec.service, self._lending
+        count, context = len(self._requests), sum(r.context for r in self._requests)
+        at_end = tuple((r.elapsed_s + TICK_S, r.lent_s) for r in self._requests)  # of this tick, if nothing is lent
+        requests = RequestsNow(last_tokens_s=(now,) * count, lent_s=at_end, context=round(context))
+        self._slack_s = objective_slack_s(requests, lending.objectives, self._serving_time, now)
+        batch = len(self._decode) - len(self._decode.waiting)
+        each = self._decode.context // batch if batch else lending.response_tokens // 2
+        full = RolloutLoad(running=self.spec.slots, waiting=0, context=each * self.spec.slots)
+        most = rows_allowed(self._slack_s, lending.objectives, self._rollout_time, full)
+        rows = min(batch, most)
+        serving_s = lending.serving.step_s(count, 0, context) if count else 0.0
+        step_s = base.step_s(rows, 0, each * rows) if rows else 0.0
+        turns = self._turns_lent(credit_s(requests, lending.objectives), serving_s, step_s)
+        rows = rows if turns else 0
+        self._rollout_s = turns * step_s
+        self._turn_s = max(serving_s + self._rollout_s, 1e-9)
+        if count:
+            self.turns_s.append(self._turn_s)
+        self.meter.observe(now, rows=most, use=self._use)
+        if rows:
+            self.meter.stepped(TICK_S * (1.0 - self._prefill_share) * self._rollout_s / self._turn_s)
+            alone_s = base.step_s(batch, 0, self._decode.context)
+            slower = batch / rows * self._turn_s / turns / alone_s / (1.0 - self._prefill_share)
+            self._decode.service, self._stopped_s = base.slower(slower), None
+        elif batch and self._stopped_s is None:
+            self._stopped_s = now
+        elif batch and self._stopped_s is not None and now - self._stopped_s > STARVED_S:
+            self._return(tuple(self._decode.rows))
+
+    def _turns_lent(self, credit_s: float, serving_s: float, step_s: float) -> float:
+        """The share of the turns of this tick that may have a step of the run. `credit_s`: at the end of the tick if
+        nothing is lent; every second lent costs one second of it, and what serving would have earned in that second."""
+        if math.isinf(credit_s) or not step_s:
+            return 1.0
+        lent_s = max(0.0, credit_s / (1.0 + self._lending.objectives.lent_share))
+        share = lent_s / (TICK_S * (1.0 - self._prefill_share))
+        return min(1.0, share / (1.0 - share) * serving_s / step_s) if share < 1.0 else 1.0
+
+    # memory
+
+    def _limit_memory(self) -> None:
+        serving = math.ceil(self._use * BLOCKS)
+        held = self._decode.context + self._kept.tokens
+        self._policy.thaw(serving, self._loop.time())
+        excess = self._policy.observe(serving, math.ceil(held / self.spec.kv_tokens * BLOCKS))
+        self._apply_budget()
+        if excess:
+            self._return(self._decode.youngest_above(self._budget_tokens))
+            self._policy.observe(serving, math.ceil(self._decode.context / self.spec.kv_tokens * BLOCKS))
+
+    def _apply_budget(self) -> None:
+        tokens = max(1, self._budget_tokens)  # 0 would mean that there is no limit
+        self._decode.kv_tokens = tokens
+        self._kept.limit(tokens, share=self.spec.keep_share)
+        self._kept.fit(self._decode.context, self._loop.time())
+
+    def _return(self, handles: tuple[int, ...]) -> None:
+        if handles:
+            self.returned += len(handles)
+            self._drop(handles)
+            self._report()
+            self._send(m.Released(handles=handles))
+
+    def _swap(self, order: Any) -> None:
+        self._policy.begin_step(math.ceil(self._use * BLOCKS))
+        self._apply_budget()
+        super()._swap(order)
+
+    def _report(self) -> None:
+        running, held = len(self._decode) - len(self._decode.waiting), self._decode.context
+        slots = self.meter.slots(self._budget_tokens, running=running, held_tokens=held)
+        self._send(self.meter.report(slots=slots, state=self._policy.state, slack_s=self._slack_s))
+
+    # steps
+
+    def dial(self) -> None:
+        super().dial()
+        if isinstance(self.link, SimLink) and self._held[0] >= 0:
+            self._report()
+
+    def _start_steps(self, from_now: bool = True) -> None:
+        if self._stopped_s is None:
+            super()._start_steps(from_now)
+
+    def _resume_steps(self) -> None:
+        if self._timer is not None:
+            return
+        if self._orders and len(self._decode) and self._stopped_s is None:  # they wait for the end of the step
+            end_s = self._began_s + self._decode.seconds(1)
+            self._timer = self._loop.call_at(max(self._loop.time(), end_s), self._tick)
+        elif self._orders:
+            self._execute_orders()
+        else:
+            self._start_steps(from_now=False)
+
+
+def learned(service: Service) -> StepTime:
+    """What a host learns of steps that take exactly as long as these formulas say."""
+    out = StepTime()
+    for n in range(48):
+        batch, each = 1 + (n * 37) % 128, 200 + (n * 531) % 4000
+        out.observe(StepShape(batch, batch * each), service.step_s(batch, 0, batch * each))
+    return out

@@ -1,0 +1,76 @@
+"""Weights held in host memory and activated on the device. On a GPU if there is one, else on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import build, drain, requests, tokens
+
+from windfall.engine.cuda.engine import GraphEngine
+from windfall.engine.cuda.ready_weights import ALIGN, ReadyWeights, weight_bytes
+from windfall.errors import WindfallError
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def ready(model: Any, memory: torch.Tensor | None = None) -> ReadyWeights:
+    return ReadyWeights(model.config.to_dict(), dtype=torch.float32, device=DEVICE, memory=memory)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_active_weights_are_those_that_were_loaded(name: str) -> None:
+    model = build(name)
+    memory = torch.full(
+        (weight_bytes(model.config.to_dict(), torch.float32) + 4096,), 7, dtype=torch.uint8, device=DEVICE
+    )
+    weights = ready(model, memory)
+    weights.load(1, model.state_dict())
+    weights.activate()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(weights.model.state_dict()[key].cpu(), tensor), key
+    assert bool((memory[weights.nbytes :] == 7).all()), "nothing behind the range is written"
+    asked = requests(5, temperature=0.0)
+    made, expected = (
+        drain(GraphEngine(m, kv_tokens=1024, max_running=8, max_rows=64), asked)
+        for m in (weights.model, model.to(DEVICE))
+    )
+    for r in asked:
+        assert tokens(made[r.id]) == tokens(expected[r.id])
+
+
+def test_inactive_weights_do_not_matter() -> None:
+    """The device's memory is overwritten while the model is inactive; the engine and its graphs stay."""
+    model = build("llama")
+    weights = ready(model)
+    weights.load(1, model.state_dict())
+    weights.activate()
+    engine = GraphEngine(weights.model, kv_tokens=1024, max_running=8, max_rows=64)
+    asked = requests(4, temperature=0.0)
+    before = drain(engine, asked)
+    weights._device.zero_()
+    weights.activate()
+    engine.swap(1)
+    after = drain(engine, asked)
+    assert all(tokens(before[r.id]) == tokens(after[r.id]) for r in asked)
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    model = build("llama")
+    weights = ready(model)
+    weights.load(1, model.state_dict())
+    wrong = dict(model.state_dict())
+    wrong["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(WindfallError, match="wrong shape"):
+        weights.load(2, wrong)
+    weights.activate()
+    assert torch.equal(weights.model.state_dict()["model.norm.weight"].cpu(), model.state_dict()["model.norm.weight"])
+
+
+def test_tensors_are_aligned() -> None:
+    model = build("qwen3")
+    weights = ready(model)
+    linears = [p for n, p in weights.model.named_parameters() if n.endswith("o_proj.weight")]
+    assert all(p.data_ptr() % 16 == weights._device.data_ptr() % 16 for p in linears)
+    assert weights.nbytes % ALIGN == 0

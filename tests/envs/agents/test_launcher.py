@@ -1,0 +1,247 @@
+"""The process that starts agents: one bad agent harms no other, nothing survives its agent, and secrets stay hidden."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.envs.agents import isolation
+from windfall.envs.agents.agent_exit import AgentExit
+from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
+from windfall.errors import WindfallError
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+def program(**changes: Any) -> AgentProgram:
+    return AgentProgram(**{"function": "launched:act", "directory": str(Path(__file__).parent), **changes})
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(main, 20))
+
+
+async def start(launcher: AgentLauncher, do: str, kill: asyncio.Future[str] | None = None, **options: Any) -> AgentExit:
+    kill = kill or asyncio.get_running_loop().create_future()
+    return await launcher.run({"do": do, "options": options}, {"KEY": "mine"}, kill)
+
+
+@pytest.mark.parametrize(
+    ("do", "options", "said"),
+    [
+        ("fork_and_return", {}, ""),
+        ("write", {"data": "xx"}, "not JSON"),
+        ("write", {"data": "[" * 60_000}, "not JSON"),
+    ],
+)
+def test_result_of_one_agent_harms_no_other(do: str, options: dict[str, Any], said: str) -> None:
+    async def main() -> None:
+        async with AgentLauncher(program()) as launcher:
+            other = asyncio.create_task(start(launcher, "value", after_s=0.5))
+            bad = await start(launcher, do, **options)
+            assert said in bad.why
+            assert bool(bad.failure) == bool(said)
+            assert bad.failure or bad.value == 0.5
+            assert (await other).value == 0.5
+
+    run(main())
+
+
+@linux
+def test_agent_that_cannot_be_started_harms_no_other() -> None:
+    async def main() -> None:
+        async with AgentLauncher(program()) as launcher:
+            await launcher.ready()
+            server = launcher._server
+            assert server is not None
+            soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+            assert soft == hard, "it takes three descriptors for each agent"
+            resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (24, hard))
+            ends = await asyncio.gather(*(start(launcher, "value", after_s=0.5) for _ in range(12)))
+            refused = [e for e in ends if e.failure is not None]
+            assert 0 < len(refused) < 12
+            assert all("could not be started: [Errno 24]" in e.why for e in refused)
+            assert launcher._server is server
+            assert (await start(launcher, "value")).failure is None, "its descriptors were closed again"
+
+    run(main())
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def wait_for_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(pids)
+
+
+async def pids_in(path: Path) -> list[int]:
+    while not (path.exists() and path.read_text().count(" ") == 2):
+        await asyncio.sleep(0.01)
+    return [int(word) for word in path.read_text().split()]
+
+
+@linux
+@pytest.mark.parametrize("how", ["returns", "killed", "server killed", "launcher ends"])
+def test_nothing_survives_its_agent(tmp_path: Path, how: str) -> None:
+    async def main() -> None:
+        path, kill = tmp_path / "pids", asyncio.get_running_loop().create_future()
+        async with AgentLauncher(program()) as launcher:
+            wait_s = 0.0 if how == "returns" else 60.0
+            running = asyncio.create_task(start(launcher, "escape", kill, path=str(path), wait_s=wait_s))
+            pids = await pids_in(path)
+            if how == "killed":
+                kill.set_result("is too slow")
+            elif how == "server killed":
+                assert launcher._server is not None
+                os.kill(launcher._server.pid, signal.SIGKILL)
+            if how != "launcher ends":
+                ended = await running
+                said = {"killed": "is too slow", "server killed": "the process that starts agents was lost"}
+                assert said.get(how, "") in ended.why
+                assert (await start(launcher, "value")).value == 0.5, "the next agent runs"
+        wait_for_end(pids)
+        if how == "launcher ends":
+            assert (await running).failure is not None
+
+    run(main())
+
+
+@linux
+def test_agent_that_dies_by_a_signal_says_so() -> None:
+    async def main() -> None:
+        command = ["sh", "-c", "kill -SEGV $$"]
+        async with AgentLauncher(AgentProgram(command=command)) as launcher:
+            ended = await start(launcher, "value")
+            assert ended.code == -signal.SIGSEGV
+        async with AgentLauncher(AgentProgram(command=["sh", "-c", "exit 7"])) as launcher:
+            assert (await start(launcher, "value")).code == 7
+
+    run(main())
+
+
+@linux
+@pytest.mark.skipif(not isolation.available().mounts, reason="this system allows no mount namespaces")
+@pytest.mark.parametrize("command", [False, True])
+def test_agent_cannot_read_the_run_and_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: bool
+) -> None:
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "token").write_text("hush")
+    (tmp_path / "data").write_text("data")
+    (tmp_path / "link").symlink_to(folder)
+    paths = [folder / "token", tmp_path / "link" / "token", Path(f"/proc/{os.getpid()}/environ")]
+    paths += [Path(f"/proc/{os.getpid()}/root{folder}/token"), tmp_path / "data"]
+    given = program(hidden=[str(folder)])
+    if command:
+        given = AgentProgram(command=["cat", *map(str, paths)], hidden=[str(folder)])
+
+    async def main() -> None:
+        async with AgentLauncher(given) as launcher:
+            ended = await start(launcher, "read", paths=[str(path) for path in paths])
+            assert launcher.hides_files
+            if command:
+                assert (ended.code, ended.value) == (1, "data")
+                return
+            assert ended.value == {"reward": 1, "text": "data"}
+            assert (folder / "token").read_text() == "hush", "only the agent is in that namespace"
+            own = await start(launcher, "read", paths=["/proc/self/environ"])
+            assert own.value["reward"] == 1
+
+    run(main())
+
+
+@linux
+@pytest.mark.skipif(isolation.available().landlock < 6, reason="this kernel's Landlock has no signals")
+def test_agents_cannot_reach_each_other_or_the_controller(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with AgentLauncher(program()) as launcher:
+            other = asyncio.create_task(start(launcher, "escape", path=str(tmp_path / "pids"), wait_s=0.7))
+            agent = (await pids_in(tmp_path / "pids"))[2]
+            assert launcher._server is not None
+            for pid in (os.getpid(), launcher._server.pid, agent):
+                assert (await start(launcher, "read", paths=[f"/proc/{pid}/environ"])).value["reward"] == 0
+                assert (await start(launcher, "signals", pid=pid)).value is False
+            await other
+
+    run(main())
+
+
+@linux
+@pytest.mark.skipif(not isolation.available().landlock, reason="this kernel has no Landlock")
+def test_landlock_alone_hides_files_if_strict(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "token").write_text("hush")
+    (tmp_path / "data").write_text("data")
+    pid = os.fork()
+    if pid == 0:
+        code = 9
+        try:
+            isolation.isolate(
+                [str(folder)], isolation.Protections(landlock=isolation.available().landlock), strict=True
+            )
+            code = int((tmp_path / "data").read_text() != "data")
+            (folder / "token").read_text()
+            code = 2
+        except PermissionError:
+            pass
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@linux
+def test_processes_with_secrets_cannot_be_traced() -> None:
+    """Another process of the same user, without root's rights, reads neither memory nor variables."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        isolation.forbid_tracing()
+        os.write(writing, b"1")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(reading, 1)
+        assert os.stat(f"/proc/{pid}/environ").st_uid == 0
+        other = os.fork()
+        if other == 0:
+            code = 1
+            try:
+                isolation._drop_capabilities()
+                Path(f"/proc/{pid}/environ").read_bytes()
+            except PermissionError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_agent_runs_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "only_here.py").write_text("import os\ndef run(task):\n    return os.getcwd()\n")
+
+    async def main() -> None:
+        async with AgentLauncher(AgentProgram(function="only_here:run", directory=str(tmp_path))) as launcher:
+            assert (await start(launcher, "")).value == str(tmp_path)
+        gone = AgentLauncher(AgentProgram(function="only_here:run", directory=str(tmp_path / "gone")))
+        with pytest.raises(WindfallError, match="cannot start agents in") as e:
+            await gone.ready()
+        assert e.value.where == "env.directory"
+
+    run(main())

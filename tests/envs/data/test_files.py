@@ -1,0 +1,106 @@
+"""Which files a data set and its splits have, for every layout. Nothing is read here but JSON and README.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from windfall.envs.data.files import find
+from windfall.errors import WindfallError
+
+
+def make(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def names(folder: Path, split: str | None = None, subset: str | None = None) -> list[str]:
+    return [str(file.relative_to(folder)) for file in find(folder, split, subset).files]
+
+
+def test_shards_of_a_split_are_read_in_order(tmp_path: Path) -> None:
+    make(tmp_path, "data/train-00001-of-00002.parquet", "data/train-00000-of-00002.parquet", "README.md")
+    make(tmp_path, "data/test-00000-of-00001.parquet", "data/hard_100-00000-of-00001.parquet", ".cache/x.parquet")
+    assert names(tmp_path) == ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]
+    assert names(tmp_path, "test") == ["data/test-00000-of-00001.parquet"]
+    assert names(tmp_path, "hard_100") == ["data/hard_100-00000-of-00001.parquet"]
+    with pytest.raises(WindfallError, match=r"no split 'tets'") as caught:
+        names(tmp_path, "tets")
+    assert "Did you mean 'test'?" in str(caught.value)
+
+
+def test_words_in_names_and_folders_name_the_split(tmp_path: Path) -> None:
+    make(tmp_path, "my-train-file.jsonl", "dev/a.parquet", "eval.jsonl", "trains.txt")
+    assert names(tmp_path) == ["my-train-file.jsonl"]
+    assert names(tmp_path, "validation") == names(tmp_path, "dev") == ["dev/a.parquet"]
+    assert names(tmp_path, "test") == ["eval.jsonl"]
+
+
+def test_files_without_a_split_are_one(tmp_path: Path) -> None:
+    make(tmp_path, "a.jsonl", "b.jsonl")
+    assert names(tmp_path) == names(tmp_path, "train") == ["a.jsonl", "b.jsonl"]
+
+
+def test_one_of_several_subsets_must_be_named(tmp_path: Path) -> None:
+    make(tmp_path, "main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet")
+    with pytest.raises(WindfallError, match="one of: main, socratic"):
+        names(tmp_path)
+    assert names(tmp_path, subset="main") == ["main/train-00000-of-00001.parquet"]
+    with pytest.raises(WindfallError, match="Did you mean 'main'"):
+        names(tmp_path, subset="mian")
+
+
+def test_readme_names_files(tmp_path: Path) -> None:
+    make(tmp_path, "x/one.parquet", "x/two.parquet", "y/three.parquet", "../outside.parquet")
+    head = """configs:
+- config_name: big
+  default: true
+  data_files:
+  - {split: train, path: [x/*.parquet, ../outside.parquet]}
+  - {split: rest, path: y/three.parquet}
+- config_name: small
+  data_files: x/one.parquet
+"""
+    (tmp_path / "README.md").write_text(f"---\n{head}---\n# A data set\n")
+    assert names(tmp_path) == ["x/one.parquet", "x/two.parquet"]  # a pattern cannot leave the folder
+    assert names(tmp_path, "rest") == ["y/three.parquet"]
+    assert names(tmp_path, subset="small") == ["x/one.parquet"]
+    (tmp_path / "x" / "one.parquet").unlink()
+    with pytest.raises(WindfallError, match="names files of train that are not here"):
+        names(tmp_path, subset="small")
+
+
+def test_saved_folders(tmp_path: Path) -> None:
+    for split in ("train", "tiny"):
+        make(tmp_path, f"{split}/data-00000-of-00001.arrow", f"{split}/left-over.arrow")
+        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": split}
+        (tmp_path / split / "state.json").write_text(json.dumps(state))
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "tiny"]}')
+    assert names(tmp_path, "tiny") == ["tiny/data-00000-of-00001.arrow"]
+    assert names(tmp_path / "tiny") == ["data-00000-of-00001.arrow"]
+    (tmp_path / "tiny" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(WindfallError, match="a file of the data set is missing"):
+        find(tmp_path, "train") and find(tmp_path, "tiny")
+
+
+def test_parts_of_a_split() -> None:
+    here = Path(__file__)
+    assert find(here, "train[:3]").part(10) == range(3)
+    assert find(here, "train[-2:]").part(10) == range(8, 10)
+    assert find(here, "train[10%:50%]").part(10) == range(1, 5)
+    assert find(here).part(10) == range(10)
+    with pytest.raises(WindfallError, match="not a split"):
+        find(here, "train[1]")
+    with pytest.raises(WindfallError, match="neither splits nor subsets"):
+        find(here, "test")
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="nothing is downloaded"):
+        find(tmp_path / "openai" / "gsm8k")
+    with pytest.raises(WindfallError, match="no data in this folder"):
+        find(tmp_path)

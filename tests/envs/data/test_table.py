@@ -1,0 +1,157 @@
+"""Rows of every format become the same tasks, and what is wrong is refused with file, row and column."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.envs.data.table import Format, Source, TableRow, read_table
+from windfall.errors import WindfallError
+
+ROWS: list[dict[str, Any]] = [
+    {"question": "2+3?", "solution": "Add them. #### 5", "level": 1},
+    {"question": "7*8?", "solution": "Multiply. #### 56", "level": 3},
+    {"question": "9-1?", "solution": "Subtract. #### 8", "level": 3},
+]
+FORM = Format(columns={"prompt": "question", "answer": "solution"}, answer_after="####")
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pa = pytest.importorskip("pyarrow", reason="parquet files need the extra windfall[data]")
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def write_saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """As `datasets` writes it with save_to_disk: the stream format, in batches."""
+    pa = pytest.importorskip("pyarrow", reason="parquet files need the extra windfall[data]")
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as s:
+        for batch in table.to_batches(max_chunksize=2):
+            s.write_batch(batch)
+    (folder / "state.json").write_text(
+        '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}'
+    )
+    return folder
+
+
+def read(path: Path, form: Format = FORM, **source: Any) -> list[TableRow]:
+    return read_table(Source(path=path, **source), form)
+
+
+def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+    lines = read(write_jsonl(tmp_path / "a.jsonl", ROWS))
+    assert [(row.prompt, row.answer) for row in lines] == [("2+3?", "5"), ("7*8?", "56"), ("9-1?", "8")]
+    assert dict(lines[0].columns) == {"solution": "Add them. #### 5", "level": 1, "answer": "5"}
+    one = read(write_parquet(tmp_path / "b.parquet", ROWS))
+    hub = write_parquet(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", ROWS).parent.parent
+    for other in (one, read(hub, split="test"), read(write_saved(tmp_path / "saved", ROWS))):
+        assert [(row.prompt, row.answer, dict(row.columns)) for row in other] == [
+            (row.prompt, row.answer, dict(row.columns)) for row in lines
+        ]
+
+
+def test_filters_and_parts(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    assert [row.line for row in read(path, filter="level > 2")] == [2, 3]
+    assert [row.line for row in read(path, split="train[:2]", filter="level > 2")] == [2]
+    with pytest.raises(WindfallError, match="none of the 3 rows is left"):
+        read(path, filter="level > 9")
+    with pytest.raises(WindfallError, match=r"'levl', which no row has\nDid you mean 'level'"):
+        read(path, filter="levl > 9")
+    with pytest.raises(WindfallError, match=r"a.jsonl:1: the filter .*level = '1'"):
+        read(path, filter="level > 'a'")
+
+
+def test_messages_system_prompt_and_instruction(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "?"},
+        {"role": "user", "content": "2+2"},
+    ]
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "3"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": p, "answer": 4} for p in ("1+3", chat, own)])
+    plain, listed, _ = (row.prompt for row in read(path, Format(instruction="Be brief.")))
+    assert plain == "1+3\nBe brief."
+    assert [m["content"] for m in listed] == ["Hi", "?", "2+2\nBe brief."]  # type: ignore[index]
+    rows = read(path, Format(system_prompt="Think."))
+    assert rows[0].prompt == [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+3"}]
+    assert [row.prompt[0]["content"] for row in rows[1:]] == ["Think.", "Mine."]  # type: ignore[index]
+
+
+def test_tables_fill_messages_with_empty_fields(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "x"}]}]
+    (row,) = read(write_parquet(tmp_path / "a.parquet", rows), Format(answer_needed=False))
+    assert row.prompt == [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "name": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "a"}, "no column 'answer'"),
+        ({"promt": "a", "answer": 1}, "Did you mean 'promt'?"),
+        ({"prompt": None, "answer": 1}, "column 'prompt' is null"),
+        ({"prompt": [{"role": "user"}], "answer": 1}, "'prompt[0]' is"),
+        ({"prompt": "a", "answer": None}, "column 'answer' is null"),
+        ({"prompt": "a", "answer": [1]}, "column 'answer' is [1]"),
+        ({"prompt": "a", "answer": " "}, "column 'answer' is"),
+    ],
+)
+def test_bad_rows_are_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    good = {"prompt": "x", "answer": "1"}
+    with pytest.raises(WindfallError) as caught:
+        read(write_jsonl(tmp_path / "a.jsonl", [good, row]), Format())
+    assert "a.jsonl:2" in str(caught.value)
+    assert says in str(caught.value)
+    assert caught.value.fix
+
+
+def test_rows_of_tables_are_named(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "answer": "1"}, {"prompt": "", "answer": "1"}]
+    with pytest.raises(WindfallError, match=r"a.parquet row 2: column 'prompt' is \"\""):
+        read(write_parquet(tmp_path / "a.parquet", rows), Format())
+
+
+def test_missing_mark_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match=r"a.jsonl:1: column 'solution' has no '####'"):
+        read(write_jsonl(tmp_path / "a.jsonl", [{"question": "a", "solution": "5"}]))
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(WindfallError, match="git lfs pull"):
+        read(path)
+    path.write_text('[{"question": "a"}]')
+    with pytest.raises(WindfallError, match="one JSON array"):
+        read(path)
+    table = write_parquet(tmp_path / "b.parquet", ROWS)
+    table.write_bytes(table.read_bytes()[:-20])
+    with pytest.raises(WindfallError, match=r"b.parquet: the file is damaged"):
+        read(table)
+    saved = write_saved(tmp_path / "saved", ROWS)
+    arrow = saved / "data-00000-of-00001.arrow"
+    arrow.write_bytes(arrow.read_bytes()[:-300])
+    with pytest.raises(WindfallError, match=r"arrow: the file is damaged"):
+        read(saved)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(WindfallError, match=r"pip install 'windfall\[data\]'"):
+        read(tmp_path / "a.parquet")

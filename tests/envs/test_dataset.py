@@ -1,0 +1,99 @@
+"""The environment over a data set: which rows are trained on and evaluated, and what a run says about them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall import config, run_folder
+from windfall.config import Recipe
+from windfall.envs.base import HELD_OUT
+from windfall.envs.dataset import Dataset
+from windfall.envs.held_out import describe
+from windfall.envs.hosting import evaluation_data
+from windfall.envs.scoring.gold_answers import check_answers
+from windfall.errors import WindfallError
+
+
+def write(path: Path, first: int, count: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": f"{n}+0=", "answer": n, "even": n % 2 == 0} for n in range(first, first + count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "sums" / "train.jsonl", 0, 20)
+    write(tmp_path / "sums" / "test.jsonl", 100, 6)
+    return tmp_path / "sums"
+
+
+def recipe(env: dict[str, Any], **evaluation: Any) -> Recipe:
+    return config.parse({"env": {"name": "dataset", "rewards": ["exact"]} | env, "eval": evaluation}, where="test")
+
+
+def prompts(r: Recipe, first: int, count: int) -> list[str]:
+    options = {k: v for k, v in r.env.model_dump(mode="json", exclude_none=True).items() if k != "name"}
+    env = Dataset(**options, evaluation=evaluation_data(r))
+    return [str(env.task(first + n).prompt) for n in range(count)]
+
+
+def test_every_epoch_has_every_row_and_evaluation_has_its_own(folder: Path) -> None:
+    r = recipe({"path": str(folder)}, split="test", tasks=9)
+    epochs = [prompts(r, 20 * n, 20) for n in range(2)]
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(f"{n}+0=" for n in range(20))
+    assert sorted(prompts(r, HELD_OUT, 6)) == [f"{n}+0=" for n in range(100, 106)]
+    said = describe(r.env, 9, evaluation_data(r))
+    assert (said.tasks, said.description) == (6, "6 rows of sums/test")
+    assert "has only 6" in said.warnings[0]
+
+
+def test_the_evaluation_has_its_own_path_and_filter(folder: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "other.jsonl", 18, 4)
+    r = recipe({"path": str(folder), "filter": "even"}, path=str(other))
+    assert sorted(prompts(r, 0, 10)) == sorted(f"{n}+0=" for n in range(0, 20, 2))
+    assert sorted(prompts(r, HELD_OUT, 2)) == ["18+0=", "20+0="]  # the filter of [env] holds here, too
+    said = describe(r.env, 64, evaluation_data(r))
+    assert said.description == "2 rows of other.jsonl (1 of the 2 are also trained on)"
+    whole = recipe({"path": str(folder), "filter": "even"}, path=str(other), filter="")
+    assert describe(whole.env, 64, evaluation_data(whole)).tasks == 4
+
+
+def test_held_out_rows_are_not_trained_on(folder: Path) -> None:
+    r = recipe({"path": str(folder / "train.jsonl"), "held_out": 0.3})
+    said = describe(r.env, 64, evaluation_data(r))
+    held = set(prompts(r, HELD_OUT, said.tasks))
+    assert 0 < len(held) < 20
+    assert not held & set(prompts(r, 0, 40))
+    assert said.description == f"{len(held)} held-out rows of train.jsonl"
+    plain = recipe({"path": str(folder / "train.jsonl")})
+    assert "set eval.path or eval.split" in describe(plain.env, 64, evaluation_data(plain)).warnings[-1]
+    with pytest.raises(WindfallError, match=r"set eval.split or env.held_out, not both"):
+        recipe({"path": str(folder), "held_out": 0.3}, split="test")
+    with pytest.raises(WindfallError, match=r"set one of them, too"):
+        recipe({"path": str(folder)}, filter="even")
+
+
+def test_answers_that_are_not_mathematics_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "Capital of France?", "answer": "Paris"}\n')
+    env = recipe({"path": str(path), "rewards": ["math"]}).env
+    with pytest.raises(WindfallError, match=r"a.jsonl:2: 'Paris': it is words"):
+        check_answers(env)
+    assert check_answers(recipe({"path": str(path)}).env) == 0  # "exact" compares any text
+
+
+def test_a_run_is_not_resumed_with_other_rows(folder: Path, tmp_path: Path) -> None:
+    r = run_folder.with_absolute_paths(recipe({"path": str(folder)}, split="test"))
+    run_folder.check_data(r, tmp_path)
+    write(folder / "test.jsonl", 200, 3)  # the evaluation may change
+    run_folder.check_data(r, tmp_path)
+    write(folder / "train.jsonl", 0, 21)
+    with pytest.raises(WindfallError, match="bytes were added at its end"):
+        run_folder.check_data(r, tmp_path)

@@ -1,0 +1,118 @@
+"""A controller on loopback, and a server that lends to it: the rollout model differs from the served one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+from doorway import TOKEN, Site
+from serving import Server, new_host, serving
+from small_models import SHAPE, VOCABULARY
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from windfall.engine.torch.attention import NAME
+from windfall.engine.torch.engine import TorchEngine
+from windfall.ledger.episode import Episode
+from windfall.link import messages as m
+from windfall.link.gate import Terms
+from windfall.serve.host import Host
+from windfall.serve.lender import Lender
+from windfall.types import Request, Sampling
+from windfall.worker import engine_factory
+
+
+@cache
+def rollout_model() -> Any:
+    """Its keys and values take more memory per token than those of the served model."""
+    torch.manual_seed(5)
+    shape = {**SHAPE, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64, "tie_word_embeddings": False}
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
+    model.set_attn_implementation(NAME)
+    return model
+
+
+@cache
+def rollout_spec() -> m.EngineSpec:
+    spec = m.EngineSpec(
+        model_config=rollout_model().config.to_json_string(use_diff=False), dtype="float32", kv_tokens=0, page_size=8,
+        max_running=0, max_rows=64, deterministic=True, longest=120, wanted=8,
+    )  # fmt: skip
+    record = engine_factory.self_test(spec, "cpu", rollout_model())
+    return msgspec.structs.replace(spec, checked=(record,))
+
+
+class Weights:
+    """A stand-in for weights.pull.Puller, with the weights of `rollout_model`."""
+
+    bytes_received = 0
+
+    def pull(self, url: str, version: int, digest: str, *, stop: threading.Event) -> Any:
+        del url, version, stop
+        return SimpleNamespace(digest=digest, base="")
+
+    def tensors(self) -> dict[str, Any]:
+        return dict(rollout_model().state_dict())
+
+
+class Lending(Server):
+    lender: Lender
+    said: list[str]
+    site: Site
+
+    @property
+    def tenant(self) -> Any:
+        return self.host.rollout
+
+
+def new_site(folder: Path) -> Site:
+    site = Site(folder)
+    site.gate.terms = Terms(model="model-1", engine=rollout_spec(), heartbeat_s=0.1)
+    return site
+
+
+@asynccontextmanager
+async def lending(folder: Path, host: Host | None = None) -> AsyncIterator[Lending]:
+    """A server that lends, and a controller."""
+    site = new_site(folder)
+    await site.port.open()
+    watching = asyncio.create_task(site.dispatch.watch())
+    async with serving(host or new_host()) as server:
+        s = Lending(server.host, server.api, server.url, server.http)
+        s.said, s.site = [], site
+        s.lender = Lender(
+            s.host, site.url, TOKEN, name="lender", device="cpu", puller=Weights, retry_s=0.1, say=s.said.append
+        )
+        task = asyncio.create_task(s.lender.run())
+        try:
+            yield s
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await site.port.close()
+            site.events.close()
+
+
+def episode(id: str, max_tokens: int = 60) -> Episode:
+    prompt = tuple(3 + (sum(map(ord, id)) * 7 + n * 13) % (VOCABULARY - 3) for n in range(20))
+    seed = sum(map(ord, id))
+    return Episode(id=id, prompt=prompt, seed=seed, max_tokens=max_tokens, sampling=Sampling(), stop=frozenset())
+
+
+def expected(e: Episode) -> list[int]:
+    engine = TorchEngine(rollout_model(), kv_tokens=512, page_size=8, deterministic=True)
+    engine.add(Request(id="0", prompt=e.prompt, seed=e.seed, max_tokens=e.max_tokens, sampling=e.sampling))
+    tokens: list[int] = []
+    while len(engine):
+        for chunk in engine.step():
+            tokens += chunk.tokens
+    return tokens

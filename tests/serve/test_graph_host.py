@@ -1,0 +1,247 @@
+"""A host whose two tenants run on GraphEngine, with the reference kernels on the CPU or on a GPU if there is one: the
+same tokens as alone, blocks under pressure, weights that are held ready, and a failing rollout."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from lending import rollout_model, rollout_spec
+from serving import PATIENT, spec, tiny
+
+from windfall.engine.cuda.engine import GraphEngine
+from windfall.link.messages import Capacity, Released, Tokens, Work
+from windfall.serve import build, rollout_tenant
+from windfall.serve.host import WEIGHTS, Host
+from windfall.serve.rollout_tenant import RolloutTenant
+from windfall.serve.slo import Objectives
+from windfall.types import Chunk, Request, Sampling
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+class Answers:
+    """Collects the tokens of serving requests."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: set[str] = set()
+
+    def __call__(self, chunk: Any) -> None:
+        assert isinstance(chunk, Chunk), chunk
+        self.tokens.setdefault(chunk.id, []).extend(chunk.tokens)
+        if chunk.finish:
+            self.ended.add(chunk.id)
+
+
+class Frames:
+    """Collects what the rollout sends."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.released: list[int] = []
+        self.ended: set[int] = set()
+        self.slots: list[int] = []
+
+    def __call__(self, message: Any) -> None:
+        if isinstance(message, Capacity):
+            self.slots.append(message.slots)
+        if isinstance(message, Released):
+            self.released += message.handles
+        if isinstance(message, Tokens):
+            new, start = array("I", message.tokens), 0
+            counts = message.counts or (1,) * len(message.handles)
+            for n, (handle, count) in enumerate(zip(message.handles, counts, strict=True)):
+                self.tokens.setdefault(handle, []).extend(new[start : start + count])
+                start += count
+                if n in message.finished:
+                    self.ended.add(handle)
+
+
+@contextmanager
+def graph_host(kv_tokens: int = 4096, objectives: Objectives = PATIENT) -> Iterator[Host]:
+    model = tiny() if not CUDA else _on_gpu(tiny())
+    host = build.build_host(spec(kv_tokens), model, DEVICE, objectives, engine="graph")
+    assert isinstance(host.engine, GraphEngine)
+    host.start()
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def _on_gpu(model: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(model).to("cuda")
+
+
+@contextmanager
+def rollout(host: Host, frames: Frames) -> Iterator[RolloutTenant]:
+    asked = rollout_spec()
+    asked = type(asked)(**{**{f: getattr(asked, f) for f in asked.__struct_fields__}, "deterministic": False})
+    tenant = RolloutTenant(host, make=lambda: build.build_rollout(host, asked, DEVICE, engine="graph"))
+    tenant.start()
+    tenant.attach(frames)
+    swapped = threading.Event()
+    until(lambda: tenant.built or tenant.failed, "the engine is built")
+    assert tenant.failed is None
+    tenant.swap(1, dict(rollout_model().state_dict()), lambda error: swapped.set() if error is None else None)
+    assert swapped.wait(20)
+    try:
+        yield tenant
+    finally:
+        tenant.close()
+
+
+def until(holds: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < end_s, f"waited {timeout_s:g} s until {what}"
+        time.sleep(0.005)
+
+
+def work(handle: int, max_tokens: int = 60) -> Work:
+    prompt = array("I", [3 + (handle * 7 + n) % 150 for n in range(20)]).tobytes()
+    return Work(handle=handle, prompt=prompt, position=0, seed=handle, max_tokens=max_tokens,
+                sampling=Sampling(temperature=0.0), stop=())  # fmt: skip
+
+
+def ask(host: Host, answers: Answers, ids: range, max_tokens: int = 40) -> None:
+    for n in ids:
+        prompt = tuple(3 + (n * 5 + i) % 80 for i in range(30))
+        how = Sampling(temperature=0.0)
+        host.submit(Request(id=str(n), prompt=prompt, seed=n, max_tokens=max_tokens, sampling=how), answers)
+
+
+def test_both_tenants_get_what_they_would_get_alone() -> None:
+    alone, beside, frames = Answers(), Answers(), Frames()
+    with graph_host() as host:
+        ask(host, alone, range(6))
+        until(lambda: len(alone.ended) == 6, "serving alone has ended")
+        assert host.engine.depth == 2, "without a rollout, serving is one launch ahead"
+        with rollout(host, frames) as tenant:
+            tenant.add([work(n) for n in range(6)])
+            until(lambda: host.metrics.rollout_tokens > 20, "the rollout generates")
+            ask(host, beside, range(6))
+            until(lambda: len(beside.ended) == 6 and len(frames.ended) == 6, "all have ended")
+            assert host.engine.depth == 1
+            engine: Any = tenant.engine
+            assert engine.ready_weights.activation_s > 0
+        assert host.rollout is None
+        assert host.arena.blocks.held("rollout") == 0
+    assert beside.tokens == alone.tokens or CUDA
+    assert frames.tokens == generated(range(6)) or CUDA
+
+
+def generated(handles: range) -> dict[int, list[int]]:
+    """What the rollout's model generates without a host."""
+    reference = GraphEngine(rollout_model(), kv_tokens=2048, page_size=8)
+    for n in handles:
+        item = work(n)
+        request = Request(id=str(n), prompt=tuple(array("I", item.prompt)), seed=n, max_tokens=60,
+                          sampling=item.sampling)  # fmt: skip
+        reference.add(request)
+    want: dict[int, list[int]] = {}
+    while len(reference):
+        for chunk in reference.step():
+            want.setdefault(int(chunk.id), []).extend(chunk.tokens)
+    return want
+
+
+def test_a_burst_of_serving_takes_the_memory_of_the_rollout() -> None:
+    answers, frames = Answers(), Frames()
+    with graph_host(kv_tokens=1600) as host, rollout(host, frames) as tenant:
+        tenant.add([work(n, 90) for n in range(8)])
+        until(lambda: host.arena.blocks.held("rollout") > 8, "the rollout holds memory")
+        ask(host, answers, range(16), max_tokens=120)
+        until(lambda: len(answers.ended) == 16, "serving has ended")
+        assert all(len(t) == 120 for t in answers.tokens.values())
+        assert host.policy.halvings == 1 or CUDA, "a GPU may have ended the rollout before"
+        until(lambda: len(frames.ended) + len(frames.released) == 8, "every response has ended or was returned")
+        assert frames.released or CUDA
+        host.call(host.engine.check).result()
+        host.call(host.arena.blocks.check).result()
+
+
+def test_serving_takes_what_is_kept_for_the_next_turns() -> None:
+    answers, frames = Answers(), Frames()
+    with graph_host(kv_tokens=1600) as host, rollout(host, frames) as tenant:
+        tenant.add([msgspec.structs.replace(work(n), session=f"s{n}", keep_s=60.0) for n in range(4)])
+        until(lambda: len(frames.ended) == 4, "all turns have ended")
+        engine: Any = tenant.engine
+        assert engine.counters.kept_sessions == 4
+        ask(host, answers, range(16), max_tokens=120)
+        until(lambda: len(answers.ended) == 16, "serving has ended")
+        assert engine.counters.kept_sessions < 4
+        assert engine.take_dropped()
+        host.call(engine.check).result()
+        host.call(host.arena.blocks.check).result()
+
+
+def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_tenant, "RESTORE_S", 0.2)
+    answers, frames, again = Answers(), Frames(), Answers()
+    with graph_host(kv_tokens=1600) as host, rollout(host, frames) as tenant:
+        blocks = host.arena.blocks
+        weights = blocks.held(WEIGHTS)
+        assert weights > 0, "the weights are in the last blocks"
+        tenant.add([work(n, 90) for n in range(4)])
+        ask(host, answers, range(16), max_tokens=120)  # more than all blocks together
+        until(lambda: tenant.weightless_s is not None, "serving takes the blocks of the weights")
+        assert blocks.held(WEIGHTS) == 0
+        until(lambda: frames.slots[-1] == 0, "the run knows that there is nothing to be had")
+        until(lambda: len(answers.ended) == 16, "serving has ended")
+        assert {len(t) for t in answers.tokens.values()} == {120}
+        until(lambda: blocks.held(WEIGHTS) == weights and tenant.weightless_s is None, "there is room again")
+        until(lambda: frames.slots[-1] > 0, "the run knows that there is room again")
+        until(lambda: len(frames.ended) + len(frames.released) == 4, "every response has ended or was returned")
+        swapped = threading.Event()
+        tenant.swap(2, dict(rollout_model().state_dict()), lambda error: swapped.set())
+        assert swapped.wait(20)  # the next step of the run: the budget is computed again
+        tenant.add([work(n) for n in range(10, 14)])
+        until(lambda: frames.ended >= set(range(10, 14)), "the rollout goes on")
+        ask(host, again, range(16), max_tokens=120)
+        until(lambda: len(again.ended) == 16, "serving has ended")
+        host.call(blocks.check).result()
+    assert again.tokens == answers.tokens or CUDA
+    made = {n: frames.tokens[n] for n in range(10, 14)}
+    assert made == generated(range(10, 14)) or CUDA, "the weights are those that were loaded"
+
+
+def test_a_failing_rollout_does_not_end_serving() -> None:
+    answers, frames = Answers(), Frames()
+    with graph_host() as host, rollout(host, frames) as tenant:
+        engine: Any = tenant.engine
+
+        def broken(*limits: int) -> Any:
+            raise RuntimeError("an illegal memory access")
+
+        engine.step = broken
+        tenant.add([work(0)])
+        until(lambda: tenant.failed is not None, "the rollout has failed")
+        ask(host, answers, range(3))
+        until(lambda: len(answers.ended) == 3, "serving goes on")
+        assert host.failed is None
+        assert host.arena.blocks.held("rollout") == 0
+
+
+def test_lending_time_is_counted_for_every_running_request() -> None:
+    objectives = Objectives(ttft_s=60.0, tpot_s=20.0, max_slowdown=0.15)
+    answers, frames = Answers(), Frames()
+    with graph_host(objectives=objectives) as host, rollout(host, frames) as tenant:
+        tenant.add([work(n, 90) for n in range(4)])
+        until(lambda: host.metrics.rollout_tokens > 40, "the rollout generates")
+        steps = host.metrics.rollout_steps
+        ask(host, answers, range(8), max_tokens=150)
+        until(lambda: len(answers.ended) == 8, "serving has ended")
+        assert host.metrics.rollout_waits > 0 or CUDA, "the rollout has to wait for credit"
+        assert host.metrics.rollout_steps >= steps

@@ -1,0 +1,304 @@
+"""The pure policies of co-serving: memory states, step times, admission by slack."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windfall.link.messages import Capacity, encode
+from windfall.serve.capacity import CapacityMeter
+from windfall.serve.memory_policy import MemoryPolicy, MemoryState
+from windfall.serve.slo import (
+    CHUNK,
+    FIRST_ROWS,
+    Objectives,
+    RolloutLoad,
+    ServingLoad,
+    credit_s,
+    rows_allowed,
+    slack_s,
+    steps_allowed,
+)  # fmt: skip
+from windfall.serve.step_time import StepShape, StepTime
+
+decode = msgspec.msgpack.Decoder(Capacity).decode
+SLO = Objectives(ttft_s=0.5, tpot_s=0.15, reserve=0.0)
+LOAD = RolloutLoad(running=4, waiting=0, context=400)
+
+
+def learned(fixed: float = 0.004, each: float = 0.0002, attended: float = 0.0, steps: int = 60) -> StepTime:
+    rng, estimate = random.Random(1), StepTime()
+    for _ in range(steps):
+        shape = StepShape(rng.randrange(1, 300), rng.randrange(300, 9000))
+        estimate.observe(shape, fixed + each * shape.rows + attended * shape.context)
+    return estimate
+
+
+# Memory states.
+
+
+def test_one_halving_then_frozen_until_the_next_step() -> None:
+    policy = MemoryPolicy(100)
+    policy.begin_step(10)
+    assert (policy.state, policy.budget) == (MemoryState.NORMAL, 70)
+    assert policy.observe(20, 70) == 0
+    assert policy.observe(21, 70) == 35, "half of the headroom of 20 is used"
+    assert (policy.state, policy.budget) == (MemoryState.PRESSURE, 35)
+    assert policy.observe(21, 35) == 0
+    assert policy.state is MemoryState.FROZEN
+    assert policy.observe(60, 35) == 0, "there is no second halving"
+    assert policy.observe(5, 35) == 0
+    assert (policy.state, policy.budget, policy.halvings) == (MemoryState.FROZEN, 35, 1), "nor does the budget grow"
+    policy.begin_step(5)
+    assert (policy.state, policy.budget) == (MemoryState.NORMAL, 75)
+
+
+@given(
+    blocks=st.integers(1, 300), headroom=st.floats(0, 1), watermark=st.floats(0.01, 1),
+    use=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.booleans()), max_size=30),
+)  # fmt: skip
+def test_within_a_step_the_budget_only_falls(
+    blocks: int, headroom: float, watermark: float, use: list[tuple[int, int, bool]]
+) -> None:
+    policy = MemoryPolicy(blocks, headroom=headroom, watermark=watermark)
+    policy.begin_step(0)
+    before = policy.budget
+    assert 0 <= before <= blocks - math.floor(blocks * headroom)
+    halved = 0
+    for serving, rollout, taken in use:
+        excess = policy.observe(min(serving, blocks), rollout)
+        assert excess == max(0, rollout - policy.budget)
+        halved += policy.budget < before and not taken
+        assert policy.budget in (before, before // 2)
+        if taken:
+            policy.taken(min(rollout, policy.budget))
+        assert 0 <= policy.budget <= before
+        before = policy.budget
+    assert policy.halvings <= 1
+
+
+# Step times.
+
+
+def test_nothing_is_known_at_the_start() -> None:
+    estimate = StepTime()
+    assert (estimate.predict_s(10, 100), estimate.upper_s(10, 100), estimate.most_rows(1.0)) == (0.0, 0.0, 0)
+    for shape, s in (
+        (StepShape(0, 0), 1.0),
+        (StepShape(4, 9), 0.0),
+        (StepShape(4, 9), math.inf),
+        (StepShape(4, 9), -1),
+    ):
+        estimate.observe(shape, s)
+    assert not estimate.known
+    estimate.observe(StepShape(4, 40), 0.008)
+    assert estimate.predict_s(4, 40) == pytest.approx(0.008)
+    assert estimate.most_rows(0.02) == 10
+
+
+@settings(max_examples=30)
+@given(
+    fixed=st.floats(1e-5, 0.05), each=st.floats(1e-7, 1e-3), attended=st.floats(0, 1e-6), seed=st.integers(0, 1 << 16)
+)
+def test_the_estimate_converges(fixed: float, each: float, attended: float, seed: int) -> None:
+    rng, estimate = random.Random(seed), StepTime()
+
+    def actual(shape: StepShape) -> float:
+        return fixed + each * shape.rows + attended * shape.context
+
+    shapes = [StepShape(rng.randrange(1, 600), rng.randrange(10, 20_000)) for _ in range(80)]
+    for shape in shapes:
+        estimate.observe(shape, actual(shape) * rng.uniform(0.95, 1.05))
+    wrong = [abs(estimate.predict_s(s.rows, s.context) / actual(s) - 1) for s in shapes]
+    assert sum(wrong) / len(wrong) < 0.06
+    assert estimate.error < 0.35
+    before = estimate.predicted_s, estimate.actual_s
+    for shape in shapes[40:]:
+        estimate.observe(shape, actual(shape))
+    assert estimate.predicted_s - before[0] == pytest.approx(estimate.actual_s - before[1], rel=0.1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 10**6), st.floats(1e-6, 10)), min_size=1, max_size=30),
+    st.floats(-1, 10), st.floats(0, 1e5),
+)  # fmt: skip
+def test_any_history_gives_a_number_of_rows(
+    steps: list[tuple[int, int, float]], slack: float, context_per_row: float
+) -> None:
+    estimate = StepTime()
+    for rows, context, s in steps:
+        estimate.observe(StepShape(rows, context), s)
+    rows = estimate.most_rows(slack, context_per_row=context_per_row)
+    assert rows >= 0
+    if rows:
+        assert estimate.upper_s(rows, rows * context_per_row) <= slack * (1 + 1e-6)
+
+
+def test_a_machine_that_becomes_slower_is_learned_again() -> None:
+    estimate = learned()
+    for _ in range(150):
+        estimate.observe(StepShape(100, 2000), 0.06)
+    assert estimate.predict_s(100, 2000) == pytest.approx(0.06, rel=0.1)
+    assert estimate.error < 0.25
+
+
+# Admission.
+
+
+def test_slack_is_that_of_the_tightest_request() -> None:
+    serving = learned(0.01, 0.0001)
+    assert slack_s(ServingLoad(), SLO, serving, 5.0) == math.inf
+    running = ServingLoad(last_tokens_s=(4.99, 4.95), context=200)
+    assert slack_s(running, SLO, serving, 5.0) == pytest.approx(0.10 - 0.0102, rel=0.02)
+    waiting = ServingLoad(waiting=((4.9, 400),))
+    assert slack_s(waiting, SLO, serving, 5.0) == pytest.approx(0.4 - 0.05, rel=0.02)
+    behind = ServingLoad(waiting=((4.9, 400), (4.9, 3000)), max_rows=1000)
+    assert slack_s(behind, SLO, serving, 5.0) == pytest.approx(0.4 - 4 * 0.01 - 0.34, abs=0.01), (
+        "prompts before it count"
+    )
+
+
+def test_rows_fit_into_the_slack() -> None:
+    rollout = learned(0.004, 0.0002)
+    assert rows_allowed(0.0, SLO, rollout, LOAD) == 0
+    assert rows_allowed(-1.0, SLO, rollout, LOAD) == 0
+    assert rows_allowed(0.003, SLO, rollout, LOAD) == 0, "not even an empty step fits"
+    assert rows_allowed(0.024, SLO, rollout, LOAD) == pytest.approx(100, abs=3)
+    assert rows_allowed(math.inf, SLO, rollout, LOAD) == LOAD.running + CHUNK
+    assert rows_allowed(math.inf, SLO, rollout, RolloutLoad(running=0, waiting=0, context=0)) == 0
+
+
+def test_first_step_without_any_estimate() -> None:
+    assert rows_allowed(math.inf, SLO, StepTime(), LOAD) == FIRST_ROWS
+    assert rows_allowed(0.14, SLO, StepTime(), LOAD) == 1
+    assert rows_allowed(0.05, SLO, StepTime(), LOAD) == 0
+    assert slack_s(ServingLoad(waiting=((5.0, 100),)), SLO, StepTime(), 5.0) == pytest.approx(0.5)
+
+
+def test_an_idle_server_lends_steps_of_a_limited_length() -> None:
+    slow = learned(0.05, 0.001)
+    assert slow.upper_s(rows_allowed(math.inf, SLO, slow, LOAD), 0) <= SLO.idle_s
+    glacial = learned(1.0, 0.1)
+    assert rows_allowed(math.inf, SLO, glacial, LOAD) == 1, "without requests it still makes progress"
+    assert rows_allowed(0.4, SLO, glacial, LOAD) == 0
+
+
+def test_capacity_is_the_lower_of_memory_and_compute() -> None:
+    meter = CapacityMeter(0.0, slots=16, response_tokens=100)
+    assert meter.slots(10_000) == 16
+    assert meter.slots(100) == 4, "with a quarter of the longest response each"
+    assert meter.slots(450, running=4, held_tokens=200) == 4 + 2, "each of them may have twice as much as those"
+    assert meter.slots(450, running=4, held_tokens=400) == 4, "there is no room for another"
+    assert meter.slots(450, running=9, held_tokens=900) == 4, "some must go"
+    for n in range(1, 41):
+        meter.stepped(0.1)
+        meter.observe(n * 0.25, rows=3, use=0.5)
+    assert meter.slots(10_000) == 3
+    learned_s = np.float64(0.25)
+    assert decode(encode(meter.report(slots=1, state=MemoryState.NORMAL, slack_s=learned_s))).slack_s == 0.25
+    report = meter.report(slots=1, state=MemoryState.FROZEN, slack_s=math.inf)
+    assert (report.slots, report.state, report.slack_s) == (1, "frozen", None)
+    assert report.use == pytest.approx(0.5)
+    assert report.lent == pytest.approx(0.4)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(0, 2000), st.floats(0.0, 1.0), st.floats(0.0, 9.0))))
+def test_any_history_gives_a_capacity(history: list[tuple[float, int, float, float]]) -> None:
+    meter, now_s = CapacityMeter(0.0, slots=8, response_tokens=10), 0.0
+    for passed_s, rows, use, step_s in history:
+        now_s += passed_s
+        meter.stepped(step_s)
+        meter.observe(now_s, rows=rows, use=use)
+        assert 0 <= meter.slots(10**9) <= 8
+        assert meter.slots(0) == 0
+        assert 0.0 <= meter.use <= 1.0
+        assert 0.0 <= meter.lent <= 1.0
+
+
+def test_a_budget_of_zero_is_computed_again_when_there_is_room_for_a_while() -> None:
+    policy = MemoryPolicy(10)
+    policy.begin_step(serving=9)
+    assert policy.budget == 0
+    assert [policy.thaw(9, float(t)) for t in range(0, 40, 5)] == [False] * 8, "there is no room"
+    assert [policy.thaw(2, 40.0 + t) for t in (0, 4)] == [False] * 2
+    assert not policy.thaw(9, 49.0), "there is none for a moment"
+    assert [policy.thaw(2, 50.0 + t) for t in (0, 8, 12)] == [False, False, True]
+    assert (policy.budget, policy.state) == (6, MemoryState.NORMAL)
+    assert [policy.thaw(2, 70.0 + t) for t in (0, 12)] == [False, False], "it is not zero"
+
+
+# Slowdown.
+
+
+def test_credit_is_a_share_of_what_serving_took() -> None:
+    slo = Objectives(ttft_s=0.5, tpot_s=0.15, reserve=0.0, max_slowdown=0.15)
+    load = ServingLoad(last_tokens_s=(10.0, 10.0), lent_s=((1.0, 0.0), (0.2, 0.02)), context=100)
+    assert credit_s(load, slo) == pytest.approx(0.15 * 0.18 - 0.02), "the tighter of the two"
+    assert slack_s(load, slo, learned(), 10.0) == pytest.approx(0.007)
+    assert credit_s(ServingLoad(waiting=((0.0, 100),)), slo) == math.inf, "a waiting request has its own slack"
+    assert slack_s(load, SLO, learned(), 10.0) > 0.1, "without a limit only the objectives count"
+
+
+def test_credit_is_not_spent_on_few_rows() -> None:
+    time = learned(fixed=0.004, each=0.0002)
+    load = RolloutLoad(running=100, waiting=0, context=0)
+    assert 0 < rows_allowed(0.006, SLO, time, load) < 50
+    assert rows_allowed(0.006, SLO, time, load, growing=True) == 0
+    assert rows_allowed(0.025, SLO, time, load, growing=True) >= 100
+
+
+def test_steps_of_a_launch_fit_into_the_slack() -> None:
+    time = learned(fixed=0.002, each=0.0)
+    assert steps_allowed(1.0, 0.02, time, 10, 100, 8) == 8
+    assert steps_allowed(0.0065, 0.02, time, 10, 100, 8) == 3
+    assert steps_allowed(0.0001, 0.02, time, 10, 100, 8) == 1
+    assert steps_allowed(1.0, 0.02, StepTime(), 10, 100, 8) == 1, "nothing is known yet"
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 1 << 32), limit=st.floats(0.02, 0.5), fixed=st.floats(0.001, 0.02),
+    serving_s=st.floats(0.001, 0.03), gap_s=st.floats(0.01, 1.0),
+)  # fmt: skip
+def test_lending_slows_no_request_down_by_more_than_the_limit(
+    seed: int, limit: float, fixed: float, serving_s: float, gap_s: float
+) -> None:
+    """Serving steps and rollout steps in turn, with requests that come and go. Estimates are exact."""
+    rng, now_s, next_s = random.Random(seed), 0.0, 0.0
+    slo = Objectives(ttft_s=10.0, tpot_s=5.0, reserve=0.0, max_slowdown=limit)
+    serving, rollout = learned(serving_s, 0.0), learned(fixed, fixed / 100)
+    running: dict[int, list[float]] = {}  # first token, time lent, tokens left
+    lent_s = idle_s = 0.0
+    for turn in range(400):
+        if now_s >= next_s:
+            running[turn] = [now_s, 0.0, rng.randrange(2, 60)]
+            next_s = now_s + rng.expovariate(1 / gap_s)
+        if running:
+            now_s += serving_s
+            for id, state in list(running.items()):
+                state[2] -= 1
+                if state[2] <= 0:
+                    whole_s, lent = now_s - state[0], state[1]
+                    assert lent <= limit * (whole_s - lent) * 1.01 + 1e-9
+                    del running[id]
+        load = ServingLoad(
+            last_tokens_s=(now_s,) * len(running), lent_s=tuple((now_s - s[0], s[1]) for s in running.values())
+        )
+        slack = slack_s(load, slo, serving, now_s)
+        growing = slack == credit_s(load, slo) < math.inf
+        rows = rows_allowed(slack, slo, rollout, RolloutLoad(running=32, waiting=0, context=0), growing=growing)
+        took_s = rollout.predict_s(min(rows, 32), 0) if rows else 0.0
+        if not running and not took_s:
+            took_s = 0.001
+        now_s += took_s
+        lent_s += took_s if running else 0.0
+        idle_s += took_s if not running else 0.0
+        for state in running.values():
+            state[1] += took_s
+    assert lent_s <= limit * now_s

@@ -1,0 +1,115 @@
+"""Simulated lenders: serving comes first, the run gets what is left, and everything follows from the seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall import config
+from windfall.errors import WindfallError
+from windfall.sim.core import run, scenario, serving_load
+from windfall.sim.core.service import Service
+from windfall.sim.machines.lender import SimLender, learned
+from windfall.sim.report.figures import Figures, figures
+
+SPEED = {"fixed_s": 0.01, "each_s": 0.0003, "prefill_s": 0.00002, "context_s": 1e-8}
+LENDERS = {
+    "count": 3, "serving": SPEED, "slots": 16, "kv_tokens": 100_000, "serving_kv_tokens": 100_000,
+    "requests_per_s": 1.0, "max_slowdown": 100.0,
+}  # fmt: skip
+
+
+def simulate(folder: Path, lenders: dict[str, Any] | None, **sections: Any) -> tuple[Figures, list[SimLender], Any]:
+    keys: dict[str, Any] = {
+        "run": {"name": "lent", "steps": 3}, "rollout": {"groups": 12, "group_size": 4, "max_tokens": 2000},
+        "eval": {"tasks": 0}, "checkpoint": {"every": 100},
+        "fleet": {"local": False, "workers": 1, "trainer_price_usd_per_h": 80.0, "price_usd_per_h": 8.0},
+        "sim": {
+            "trainer": {**SPEED, "train_s": 0.00001}, "worker": SPEED, "worker_slots": 16, "weights_bytes": 1e9,
+            "boot_s": 1.0, "median_tokens": 400, "granule": 16, "skip_steps": 1,
+        },
+    }  # fmt: skip
+    for name, more in sections.items():
+        keys[name] |= more
+    if lenders is not None:
+        keys["sim"]["lenders"] = LENDERS | lenders
+    w, log = scenario.build(config.parse(keys, where="test")), folder / "events.jsonl"
+    done = run.simulate(w, log)
+    lent = [x for x in done.fleet.workers.values() if isinstance(x, SimLender)]
+    done.dispatch.ledger.check()
+    return figures(log, w, done.stays), lent, done
+
+
+def test_lenders_make_a_run_faster_and_stay_within_their_objectives(tmp_path: Path) -> None:
+    alone, _, _ = simulate(tmp_path, None)
+    lent, lenders, done = simulate(tmp_path, {})
+    assert lent.tok_per_s > 1.3 * alone.tok_per_s
+    assert len(lenders) == 3
+    assert all(max(x.turns_s) < 0.15 for x in lenders), "time per token of the requests"
+    assert {w.lease.kind for w in done.dispatch.members.all.values()} == {"reserved", "borrowed"}
+    assert any("borrowed" in line for line in lent.advice)
+    bill = done.dispatch.accounts.totals(1e6).holders
+    assert bill["borrowed"].tokens > 0
+    assert bill["borrowed"].total_usd == 0
+
+
+def test_borrowed_max_and_a_busy_service_limit_what_is_lent(tmp_path: Path) -> None:
+    one, lenders, done = simulate(tmp_path, {}, fleet={"borrowed_max": 1})
+    assert sum(w.generated > 0 for w in done.dispatch.members.all.values() if w.lease.kind == "borrowed") <= 2
+    none, _, done = simulate(tmp_path, {}, fleet={"borrowed_max": 0})
+    assert "borrowed" not in {h for h, a in done.dispatch.accounts.totals(1e6).holders.items() if a.tokens}
+    assert one.tok_per_s > none.tok_per_s
+    busy, lenders, done = simulate(tmp_path, {"requests_per_s": 12.0, "peak": 3.0})
+    assert sum(x.returned for x in lenders) > 0, "responses went back to the controller"
+    assert any(x._policy.halvings for x in lenders)
+    assert busy.tok_per_s < one.tok_per_s
+
+
+def test_lending_slows_no_request_down_by_more_than_the_limit(tmp_path: Path) -> None:
+    speeds: list[float] = []
+    for limit in (100.0, 0.15, 0.0):
+        lent, lenders, _ = simulate(tmp_path, {"requests_per_s": 2.0, "max_slowdown": limit})
+        speeds.append(lent.tok_per_s)
+        requests = [r for x in lenders for r in x._requests]
+        assert requests
+        assert all(r.lent_s <= limit * (r.elapsed_s - r.lent_s) + 1e-9 for r in requests)
+    assert speeds[0] > 1.1 * speeds[1] > 1.1 * speeds[2]
+
+
+def test_same_seed_gives_the_same_log(tmp_path: Path) -> None:
+    logs = []
+    for _ in range(2):
+        simulate(tmp_path, {"requests_per_s": 4.0}, run={"steps": 2})
+        logs.append((tmp_path / "events.jsonl").read_bytes())
+    assert logs[0] == logs[1]
+
+
+def test_sessions_with_several_turns_on_lenders(tmp_path: Path) -> None:
+    keys = {"turns": 3.0, "env_s": 1.0, "median_tokens": 100}
+    lent, _, done = simulate(tmp_path, {}, sim=keys)
+    assert lent.steps > 0
+    assert done.dispatch.turns.typical > 0
+
+
+def test_requests_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "requests.csv"
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{n},{100 + n},50\n" for n in range(40)))
+    load = serving_load.read(file, lenders=2, per_s=0.0)
+    assert [r.prompt for r in load.arrivals(1, 0.0, 4.0)] == [101, 103]
+    assert [r.prompt for r in load.arrivals(1, 40.0, 44.0)] == [101, 103], "the file repeats"
+    fast = serving_load.read(file, lenders=2, per_s=2.0)
+    assert sum(len(fast.arrivals(n, 0.0, 10.0)) for n in range(2)) == pytest.approx(40, abs=2)
+    _, lenders, _ = simulate(tmp_path, {"requests_file": file, "requests_per_s": 2.0}, run={"steps": 2})
+    assert all(x.turns_s for x in lenders)
+    file.write_text("nothing\n")
+    with pytest.raises(WindfallError, match="at least two requests"):
+        serving_load.read(file, lenders=2, per_s=0.0)
+
+
+def test_learned_step_times_are_those_of_the_formula() -> None:
+    service = Service(fixed_s=0.01, each_s=0.0002, context_s=2e-8)
+    estimate = learned(service)
+    for batch, context in ((1, 500), (40, 80_000), (200, 300_000)):
+        assert estimate.predict_s(batch, context) == pytest.approx(service.step_s(batch, 0, context), rel=0.02)

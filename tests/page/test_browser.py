@@ -148,6 +148,36 @@ def test_a_migration_can_be_seen(page: Any, served: Served) -> None:
     assert (colors[1] == colors[2], colors[2] == colors[3]) == (True, False)
 
 
+def test_turns_and_tool_calls_of_an_agent(page: Any, tmp_path: Path) -> None:
+    turns = {"prompt": "user: 40+2?", "tokens": ["call", "tool: 42", "It is ", "42"], "logprobs": [-1.0, 0.0, -0.5, -0.5],
+             "versions": [[0, 1], [-1, 1], [0, 2]], "workers": [["w0", 1], ["", 1], ["w1", 2]], "calls": [[0, "add", "{}"]],
+             "cut": 0}  # fmt: skip
+    page.goto(written(tmp_path, small_log(), [sample(1, turns=4, tools=2, **turns, more=[turns])]) + "#responses")
+    page.get_by_text("segment 2: the agent changed its history").wait_for()
+    headings = page.locator(".turn").all_inner_texts()
+    assert (
+        headings == ["turn 1: 1 token by w0", "observed: from the environment or a tool", "turn 2: 2 tokens by w1"] * 2
+    )
+    assert page.locator(".call").all_inner_texts() == ["calls add {}"] * 2
+    assert page.locator(".tokens.observed").first.inner_text() == "tool: 42"
+    assert page.locator(".move").count() == 0  # the next turn of an agent may go anywhere
+
+
+def test_ranks_and_lenders_have_rows(page: Any, tmp_path: Path) -> None:
+    log = small_log(3)
+    log.insert(2, event(0, "instant", "trainer_ready", step=0, pid=1, rank_pids=[1, 2]))
+    log.insert(3, event(1, "instant", "worker_joined", worker="chat-7", lease="borrowed", device="H100", age_s=0.5))
+    for t, share in ((10, 0.3), (20, 0.7)):
+        log.append(event(t, "instant", "activity", rows={}, moves=[], lenders={"chat-7": [share, 0.25]}))
+    page.goto(written(tmp_path, log) + "#timeline")
+    page.wait_for_function("window.windfall?.timeline?.drawn > 0")
+    assert page.evaluate("windfall.runs[0].rows.map(r => r.name)")[:2] == ["rank 0", "rank 1"]
+    assert page.evaluate("windfall.runs[0].rows.at(-1).name") == "chat-7"
+    rows = page.evaluate("windfall.runs[0].rows.length")
+    page.locator("canvas").hover(position={"x": 1000, "y": 26 + 20 * rows - 10})
+    assert "lends 70 % of its time to the run; serving holds 25 %" in page.locator(".tip").inner_text()
+
+
 def test_hostile_output_is_only_text(page: Any, tmp_path: Path) -> None:
     attack = "</script><script>window.attacked = 1</script><img src=x onerror='window.attacked = 1'>"
     tokens = [attack, "x" * 1_000_000, "\u202eright to left\u202c", "👩‍👩‍👧‍👦", "\u0000\u0007", "\ud800"]
@@ -193,6 +223,20 @@ def test_runs_are_compared(page: Any, tmp_path: Path) -> None:
     assert "(+100.0 %)" in page.locator("table").first.inner_text()
 
 
+def test_a_prediction_stands_beside_what_was_measured(page: Any, tmp_path: Path) -> None:
+    log = small_log(8)
+    log[0]["device"] = "simulated"
+    simulated = write_run(tmp_path / "sim", [])
+    (simulated / "events.jsonl").unlink()
+    (simulated / "figures.json").write_text("{}")
+    (simulated / "windfall-0.jsonl").write_text("".join(json.dumps(e) + "\n" for e in log))
+    run = write_run(tmp_path / "measured", small_log(5))
+    page.goto(pages.write([run, simulated], tmp_path / "page.html").as_uri() + "#compare")
+    page.get_by_text("sim/windfall-0 (simulated)").wait_for()
+    page.keyboard.press("3")
+    page.get_by_text("sim/windfall-0").first.wait_for()  # in the same charts
+
+
 def test_no_key_no_page(served: Served) -> None:
     for path in ("/page", "/page/stream", "/page/samples", "/page/sample?at=0", "/page?key=wrong"):
         url = served.url.partition("/page")[0] + path
@@ -212,8 +256,8 @@ def test_fifty_viewers_and_a_stuck_one(page: Any, served: Served, tmp_path: Path
             async def follow() -> int:
                 async with session.get(stream) as answer:
                     async for line in answer.content:
-                        if line.startswith(b"data: ") and (found := json.loads(line[6:])["history"]["step"]) >= 6:
-                            return found
+                        if line.startswith(b"data: ") and json.loads(line[6:])["history"].get("step") == 6:
+                            return 6
                 return 0
 
             async with session.get(stream):  # never reads

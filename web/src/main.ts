@@ -42,7 +42,7 @@ class Page {
   private connect(): void {
     const stream = (this.stream = new EventSource(this.url("stream")));
     stream.addEventListener("full", (e) => { this.runs[0]!.replace(parse(e)); this.connection = ""; this.changed(); });
-    stream.addEventListener("changes", (e) => { if (!this.runs[0]!.apply(parse(e))) this.reconnect(0); else this.changed(); });
+    stream.addEventListener("changes", (e) => { if (!this.runs[0]!.history || !this.runs[0]!.apply(parse(e))) this.reconnect(0); else this.changed(); });
     stream.onerror = () => { this.connection = this.runs[0]!.status === "running" ? "connection lost; trying again" : "the controller has ended"; this.drawHeader(); if (stream.readyState === EventSource.CLOSED) this.reconnect(5000); };
   }
   private reconnect(ms: number): void { this.stream?.close(); setTimeout(() => this.connect(), ms); }

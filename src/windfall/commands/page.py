@@ -11,13 +11,13 @@ from windfall.errors import WindfallError
 from windfall.link.listener import Listener
 from windfall.page import document
 from windfall.page.feed import TICK_S, Feed
-from windfall.page.runs import RunReader, recipe_facts
+from windfall.page.runs import read_all, recipe_facts
 from windfall.page.server import PageServer
 
 
 def write(runs: list[Path], out: Path, *, samples: bool = True) -> Path:
     """Write one self-contained file. `samples`: include the sampled responses."""
-    readers = [RunReader(run) for run in runs]
+    readers = read_all(runs)
     data = {"live": False, "runs": [reader.describe(samples=samples) for reader in readers]}
     text = document.html(data, f"{data['runs'][0]['name']} · windfall")
     try:
@@ -39,10 +39,9 @@ def serve(runs: list[Path], *, host: str, port: int, open_browser: bool) -> None
 async def _serve(runs: list[Path], *, host: str, port: int, open_browser: bool) -> None:
     from aiohttp import web
 
-    reader, key = RunReader(runs[0]), secrets.token_urlsafe(16)
-    others = [RunReader(run).describe(samples=False) for run in runs[1:]]
-    name = runs[0].resolve().name
-    feed = Feed(reader.history, name=name, recipe=recipe_facts(runs[0]), status=lambda: reader.status)
+    (reader, *rest), key = read_all(runs), secrets.token_urlsafe(16)
+    others, name = [other.describe(samples=False) for other in rest], reader.name
+    feed = Feed(reader.history, name=name, recipe=recipe_facts(reader.folder), status=lambda: reader.status)
     feed.snapshot = reader.snapshot()
     listener = Listener()
     server = PageServer(

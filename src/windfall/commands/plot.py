@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError
-from windfall.page.runs import RunReader
+from windfall.page.runs import RunReader, read_all
 from windfall.page.timeline import STATES, TENTHS
 
 PANELS = {
@@ -44,7 +44,7 @@ def main(runs: list[Path], out: Path, *, panels: list[str], by_time: bool) -> Pa
     except ImportError as e:
         fix = "Install it with: pip install 'windfall[plot]'"
         raise WindfallError("plots need matplotlib, which is not installed", where="windfall plot", fix=fix) from e
-    readers = [RunReader(run) for run in runs]
+    readers = read_all(runs)
     panels = panels or [name for name in PANELS if any(_has(r, name) for r in readers)]
     if not panels:
         raise WindfallError("there is nothing to plot yet: no step is complete", where=str(runs[0]))
@@ -81,7 +81,7 @@ def _lines(ax: Any, readers: list[RunReader], name: str, by_time: bool) -> None:
         if name == "usd":
             y = list(accumulate(value or 0.0 for value in y))
         points = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
-        ax.plot(*zip(*points, strict=True) if points else ([], []), color=color, lw=1.2, label=reader.folder.name)
+        ax.plot(*zip(*points, strict=True) if points else ([], []), color=color, lw=1.2, label=reader.name)
         if name == "reward":
             evals = [(t / 3600 if by_time else step, r) for step, t, r in history.evals if r is not None]
             ax.plot(*zip(*evals, strict=True) if evals else ([], []), "o", color=color, ms=4)

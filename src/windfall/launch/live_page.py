@@ -39,6 +39,10 @@ class LivePage:
     def __init__(self, recipe: Recipe, folder: Path, events: EventLog) -> None:
         self._recipe, self._folder, self._events = recipe, folder, events
         self.activity = Activity()
+        self.lenders: Callable[[], dict[str, list[float]]] = dict
+        """By lender: the share of its time that it lends, and the share of its memory that serving holds."""
+        self._lent: dict[str, list[float]] = {}
+        """The same, as logged last."""
         self._history, self._samples = History(), SampleFile(folder, recipe.log.samples_mb)
         self._sampler, self._text = Sampler(recipe.log.samples), None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
@@ -94,6 +98,10 @@ class LivePage:
 
     def log_activity(self, now_s: float) -> None:
         fields = self.activity.drain(now_s)
+        lenders = {name: share for name, share in self.lenders().items() if self._lent.get(name) != share}
+        if lenders:
+            self._lent |= lenders
+            fields["lenders"] = lenders
         if fields:
             self._events.instant("activity", **fields)
 

@@ -2,7 +2,7 @@
 
     event ──▶ History.add ──▶ timeline (timeline.py), series per step, evaluations, money, advice, problems, moves
               History.full()                 everything, for a viewer that has just come
-              History.changes(since)         what later events have changed, for a viewer that has it
+              History.changes()              what has changed since the last call, for viewers that have the rest
 
 Rules: memory does not grow with the run. The series have at most MAX_POINTS points; when there are more, two neighbors
 become one (`stride` steps per point). Lists of problems, moves and evaluations keep the newest. Steps that a resume
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from windfall.cost.bill import Totals, reserved_only
+from windfall.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, Timeline
 
 Event = dict[str, Any]
@@ -39,6 +39,7 @@ PROBLEMS = {
     "no_room", "work_rejected", "engine_gap", "reward_missing", "task_skipped", "update_skipped", "refused",
     "checkpoint_damaged", "journal_lost", "log_foreign", "log_gap", "eval_warning", "eval_abandoned", "sink_dropped",
 }  # fmt: skip
+MAX_SENT_MOVES = 2000
 MAX_TEXT = 400
 """Characters of a text from the log that the page shows."""
 
@@ -59,6 +60,7 @@ class History:
         self.problems: deque[dict[str, Any]] = deque(maxlen=MAX_PROBLEMS)
         self.moves: deque[tuple[float, str, str, int]] = deque(maxlen=MAX_MOVES)
         """(seconds, from, to, responses)"""
+        self.moves_seen = 0
         self.advice: dict[str, dict[str, Any]] = {}
         self.bill = Totals()
         self.staleness = [0] * MAX_STALENESS
@@ -74,6 +76,9 @@ class History:
         """Steps in the last point of the series."""
         self._changed_from = 0
         """First point of the series that may have changed since `changes` was last called."""
+        self._sent: dict[str, bytes] = {}
+        """The sections as of the last `changes`, encoded."""
+        self._moves_sent = 0
         self._handlers: dict[str, Callable[[Event], None]] = {
             "start": self._start, "step": self._step, "eval": self._eval, "resumed": self._resumed,
             "worker_joined": self._joined, "worker_ready": self._ready, "worker_suspect": self._suspect,
@@ -166,24 +171,28 @@ class History:
         if e["kind"] == "scalar":
             self.evals.append((e.get("step", 0), self._seconds(e["t"]), _number(e.get("reward"))))
         elif e["kind"] == "span":
-            self.timeline.row("trainer").paint(t - round((e.get("s") or 0) * TENTHS), t, CODE["evaluating"])
+            self._trained(t, float(e.get("s") or 0.0), "evaluating")
 
     def _train(self, e: Event) -> None:
         t, s = self._tenths(e["t"]), float(e.get("s") or 0.0)
         self.train_s += s + float(e.get("early_s") or 0.0) if "error" not in e else 0.0
         # What it trained on while groups were missing was interleaved with waits; it is drawn in one piece at the end.
         s += float(e.get("early_s") or 0.0)
-        self.timeline.row("trainer").paint(t - round(s * TENTHS), t, CODE["training"])
+        self._trained(t, s, "training")
 
     def _checkpoint(self, e: Event) -> None:
-        t = self._tenths(e["t"])
-        self.timeline.row("trainer").paint(t - round((e.get("s") or 0) * TENTHS), t, CODE["saving"])
+        self._trained(self._tenths(e["t"]), float(e.get("s") or 0.0), "saving")
+
+    def _trained(self, end: int, s: float, what: str) -> None:
+        """The trainer has done this for the last `s` seconds."""
+        for row in self.timeline.trainer():
+            row.paint(end - round(s * TENTHS), end, CODE[what])
 
     # Workers.
 
     def _joined(self, e: Event) -> None:
         row = self.timeline.row(e["worker"], newest=e["worker"])
-        row.facts = _short(e, limit=64) | {"usd_per_h": _number(e.get("usd_per_h"))}
+        row.describe(_short(e, limit=64) | {"usd_per_h": _number(e.get("usd_per_h"))})
         age_s = max(0.0, float(_number(e.get("age_s")) or 0.0))
         start = self._tenths(e["t"] - age_s)
         if row.changes and row.changes[-1] >> 4 > start:
@@ -223,14 +232,21 @@ class History:
                 row.put(t, code(bucket, READY))
         for source, target, count, ago_s in e.get("moves") or ():
             self.moves.append((self._seconds(e["t"] - ago_s), _clean(source, 64), _clean(target, 64), int(count)))
+            self.moves_seen += 1
+        for worker, (lent, use) in (e.get("lenders") or {}).items():
+            row = rows.get(worker) or self.timeline.row(_clean(worker, 80))
+            row.lend(self._tenths(e["t"]), float(lent))
+            row.describe({**row.facts, "serving": _number(use)})
 
     def _trainer_ready(self, e: Event) -> None:
-        self.timeline.row("trainer").put(self._tenths(e["t"]), CODE["waiting"])
+        self.timeline.set_ranks(e.get("rank_pids") or [e.get("pid")])
+        for row in self.timeline.trainer():
+            row.put(self._tenths(e["t"]), CODE["waiting"])
 
     def _trainer_lost(self, e: Event) -> None:
-        row = self.timeline.row("trainer")
-        row.put(self._tenths(e["t"]) - 1, CODE["lost"])
-        row.put(self._tenths(e["t"]), ABSENT)
+        for row in self.timeline.trainer():
+            row.put(self._tenths(e["t"]) - 1, CODE["lost"])
+            row.put(self._tenths(e["t"]), ABSENT)
 
     # Money.
 
@@ -249,45 +265,62 @@ class History:
     # What viewers get.
 
     def full(self) -> dict[str, Any]:
-        """Everything. The next `changes` is relative to this only if `full` is followed by `mark`."""
-        return {**self._small(), "series": {"from": 0, **self.series}, "rows": self._rows(0)}
+        """Everything. A viewer may get this at any time and then every later `changes`: parts that it has already are
+        replaced."""
+        return {
+            **self._sections(), "series": {"from": 0, **self.series}, "rows": self._rows(everything=True),
+            "moves": self._moves(max(0, self.moves_seen - MAX_SENT_MOVES)),
+        }  # fmt: skip
 
-    def mark(self) -> int:
-        """Returns what `changes` needs to know about this moment."""
-        self._changed_from = len(self.series["step"])
-        return round((self.end_t - (self.start_t or self.end_t)) * TENTHS)
+    def forget_changes(self) -> None:
+        """The next `changes` begin here."""
+        self.changes()
 
-    def changes(self, since: int) -> dict[str, Any]:
-        """What has changed since `mark` returned `since`. Rows are repeated from a little before that time on, because
-        what a worker did becomes certain only later."""
+    def changes(self) -> dict[str, Any]:
+        """What has changed since the last call."""
         first = max(0, min(self._changed_from, len(self.series["step"]) - 1))
-        series = {name: column[first:] for name, column in self.series.items()}
-        return {**self._small(), "series": {"from": first, **series}, "rows": self._rows(max(0, since - 120 * TENTHS))}
-
-    def _rows(self, since: int) -> list[dict[str, Any]]:
-        """The rows with their changes from `since` on, and the one before."""
-        out = []
+        sections = {key: msgspec.json.encode(value) for key, value in self._sections().items()}
+        out: dict[str, Any] = {
+            key: msgspec.Raw(data) for key, data in sections.items() if self._sent.get(key) != data
+        }  # fmt: skip
+        self._sent = sections
+        if self._changed_from < len(self.series["step"]) or "step" in out:
+            out["series"] = {"from": first, **{name: column[first:] for name, column in self.series.items()}}
+            self._changed_from = len(self.series["step"])
+        if rows := self._rows(everything=False):
+            out["rows"] = rows
         for row in self.timeline.rows.values():
-            first = 0
-            if since:
-                low, high = 0, len(row.changes)
-                while low < high:
-                    middle = (low + high) // 2
-                    low, high = (middle + 1, high) if row.changes[middle] >> 4 < since else (low, middle)
-                first = max(0, low - 1)
-                if first == len(row.changes) - 1 and row.changes[-1] >> 4 < since and row.state == ABSENT:
-                    continue
-            data = b64encode(row.changes[first:].tobytes()).decode()
-            out.append({"name": row.name, "from": first, "slice": row.slice, "data": data, "facts": row.facts})
+            row.changed, row.lent_changed = len(row.changes) + 1, len(row.lent)
+        if self._moves_sent < self.moves_seen:
+            out["moves"] = self._moves(max(self._moves_sent, self.moves_seen - MAX_SENT_MOVES))
+            self._moves_sent = self.moves_seen
         return out
 
-    def _small(self) -> dict[str, Any]:
-        """What is sent as a whole every time."""
+    def _rows(self, *, everything: bool) -> list[dict[str, Any]]:
+        out = []
+        for row in self.timeline.rows.values():
+            first, lent = (0, 0) if everything else (row.changed, row.lent_changed)
+            if first > len(row.changes):
+                continue
+            data = b64encode(row.changes[first:].tobytes()).decode()
+            new = {"name": row.name, "from": first, "slice": row.slice, "data": data, "facts": row.facts}
+            if len(row.lent) > lent:
+                new["lent"], new["lent_from"] = b64encode(row.lent[lent:].tobytes()).decode(), lent
+            out.append(new)
+        return out
+
+    def _moves(self, first: int) -> dict[str, Any]:
+        """The moves from number `first` on."""
+        kept = self.moves_seen - len(self.moves)
+        first = max(first, kept)
+        return {"from": first, "list": [self.moves[n - kept] for n in range(first, self.moves_seen)]}
+
+    def _sections(self) -> dict[str, Any]:
+        """What is sent as a whole when it changes."""
         return {
             "number": self.number, "start_t": self.start_t, "end_s": self._seconds(self.end_t), "states": STATES,
             "stride": self.stride, "step": self.step, "facts": self.facts, "ended": self.ended,
-            "evals": list(self.evals)[-64:] if len(self.evals) > 64 else list(self.evals),
-            "problems": list(self.problems)[-50:], "moves": list(self.moves)[-2000:], "advice": self.advice,
+            "evals": list(self.evals), "problems": list(self.problems)[-50:], "advice": self.advice,
             "money": self.money(), "staleness": _trimmed(self.staleness), "dropped_rows": self.timeline.dropped,
         }  # fmt: skip
 
@@ -302,7 +335,7 @@ class History:
         return {
             "holders": holders, "usd": self.bill.all.total_usd, "trained": self.trained_tokens,
             "usd_per_million": self.bill.usd_per_million(self.trained_tokens),
-            "unpriced_s": self.bill.all.unpriced_s,
+            "unpriced_s": self.bill.all.unpriced_s, "borrowed": msgspec.to_builtins(borrowed_value(self.bill)),
             "alone": {**msgspec.to_builtins(alone), "usd_per_million": per_million} if alone else None,
         }  # fmt: skip
 

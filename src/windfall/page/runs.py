@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,37 @@ from windfall import config
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events.log import MAX_LINE_BYTES, parse
+from windfall.page.feed import shown
 from windfall.page.history import History
 from windfall.page.samples import SampleFile
 
+MAX_SIMULATIONS = 8
 MAX_EMBEDDED = 200
 """Upper limit for the responses in a page that is written to a file."""
 MAX_EMBEDDED_CHARS = 6_000_000
 """Upper limit for their size in characters, as JSON."""
 
 
+def read_all(runs: Sequence[Path]) -> list[RunReader]:
+    """A reader for every run. A folder of `windfall sim --out` has one for each simulation, the first few of them."""
+    out = []
+    for run in runs:
+        simulations = sorted(run.glob("*.jsonl")) if (run / "figures.json").is_file() else []
+        out += [RunReader(path) for path in simulations[:MAX_SIMULATIONS]] or [RunReader(run)]
+    return out
+
+
 class RunReader:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / "events.jsonl"
-        self.history, self.samples = History(), SampleFile(folder)
+    def __init__(self, run: Path) -> None:
+        """`run`: the folder of a run, or an event log that a simulation wrote."""
+        simulated = run.is_file()
+        self.folder, self.path = (run.parent, run) if simulated else (run, run / "events.jsonl")
+        self.name = f"{run.resolve().parent.name}/{run.stem}" if simulated else run.resolve().name
+        self.history, self.samples = History(), SampleFile(self.folder)
         self._position = 0
         if not self.path.is_file():
-            fix = "Give the folder of a run, such as runs/demo; `windfall sim --out` writes such logs, too."
-            raise WindfallError("this folder has no event log (events.jsonl)", where=str(folder), fix=fix)
+            fix = "Give the folder of a run, such as runs/demo, or a folder that `windfall sim --out` has written."
+            raise WindfallError("this folder has no event log (events.jsonl)", where=str(run), fix=fix)
         self.read_new()
 
     def read_new(self) -> bool:
@@ -44,10 +59,13 @@ class RunReader:
 
     @property
     def status(self) -> str:
-        return status(self.history, running=folders.held(self.folder))
+        running = self.path.name == "events.jsonl" and folders.held(self.folder)
+        return status(self.history, running=running)
 
     def snapshot(self) -> dict[str, Any] | None:
         """The last state of the fleet."""
+        if self.path.name != "events.jsonl":
+            return None
         return folders.read_json(self.folder / "fleet.json")
 
     def embedded_samples(self) -> list[dict[str, Any]]:
@@ -64,14 +82,20 @@ class RunReader:
 
     def describe(self, *, samples: bool = True) -> dict[str, Any]:
         return {
-            "name": self.folder.resolve().name, "status": self.status, "recipe": recipe_facts(self.folder),
-            "history": self.history.full(), "snapshot": self.snapshot(),
+            "name": self.name, "status": self.status, "recipe": recipe_facts(self.folder),
+            "history": self.history.full(), "snapshot": _shown(self.snapshot()),
             "samples": self.embedded_samples() if samples else [],
         }  # fmt: skip
 
 
+def _shown(snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
+    return shown(snapshot) if snapshot else None
+
+
 def status(history: History, *, running: bool) -> str:
     """How a run stands. A run without an `end` that no process holds was killed, or its machine went down."""
+    if history.facts.get("device") == "simulated":
+        return "simulated"
     if running:
         return "running"
     if history.ended is None:

@@ -73,7 +73,8 @@ class PageServer:
         await response.prepare(request)
         try:
             with contextlib.suppress(ConnectionError, TimeoutError):
-                await self._feed.follow(response.write)
+                assert request.transport is not None
+                await self._feed.follow(response.write, request.transport)
         finally:
             if request.transport is not None:
                 request.transport.abort()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ CODE = {name: n for n, name in enumerate(STATES)} | {"": 0, "prefill_again": 4}
 ABSENT, LOST, READY = CODE["absent"], CODE["lost"], CODE["ready"]
 MAX_CHANGES = 8192
 MAX_ROWS = 1024
+MAX_LENT = 4096
+MAX_RANKS = 64
+"""Upper limit for the ranks of a trainer that have a row."""
 TENTHS = 10
 MAX_TENTHS = (1 << 28) - 1
 _RESTARTED = re.compile(r"(?<=.)[.#]\d+$")
@@ -49,6 +53,11 @@ class Row:
     """Resolution in tenths of a second."""
     worker: str = ""
     """Id of its newest worker."""
+    lent: array[int] = field(default_factory=lambda: array("I"))
+    """If it is a lender: changes of the share of its time that it lends, each as seconds times 128, plus percent."""
+    changed: int = 0
+    """First change that a viewer may not have; more than there are changes if nothing is new. See `History.changes`."""
+    lent_changed: int = 0
 
     @property
     def state(self) -> int:
@@ -59,10 +68,28 @@ class Row:
         start, changes = min(max(tenths, 0), MAX_TENTHS) << 4, self.changes
         while changes and changes[-1] >= start:
             changes.pop()
+        if len(changes) < self.changed:
+            self.changed = len(changes)
         if (changes[-1] & 15 if changes else ABSENT) != state:
             changes.append(start | state)
         if len(changes) > MAX_CHANGES:
             self._coarsen()
+            self.changed = 0
+
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Set its facts."""
+        if facts != self.facts:
+            self.facts, self.changed = facts, min(self.changed, len(self.changes))
+
+    def lend(self, tenths: int, share: float) -> None:
+        """The row lends this share of its time from this time on."""
+        percent = round(100 * min(max(share, 0.0), 1.0))
+        if (self.lent[-1] & 127 if self.lent else -1) == percent:
+            return
+        self.lent.append(min(max(tenths, 0), MAX_TENTHS) // TENTHS << 7 | percent)
+        if len(self.lent) > MAX_LENT:
+            self.lent, self.lent_changed = self.lent[1::2], 0
+        self.changed = min(self.changed, len(self.changes))
 
     def paint(self, start: int, end: int, state: int) -> None:
         """The row had this state in this time, which lies in the past, and what it had before continues after it."""
@@ -122,6 +149,8 @@ class Timeline:
         self.rows: dict[str, Row] = {}
         self.dropped = 0
         """Rows that were dropped because there were too many."""
+        self.ranks = ["trainer"]
+        """Rows of the trainer: one, or one for each of its ranks."""
 
     def row(self, worker: str, newest: str = "") -> Row:
         """The row of this worker. `newest`: its id, if it has just joined."""
@@ -135,8 +164,20 @@ class Timeline:
             row.worker = newest
         return row
 
+    def set_ranks(self, pids: Sequence[Any]) -> None:
+        """The trainer has these processes, one per rank. They work in lockstep, so all have the same states."""
+        count = min(len(pids), MAX_RANKS)
+        self.ranks = ["trainer"] if count < 2 else [f"rank {n}" for n in range(count)]
+        for name, pid in zip(self.ranks, pids, strict=False):
+            self.row(name).describe({"lease": "trainer", "pid": pid})
+
+    def trainer(self) -> list[Row]:
+        """The rows of the trainer."""
+        return [self.row(name) for name in self.ranks]
+
     def _drop_one(self) -> None:
-        gone = [r for r in self.rows.values() if r.state == ABSENT and r.name != "trainer"] or list(self.rows.values())
+        gone = [r for r in self.rows.values() if r.state == ABSENT and r.name not in self.ranks]
+        gone = gone or [r for r in self.rows.values() if r.name not in self.ranks] or list(self.rows.values())
         oldest = min(gone, key=lambda r: r.changes[-1] if r.changes else 0)
         del self.rows[oldest.name]
         self.dropped += 1

@@ -115,6 +115,7 @@ class ControllerProcess:
             recipe, events, self.journal, resumed=resumed, on_event=self.page.observe, activity=self.page.activity
         )
         events.attach(self.page.observe)
+        self.page.lenders = self.life.report.lent
         self._last_snapshot: dict[str, Any] | None = None
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(

@@ -149,9 +149,11 @@ def test_a_migration_can_be_seen(page: Any, served: Served) -> None:
 
 
 def test_turns_and_tool_calls_of_an_agent(page: Any, tmp_path: Path) -> None:
-    turns = {"prompt": "user: 40+2?", "tokens": ["call", "tool: 42", "It is ", "42"], "logprobs": [-1.0, 0.0, -0.5, -0.5],
-             "versions": [[0, 1], [-1, 1], [0, 2]], "workers": [["w0", 1], ["", 1], ["w1", 2]], "calls": [[0, "add", "{}"]],
-             "cut": 0}  # fmt: skip
+    turns = {
+        "prompt": "user: 40+2?", "tokens": ["call", "tool: 42", "It is ", "42"], "cut": 0,
+        "logprobs": [-1.0, 0.0, -0.5, -0.5], "versions": [[0, 1], [-1, 1], [0, 2]],
+        "workers": [["w0", 1], ["", 1], ["w1", 2]], "calls": [[0, "add", "{}"]],
+    }  # fmt: skip
     page.goto(written(tmp_path, small_log(), [sample(1, turns=4, tools=2, **turns, more=[turns])]) + "#responses")
     page.get_by_text("segment 2: the agent changed its history").wait_for()
     headings = page.locator(".turn").all_inner_texts()

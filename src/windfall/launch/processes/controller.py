@@ -24,7 +24,7 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from windfall.envs import held_out
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
-from windfall.events.sinks import make_sinks
+from windfall.events.sinks import ThreadedSink, make_sinks
 from windfall.launch import invitation, tls
 from windfall.launch.agents import AgentService
 from windfall.launch.assembly import ControllerLife, run_until_first
@@ -70,8 +70,8 @@ def main(folder: Path) -> int:
     with folders.owned(folder, "controller", timeout_s=10.0):
         resumed = (folder / "events.jsonl").is_file()
         try:
-            with contextlib.closing(EventLog(folder / "events.jsonl")) as events, _sinks(recipe, folder, events):
-                asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed).run()))
+            with contextlib.closing(EventLog(folder / "events.jsonl")) as events, _sinks(recipe, folder) as sinks:
+                asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks).run()))
         except WindfallError as e:
             folders.fail(folder, "controller", e)
             return 2
@@ -85,17 +85,15 @@ def main(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _sinks(recipe: Recipe, folder: Path, events: EventLog) -> Iterator[None]:
-    """Pass the events to the tools of the recipe's [log] section."""
+def _sinks(recipe: Recipe, folder: Path) -> Iterator[list[ThreadedSink]]:
+    """The tools of the recipe's [log] section."""
     o = recipe.log
     sinks = make_sinks(
         folder=folder, run=folder.resolve().name, tensorboard=o.tensorboard, wandb=o.wandb, mlflow=o.mlflow,
         prometheus=o.prometheus,
     )  # fmt: skip
-    for sink in sinks:
-        events.attach(sink)
     try:
-        yield
+        yield sinks
     finally:
         for sink in sinks:
             sink.close()
@@ -107,8 +105,12 @@ def settings_digest(recipe: Recipe) -> str:
 
 
 class ControllerProcess:
-    def __init__(self, recipe: Recipe, folder: Path, events: EventLog, resumed: bool) -> None:
-        self.recipe, self.folder, self.events = recipe, folder, events
+    def __init__(
+        self, recipe: Recipe, folder: Path, events: EventLog, resumed: bool, sinks: Sequence[ThreadedSink] = ()
+    ) -> None:
+        self.recipe, self.folder, self.events, self.sinks = recipe, folder, events, sinks
+        for sink in sinks:
+            events.attach(sink)
         self.journal = Journal(folder / "journal", settings_digest(recipe), staleness=recipe.rollout.staleness)
         self.page = LivePage(recipe, folder, events)
         self.life = ControllerLife(
@@ -149,9 +151,17 @@ class ControllerProcess:
                 how = "failed" if self._end is None else "finished" if self._end["finished"] else "stopped"
                 self._snapshot(ended=how)
             self.journal.close()
+            await self._close_sinks()
             if self._end is not None:
                 now = asyncio.get_running_loop().time()
                 self.events.instant("end", **self._end, **self.life.report.last_bill(now))
+
+    async def _close_sinks(self) -> None:
+        """Let the tools of the [log] section have the last events. Reports those that do not take them."""
+        left = await asyncio.gather(*(asyncio.to_thread(sink.close) for sink in self.sinks))
+        for sink, why in zip(self.sinks, left, strict=True):
+            if why:
+                self.events.instant("sink_dropped", sink=sink.__qualname__, why=why)
 
     async def _run_steps(self) -> None:
         async with recipe_host(self.recipe) as env:

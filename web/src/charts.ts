@@ -4,7 +4,7 @@ import uPlot from "uplot";
 import { h, number } from "./dom";
 import type { Run } from "./run";
 
-export const RUN_COLORS = ["#2563eb", "#f97316", "#16a34a", "#db2777", "#7c3aed", "#0891b2", "#ca8a04", "#dc2626"];
+export const RUN_COLORS = ["#3b82f6", "#f97316", "#16a34a", "#db2777", "#7c3aed", "#0891b2", "#ca8a04", "#dc2626"];
 export type X = "step" | "t";
 interface Spec { title: string; column: string; unit?: string; more?: string; evals?: boolean }
 export const LEARNING: Spec[] = [
@@ -40,7 +40,7 @@ export class Chart {
     this.element.hidden = !values;
     if (!values) return;
     const data = uPlot.join(tables), key = lines.map((l) => l.label).join("|") + document.documentElement.dataset.theme;
-    if (this.plot && this.key === key) { this.plot.setData(data); return; }
+    if (this.plot && this.key === key) { this.plot.setData(data); this.showLast(this.plot); return; }
     this.key = key;
     this.plot?.destroy();
     const ink = getComputedStyle(document.documentElement).getPropertyValue("--dim"), line = getComputedStyle(document.documentElement).getPropertyValue("--line");
@@ -49,15 +49,19 @@ export class Chart {
     this.plot = new uPlot({
       width: this.width, height: 190, series: lines, scales: { x: { time: false } }, cursor: { sync: { key: this.x } }, legend: { live: true },
       axes: [axis, { ...axis, size: 58, values: (_: uPlot, ticks: number[]) => ticks.map((v) => number(v)) }],
+      hooks: { setCursor: [(plot: uPlot) => { if (plot.cursor.idx === null || plot.cursor.idx === undefined) this.showLast(plot); }] },
     }, data, this.element);
+    this.showLast(this.plot);
   }
+  // The legend has the last values while nothing is pointed at.
+  private showLast(plot: uPlot): void { plot.setLegend({ idx: plot.data[0].length - 1 }); }
   private get width(): number { return Math.max(200, this.element.clientWidth - 8); }
   private resize(): void { if (this.plot && this.element.clientWidth) this.plot.setSize({ width: this.width, height: 190 }); }
 }
 
-export function histogram(counts: number[]): HTMLElement {
+export function histogram(counts: number[], name: string): HTMLElement {
   const most = Math.max(1, ...counts), all = counts.reduce((a, b) => a + b, 0) || 1;
-  return h("figure", { class: "chart" }, h("figcaption", {}, "staleness of trained responses"),
+  return h("figure", { class: "chart" }, h("figcaption", {}, "staleness of trained responses", name ? h("span", { class: "dim" }, ` (${name})`) : null),
     counts.length ? counts.map((count, n) => h("div", { class: "hist" }, h("span", { class: "num" }, n), h("i", { style: `width:${(70 * count) / most}%` }), h("span", {}, `${((100 * count) / all).toFixed(1)} %`)))
       : h("p", { class: "dim" }, "Every response was trained on with the version that generated it."));
 }

@@ -69,7 +69,7 @@ class Page {
     this.drawHeader();
     if (!run?.history) { this.main.replaceChildren(h("p", { class: "dim" }, "Waiting for the run …")); return; }
     document.title = `${run.name} · windfall`;
-    if (this.tab === "Now") this.main.replaceChildren(now(run));
+    if (this.tab === "Now") this.now(run);
     else if (this.tab === "Money") this.main.replaceChildren(money(run));
     else if (this.tab === "Timeline") {
       if (!this.timeline) { this.timeline = new Timeline(run); this.main.replaceChildren(this.timeline.element); }
@@ -78,12 +78,22 @@ class Page {
       if (!this.responses) { this.responses = new Responses(run, new Samples(run, this.live ? this.url : null)); this.main.replaceChildren(this.responses.element); }
     } else this.plots(this.tab === "Learning" ? "step" : "t");
   }
+  private now(run: Run): void {
+    const [above, below] = now(run);
+    if (this.timeline) { this.main.firstChild!.replaceWith(above); this.main.lastChild!.replaceWith(below); } else {
+      this.charts = LEARNING.filter((s) => ["reward", "tok_per_s"].includes(s.column)).map((spec) => new Chart(spec, "step"));
+      this.timeline = new Timeline(run, true);
+      this.main.replaceChildren(above, h("div", { class: "grid" }, this.charts.map((c) => c.element)), this.timeline.element, below);
+    }
+    for (const chart of this.charts) chart.update([run]);
+    this.timeline.update();
+  }
   private plots(x: X): void {
     const runs = this.runs.filter((r) => r.history);
     if (!this.charts.length) {
       this.charts = (x === "step" ? LEARNING : LEARNING.filter((s) => ["reward", "tok_per_s", "workers", "length"].includes(s.column))).map((spec) => new Chart(spec, x));
     }
-    const extra = x === "step" ? [histogram(runs[0]!.history.staleness)] : [];
+    const extra = x === "step" ? runs.map((run) => histogram(run.history.staleness, runs.length > 1 ? run.name : "")) : [];
     const head = x === "t" ? [compare(runs), runs.length < 2 ? h("p", { class: "dim" }, "Give several runs to see them beside each other, for example a simulation and the run it predicts: windfall page RUN OTHER") : h("p", { class: "dim" }, "Below: over the hours of each run.")] : [];
     const grid = h("div", { class: "grid" }, this.charts.map((c) => c.element), extra);
     this.main.replaceChildren(...head, grid);
@@ -94,7 +104,7 @@ class Page {
     const run = this.runs[0], facts = run?.recipe ?? {};
     this.header.replaceChildren(
       h("div", { class: "title" }, h("h1", {}, run?.name || "windfall"), run?.status ? h("span", { class: `status ${run.status}` }, run.status) : null,
-        run?.history ? h("span", { class: "dim" }, duration(run.history.end_s)) : null, facts.model ? h("span", { class: "dim" }, `${facts.model} on ${facts.env}, ${facts.algorithm}`) : null,
+        run?.history ? h("span", { class: "dim" }, duration(run.end_s)) : null, facts.model ? h("span", { class: "dim" }, `${facts.model} on ${facts.env}, ${facts.algorithm}`) : null,
         this.connection ? h("span", { class: "bad" }, this.connection) : null),
       h("nav", { role: "tablist" }, TABS.map((tab) => h("button", { role: "tab", "aria-selected": tab === this.tab, class: tab === this.tab ? "on" : undefined, click: () => this.open(tab) }, tab)),
         h("button", { title: "Light or dark (t)", "aria-label": "Light or dark", click: () => this.theme() }, "◐")));
@@ -110,7 +120,7 @@ class Page {
     const tab = this.tab === "Timeline" && e.key === "0" ? undefined : TABS[Number(e.key) - 1];
     if (tab) this.open(tab);
     else if (e.key === "t") this.theme();
-    else if (!(this.timeline?.key(e.key) || this.responses?.key(e.key))) return;
+    else if (!((this.tab === "Timeline" && this.timeline?.key(e.key)) || this.responses?.key(e.key))) return;
     e.preventDefault();
   }
 }

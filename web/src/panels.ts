@@ -2,27 +2,31 @@
 
 import { card, clip, dollars, duration, h, number, table } from "./dom";
 import type { Run } from "./run";
+import { COLORS } from "./timeline";
 import type { Money } from "./types";
 
+const STATE_OF: Record<string, string> = { paused: "training", prefill_again: "prefill again" };
 const HOLDER_STATES: Record<string, string> = { paused: "training or paused", prefill_again: "prefill again" };
 
-export function now(run: Run): HTMLElement {
+// What stands above and below the charts of the tab Now.
+export function now(run: Run): [HTMLElement, HTMLElement] {
   const { history, snapshot } = run, steps = Number(run.recipe.steps ?? history.facts.steps ?? 0), running = run.status === "running";
   const workers = (snapshot?.leases ?? []).reduce((sum, [, , count]) => sum + count, 0);
   const last = history.evals.at(-1), wait = run.last("train_wait_s"), step_s = run.last("s"), money = history.money;
   const busy = trainer(run);
-  return h("section", {},
+  const lost = running ? snapshot?.lost ?? 0 : run.sum("workers_lost"), moved = running ? snapshot?.moved ?? 0 : run.sum("moved");
+  return [
     h("div", { class: "cards" },
       card("step", `${history.step}${steps ? ` / ${steps}` : ""}`, steps ? progress(history.step / steps) : ""),
       card("reward", number(run.last("reward")), last ? `held-out: ${number(last[2])} after step ${last[0]}` : ""),
       card("tokens per second", number(run.last("tok_per_s")), `${number(run.sum("made"))} generated, ${number(money.trained)} trained`),
       card("cost so far", dollars(money.usd || null), money.usd_per_million !== null ? `${dollars(money.usd_per_million)} per million trained tokens` : "no prices are known"),
-      card(running ? "workers" : "workers at the end", running ? workers : run.last("workers") ?? 0, `${number(run.sum("workers_lost"))} lost so far`),
-      card("responses open", running ? snapshot?.open ?? "–" : 0, running ? `${snapshot?.queued ?? 0} queued; ${number(run.sum("moved"))} moved so far` : `${number(run.sum("moved"))} moved in all`),
+      card(running ? "workers" : "workers at the end", running ? workers : run.last("workers") ?? 0, `${number(lost)} lost so far`),
+      card("responses open", running ? snapshot?.open ?? "–" : 0, `${running ? `${snapshot?.queued ?? 0} queued; ` : ""}${number(moved)} moved so far`),
       card("staleness", number(run.last("staleness_mean") ?? 0), `largest: ${number(run.last("staleness_max") ?? 0)}`),
       card("trainer", running ? busy : run.status, wait !== null && step_s ? `waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "")),
-    running && workers ? h("div", { class: "split" }, h("div", {}, h("h2", {}, "Workers by lease and state"), byLease(run)), h("div", {}, h("h2", {}, "Workers"), workerTable(run))) : null,
-    h("h2", {}, "Last problems"), problems(run));
+    h("section", {}, running && workers ? h("div", { class: "split" }, h("div", {}, h("h2", {}, "Workers by lease and state"), byLease(run)), h("div", {}, h("h2", {}, "Workers"), workerTable(run))) : null,
+      h("h2", {}, "Last problems"), problems(run))];
 }
 
 const progress = (share: number): HTMLElement => h("div", { class: "progress" }, h("i", { style: `width:${Math.min(100, 100 * share)}%` }));
@@ -50,24 +54,27 @@ function problems(run: Run): HTMLElement {
 
 export function money(run: Run): HTMLElement {
   const { money: m, advice } = run.history, holders = Object.entries(m.holders).sort(([a], [b]) => HOLDERS.indexOf(a) - HOLDERS.indexOf(b)), states = [...new Set(holders.flatMap(([, a]) => Object.keys({ ...a.usd, ...a.seconds })))];
+  const stateColor = (state: string) => COLORS[run.history.states.indexOf(STATE_OF[state] ?? state)] ?? "#94a3b8";
   const name = (state: string) => HOLDER_STATES[state] ?? state, total = m.usd || 0;
   const cell = (state: string, holder: string) => { const a = m.holders[holder]!, usd = a.usd[state]; return usd !== undefined ? dollars(usd) : a.seconds[state] ? duration(a.seconds[state]!) : ""; };
   const shares = states.map((s) => [s, holders.reduce((sum, [, a]) => sum + (a.usd[s] ?? 0), 0)] as const).filter(([, usd]) => usd > 0).sort((a, b) => b[1] - a[1]);
   return h("section", {},
-    h("div", { class: "cards" },
+    h("div", { class: "cards wide" },
       card("cost", dollars(total || null), m.unpriced_s > 0 ? `a lower bound: ${duration(m.unpriced_s)} have no known price` : "every worker-second is priced"),
       card("per million trained tokens", dollars(m.usd_per_million), `${number(m.trained)} trained`),
       m.alone ? card("on the trainer's machine alone", dollars(m.alone.usd), `${dollars(m.alone.usd_per_million)} per million, in ${duration(m.alone.s)}; by the speed of ${m.alone.measured_on}`)
         : card("on the trainer's machine alone", "–", "not known: neither the trainer nor a reserved worker has generated"),
       HOLDERS.filter((holder) => m.holders[holder]).map((holder) => holderCard(holder, m))),
-    total ? h("div", { class: "stack" }, shares.map(([s, usd], n) => h("i", { style: `width:${(100 * usd) / total}%;background:hsl(${(n * 67 + 210) % 360} 55% 52%)`, title: `${name(s)}: ${dollars(usd)}` }, usd / total > 0.09 ? `${name(s)} ${((100 * usd) / total).toFixed(0)} %` : ""))) : null,
+    total ? h("div", { class: "stack" }, shares.map(([s, usd]) => h("i", { style: `width:${(100 * usd) / total}%;background:${stateColor(s)}`, title: `${name(s)}: ${dollars(usd)}` }, usd / total > 0.09 ? `${name(s)} ${((100 * usd) / total).toFixed(0)} %` : ""))) : null,
     h("h2", {}, "Where it went"),
     holders.length ? table(["", ...holders.map(([holder]) => holder)], [...states.map((s) => [name(s), ...holders.map(([holder]) => cell(s, holder))]),
       ["total", ...holders.map(([, a]) => (Object.keys(a.usd).length ? dollars(Object.values(a.usd).reduce((x, y) => x + y, 0)) : duration(Object.values(a.seconds).reduce((x, y) => x + y, 0))))],
       ["tokens", ...holders.map(([, a]) => number(a.tokens))]], holders.map((_, n) => n + 1)) : h("p", { class: "dim" }, "No bill yet: the first one comes with the first step."),
     h("h2", {}, "Advice"),
-    Object.keys(advice).length ? table(["workers of kind", "now", "advised", "tokens per $ now", "tokens per $ then", "why"], Object.entries(advice).map(([lease, a]) => [clip(lease, 40), number(a.now), number(a.count), number(a.tokens_per_usd_now), number(a.tokens_per_usd_best), clip(a.why, 300)]), [1, 2, 3, 4]) : h("p", { class: "dim" }, "None."));
+    Object.keys(advice).length ? table(["workers of kind", "now", "advised", "tokens per $ now", "tokens per $ then", "change", "why"], Object.entries(advice).map(([lease, a]) => [clip(lease, 40), number(a.now), number(a.count), number(a.tokens_per_usd_now), number(a.tokens_per_usd_best), change(a.tokens_per_usd_now, a.tokens_per_usd_best), clip(a.why, 300)]), [1, 2, 3, 4, 5]) : h("p", { class: "dim" }, "None."));
 }
+
+const change = (now: number | null, then: number | null): string => (now && then ? `${then >= now ? "+" : ""}${((100 * then) / now - 100).toFixed(0)} %` : "–");
 
 const HOLDERS = ["trainer", "reserved", "spot", "borrowed"];
 
@@ -82,7 +89,7 @@ function holderCard(holder: string, m: Money): HTMLElement {
 
 export function compare(runs: Run[]): HTMLElement {
   const rows: [string, (run: Run) => number | null, (v: number | null) => string][] = [
-    ["steps", (r) => r.history.step, number], ["time", (r) => r.history.end_s, (v) => duration(v ?? 0)], ["reward of the last step", (r) => r.last("reward"), number],
+    ["steps", (r) => r.history.step, number], ["time", (r) => r.end_s, (v) => duration(v ?? 0)], ["reward of the last step", (r) => r.last("reward"), number],
     ["reward on held-out tasks", (r) => r.history.evals.at(-1)?.[2] ?? null, number], ["tokens per second", (r) => mean(r, "made"), number],
     ["tokens generated", (r) => r.sum("made"), number], ["tokens trained", (r) => r.history.money.trained, number], ["cost", (r) => r.history.money.usd || null, dollars],
     ["$ per million trained tokens", (r) => r.history.money.usd_per_million, dollars], ["workers lost", (r) => r.sum("workers_lost"), number], ["responses moved", (r) => r.sum("moved"), number],

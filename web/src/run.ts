@@ -103,6 +103,11 @@ export class Run {
     return complete;
   }
 
+  // Seconds since the start, up to the last event, or up to now if the run goes on.
+  get end_s(): number {
+    const now = this.status === "running" && this.snapshot?.t && this.history.start_t ? this.snapshot.t - this.history.start_t : 0;
+    return Math.max(this.history.end_s, now);
+  }
   last(name: string): number | null { return this.series[name]?.findLast((v) => v !== null) ?? null; }
   column(name: string): Column { return this.series[name] ?? []; }
   sum(name: string): number { return this.column(name).reduce<number>((total, v) => total + (v ?? 0), 0); }

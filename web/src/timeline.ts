@@ -19,14 +19,16 @@ export class Timeline {
   private share = new Float64Array(16);
   private arcsButton = h("button", { click: () => this.toggleArcs() }, "moves");
 
-  constructor(private run: Run) {
+  // `small`: for an overview, without buttons and with fewer rows.
+  constructor(private run: Run, private small = false) {
     const states = run.history?.states ?? [];
     const legend = states.map((name, n) => (n && n !== 6 ? h("span", { class: "key" }, h("i", { style: `background:${COLORS[n]}` }), name) : null));
     this.element = h("section", {},
-      h("div", { class: "bar" }, h("button", { click: () => this.zoom(0.5) , title: "Zoom in (+)" }, "+"), h("button", { click: () => this.zoom(2), title: "Zoom out (-)" }, "–"),
-        h("button", { click: () => this.all(), title: "Show everything (0)" }, "all"), this.arcsButton, h("div", { class: "legend" }, legend)),
+      h("div", { class: "bar" }, small ? null : [h("button", { click: () => this.zoom(0.5), title: "Zoom in (+)" }, "+"), h("button", { click: () => this.zoom(2), title: "Zoom out (-)" }, "–"),
+        h("button", { click: () => this.all(), title: "Show everything (0)" }, "all"), this.arcsButton], h("div", { class: "legend" }, legend)),
       this.box, this.tip);
     this.box.append(this.space);
+    if (small) this.canvas.style.touchAction = "pan-y";
     this.box.addEventListener("scroll", () => this.draw());
     this.canvas.addEventListener("wheel", (e) => this.wheel(e), { passive: false });
     for (const name of ["pointerdown", "pointermove", "pointerup", "pointercancel", "pointerleave"] as const) this.canvas.addEventListener(name, (e) => this.pointer(e));
@@ -35,7 +37,7 @@ export class Timeline {
     this.all();
   }
 
-  get end(): number { return Math.max(1, this.run.history.end_s); }
+  get end(): number { return Math.max(1, this.run.end_s); }
   toggleArcs(): void { this.arcs = !this.arcs; this.arcsButton.classList.toggle("on", this.arcs); this.draw(); }
   all(): void { this.follow = true; this.from = 0; this.to = this.end; this.draw(); }
   update(): void {
@@ -69,6 +71,7 @@ export class Timeline {
   private seconds(x: number): number { return this.from + ((x - LABEL) / (this.width - LABEL)) * (this.to - this.from); }
 
   private wheel(e: WheelEvent): void {
+    if (this.small && !e.ctrlKey) return; // it scrolls the page
     if (e.shiftKey || Math.abs(e.deltaX) > Math.abs(e.deltaY)) { e.preventDefault(); this.pan((e.deltaX || e.deltaY) / 800); return; }
     if (!e.ctrlKey && !e.metaKey && e.offsetX < LABEL) return;
     e.preventDefault();
@@ -114,7 +117,7 @@ export class Timeline {
   private paint(): void {
     const began = performance.now(), { canvas, box, run } = this, width = box.clientWidth, height = box.clientHeight, ratio = window.devicePixelRatio || 1;
     if (!width) return;
-    const wanted = `${Math.round(Math.max(160, Math.min(0.72 * window.innerHeight, run.rows.length * ROW + HEAD + 8)))}px`;
+    const wanted = `${Math.round(Math.max(80, Math.min((this.small ? 0.3 : 0.72) * window.innerHeight, run.rows.length * ROW + HEAD + 8)))}px`;
     if (box.style.height !== wanted) { box.style.height = wanted; this.draw(); return; }
     this.space.style.height = `${Math.max(0, run.rows.length * ROW + HEAD - height)}px`;
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {

@@ -25,7 +25,7 @@ export interface WorkerNow {
   lender?: { in_use: boolean; slots: number; state: string; use: number; lent: number };
 }
 export interface Snapshot {
-  t?: number; step?: number; steps?: number; version?: number; queued?: number; open?: number; lost?: number;
+  t?: number; step?: number; steps?: number; version?: number; queued?: number; open?: number; lost?: number; moved?: number;
   leases: [string, string, number][]; workers?: WorkerNow[];
 }
 export interface SampleHead {

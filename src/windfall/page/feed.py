@@ -155,6 +155,8 @@ def shown(snapshot: dict[str, Any], *, workers: bool = True) -> dict[str, Any]:
     counts = Counter((str(w.get("lease")), str(w.get("state"))) for w in here)
     keys = ("t", "step", "steps", "version", "queued", "open", "lost", "graders")
     out = {key: snapshot[key] for key in keys if snapshot.get(key) is not None}
+    if snapshot.get("counts"):
+        out["moved"] = snapshot["counts"].get("moved", 0)
     out["leases"] = [[lease, state, count] for (lease, state), count in sorted(counts.items())]
     if workers:
         out["workers"] = [{key: w[key] for key in SHOWN if key in w} for w in here[:MAX_SHOWN_WORKERS]]

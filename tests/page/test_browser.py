@@ -91,7 +91,7 @@ def test_live_updates_arrive(page: Any, served: Served, tmp_path: Path) -> None:
     page.get_by_text("5 / 100").wait_for()
     append(tmp_path / "case", step(70, 6, reward=0.9375))
     page.get_by_text("6 / 100").wait_for(timeout=8000)
-    page.get_by_text("0.938").wait_for()
+    page.locator(".value", has_text="0.938").wait_for()
     assert page.evaluate("windfall.updates") >= 2
 
 

@@ -20,7 +20,9 @@ class Page {
   private responses: Responses | null = null;
   private charts: Chart[] = [];
   private main = h("main", {});
-  private header = h("header", {});
+  private title = h("div", {});
+  private tabs = h("nav", { role: "tablist" });
+  private header = h("header", {}, this.title, this.tabs);
   private connection = "";
   private stream: EventSource | null = null;
 
@@ -33,6 +35,7 @@ class Page {
     window.addEventListener("hashchange", () => this.fromHash());
     const theme = remembered("theme");
     if (theme) document.documentElement.dataset.theme = theme;
+    this.drawTabs();
     this.fromHash();
     if (this.live) this.connect(); else this.refresh();
   }
@@ -60,6 +63,7 @@ class Page {
     this.tab = tab;
     history.replaceState(null, "", `#${tab.toLowerCase()}`);
     this.timeline = null; this.responses = null; this.charts = [];
+    this.drawTabs();
     this.main.replaceChildren();
     this.refresh();
   }
@@ -102,12 +106,17 @@ class Page {
 
   private drawHeader(): void {
     const run = this.runs[0], facts = run?.recipe ?? {};
-    this.header.replaceChildren(
+    this.title.replaceChildren(
       h("div", { class: "title" }, h("h1", {}, run?.name || "windfall"), run?.status ? h("span", { class: `status ${run.status}` }, run.status) : null,
         run?.history ? h("span", { class: "dim" }, duration(run.end_s)) : null, facts.model ? h("span", { class: "dim" }, `${facts.model} on ${facts.env}, ${facts.algorithm}`) : null,
-        this.connection ? h("span", { class: "bad" }, this.connection) : null),
-      h("nav", { role: "tablist" }, TABS.map((tab) => h("button", { role: "tab", "aria-selected": tab === this.tab, class: tab === this.tab ? "on" : undefined, click: () => this.open(tab) }, tab)),
-        h("button", { title: "Light or dark (t)", "aria-label": "Light or dark", click: () => this.theme() }, "◐")));
+        this.connection ? h("span", { class: "bad" }, this.connection) : null));
+  }
+  private drawTabs(): void {
+    const { tab } = this;
+    this.tabs.replaceChildren(...TABS.map((name) => h("button", { role: "tab", "aria-selected": name === tab, class: name === tab ? "on" : undefined, click: () => this.open(name) }, name)),
+      h("button", { title: "Light or dark (t)", "aria-label": "Light or dark", click: () => this.theme() }, "◐"));
+    const on = this.tabs.querySelector<HTMLElement>(".on");
+    if (on && this.tabs.scrollWidth > this.tabs.clientWidth) this.tabs.scrollLeft = on.offsetLeft - 60;
   }
   private theme(): void {
     const root = document.documentElement, dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;

@@ -3,7 +3,7 @@
 import { clip, duration, h } from "./dom";
 import type { Row, Run } from "./run";
 
-const ROW = 20, HEAD = 26, LABEL = 110, LOST = 8;
+const ROW = 20, HEAD = 26, LOST = 8;
 export const COLORS = ["transparent", "#a78bfa", "#38bdf8", "#22c55e", "#f59e0b", "#94a3b8", "#64748b", "#eab308", "#ef4444", "#6366f1", "#ec4899", "#14b8a6", "#fb7185", "#86efac"];
 const STEPS_S = [0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400];
 
@@ -67,13 +67,14 @@ export class Timeline {
   }
 
   private get width(): number { return this.box.clientWidth; }
-  private x(seconds: number): number { return LABEL + ((seconds - this.from) / (this.to - this.from)) * (this.width - LABEL); }
-  private seconds(x: number): number { return this.from + ((x - LABEL) / (this.width - LABEL)) * (this.to - this.from); }
+  private get label(): number { return this.width < 600 ? 64 : 110; } // width of the names
+  private x(seconds: number): number { return this.label + ((seconds - this.from) / (this.to - this.from)) * (this.width - this.label); }
+  private seconds(x: number): number { return this.from + ((x - this.label) / (this.width - this.label)) * (this.to - this.from); }
 
   private wheel(e: WheelEvent): void {
     if (this.small && !e.ctrlKey) return; // it scrolls the page
     if (e.shiftKey || Math.abs(e.deltaX) > Math.abs(e.deltaY)) { e.preventDefault(); this.pan((e.deltaX || e.deltaY) / 800); return; }
-    if (!e.ctrlKey && !e.metaKey && e.offsetX < LABEL) return;
+    if (!e.ctrlKey && !e.metaKey && e.offsetX < this.label) return;
     e.preventDefault();
     this.zoom(Math.exp(e.deltaY / 400), this.seconds(e.offsetX));
   }
@@ -85,13 +86,13 @@ export class Timeline {
     if (!before) { this.hover(here.x, here.y, e.clientX, e.clientY); return; }
     const other = [...this.pointers].find(([id]) => id !== e.pointerId)?.[1];
     if (other) this.zoom(Math.max(0.5, Math.min(2, Math.abs(before.x - other.x) / Math.max(8, Math.abs(here.x - other.x)))), this.seconds((here.x + other.x) / 2));
-    else { this.pan((before.x - here.x) / (this.width - LABEL)); if (e.pointerType === "touch") this.box.scrollBy(0, before.y - here.y); }
+    else { this.pan((before.x - here.x) / (this.width - this.label)); if (e.pointerType === "touch") this.box.scrollBy(0, before.y - here.y); }
     this.pointers.set(e.pointerId, here);
   }
   private rowAt(y: number): Row | undefined { return y < HEAD ? undefined : this.run.rows[Math.floor((y - HEAD + this.box.scrollTop) / ROW)]; }
 
   private hover(x: number, y: number, clientX: number, clientY: number): void {
-    const row = this.rowAt(y), t = this.seconds(x), n = row && x >= LABEL ? row.at(t) : -1;
+    const row = this.rowAt(y), t = this.seconds(x), n = row && x >= this.label ? row.at(t) : -1;
     this.tip.hidden = !row;
     if (!row) return;
     const lines = [h("b", {}, row.name)];
@@ -136,23 +137,23 @@ export class Timeline {
       this.bars(c, run.rows[n]!, y, width);
       if (run.rows[n]!.lent.length) this.lentLine(c, run.rows[n]!, y, width, ink);
       c.fillStyle = ink;
-      c.fillText(clip(run.rows[n]!.name, 15).slice(0, 16), 4, y + 14, LABEL - 8);
+      c.fillText(clip(run.rows[n]!.name, 15).slice(0, 16), 4, y + 14, this.label - 8);
     }
     if (this.arcs) this.paintArcs(c);
     c.restore();
     this.drawn++; this.drawMs = performance.now() - began;
   }
   private axis(c: CanvasRenderingContext2D, width: number, height: number, ink: string, dim: string): void {
-    const step = STEPS_S.find((s) => (this.to - this.from) / s < (width - LABEL) / 90) ?? 86400;
+    const step = STEPS_S.find((s) => (this.to - this.from) / s < (width - this.label) / 90) ?? 86400;
     c.strokeStyle = dim; c.fillStyle = ink; c.lineWidth = 1;
     for (let t = Math.ceil(this.from / step) * step; t <= this.to; t += step) { const x = this.x(t); c.fillText(duration(t), x + 3, 16); c.strokeRect(x, 0, 0, height); }
     const steps = this.run.column("t").filter((t): t is number => t !== null && t >= this.from && t <= this.to);
-    if (steps.length && (width - LABEL) / steps.length > 5) { c.strokeStyle = "#6366f199"; c.setLineDash([2, 3]); for (const t of steps) c.strokeRect(this.x(t), HEAD - 6, 0, height); c.setLineDash([]); }
+    if (steps.length && (width - this.label) / steps.length > 5) { c.strokeStyle = "#6366f199"; c.setLineDash([2, 3]); for (const t of steps) c.strokeRect(this.x(t), HEAD - 6, 0, height); c.setLineDash([]); }
   }
   // Every pixel has one state: the one that lasts longest in it, or a loss. Equal neighbors are one bar.
   private bars(c: CanvasRenderingContext2D, row: Row, y: number, width: number): void {
-    const scale = (width - LABEL) / (this.to - this.from), share = this.share.fill(0);
-    let pixel = LABEL, barFrom = LABEL, barState = 0;
+    const scale = (width - this.label) / (this.to - this.from), share = this.share.fill(0);
+    let pixel = this.label, barFrom = this.label, barState = 0;
     const flush = (at: number, state: number) => {
       if (state === barState) return;
       if (barState) { c.fillStyle = COLORS[barState]!; c.fillRect(barFrom, y + 2, at - barFrom, ROW - 4); }
@@ -168,8 +169,8 @@ export class Timeline {
       const state = row.state(n), start = row.start(n);
       if (start > this.to) break;
       const end = n + 1 < row.length ? row.start(n + 1) : this.end;
-      let a = Math.max(LABEL, LABEL + (start - this.from) * scale);
-      const b = Math.min(width, LABEL + (end - this.from) * scale);
+      let a = Math.max(this.label, this.label + (start - this.from) * scale);
+      const b = Math.min(width, this.label + (end - this.from) * scale);
       if (b <= a) continue;
       if (Math.floor(a) > pixel) { close(); pixel = Math.floor(a); }
       if (b >= pixel + 1) {
@@ -190,7 +191,7 @@ export class Timeline {
     c.strokeStyle = ink; c.lineWidth = 1.5; c.beginPath();
     let last: number | null = null;
     for (const change of row.lent) {
-      const x = Math.max(LABEL, Math.min(width, this.x(Math.floor(change / 128)))), now = level(change % 128);
+      const x = Math.max(this.label, Math.min(width, this.x(Math.floor(change / 128)))), now = level(change % 128);
       if (last === null) c.moveTo(x, now); else { c.lineTo(x, last); c.lineTo(x, now); }
       last = now;
     }

@@ -230,7 +230,6 @@ def test_a_prediction_stands_beside_what_was_measured(page: Any, tmp_path: Path)
     log[0]["device"] = "simulated"
     simulated = write_run(tmp_path / "sim", [])
     (simulated / "events.jsonl").unlink()
-    (simulated / "figures.json").write_text("{}")
     (simulated / "windfall-0.jsonl").write_text("".join(json.dumps(e) + "\n" for e in log))
     run = write_run(tmp_path / "measured", small_log(5))
     page.goto(pages.write([run, simulated], tmp_path / "page.html").as_uri() + "#compare")

@@ -98,7 +98,7 @@ class Page {
       this.charts = (x === "step" ? LEARNING : LEARNING.filter((s) => ["reward", "tok_per_s", "workers", "length"].includes(s.column))).map((spec) => new Chart(spec, x));
     }
     const extra = x === "step" ? runs.map((run) => histogram(run.history.staleness, runs.length > 1 ? run.name : "")) : [];
-    const head = x === "t" ? [compare(runs), runs.length < 2 ? h("p", { class: "dim" }, "Give several runs to see them beside each other, for example a simulation and the run it predicts: windfall page RUN OTHER") : h("p", { class: "dim" }, "Below: over the hours of each run.")] : [];
+    const head = x === "t" ? [compare(runs), runs.length < 2 ? h("p", { class: "dim" }, "Give several runs to see them beside each other, for example a simulation and the run it predicts: windfall page RUN OTHER") : h("p", { class: "dim" }, `Percentages: relative to ${runs[0]!.name}. Below: over the hours of each run.${runs.some((r) => r.status === "simulated") ? " A simulation predicts times and costs; it learns nothing, so it has no rewards." : ""}`)] : [];
     const grid = h("div", { class: "grid" }, this.charts.map((c) => c.element), extra);
     this.main.replaceChildren(...head, grid);
     for (const chart of this.charts) chart.update(runs);

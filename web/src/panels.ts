@@ -14,7 +14,7 @@ export function now(run: Run): [HTMLElement, HTMLElement] {
   const workers = (snapshot?.leases ?? []).reduce((sum, [, , count]) => sum + count, 0);
   const last = history.evals.at(-1), wait = run.last("train_wait_s"), step_s = run.last("s"), money = history.money;
   const busy = trainer(run);
-  const lost = running ? snapshot?.lost ?? 0 : run.sum("workers_lost"), moved = running ? snapshot?.moved ?? 0 : run.sum("moved");
+  const { lost } = history, moved = running ? snapshot?.moved ?? 0 : run.sum("moved");
   return [
     h("div", { class: "cards" },
       card("step", `${history.step}${steps ? ` / ${steps}` : ""}`, steps ? progress(history.step / steps) : ""),
@@ -92,7 +92,7 @@ export function compare(runs: Run[]): HTMLElement {
     ["steps", (r) => r.history.step, number], ["time", (r) => r.end_s, (v) => duration(v ?? 0)], ["reward of the last step", (r) => r.last("reward"), number],
     ["reward on held-out tasks", (r) => r.history.evals.at(-1)?.[2] ?? null, number], ["tokens per second", (r) => mean(r, "made"), number],
     ["tokens generated", (r) => r.sum("made"), number], ["tokens trained", (r) => r.history.money.trained, number], ["cost", (r) => r.history.money.usd || null, dollars],
-    ["$ per million trained tokens", (r) => r.history.money.usd_per_million, dollars], ["workers lost", (r) => r.sum("workers_lost"), number], ["responses moved", (r) => r.sum("moved"), number],
+    ["$ per million trained tokens", (r) => r.history.money.usd_per_million, dollars], ["workers lost", (r) => r.history.lost, number], ["responses moved", (r) => r.sum("moved"), number],
     ["tokens prefilled again", (r) => r.sum("prefilled_again"), number], ["trainer waited", (r) => share(r), (v) => (v === null ? "–" : `${(100 * v).toFixed(1)} %`)],
   ];
   const versus = (v: number | null, base: number | null) => (v !== null && base ? ` (${v >= base ? "+" : ""}${((100 * v) / base - 100).toFixed(1)} %)` : "");

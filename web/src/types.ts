@@ -14,7 +14,7 @@ export interface Money {
 }
 export interface Advice { now: number | null; count: number | null; tokens_per_usd_now: number | null; tokens_per_usd_best: number | null; why: string }
 export interface HistoryData {
-  number: number; start_t: number | null; end_s: number; states: string[]; stride: number; step: number; facts: Facts;
+  number: number; start_t: number | null; end_s: number; states: string[]; stride: number; step: number; lost: number; facts: Facts;
   ended: { step: number; finished: boolean } | null; evals: [number, number, number | null][]; problems: Problem[];
   moves: { from: number; list: Move[] }; advice: Record<string, Advice>; money: Money; staleness: number[];
   dropped_rows: number; series: Series; rows: RowData[];

@@ -1,7 +1,6 @@
-"""The page of a run on the controller's port, the sample of responses, and the events about activity.
+"""The page of a run on the controller's port, and the sample of responses.
 
     event log ──▶ History ──▶ Feed ──▶ viewers             finished responses ──▶ Sampler ──step──▶ thread ──▶ file
-    Activity ──every ACTIVITY_S──▶ event `activity`
 
 Rule: none of this may delay or end the run. What takes long runs in one thread, which gets the next sample only when it
 has written the last one. An error turns off the part that failed and is logged once, as `page_failed`.
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from windfall.config import Recipe
-from windfall.cost.activity import Activity
 from windfall.events.log import Event, EventLog
 from windfall.link import auth
 from windfall.models import tokenizer
@@ -30,19 +28,12 @@ from windfall.page.server import PageServer
 from windfall.rollout.stream import Rollout
 from windfall.types import Response, Task
 
-ACTIVITY_S = 10.0
-"""Seconds between two events `activity`."""
 log = logging.getLogger(__name__)
 
 
 class LivePage:
     def __init__(self, recipe: Recipe, folder: Path, events: EventLog) -> None:
         self._recipe, self._folder, self._events = recipe, folder, events
-        self.activity = Activity()
-        self.lenders: Callable[[], dict[str, list[float]]] = dict
-        """By lender: the share of its time that it lends, and the share of its memory that serving holds."""
-        self._lent: dict[str, list[float]] = {}
-        """The same, as logged last."""
         self._history, self._samples = History(), SampleFile(folder, recipe.log.samples_mb)
         self._sampler, self._text = Sampler(recipe.log.samples), None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
@@ -85,25 +76,11 @@ class LivePage:
         self._guard("samples", write)
 
     async def run(self, snapshot: Callable[[], dict[str, Any] | None]) -> None:
-        """Serve viewers and log activity, forever. `snapshot` returns the last state of the fleet."""
-        loop = asyncio.get_running_loop()
-        logged_s = loop.time()
+        """Serve viewers, forever. `snapshot` returns the last state of the fleet."""
         while True:
             await asyncio.sleep(TICK_S)
             self.feed.snapshot = snapshot()
             self._guard("page", self.feed.tick)
-            if loop.time() - logged_s >= ACTIVITY_S:
-                logged_s = loop.time()
-                self.log_activity(logged_s)
-
-    def log_activity(self, now_s: float) -> None:
-        fields = self.activity.drain(now_s)
-        lenders = {name: share for name, share in self.lenders().items() if self._lent.get(name) != share}
-        if lenders:
-            self._lent |= lenders
-            fields["lenders"] = lenders
-        if fields:
-            self._events.instant("activity", **fields)
 
     async def close(self) -> None:
         """Let the last sample be written, and viewers see the end."""

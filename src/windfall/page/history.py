@@ -32,6 +32,8 @@ SERIES = (
 """Columns of the series. `t` is in seconds since the start, `usd` the cost of the step."""
 SUMS = {"trained", "made", "s", "train_s", "train_wait_s", "workers_lost", "moved", "prefilled_again", "usd"}
 """Columns of which a point of several steps has the sum. Of the others it has the mean, of `step` and `t` the last."""
+LEARNED = ("reward", "entropy", "grad_norm", "engine_gap", "kl", "drift")
+"""Columns that mean nothing in a simulation."""
 MAX_POINTS = 2048
 MAX_PROBLEMS, MAX_MOVES, MAX_EVALS, MAX_STALENESS = 200, 20_000, 512, 64
 PROBLEMS = {
@@ -66,7 +68,8 @@ class History:
         self.staleness = [0] * MAX_STALENESS
         self.facts: dict[str, Any] = {}
         """The fields of the event `start`."""
-        self.step = 0
+        self.step = self.lost = 0
+        """The last step; the number of workers that were lost."""
         self.trained_tokens, self.train_s = 0, 0.0
         self.ended: dict[str, Any] | None = None
         """The event `end`."""
@@ -101,6 +104,11 @@ class History:
             self._add_bill(event["bill"])
         if name in PROBLEMS:
             self.problems.append({"t": self._seconds(t), "name": name, **_short(event)})
+
+    @property
+    def simulated(self) -> bool:
+        """Whether a simulation wrote the log. It predicts times and costs, and learns nothing."""
+        return self.facts.get("device") == "simulated"
 
     def _seconds(self, t: float) -> float:
         return round(max(0.0, t - (self.start_t or t)), 2)
@@ -146,6 +154,8 @@ class History:
         lengths = [n for row in e.get("lengths") or () for n in row]
         values["length"] = sum(lengths) / len(lengths) if lengths else _number(e.get("length"))
         values["usd"] = _usd(e.get("bill"))
+        if self.simulated:
+            values |= dict.fromkeys(LEARNED)
         self._append(values)
 
     def _append(self, values: dict[str, float | None]) -> None:
@@ -168,7 +178,7 @@ class History:
 
     def _eval(self, e: Event) -> None:
         t = self._tenths(e["t"])
-        if e["kind"] == "scalar":
+        if e["kind"] == "scalar" and not self.simulated:
             self.evals.append((e.get("step", 0), self._seconds(e["t"]), _number(e.get("reward"))))
         elif e["kind"] == "span":
             self._trained(t, float(e.get("s") or 0.0), "evaluating")
@@ -215,6 +225,7 @@ class History:
 
     def _gone(self, e: Event) -> None:
         row, t = self.timeline.row(e["worker"]), self._tenths(e["t"])
+        self.lost += e["name"] == "worker_lost"
         if row.worker in ("", e["worker"]):  # otherwise it has joined again under a newer id
             if e["name"] == "worker_lost":
                 row.put(t - 1, CODE["lost"])
@@ -319,7 +330,7 @@ class History:
         """What is sent as a whole when it changes."""
         return {
             "number": self.number, "start_t": self.start_t, "end_s": self._seconds(self.end_t), "states": STATES,
-            "stride": self.stride, "step": self.step, "facts": self.facts, "ended": self.ended,
+            "stride": self.stride, "step": self.step, "lost": self.lost, "facts": self.facts, "ended": self.ended,
             "evals": list(self.evals), "problems": list(self.problems)[-50:], "advice": self.advice,
             "money": self.money(), "staleness": _trimmed(self.staleness), "dropped_rows": self.timeline.dropped,
         }  # fmt: skip

@@ -12,7 +12,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import MAX_LINE_BYTES, parse
 from windfall.page.feed import shown
 from windfall.page.history import History
-from windfall.page.samples import SampleFile
+from windfall.page.samples import FILE, SampleFile
 
 MAX_SIMULATIONS = 8
 MAX_EMBEDDED = 200
@@ -25,7 +25,8 @@ def read_all(runs: Sequence[Path]) -> list[RunReader]:
     """A reader for every run. A folder of `windfall sim --out` has one for each simulation, the first few of them."""
     out = []
     for run in runs:
-        simulations = sorted(run.glob("*.jsonl")) if (run / "figures.json").is_file() else []
+        is_run = (run / "events.jsonl").is_file()
+        simulations = [] if is_run else sorted(path for path in run.glob("*.jsonl") if path.name != FILE)
         out += [RunReader(path) for path in simulations[:MAX_SIMULATIONS]] or [RunReader(run)]
     return out
 
@@ -94,7 +95,7 @@ def _shown(snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def status(history: History, *, running: bool) -> str:
     """How a run stands. A run without an `end` that no process holds was killed, or its machine went down."""
-    if history.facts.get("device") == "simulated":
+    if history.simulated:
         return "simulated"
     if running:
         return "running"

@@ -10,7 +10,8 @@ killed, it is restarted and continues from its journal; workers and trainer reco
          ├─ dispatch.watch   heartbeats and deadlines           forever
          ├─ _snapshots       fleet.json                         forever
          ├─ life.tick        seeding                            forever
-         ├─ page.run         viewers, activity of workers       forever
+         ├─ page.run         viewers                            forever
+         ├─ log_activities   what workers do, for the timeline  forever
          └─ _write_failure   waits for a failed write           until one fails; its error ends the run
 
 When the first of them ends, the others are canceled. No failure goes unnoticed.
@@ -113,11 +114,8 @@ class ControllerProcess:
             events.attach(sink)
         self.journal = Journal(folder / "journal", settings_digest(recipe), staleness=recipe.rollout.staleness)
         self.page = LivePage(recipe, folder, events)
-        self.life = ControllerLife(
-            recipe, events, self.journal, resumed=resumed, on_event=self.page.observe, activity=self.page.activity
-        )
+        self.life = ControllerLife(recipe, events, self.journal, resumed=resumed, on_event=self.page.observe)
         events.attach(self.page.observe)
-        self.page.lenders = self.life.report.lent
         self._last_snapshot: dict[str, Any] | None = None
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(
@@ -140,11 +138,11 @@ class ControllerProcess:
             with self._handling_signals():
                 await run_until_first(
                     self._run_steps(), self.dispatch.watch(), self._snapshots(), self.life.tick(),
-                    self._write_failure(), self.page.run(lambda: self._last_snapshot),
+                    self._write_failure(), self.page.run(lambda: self._last_snapshot), self.life.log_activities(),
                 )  # fmt: skip
         finally:
             await self._drain_workers()
-            self.page.log_activity(asyncio.get_running_loop().time())
+            self.life.log_activity(asyncio.get_running_loop().time())
             await self.page.close()
             await port.close()
             with contextlib.suppress(OSError):  # the disk is full: that is already reported, or no longer matters

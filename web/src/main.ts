@@ -15,6 +15,7 @@ class Page {
   runs: Run[];
   tab: Tab = "Now";
   updates = 0;
+  private shown = 0; // the run that is shown in tabs for one run
   timeline: Timeline | null = null;
   private live: boolean;
   private responses: Responses | null = null;
@@ -69,7 +70,7 @@ class Page {
   }
 
   private refresh(): void {
-    const run = this.runs[0];
+    const run = this.runs[this.shown];
     this.drawHeader();
     if (!run?.history) { this.main.replaceChildren(h("p", { class: "dim" }, "Waiting for the run …")); return; }
     document.title = `${run.name} · windfall`;
@@ -79,7 +80,7 @@ class Page {
       if (!this.timeline) { this.timeline = new Timeline(run); this.main.replaceChildren(this.timeline.element); }
       this.timeline.update();
     } else if (this.tab === "Responses") {
-      if (!this.responses) { this.responses = new Responses(run, new Samples(run, this.live ? this.url : null)); this.main.replaceChildren(this.responses.element); }
+      if (!this.responses) { this.responses = new Responses(run, new Samples(run, this.live && !this.shown ? this.url : null)); this.main.replaceChildren(this.responses.element); }
     } else this.plots(this.tab === "Learning" ? "step" : "t");
   }
   private now(run: Run): void {
@@ -105,11 +106,17 @@ class Page {
   }
 
   private drawHeader(): void {
-    const run = this.runs[0], facts = run?.recipe ?? {};
+    if (this.title.contains(document.activeElement)) return; // a choice of runs is open
+    const run = this.runs[this.shown], facts = run?.recipe ?? {};
     this.title.replaceChildren(
-      h("div", { class: "title" }, h("h1", {}, run?.name || "windfall"), run?.status ? h("span", { class: `status ${run.status}` }, run.status) : null,
+      h("div", { class: "title" }, this.runs.length > 1 ? this.choice() : h("h1", {}, run?.name || "windfall"), run?.status ? h("span", { class: `status ${run.status}` }, run.status) : null,
         run?.history ? h("span", { class: "dim" }, duration(run.end_s)) : null, facts.model ? h("span", { class: "dim" }, `${facts.model} on ${facts.env}, ${facts.algorithm}`) : null,
         this.connection ? h("span", { class: "bad" }, this.connection) : null));
+  }
+  private choice(): HTMLElement {
+    const select = h("select", { "aria-label": "Run", change: () => { this.shown = select.selectedIndex; select.blur(); this.open(this.tab); } },
+      this.runs.map((run, n) => h("option", { selected: n === this.shown }, run.name || "…")));
+    return h("h1", {}, select);
   }
   private drawTabs(): void {
     const { tab } = this;

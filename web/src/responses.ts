@@ -78,7 +78,7 @@ export class Responses {
     const parts = [`reward ${number(s.reward)}`, ...(s.scores ?? []).map(([name, value]) => `${clip(name, 40)} ${number(value)}`), `${s.length} tokens`, plural(s.turns, "turn"), s.tools ? plural(s.tools, "tool call") : "", `step ${s.step}`, `ended by ${s.finish === "stop" ? "a stop token" : "the length limit"}`];
     this.detail.replaceChildren(
       h("div", { class: "bar" }, "color by ", buttons, h("div", { class: "legend" }, keys.map(([text, c]) => h("span", { class: "key" }, h("i", { style: `background:${c}` }), clip(text!, 40))))),
-      h("p", { class: "dim" }, `${parts.filter(Boolean).join(", ")}; `, clip(`${s.task}, response ${s.id}`, 200)),
+      h("p", { class: "dim" }, `${parts.filter(Boolean).join(", ")}; `, clip(`task ${s.task}, response ${s.id}`, 200)),
       ...segments.flatMap((g, n) => [n ? h("h2", {}, `segment ${n + 1}: the agent changed its history`) : "", ...segment(g, s.turns > 1 || segments.length > 1, color)]));
   }
 }

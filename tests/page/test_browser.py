@@ -279,19 +279,19 @@ def test_pictures_of_a_real_run(page: Any) -> None:
     out = Path(SHOTS)
     out.mkdir(parents=True, exist_ok=True)
     html = pages.write([Path(os.environ["WINDFALL_SHOTS_RUN"])], out / ".page.html")
-    page.set_viewport_size({"width": 1180, "height": 560})
-    page.goto(html.resolve().as_uri())
-    for n, name in enumerate(("now", "timeline", "learning", "money", "responses"), 1):
+    heights = {"now": 570, "timeline": 270, "learning": 640, "money": 640, "responses": 430}
+    for n, (name, height) in enumerate(heights.items(), 1):
+        page.set_viewport_size({"width": 1180, "height": height})
+        page.goto(f"{html.resolve().as_uri()}?{n}")  # a new page: nothing is left of the last picture
         page.keyboard.press(str(n))
         page.wait_for_timeout(400)
         if name == "timeline":
             page.keyboard.press("m")
-            page.wait_for_timeout(200)
-            page.set_viewport_size({"width": 1180, "height": 310})
+            for _ in range(2):
+                page.keyboard.press("+")
         elif name == "responses":
-            page.get_by_label("Order").select_option("moved first")
-            page.locator(".item").first.click()
-        page.wait_for_timeout(400)
+            page.get_by_label("Order").select_option("longest")
+            page.locator(".item", has_text="moved").first.click()
+        page.wait_for_timeout(500)
         page.screenshot(path=out / f"page-{name}.png")
-        page.set_viewport_size({"width": 1180, "height": 560})
     html.unlink()

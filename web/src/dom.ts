@@ -31,6 +31,7 @@ export function number(value: number | null | undefined, digits = 3): string {
 
 export function dollars(value: number | null | undefined): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value === 0) return "$0";
   return `$${value.toLocaleString("en-US", { minimumFractionDigits: value < 1 ? 4 : 2, maximumFractionDigits: value < 1 ? 4 : 2 })}`;
 }
 

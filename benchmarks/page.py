@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "page"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import intake
-from run_case import write_long_run
+from run_case import write_long_run  # pyright: ignore[reportMissingImports]
 
 from windfall.commands import page as pages
 from windfall.link import messages as m
@@ -103,7 +103,8 @@ async def measure_intake(folder: Path, workers: int, hours: float, viewers: int,
         assert d.journal is not None
         d.journal.write_assigned(names)
         handles.append(tuple(names))
-    decode = msgspec.msgpack.Decoder(m.FromWorker).decode
+    decode, journal = msgspec.msgpack.Decoder(m.FromWorker).decode, d.journal
+    assert journal is not None
     command = [sys.executable, __file__, "_view", "--url", f"http://127.0.0.1:{port.port}", "--viewers", str(viewers)]
     took: dict[bool, list[float]] = {False: [], True: []}
     position = 0
@@ -123,7 +124,7 @@ async def measure_intake(folder: Path, workers: int, hours: float, viewers: int,
             cpu = time.process_time()
             for member, data in zip(members, frames, strict=True):
                 d._handle(member, decode(data))
-            d.journal.flush()
+            journal.flush()
             await asyncio.sleep(0)  # the page gets its turn here
             used += time.process_time() - cpu
         took[watched].append(used / rounds)

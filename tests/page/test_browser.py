@@ -235,7 +235,10 @@ def test_a_prediction_stands_beside_what_was_measured(page: Any, tmp_path: Path)
     page.goto(pages.write([run, simulated], tmp_path / "page.html").as_uri() + "#compare")
     page.get_by_text("sim/windfall-0 (simulated)").wait_for()
     page.keyboard.press("3")
-    page.get_by_text("sim/windfall-0").first.wait_for()  # in the same charts
+    page.locator(".u-label", has_text="sim/windfall-0").first.wait_for()  # in the same charts
+    assert page.locator("figcaption", has_text="reward").count() == 1
+    page.get_by_label("Run").select_option("sim/windfall-0")
+    page.locator(".status.simulated").wait_for()
 
 
 def test_no_key_no_page(served: Served) -> None:

@@ -146,7 +146,7 @@ class History:
         if e["kind"] != "scalar":
             return
         self.step = e["step"]
-        self.trained_tokens += _number(e.get("trained")) or 0
+        self.trained_tokens += int(_number(e.get("trained")) or 0)
         for n, count in enumerate(e.get("staleness_counts") or ()):
             self.staleness[min(n, MAX_STALENESS - 1)] += int(count)
         values = {name: _number(e.get(name)) for name in SERIES}

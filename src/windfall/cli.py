@@ -17,6 +17,7 @@ from windfall import __version__, config
 from windfall.commands.env_server import env_server
 from windfall.commands.gateway import gateway
 from windfall.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
+from windfall.commands.page_options import page, plot
 from windfall.commands.serve import serve
 from windfall.errors import WindfallError, nearest
 from windfall.plan.options import plan
@@ -225,6 +226,10 @@ def top(
 
     _run_recipe(run)
     top.show(run, once=once)
+
+
+app.command(epilog="Example: windfall page runs/demo --out demo.html")(page)
+app.command(epilog="Example: windfall plot runs/demo runs/demo-2 --out figure.svg --panels reward,tok_per_s")(plot)
 
 
 FOR_RECIPE, FOR_REPLAY = "Options for RECIPE.toml", "Options for --replay"

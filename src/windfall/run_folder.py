@@ -5,6 +5,7 @@ runs/NAME/
   recipe.began.toml  data.began.json                       the recipe and the data files that the run began with
   token  trainer.secret                                    secrets for joining as a worker, or as (a machine of) the
                                                            trainer; owner only
+  samples.jsonl                                            a sample of responses for the page ([log] samples)
   address.json  fleet.json                                 where the controller listens; the last state of the fleet
   controller.log  trainer.log  fork_server.log  workers/*.log  logs of the processes
 """

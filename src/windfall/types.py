@@ -171,6 +171,8 @@ class Response:
     engines: tuple[tuple[str, int], ...] = field(default=(), compare=False)
     """(engine, number of tokens) of consecutive stretches of the sampled tokens. An empty name: the engine is unknown,
     because the tokens were read from a journal. Responses that differ only in this are equal."""
+    workers: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    """The same for the workers that generated them."""
     more: tuple[Response, ...] = ()
     """Further segments. They have no further segments of their own."""
     agent: bool = False

@@ -14,7 +14,8 @@ import pytest
 from hostile.files import FOREIGN_LINES
 
 from windfall.errors import WindfallError
-from windfall.events.log import Event, EventLog, ForeignLines, last, read, scan, tensorboard
+from windfall.events.log import Event, EventLog, ForeignLines, last, read, scan
+from windfall.events.sinks import make_sinks
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ def test_failing_sink_is_removed_and_the_others_continue(path: Path, capsys: pyt
     log.close()
     assert tried == ["a"]
     assert seen == read(path)
-    assert [e["name"] for e in seen] == ["a", "b"]
+    assert [e["name"] for e in seen] == ["a", "sink_dropped", "b"]
     err = capsys.readouterr().err
     assert "broken" in err
     assert "ZeroDivisionError: no such view" in err
@@ -224,7 +225,8 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = EventLog(tmp_path / "events.jsonl", [tensorboard(tmp_path / "board")])
+    (sink,) = make_sinks(folder=tmp_path, run="demo", tensorboard=True)
+    log = EventLog(tmp_path / "events.jsonl", [sink])
     for step, reward in ((1, 0.25), (2, float("nan")), (3, 0.75)):
         log.scalar("step", step=step, reward=reward, text="word")
     stale = {"staleness_mean": 0.5, "staleness_max": 1, "too_old": 2, "capped": 0.1, "drift": 0.2}
@@ -232,7 +234,8 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     with log.span("rollout", step=3, tokens=9):
         log.instant("checkpoint", step=3)
     log.close()
-    board = EventAccumulator(str(tmp_path / "board"))
+    sink.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert board.Tags()["scalars"] == ["step/reward", *(f"step/{name}" for name in stale)]
     assert [board.Scalars(f"step/{name}")[0].value for name in stale] == pytest.approx(list(stale.values()))

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from windfall.config.chat import ChatSection
 from windfall.config.env_sections import AgentLimits, ArithmeticEnv, DatasetEnv, Env
 from windfall.config.fleet import Fleet
+from windfall.config.log import Log
 from windfall.config.lora import Lora
 from windfall.config.planned import PlanSection
 from windfall.config.section import Beta, Count, Device, FilePath, Section, Share
@@ -415,11 +416,6 @@ class Sim(Section):
     """Virtual seconds after which the simulation stops. 0 stops after `run.steps`."""
     skip_steps: int = Field(default=2, ge=0)
     """Steps at the start that the figures leave out, because speeds are still being measured."""
-
-
-class Log(Section):
-    tensorboard: bool = False
-    """Also write every scalar for TensorBoard (`pip install 'windfall[tensorboard]'`)."""
 
 
 class Recipe(Section):

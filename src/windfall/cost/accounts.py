@@ -42,8 +42,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from windfall.cost.activity import Activity
 from windfall.cost.bill import Account, Bucket, Holder, Totals, add, priced
-from windfall.types import LeaseKind
+from windfall.types import LOCAL, LeaseKind
 
 SAME_START_S = 1.0
 """Workers of the same name whose start times differ by less than this are one process that reported its age twice."""
@@ -81,6 +82,8 @@ class _OpenAccount:
     """Time that may still turn out to be lost."""
     settled: dict[Bucket, float] = field(default_factory=dict)
     """Final seconds by bucket."""
+    activity: Activity | None = None
+    """Is told every final interval."""
 
     def uncounted(self, now_s: float) -> list[_Interval]:
         """The time from `counted_s` to `now_s`, by the current phase."""
@@ -108,7 +111,7 @@ class _OpenAccount:
     def settle(self) -> None:
         """Makes all counted time final."""
         for bucket, start_s, end_s in self.provisional:
-            self._add(bucket, end_s - start_s)
+            self._add(bucket, start_s, end_s)
         self.provisional.clear()
 
     def settle_lost(self, heard_s: float) -> None:
@@ -116,13 +119,15 @@ class _OpenAccount:
         for bucket, start_s, end_s in self.provisional:
             no_result = bucket in ("generating", "prefill_again")
             lost_from_s = start_s if no_result else min(max(heard_s, start_s), end_s)
-            self._add(bucket, lost_from_s - start_s)
-            self._add("lost", end_s - lost_from_s)
+            self._add(bucket, start_s, lost_from_s)
+            self._add("lost", lost_from_s, end_s)
         self.provisional.clear()
 
-    def _add(self, bucket: Bucket, seconds: float) -> None:
-        if seconds > 0:
-            self.settled[bucket] = self.settled.get(bucket, 0.0) + seconds
+    def _add(self, bucket: Bucket, start_s: float, end_s: float) -> None:
+        if end_s > start_s:
+            self.settled[bucket] = self.settled.get(bucket, 0.0) + end_s - start_s
+            if self.activity is not None:
+                self.activity.record(self.name, bucket, start_s, end_s)
 
     def account(self, now_s: float) -> Account:
         """The account until `now_s`, with provisional and uncounted time as if it were final."""
@@ -136,8 +141,10 @@ class _OpenAccount:
 class Accounts:
     """The first argument of every method is the current time in seconds."""
 
-    def __init__(self, billed_s: float = -math.inf) -> None:
-        """`billed_s`: the time until which a previous controller, since killed, has billed every second."""
+    def __init__(self, billed_s: float = -math.inf, activity: Activity | None = None) -> None:
+        """`billed_s`: the time until which a previous controller, since killed, has billed every second. `activity` is
+        told every interval of every worker."""
+        self._activity = activity
         self._billed_s = billed_s
         self._gone = self._closed = Totals()
         """Totals of workers that are gone; totals at the last `step()`."""
@@ -159,8 +166,9 @@ class Accounts:
         holder: Holder = "trainer" if trainer else kind
         before = self._here.get(self._newest.get(name, ""))
         w = self._here[worker] = _OpenAccount(
-            name=name, holder=holder, usd_per_h=usd_per_h, start_s=start_s, counted_s=start_s
-        )
+            name=name, holder=holder, usd_per_h=usd_per_h, start_s=start_s, counted_s=start_s,
+            activity=None if trainer and name != LOCAL else self._activity,
+        )  # fmt: skip
         self._newest[name] = worker
         if before is not None and abs(before.start_s - start_s) < SAME_START_S:  # reconnected before its old link ended
             before.advance(now_s)
@@ -245,6 +253,8 @@ class Accounts:
             del self._newest[w.name]
         if not w.replaced:
             self._ended[w.name] = now_s
+            if w.activity is not None:
+                w.activity.gone(w.name, now_s)
         if len(self._ended) > MAX_NAMES:
             del self._ended[next(iter(self._ended))]
         account = w.account(now_s)

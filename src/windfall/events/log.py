@@ -101,13 +101,18 @@ class EventLog:
             self._file.flush()
         except OSError as e:
             raise self._fail(e) from e
+        dropped: list[tuple[str, str]] = []
         for sink in list(self._sinks):
             try:
                 sink(event)
             except Exception as e:  # fault boundary: a failing view must never end the run
                 self._sinks.remove(sink)
-                view = getattr(sink, "__qualname__", sink)
-                print(f"windfall: {view} failed and gets no more events: {type(e).__name__}: {e}", file=sys.stderr)
+                view = str(getattr(sink, "__qualname__", sink))
+                why = f"{type(e).__name__}: {e}"[:400]
+                print(f"windfall: {view} failed and gets no more events: {why}", file=sys.stderr)
+                dropped.append((view, why))
+        for view, why in dropped:  # afterwards, so that the other sinks get the events in their order
+            self.instant("sink_dropped", sink=view, why=why)
 
     def close(self) -> None:
         with suppress(OSError):  # every line was flushed when it was written, and a failure was reported then
@@ -220,25 +225,3 @@ def _void(event: Event, after: int) -> Event | None:
     if not event.get("bill"):
         return None
     return {k: event[k] for k in ("t", "m", "kind", "bill")} | {"name": "void"}
-
-
-def tensorboard(folder: Path) -> Sink:
-    """A sink that writes every number of every scalar event to TensorBoard (`pip install 'windfall[tensorboard]'`)."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as e:
-        fix = "pip install 'windfall[tensorboard]'"
-        raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix) from e
-    writer = SummaryWriter(str(folder))
-
-    def sink(event: Event) -> None:
-        if event["kind"] != "scalar":
-            return
-        named = [(key, value) for key, value in event.items() if key not in ("t", "m", "step")]
-        parts = [(f"{key}/{k}", v) for key, value in named if isinstance(value, dict) for k, v in value.items()]
-        for key, value in (*named, *parts):
-            if isinstance(value, int | float):
-                writer.add_scalar(f"{event['name']}/{key}", value, event.get("step", 0), walltime=event["t"])
-        writer.flush()
-
-    return sink

@@ -81,17 +81,13 @@ class SegmentTokens:
         """The tokens that the agent received."""
         versions = [v for version, count in self.episode.version_runs for v in [version] * count][: self.used]
         sampled = tuple(version >= 0 for version in versions)
-        known, left = list[tuple[str, int]](), sampled.count(True)
-        unknown = sum(n for v, n in self.episode.version_runs if v >= 0) - sum(n for _, n in self.episode.engine_runs)
-        for engine, count in (("", unknown), *self.episode.engine_runs):
-            if take := min(count, left):
-                known.append((engine, take))
-                left -= take
+        episode, count = self.episode, sampled.count(True)
         return Response(
             id=self.episode.id, prompt=self.episode.prompt, tokens=tuple(self.episode.tokens[: self.used]),
             logprobs=tuple(self.episode.logprobs[: self.used]), sampled=sampled, versions=tuple(versions),
             finish=self.received[-1].finish if self.received else "stop", reward=reward,
-            turns=max(1, len(self.received)), engines=tuple(known), agent=True,
+            turns=max(1, len(self.received)), engines=episode.sources(episode.engine_runs, count),
+            workers=episode.sources(episode.worker_runs, count), agent=True,
         )  # fmt: skip
 
 

@@ -23,9 +23,10 @@ from windfall import algorithms
 from windfall.config import Recipe
 from windfall.controller import Controller
 from windfall.cost import prices
+from windfall.cost.activity import Activity
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import HeldOut
-from windfall.events.log import EventLog
+from windfall.events.log import Event, EventLog
 from windfall.launch.fleet_report import FleetReport, read_history
 from windfall.ledger.journal import Journal
 from windfall.ledger.journal_reader import History, JournalContents, oldest_versions
@@ -48,6 +49,8 @@ from windfall.types import Lease
 TRAINER_START_S = 600.0
 """Timeout for a trainer to connect, in seconds."""
 TICK_S = 0.1
+ACTIVITY_S = 10.0
+"""Seconds between two events `activity`."""
 
 
 class ControllerLife:
@@ -56,21 +59,28 @@ class ControllerLife:
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, resumed: bool,
         read_journal: Callable[[Journal, int], Awaitable[JournalContents]] | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:  # fmt: skip
-        """`resumed`: the run was started before. `journal`: None if nothing must survive this controller.
-        `read_journal`: reads the journal from a step on; by default in a thread."""
+        """`on_event`: called with every event that is in the log already. `resumed`: the run was started before.
+        `journal`: None if nothing must survive this controller. `read_journal`: reads the journal from a step on; by
+        default in a thread."""
         f, t = recipe.fleet, recipe.techniques
         self.recipe, self.events, self.journal, self._resumed = recipe, events, journal, resumed
         self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
         self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
-        history = read_history(events, self._recovery.observe)
+
+        def observe(event: Event) -> None:
+            self._recovery.observe(event)
+            on_event(event)
+
+        history = read_history(events, observe)
         self._evaluated, self._last_logged = history.evaluated, history.step
         self._evaluation_lost = bool(history.evaluating)
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t, billed_s=history.billed_s,
             staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
-            borrowed_max=f.borrowed_max,
+            borrowed_max=f.borrowed_max, activity=Activity(),
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
@@ -91,6 +101,8 @@ class ControllerLife:
         """Called once with the rollout and the model's context, before anything is rolled out."""
         self.attend = self.dispatch.attend
         self._trainers = count(1)
+        self._lent: dict[str, list[float]] = {}
+        """What lenders lent when that was last logged."""
 
     async def steps(
         self, env: EnvHost, text: Callable[[], Text], counters: Callable[[], dict[str, Any]] | None = None
@@ -122,6 +134,23 @@ class ControllerLife:
             self.events.instant("start", step=hello.step, steps=recipe.run.steps, **hello.facts)
         self.rollout = Rollout(self.dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=self.events)
         return self.rollout
+
+    async def log_activities(self) -> None:
+        """Log what workers do, forever."""
+        while True:
+            await asyncio.sleep(ACTIVITY_S)
+            self.log_activity(asyncio.get_running_loop().time())
+
+    def log_activity(self, now_s: float) -> None:
+        """Write an event about what workers have done since the last one, and what lenders lend."""
+        fields = self.dispatch.activity.drain(now_s) if self.dispatch.activity is not None else {}
+        shares = self.report.lent()
+        lenders = {name: share for name, share in shares.items() if self._lent.get(name) != share}
+        if lenders:
+            fields["lenders"] = lenders
+        self._lent = shares
+        if fields:
+            self.events.instant("activity", **fields)
 
     async def connected(self) -> None:
         """Wait for a trainer."""

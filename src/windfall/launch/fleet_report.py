@@ -146,6 +146,11 @@ class FleetReport:
                 tokens_per_usd_best=a.tokens_per_usd_best,
             )  # fmt: skip
 
+    def lent(self) -> dict[str, list[float]]:
+        """By lender: the share of its time that it lends, and the share of its memory that serving holds."""
+        here = [(w.name, w.capacity) for w in self._dispatch.members.here()]
+        return {name: [round(c.lent, 2), round(c.use, 2)] for name, c in here if c is not None}
+
     def note_staleness(self, fields: dict[str, Any] | None) -> None:
         """Called after each step with the fields of its event, for the next snapshots. None: nothing to show."""
         if fields is None or self._recipe.rollout.staleness == 0:

@@ -6,7 +6,6 @@ The trainer uses `fit` and `prompt_lengths`, too, for models whose files are not
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
+from windfall.events.sinks import require_tools
 from windfall.fleet import trace
 from windfall.fleet.trace import Change
 from windfall.launch import agents, tls, worker_sources
@@ -51,9 +51,7 @@ def check(recipe: Recipe) -> str:
     tls.server_context(recipe.fleet)
     worker_sources.check(recipe)
     trace_changes(recipe)
-    if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fix = "pip install 'windfall[tensorboard]'"
-        raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
+    require_tools(recipe.log.model_dump())
     agent = f"{agents.check(recipe)}; " if agents.is_agent(recipe) else ""
     if agent and recipe.task_env is recipe.env:  # it has tasks of its own
         return agent.removesuffix("; ")

@@ -381,7 +381,10 @@ class Supervisor:
         address, f = folders.address(self.folder), self.recipe.fleet
         if address is not None:
             remote = f.host in invitation.ALL_INTERFACES
-            self._console.join(invitation.url(address, f), self.folder / "token", remote=remote, ca=f.tls_cert)
+            url = invitation.url(address, f)
+            self._console.join(url, self.folder / "token", remote=remote, ca=f.tls_cert)
+            if self.recipe.log.page:
+                self._console.page(f"{url}/page?key={auth.page_key(self._token)}")
 
     @contextlib.asynccontextmanager
     async def _handling_signals(self, fork_client: ForkClient) -> AsyncIterator[None]:

@@ -312,10 +312,11 @@ class Ledger:
         entry.handle, entry.worker, entry.last_worker = -1, "", entry.worker
 
     def _record_version(self, entry: LedgerEntry) -> None:
-        episode = entry.episode
-        episode.record_version(entry.version, len(episode.tokens) - entry.recorded)
-        episode.record_engine(self.engines.get(entry.worker, ""), len(episode.tokens) - entry.recorded)
-        entry.recorded = len(episode.tokens)
+        episode, count = entry.episode, len(entry.episode.tokens) - entry.recorded
+        episode.record_version(entry.version, count)
+        episode.record_engine(self.engines.get(entry.worker, ""), count)
+        episode.record_worker(entry.worker, count)
+        entry.recorded += count
 
     def requeue(self, entry: LedgerEntry) -> None:
         """Take a running response from its worker and queue it for another one."""

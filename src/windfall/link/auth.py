@@ -36,6 +36,11 @@ def weights_key(token: str) -> str:
     return proof(token, "weights", "").hex()
 
 
+def page_key(token: str) -> str:
+    """The key in the link to the page of a run. It allows reading the page, and nothing else."""
+    return proof(token, "page", "").hex()[:32]
+
+
 def make_token(path: Path, token: str | None = None) -> str:
     """Write `token` to this file, readable by its owner only. Without `token`: keep the file, or generate a new one."""
     if token is None and path.is_file():

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket as sockets
 import ssl as tls
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,11 @@ class Port:
         ssl: tls.SSLContext | None,
         limits: listener.Listener | None = None,
         fix: str = "Set fleet.host and fleet.port, or stop the process that uses the port.",
+        pages: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] | None = None,
     ) -> None:
-        """`fix`: what to do if the port cannot be opened."""
+        """`fix`: what to do if the port cannot be opened. `pages`: handlers of plain HTTP requests, by path; they call
+        `welcome` once a request has authenticated."""
+        self._pages = pages or {}
         self.host, self.port, self._fix = host, port, fix
         self._routes, self._ssl, self._listener = routes, ssl, limits or listener.Listener()
         self._links: set[SocketLink] = set()
@@ -126,8 +129,14 @@ class Port:
         app = web.Application(client_max_size=1024)
         for path in self._routes:
             app.router.add_get(path, self._accept)
+        for path, handler in self._pages.items():
+            app.router.add_get(path, handler)
         options = {"shutdown_timeout": 1.0, "handle_signals": False}
         self._runner, self.port = await self._listener.serve(app, self.host, self.port, self._ssl, self._fix, **options)
+
+    def welcome(self, request: web.Request) -> None:
+        """Lift the limits of a peer whose plain HTTP request has authenticated."""
+        self._listener.authenticated(request.transport)
 
     async def _accept(self, request: web.Request) -> web.StreamResponse:
         route = self._routes[request.path]

@@ -41,15 +41,16 @@ class _Malformed(ValueError):
     """The text has the marks of a format, but not its content."""
 
 
-def parse(text: str, tools: Collection[str]) -> ParsedTurn:
+def parse(text: str, tools: Collection[str] | None) -> ParsedTurn:
     """The content and the tool calls of a turn. `tools`: the names of the offered tools; without any, all is content.
+    None: they are not known, and any name is accepted.
 
     >>> parse('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', {"add"}).tool_calls
     (ToolCall(name='add', arguments='{"a": 1}'),)
     >>> parse('<tool_call>{"name": "add"', {"add"}).content
     '<tool_call>{"name": "add"'
     """
-    if not tools:
+    if tools is not None and not tools:
         return ParsedTurn(content=text)
     for mark, read in _FORMATS:
         start = text.find(mark) if mark else 0
@@ -59,7 +60,7 @@ def parse(text: str, tools: Collection[str]) -> ParsedTurn:
             calls = tuple(read(text[start:]))
         except (_Malformed, ValueError, RecursionError):
             continue
-        if calls and all(call.name in tools for call in calls):
+        if calls and (tools is None or all(call.name in tools for call in calls)):
             return ParsedTurn(content=text[:start], tool_calls=calls)
     return ParsedTurn(content=text)
 

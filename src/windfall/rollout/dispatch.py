@@ -20,6 +20,7 @@ from typing import Literal
 from windfall.config import Techniques
 from windfall.cost import prices
 from windfall.cost.accounts import Accounts
+from windfall.cost.activity import Activity
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
@@ -58,12 +59,14 @@ class Dispatch:
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
         vocabulary: int = 1 << 32, techniques: Techniques | None = None, billed_s: float = -math.inf,
         staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt", borrowed_max: int = 64,
+        activity: Activity | None = None,
     ) -> None:  # fmt: skip
-        """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe."""
+        """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe. `activity`: records what workers do."""
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
         self.placement = Placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
-        self.journal, self.accounts, self.turns = journal, Accounts(billed_s), self.placement.turns
+        self.journal, self.accounts, self.turns = journal, Accounts(billed_s, activity), self.placement.turns
+        self.activity = activity
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
         self._staleness = staleness
@@ -485,6 +488,9 @@ class Dispatch:
         prefilled_again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in entries if e.moved)
         if prefilled_again:
             self.accounts.moved_in(now, worker, prefilled_again)
+            for e in entries if self.activity is not None else ():
+                if e.moved and e.last_worker != worker:
+                    self.activity.moved(e.last_worker.partition("#")[0], worker.partition("#")[0], now)
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
         self._forget_turns({e.episode.id: self.turns.assigned(e.episode.id, worker) for e in entries})

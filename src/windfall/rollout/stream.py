@@ -40,6 +40,7 @@ from windfall.ledger.episode import Episode
 from windfall.ledger.journal_format import TurnGraded
 from windfall.ledger.journal_reader import History, TokenRun
 from windfall.models.text import Text
+from windfall.rollout import stream_messages
 from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.rollout.env_failures import OUT_OF_TOKENS, EnvFailures
 from windfall.rollout.grader import Grader
@@ -77,6 +78,8 @@ class Rollout:
         self.sessions: Sessions | None = None
         """What opens the sessions of agents; None if the environment answers turns itself."""
         self.streams: set[Stream] = set()
+        self.on_finished: Callable[[Task, Response], None] = lambda task, response: None
+        """Called with every finished response of training."""
         self.stopped = False
         self.failures = EnvFailures(env.name, events)
         self.grader = Grader(env, options, self.grading, self.failures)
@@ -114,7 +117,7 @@ class Rollout:
             on_skipped=arrived.put_nowait,
         )  # fmt: skip
         running = asyncio.create_task(stream.run())
-        running.add_done_callback(partial(_forward_error, arrived))
+        running.add_done_callback(partial(stream_messages.forward_error, arrived))
         try:
             stream.open(tasks)
             for _ in tasks:
@@ -132,11 +135,6 @@ class Sessions(Protocol):
     """Responses that a session makes and not one episode. gateway.agent_runs.AgentRuns implements it."""
 
     def stream(self, rollout: Rollout, **options: Any) -> Stream: ...
-
-
-def _forward_error(arrived: asyncio.Queue[Group | int | BaseException], running: asyncio.Task[None]) -> None:
-    if not running.cancelled() and (error := running.exception()) is not None:
-        arrived.put_nowait(error)
 
 
 class Stream:
@@ -490,6 +488,8 @@ class Stream:
         if self._counted:
             self._rollout.sampled_tokens += response.sampled_count
             self._rollout.restored_tokens += restored
+            if not self._scope:
+                self._rollout.on_finished(group.task, response)
         group.responses[int(response.id.rpartition("/")[2])] = response
         self._complete(group)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from windfall.envs.grade import Graded
 from windfall.ledger.episode import Episode
+from windfall.types import Group
 
 
 class Stopped(Exception):
@@ -34,3 +36,9 @@ class TurnAnswered:
 
 Message = TasksDrawn | TurnEnded | TurnAnswered | BaseException
 """An exception ends the stream."""
+
+
+def forward_error(arrived: asyncio.Queue[Group | int | BaseException], running: asyncio.Task[None]) -> None:
+    """Put the error that ended a stream into the queue of its groups."""
+    if not running.cancelled() and (error := running.exception()) is not None:
+        arrived.put_nowait(error)

@@ -176,6 +176,8 @@ class Console:
                     f"[yellow]waiting for workers[/]: none for {event['s']:.0f} s, {event['queued']} responses queued"
                     f"{busy}"
                 )
+            case "sink_dropped":
+                self._out.print(f"[yellow]{escape(event['sink'])} gets no more events[/]: {escape(event['why'])}")
             case "refused":
                 more = f" ({event['repeats']} more since the last such line)" if event.get("repeats") else ""
                 self._out.print(f"[yellow]refused[/] {escape(event['peer'])}: {escape(event['why'])}{more}")
@@ -232,6 +234,10 @@ class Console:
         if remote:
             self._out.print("  (on another machine, --token names a copy of that file, readable by its owner only;")
             self._out.print("  the worker must also be able to reach the weights port, which fleet.weights_port sets)")
+
+    def page(self, url: str) -> None:
+        """Show once, at the start, where the page of the run is."""
+        self._out.print(f"watch the run: {escape(url)}")
 
     def is_finished(self, steps: int) -> None:
         self._out.print(f"this run is finished: all {steps} steps are done, and nothing was started")

@@ -212,7 +212,7 @@ def worker_that_dials_again_early_is_billed_twice(patch: Patch) -> None:
 @breaks("bill", seed=8)
 def next_controller_bills_everything_again(patch: Patch) -> None:
     real = Accounts.__init__
-    patch.setattr(Accounts, "__init__", lambda self, billed_s=0.0: real(self))
+    patch.setattr(Accounts, "__init__", lambda self, billed_s=0.0, activity=None: real(self))
 
 
 @breaks("level", seed=1)

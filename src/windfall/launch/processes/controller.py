@@ -10,6 +10,8 @@ killed, it is restarted and continues from its journal; workers and trainer reco
          ├─ dispatch.watch   heartbeats and deadlines           forever
          ├─ _snapshots       fleet.json                         forever
          ├─ life.tick        seeding                            forever
+         ├─ page.run         viewers                            forever
+         ├─ log_activities   what workers do, for the timeline  forever
          └─ _write_failure   waits for a failed write           until one fails; its error ends the run
 
 When the first of them ends, the others are canceled. No failure goes unnoticed.
@@ -23,7 +25,7 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,13 @@ from windfall.config import Recipe
 from windfall.envs import held_out
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError
-from windfall.events.log import EventLog, tensorboard
+from windfall.events.log import EventLog
+from windfall.events.sinks import ThreadedSink, make_sinks
 from windfall.launch import invitation, tls
 from windfall.launch.agents import AgentService
 from windfall.launch.assembly import ControllerLife, run_until_first
 from windfall.launch.fleet_report import Ended
+from windfall.launch.live_page import LivePage
 from windfall.launch.liveness import FROZEN_TRAINER
 from windfall.ledger.journal import Journal
 from windfall.link import auth, listener
@@ -68,11 +72,9 @@ def main(folder: Path, observe: Callable[[Recipe, EventLog], None] = lambda reci
     with folders.owned(folder, "controller", timeout_s=10.0):
         resumed = (folder / "events.jsonl").is_file()
         try:
-            with contextlib.closing(EventLog(folder / "events.jsonl")) as events:
-                if recipe.log.tensorboard:
-                    events.attach(tensorboard(folder / "tensorboard"))
+            with contextlib.closing(EventLog(folder / "events.jsonl")) as events, _sinks(recipe, folder) as sinks:
                 observe(recipe, events)
-                asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed).run()))
+                asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks).run()))
         except WindfallError as e:
             folders.fail(folder, "controller", e)
             return 2
@@ -85,16 +87,38 @@ def main(folder: Path, observe: Callable[[Recipe, EventLog], None] = lambda reci
     return 0
 
 
+@contextlib.contextmanager
+def _sinks(recipe: Recipe, folder: Path) -> Iterator[list[ThreadedSink]]:
+    """The tools of the recipe's [log] section."""
+    o = recipe.log
+    sinks = make_sinks(
+        folder=folder, run=folder.resolve().name, tensorboard=o.tensorboard, wandb=o.wandb, mlflow=o.mlflow,
+        prometheus=o.prometheus,
+    )  # fmt: skip
+    try:
+        yield sinks
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
 def settings_digest(recipe: Recipe) -> str:
     """Digest of all settings that affect the tokens of a response. If it changes, the journal is void."""
     return xxhash.xxh3_128_hexdigest(json.dumps(config.token_settings(recipe)).encode())
 
 
 class ControllerProcess:
-    def __init__(self, recipe: Recipe, folder: Path, events: EventLog, resumed: bool) -> None:
-        self.recipe, self.folder, self.events = recipe, folder, events
+    def __init__(
+        self, recipe: Recipe, folder: Path, events: EventLog, resumed: bool, sinks: Sequence[ThreadedSink] = ()
+    ) -> None:
+        self.recipe, self.folder, self.events, self.sinks = recipe, folder, events, sinks
+        for sink in sinks:
+            events.attach(sink)
         self.journal = Journal(folder / "journal", settings_digest(recipe), staleness=recipe.rollout.staleness)
-        self.life = ControllerLife(recipe, events, self.journal, resumed=resumed)
+        self.page = LivePage(recipe, folder, events)
+        self.life = ControllerLife(recipe, events, self.journal, resumed=resumed, on_event=self.page.observe)
+        events.attach(self.page.observe)
+        self._last_snapshot: dict[str, Any] | None = None
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(
             recipe.run.name, auth.read_token(folder / "token"), log=events.instant,
@@ -116,29 +140,41 @@ class ControllerProcess:
         try:
             with self._handling_signals():
                 await run_until_first(
-                    self._run_steps(), self.dispatch.watch(), self._snapshots(), self.life.tick(), self._write_failure()
-                )
+                    self._run_steps(), self.dispatch.watch(), self._snapshots(), self.life.tick(),
+                    self._write_failure(), self.page.run(lambda: self._last_snapshot), self.life.log_activities(),
+                )  # fmt: skip
         finally:
             await self._drain_workers()
+            self.life.log_activity(asyncio.get_running_loop().time())
+            await self.page.close()
             await port.close()
             with contextlib.suppress(OSError):  # the disk is full: that is already reported, or no longer matters
                 how = "failed" if self._end is None else "finished" if self._end["finished"] else "stopped"
                 self._snapshot(ended=how)
             self.journal.close()
+            await self._close_sinks()
             if self._end is not None:
                 now = asyncio.get_running_loop().time()
                 self.events.instant("end", **self._end, **self.life.report.last_bill(now))
+
+    async def _close_sinks(self) -> None:
+        """Let the tools of the [log] section have the last events. Reports those that do not take them."""
+        left = await asyncio.gather(*(asyncio.to_thread(sink.close) for sink in self.sinks))
+        for sink, why in zip(self.sinks, left, strict=True):
+            if why:
+                self.events.instant("sink_dropped", sink=sink.__qualname__, why=why)
 
     async def _run_steps(self) -> None:
         async with recipe_host(self.recipe, self.events.instant) as env:
             await self.life.unless_stopped(env.ready())
             async with AgentService(self.recipe, self.folder, self.events, self.journal, env) as agents:
-                self.life.on_rollout = partial(self._start_agents, agents)
+                self.life.on_rollout = partial(self._prepare, agents)
                 counters = lambda: {**self.life.counters(), **agents.counters()}  # noqa: E731
                 reached = await self.life.steps(env, self._text, counters)
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
 
-    async def _start_agents(self, agents: AgentService, rollout: Rollout, model_context: int | None) -> None:
+    async def _prepare(self, agents: AgentService, rollout: Rollout, model_context: int | None) -> None:
+        self.page.attach(rollout)
         if agents.launcher is not None:
             await agents.open(rollout, tokenizer.load(self.folder / "tokenizer"), model_context)
 
@@ -203,14 +239,16 @@ class ControllerProcess:
             ),
         }  # fmt: skip
         before = (folders.address(self.folder) or {}).get("port", 0)
-        port = Port(f.host, f.port or before, routes, context)
+        pages = self.page.server.handlers() if self.recipe.log.page else {}
+        port = Port(f.host, f.port or before, routes, context, pages=pages)
         try:
             await port.open()
         except WindfallError:
             if f.port or not before:
                 raise
-            port = Port(f.host, 0, routes, context)  # another process now uses the previous port
+            port = Port(f.host, 0, routes, context, pages=pages)  # another process now uses the previous port
             await port.open()
+        self.page.server.welcome = port.welcome
         host = "127.0.0.1" if f.host in invitation.ALL_INTERFACES else f.host
         url = f"{'https' if context else 'http'}://{f'[{host}]' if ':' in host else host}:{port.port}"
         address = {"url": url, "port": port.port, "pid": os.getpid()}
@@ -249,6 +287,7 @@ class ControllerProcess:
             if ended is None and rollout.grading.slow_s(now_s) is not None:
                 self.events.instant("grading_slow", **graders)
         snapshot = self.life.report.snapshot(step=self.life.state.step, now_s=now_s, ended=ended, graders=graders)
+        self._last_snapshot = snapshot
         folders.replace(self.folder / "fleet.json", json.dumps(snapshot))
 
     # stopping

@@ -154,7 +154,7 @@ class Simulation:
             self.life, self.down = self._start_controller(), False
 
     async def _run_controller(self, life: ControllerLife) -> None:
-        await run_until_first(self._steps(life), life.dispatch.watch(), life.tick())
+        await run_until_first(self._steps(life), life.dispatch.watch(), life.tick(), life.log_activities())
         if life.journal is not None:
             life.journal.close()
         life.events.instant(

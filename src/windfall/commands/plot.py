@@ -1,0 +1,110 @@
+"""`windfall plot`: figures of one or several runs for a paper or a report, as PNG or SVG."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from windfall.errors import WindfallError
+from windfall.page.runs import RunReader, read_all
+from windfall.page.timeline import STATES, TENTHS
+
+PANELS = {
+    "reward": ("reward", ""),
+    "length": ("response length", "tokens"),
+    "entropy": ("entropy", "nats"),
+    "grad_norm": ("gradient norm", ""),
+    "engine_gap": ("log-prob disagreement", "nats"),
+    "staleness_mean": ("staleness", "versions"),
+    "tok_per_s": ("throughput", "tok/s"),
+    "usd": ("cost so far", "$"),
+}
+COLORS = ("#2563eb", "#f97316", "#16a34a", "#db2777", "#7c3aed", "#0891b2", "#ca8a04", "#dc2626")
+STATE_COLORS = (
+    "#ffffff", "#a78bfa", "#38bdf8", "#22c55e", "#f59e0b", "#94a3b8", "#64748b", "#eab308", "#ef4444", "#6366f1",
+    "#ec4899", "#14b8a6", "#fb7185", "#86efac",
+)  # fmt: skip
+FORMATS = (".png", ".svg", ".pdf")
+MAX_ROWS = 60
+"""Upper limit for the workers in the figure of a timeline."""
+
+
+def main(runs: list[Path], out: Path, *, panels: list[str], by_time: bool) -> Path:
+    """Draw these panels, with a line per run. The panel "timeline" shows the workers of the first run."""
+    if out.suffix.lower() not in FORMATS:
+        raise WindfallError(f"unknown format {out.suffix!r}", where=str(out), fix=f"Use one of {', '.join(FORMATS)}.")
+    unknown = [name for name in panels if name not in (*PANELS, "timeline")]
+    if unknown:
+        fix = f"Use some of: {', '.join((*PANELS, 'timeline'))}."
+        raise WindfallError(f"unknown panel {unknown[0]!r}", where="--panels", fix=fix)
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        fix = "Install it with: pip install 'windfall[plot]'"
+        raise WindfallError("plots need matplotlib, which is not installed", where="windfall plot", fix=fix) from e
+    readers = read_all(runs)
+    panels = panels or [name for name in PANELS if any(_has(r, name) for r in readers)]
+    if not panels:
+        raise WindfallError("there is nothing to plot yet: no step is complete", where=str(runs[0]))
+    columns = 1 if len(panels) == 1 or "timeline" in panels else 2
+    rows = -(-len(panels) // columns)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "windfall", "font.size": 9}):
+        figure = Figure(figsize=(7.6 if columns > 1 else 6.4, 2.5 * rows), layout="constrained")
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for ax, name in zip(axes, panels, strict=False):
+            if name == "timeline":
+                _timeline(ax, readers[0])
+            else:
+                _lines(ax, readers, name, by_time)
+        for ax in axes[len(panels) :]:
+            ax.set_axis_off()
+        if len(readers) > 1:
+            next(ax for ax, name in zip(axes, panels, strict=False) if name != "timeline").legend(frameon=False)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"Date": None} if out.suffix.lower() == ".svg" else {}
+        figure.savefig(out, dpi=200, metadata=metadata)
+    return out
+
+
+def _has(reader: RunReader, name: str) -> bool:
+    return any(value is not None for value in reader.history.series[name])
+
+
+def _lines(ax: Any, readers: list[RunReader], name: str, by_time: bool) -> None:
+    title, unit = PANELS[name]
+    for n, reader in enumerate(readers):
+        history, color = reader.history, COLORS[n % len(COLORS)]
+        x = [t / 3600 for t in history.series["t"]] if by_time else history.series["step"]  # pyright: ignore
+        y = history.series[name]
+        if name == "usd":
+            y = list(accumulate(value or 0.0 for value in y))
+        points = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
+        ax.plot(*zip(*points, strict=True) if points else ([], []), color=color, lw=1.2, label=reader.name)
+        if name == "reward":
+            evals = [(t / 3600 if by_time else step, r) for step, t, r in history.evals if r is not None]
+            ax.plot(*zip(*evals, strict=True) if evals else ([], []), "o", color=color, ms=4)
+    ax.set(xlabel="hours" if by_time else "step", ylabel=f"{title} ({unit})" if unit else title)
+    ax.grid(axis="y", alpha=0.3)
+
+
+def _timeline(ax: Any, reader: RunReader) -> None:
+    history, used = reader.history, set[int]()
+    rows = list(history.timeline.rows.values())[:MAX_ROWS]
+    end = (history.end_t - (history.start_t or 0.0)) if history.number else 0.0
+    for n, row in enumerate(rows):
+        starts = [c >> 4 for c in row.changes] + [round(end * TENTHS)]
+        for i, change in enumerate(row.changes):
+            state = change & 15
+            if state:
+                used.add(state)
+                a, b = starts[i] / TENTHS / 60, starts[i + 1] / TENTHS / 60
+                ax.barh(n, b - a, left=a, height=0.8, color=STATE_COLORS[state], lw=0)
+    ax.set(
+        yticks=range(len(rows)), yticklabels=[row.name for row in rows], xlabel="minutes", xlim=(0, max(end / 60, 0.1))
+    )
+    ax.invert_yaxis()
+    for state in sorted(used):
+        ax.plot([], [], "s", color=STATE_COLORS[state], label=STATES[state])
+    ax.legend(frameon=False, ncol=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=7)

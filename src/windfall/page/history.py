@@ -1,0 +1,397 @@
+"""What the page of a run shows, computed from its events one at a time. Pure.
+
+    event ──▶ History.add ──▶ timeline (timeline.py), series per step, evaluations, money, advice, problems, moves
+              History.full()                 everything, for a viewer that has just come
+              History.changes()              what has changed since the last call, for viewers that have the rest
+
+Rules: memory does not grow with the run. The series have at most MAX_POINTS points; when there are more, two neighbors
+become one (`stride` steps per point). Lists of problems, moves and evaluations keep the newest. Steps that a resume
+made void are removed from the series, and their cost stays.
+"""
+
+from __future__ import annotations
+
+import math
+from base64 import b64encode
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from windfall.cost.bill import Totals, borrowed_value, reserved_only
+from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, Timeline
+
+Event = dict[str, Any]
+
+SERIES = (
+    "step", "t", "reward", "length", "entropy", "grad_norm", "engine_gap", "staleness_mean", "staleness_max",
+    "tok_per_s", "trained", "made", "s", "train_s", "train_wait_s", "workers", "workers_lost", "moved",
+    "prefilled_again", "cut", "kl", "lr", "drift", "usd",
+)  # fmt: skip
+"""Columns of the series. `t` is in seconds since the start, `usd` the cost of the step."""
+SUMS = {"trained", "made", "s", "train_s", "train_wait_s", "workers_lost", "moved", "prefilled_again", "usd"}
+"""Columns of which a point of several steps has the sum. Of the others it has the mean, of `step` and `t` the last."""
+LEARNED = ("reward", "entropy", "grad_norm", "engine_gap", "kl", "drift")
+"""Columns that mean nothing in a simulation."""
+MAX_POINTS = 2048
+MAX_PROBLEMS, MAX_MOVES, MAX_EVALS, MAX_STALENESS = 200, 20_000, 512, 64
+PROBLEMS = {
+    "worker_lost", "worker_stuck", "worker_suspect", "trainer_lost", "trainer_frozen", "load_failed", "no_workers",
+    "no_room", "work_rejected", "engine_gap", "reward_missing", "task_skipped", "update_skipped", "refused",
+    "checkpoint_damaged", "journal_lost", "log_foreign", "log_gap", "eval_warning", "eval_abandoned", "sink_dropped",
+}  # fmt: skip
+MAX_SENT_MOVES = 2000
+MAX_TEXT = 400
+"""Characters of a text from the log that the page shows."""
+
+
+class History:
+    def __init__(self) -> None:
+        self.start_t: float | None = None
+        """Wall time of the first event, in seconds."""
+        self.end_t = 0.0
+        self.number = 0
+        """Number of events so far."""
+        self.timeline = Timeline()
+        self.series: dict[str, list[float | None]] = {name: [] for name in SERIES}
+        self.stride = 1
+        """Steps per point of the series."""
+        self.evals: deque[tuple[int, float, float | None]] = deque(maxlen=MAX_EVALS)
+        """(step, seconds, reward)"""
+        self.problems: deque[dict[str, Any]] = deque(maxlen=MAX_PROBLEMS)
+        self.moves: deque[tuple[float, str, str, int]] = deque(maxlen=MAX_MOVES)
+        """(seconds, from, to, responses)"""
+        self.moves_seen = 0
+        self.advice: dict[str, dict[str, Any]] = {}
+        self.bill = Totals()
+        self.staleness = [0] * MAX_STALENESS
+        self.facts: dict[str, Any] = {}
+        """The fields of the event `start`."""
+        self.step = self.lost = 0
+        """The last step; the number of workers that were lost."""
+        self.trained_tokens, self.train_s = 0, 0.0
+        self.ended: dict[str, Any] | None = None
+        """The event `end`."""
+        self._losses: dict[str, int] = {}
+        """By row: when its worker was lost last (tenths of a second)."""
+        self._merging = 0
+        """Steps in the last point of the series."""
+        self._changed_from = 0
+        """First point of the series that may have changed since `changes` was last called."""
+        self._sent: dict[str, bytes] = {}
+        """The sections as of the last `changes`, encoded."""
+        self._moves_sent = 0
+        self._handlers: dict[str, Callable[[Event], None]] = {
+            "start": self._start, "step": self._step, "eval": self._eval, "resumed": self._resumed,
+            "worker_joined": self._joined, "worker_ready": self._ready, "worker_suspect": self._suspect,
+            "worker_well": self._well, "worker_lost": self._gone, "worker_left": self._gone, "activity": self._activity,
+            "train": self._train, "checkpoint": self._checkpoint, "advice": self._advise, "end": self._end,
+            "trainer_ready": self._trainer_ready, "trainer_lost": self._trainer_lost, "worker_warned": self._warned,
+        }  # fmt: skip
+
+    def add(self, event: Event) -> None:
+        t = float(event["t"])
+        if self.start_t is None:
+            self.start_t = t
+        self.end_t = max(self.end_t, t)
+        self.number += 1
+        name = event["name"]
+        handler = self._handlers.get(name)
+        if handler is not None:
+            handler(event)
+        if event.get("bill"):
+            self._add_bill(event["bill"])
+        if name in PROBLEMS:
+            self.problems.append({"t": self._seconds(t), "name": name, **_short(event)})
+
+    @property
+    def simulated(self) -> bool:
+        """Whether a simulation wrote the log. It predicts times and costs, and learns nothing."""
+        return self.facts.get("device") == "simulated"
+
+    def _seconds(self, t: float) -> float:
+        return round(max(0.0, t - (self.start_t or t)), 2)
+
+    def _tenths(self, t: float) -> int:
+        return round((t - (self.start_t or t)) * TENTHS)
+
+    # The run.
+
+    def _start(self, e: Event) -> None:
+        self.facts = _short(e, limit=64) | {"parameters": e.get("parameters"), "steps": e.get("steps")}
+        self.ended = None
+
+    def _resumed(self, e: Event) -> None:
+        self.step, self.ended = e["step"], None
+        self.timeline.absent(self._tenths(e["t"]))
+        self._losses.clear()
+        steps = self.series["step"]
+        keep = len(steps)
+        while keep and (steps[keep - 1] or 0) > e["step"]:
+            keep -= 1
+        for column in self.series.values():
+            del column[keep:]
+        self._merging = self.stride
+        self._changed_from = min(self._changed_from, keep)
+        self.evals = deque((v for v in self.evals if v[0] <= e["step"]), maxlen=MAX_EVALS)
+
+    def _end(self, e: Event) -> None:
+        self.ended = {"step": e.get("step"), "finished": bool(e.get("finished"))}
+        self.timeline.absent(self._tenths(e["t"]))
+
+    # Series.
+
+    def _step(self, e: Event) -> None:
+        if e["kind"] != "scalar":
+            return
+        self.step = e["step"]
+        self.trained_tokens += int(_number(e.get("trained")) or 0)
+        for n, count in enumerate(e.get("staleness_counts") or ()):
+            self.staleness[min(n, MAX_STALENESS - 1)] += int(count)
+        values = {name: _number(e.get(name)) for name in SERIES}
+        values["t"] = self._seconds(e["t"])
+        lengths = [n for row in e.get("lengths") or () for n in row]
+        values["length"] = sum(lengths) / len(lengths) if lengths else _number(e.get("length"))
+        values["usd"] = _usd(e.get("bill"))
+        if self.simulated:
+            values |= dict.fromkeys(LEARNED)
+        self._append(values)
+
+    def _append(self, values: dict[str, float | None]) -> None:
+        steps = self.series["step"]
+        if steps and self._merging < self.stride:
+            weight = self._merging
+            self._merging += 1
+            for name, column in self.series.items():
+                column[-1] = _merged(name, column[-1], values[name], weight)
+        else:
+            self._merging = 1
+            for name, column in self.series.items():
+                column.append(values[name])
+        self._changed_from = min(self._changed_from, len(steps) - 1)
+        if len(steps) >= 2 * MAX_POINTS and self._merging == self.stride:  # the last point is complete
+            for name, column in self.series.items():
+                pairs = zip(column[::2], column[1::2], strict=True)
+                self.series[name] = [_merged(name, a, b, 1) for a, b in pairs]
+            self.stride, self._merging, self._changed_from = 2 * self.stride, 2 * self.stride, 0
+
+    def _eval(self, e: Event) -> None:
+        t = self._tenths(e["t"])
+        if e["kind"] == "scalar" and not self.simulated:
+            self.evals.append((e.get("step", 0), self._seconds(e["t"]), _number(e.get("reward"))))
+        elif e["kind"] == "span":
+            self._trained(t, float(e.get("s") or 0.0), "evaluating")
+
+    def _train(self, e: Event) -> None:
+        t, s = self._tenths(e["t"]), float(e.get("s") or 0.0)
+        self.train_s += s + float(e.get("early_s") or 0.0) if "error" not in e else 0.0
+        # What it trained on while groups were missing was interleaved with waits; it is drawn in one piece at the end.
+        s += float(e.get("early_s") or 0.0)
+        self._trained(t, s, "training")
+
+    def _checkpoint(self, e: Event) -> None:
+        self._trained(self._tenths(e["t"]), float(e.get("s") or 0.0), "saving")
+
+    def _trained(self, end: int, s: float, what: str) -> None:
+        """The trainer has done this for the last `s` seconds."""
+        for row in self.timeline.trainer():
+            row.paint(end - round(s * TENTHS), end, CODE[what])
+
+    # Workers.
+
+    def _joined(self, e: Event) -> None:
+        row = self.timeline.row(e["worker"], newest=e["worker"])
+        row.describe(_short(e, limit=64) | {"usd_per_h": _number(e.get("usd_per_h"))})
+        age_s = max(0.0, float(_number(e.get("age_s")) or 0.0))
+        start = self._tenths(e["t"] - age_s)
+        if row.changes and row.changes[-1] >> 4 > start:
+            start = self._tenths(e["t"])
+        row.put(start, CODE["booting"])
+
+    def _ready(self, e: Event) -> None:
+        row, t = self.timeline.row(e["worker"]), self._tenths(e["t"])
+        if row.state == CODE["booting"]:
+            row.put(t, CODE["ready"])
+
+    def _suspect(self, e: Event) -> None:
+        self.timeline.row(e["worker"]).put(self._tenths(e["t"]), CODE["silent"])
+
+    def _well(self, e: Event) -> None:
+        self.timeline.row(e["worker"]).put(self._tenths(e["t"]), CODE["ready"])
+
+    def _warned(self, e: Event) -> None:
+        self.timeline.row(e["worker"]).put(self._tenths(e["t"]), CODE["draining"])
+
+    def _gone(self, e: Event) -> None:
+        row, t = self.timeline.row(e["worker"]), self._tenths(e["t"])
+        self.lost += e["name"] == "worker_lost"
+        if row.worker in ("", e["worker"]):  # otherwise it has joined again under a newer id
+            if e["name"] == "worker_lost":
+                row.put(t - 1, CODE["lost"])
+                self._losses[row.name] = t
+            row.put(t, ABSENT)
+
+    def _activity(self, e: Event) -> None:
+        now_s, lost, rows, code = e["t"] - (self.start_t or e["t"]), CODE["lost"], self.timeline.rows, CODE.get
+        for worker, changes in (e.get("rows") or {}).items():
+            row = rows.get(worker) or self.timeline.row(_clean(worker, 80))
+            for ago_s, bucket in changes:
+                t = round((now_s - ago_s) * TENTHS)
+                if not bucket and abs(t - self._losses.get(row.name, -TENTHS)) <= TENTHS and row.state != lost:
+                    row.put(t - 1, lost)  # it was lost right after its last frame: no time is lost
+                row.put(t, code(bucket, READY))
+        for source, target, count, ago_s in e.get("moves") or ():
+            self.moves.append((self._seconds(e["t"] - ago_s), _clean(source, 64), _clean(target, 64), int(count)))
+            self.moves_seen += 1
+        for worker, (lent, use) in (e.get("lenders") or {}).items():
+            row = rows.get(worker) or self.timeline.row(_clean(worker, 80))
+            row.lend(self._tenths(e["t"]), float(lent))
+            row.describe({**row.facts, "serving": _number(use)})
+
+    def _trainer_ready(self, e: Event) -> None:
+        self.timeline.set_ranks(e.get("rank_pids") or [e.get("pid")])
+        for row in self.timeline.trainer():
+            row.put(self._tenths(e["t"]), CODE["waiting"])
+
+    def _trainer_lost(self, e: Event) -> None:
+        for row in self.timeline.trainer():
+            row.put(self._tenths(e["t"]) - 1, CODE["lost"])
+            row.put(self._tenths(e["t"]), ABSENT)
+
+    # Money.
+
+    def _add_bill(self, bill: dict[str, Any]) -> None:
+        try:
+            self.bill += msgspec.convert(bill, Totals)
+        except msgspec.ValidationError:  # of another version of windfall
+            return
+
+    def _advise(self, e: Event) -> None:
+        keys = ("now", "count", "tokens_per_usd_now", "tokens_per_usd_best")
+        if len(self.advice) < 64 or e.get("lease") in self.advice:
+            numbers = {key: _number(e.get(key)) for key in keys}
+            self.advice[_clean(e.get("lease"), 64)] = {**numbers, "why": _clean(e.get("why", ""), MAX_TEXT)}
+
+    # What viewers get.
+
+    def full(self) -> dict[str, Any]:
+        """Everything. A viewer may get this at any time and then every later `changes`: parts that it has already are
+        replaced."""
+        return {
+            **self._sections(), "series": {"from": 0, **self.series}, "rows": self._rows(everything=True),
+            "moves": self._moves(max(0, self.moves_seen - MAX_SENT_MOVES)),
+        }  # fmt: skip
+
+    def forget_changes(self) -> None:
+        """The next `changes` begin here."""
+        self.changes()
+
+    def changes(self) -> dict[str, Any]:
+        """What has changed since the last call."""
+        first = max(0, min(self._changed_from, len(self.series["step"]) - 1))
+        sections = {key: msgspec.json.encode(value) for key, value in self._sections().items()}
+        out: dict[str, Any] = {
+            key: msgspec.Raw(data) for key, data in sections.items() if self._sent.get(key) != data
+        }  # fmt: skip
+        self._sent = sections
+        if self._changed_from < len(self.series["step"]) or "step" in out:
+            out["series"] = {"from": first, **{name: column[first:] for name, column in self.series.items()}}
+            self._changed_from = len(self.series["step"])
+        if rows := self._rows(everything=False):
+            out["rows"] = rows
+        for row in self.timeline.rows.values():
+            row.changed, row.lent_changed = len(row.changes) + 1, len(row.lent)
+        if self._moves_sent < self.moves_seen:
+            out["moves"] = self._moves(max(self._moves_sent, self.moves_seen - MAX_SENT_MOVES))
+            self._moves_sent = self.moves_seen
+        return out
+
+    def _rows(self, *, everything: bool) -> list[dict[str, Any]]:
+        out = []
+        for row in self.timeline.rows.values():
+            first, lent = (0, 0) if everything else (row.changed, row.lent_changed)
+            if first > len(row.changes):
+                continue
+            data = b64encode(row.changes[first:].tobytes()).decode()
+            new = {"name": row.name, "from": first, "slice": row.slice, "data": data, "facts": row.facts}
+            if len(row.lent) > lent:
+                new["lent"], new["lent_from"] = b64encode(row.lent[lent:].tobytes()).decode(), lent
+            out.append(new)
+        return out
+
+    def _moves(self, first: int) -> dict[str, Any]:
+        """The moves from number `first` on."""
+        kept = self.moves_seen - len(self.moves)
+        first = max(first, kept)
+        return {"from": first, "list": [self.moves[n - kept] for n in range(first, self.moves_seen)]}
+
+    def _sections(self) -> dict[str, Any]:
+        """What is sent as a whole when it changes."""
+        return {
+            "number": self.number, "start_t": self.start_t, "end_s": self._seconds(self.end_t), "states": STATES,
+            "stride": self.stride, "step": self.step, "lost": self.lost, "facts": self.facts, "ended": self.ended,
+            "evals": list(self.evals), "problems": list(self.problems)[-50:], "advice": self.advice,
+            "money": self.money(), "staleness": _trimmed(self.staleness), "dropped_rows": self.timeline.dropped,
+        }  # fmt: skip
+
+    def money(self) -> dict[str, Any]:
+        """Where every dollar went, beside what the trainer's machine alone would have cost."""
+        holders = {
+            holder: {"usd": a.usd, "seconds": a.seconds, "tokens": a.tokens, "unpriced_s": a.unpriced_s}
+            for holder, a in self.bill.holders.items()
+        }
+        alone = reserved_only(self.bill, train_s=self.train_s)
+        per_million = alone.usd_per_million(self.trained_tokens) if alone else None
+        return {
+            "holders": holders, "usd": self.bill.all.total_usd, "trained": self.trained_tokens,
+            "usd_per_million": self.bill.usd_per_million(self.trained_tokens),
+            "unpriced_s": self.bill.all.unpriced_s, "borrowed": msgspec.to_builtins(borrowed_value(self.bill)),
+            "alone": {**msgspec.to_builtins(alone), "usd_per_million": per_million} if alone else None,
+        }  # fmt: skip
+
+
+def _short(event: Event, limit: int = MAX_TEXT) -> dict[str, Any]:
+    """The short fields of an event: what a person may want to read."""
+    out: dict[str, Any] = {}
+    for key, value in event.items():
+        if key in ("t", "m", "kind", "name") or value is None:
+            continue
+        if isinstance(value, str):
+            out[_clean(key, 64)] = _clean(value, limit)
+        elif isinstance(value, int | float):
+            out[_clean(key, 64)] = value
+        if len(out) >= 24:
+            break
+    return out
+
+
+def _clean(value: Any, limit: int) -> str:
+    """The beginning of a text, without the halves of surrogate pairs that a log may contain and UTF-8 cannot."""
+    return str(value)[:limit].encode("utf-8", "replace").decode()
+
+
+def _number(value: Any) -> float | None:
+    """The value, if it is a finite number."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if number else None
+
+
+def _usd(bill: dict[str, Any] | None) -> float | None:
+    holders = (bill or {}).get("holders") or {}
+    usd = [amount for account in holders.values() for amount in (account.get("usd") or {}).values()]
+    return sum(usd) if usd else None
+
+
+def _merged(name: str, a: float | None, b: float | None, weight: int) -> float | None:
+    """One value for `weight` steps with value `a` and one step with value `b`."""
+    if a is None or b is None:
+        return a if b is None else b
+    if name in ("step", "t"):
+        return b
+    return a + b if name in SUMS else (a * weight + b) / (weight + 1)
+
+
+def _trimmed(counts: list[int]) -> list[int]:
+    last = max((n for n, count in enumerate(counts) if count), default=-1)
+    return counts[: last + 1]

@@ -1,0 +1,97 @@
+"""The HTTP handlers of the page: on the controller's port while a run goes on, and of `windfall page`.
+
+    GET /page            the page itself                     GET /page/samples       the list of sampled responses
+    GET /page/stream     the history, then its changes       GET /page/sample?at=N   one of them, with its tokens
+
+Rules: every path needs the key (`?key=...`), also the page itself; it is derived from the run's token, so it does not
+allow joining as a worker. Nothing can be changed through these paths. A request without the key gets status 403, with a
+delay, and stays under the limits of link/listener.py for peers that have not authenticated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from windfall.page import document
+from windfall.page.feed import MAX_VIEWERS, Feed
+from windfall.page.samples import SampleFile
+
+REFUSAL_S = 0.5
+"""Seconds until a request with a wrong key is answered."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class PageServer:
+    def __init__(
+        self, feed: Feed, samples: SampleFile, key: str, *, title: str, others: Sequence[dict[str, Any]] = (),
+        welcome: Callable[[web.Request], None] = lambda request: None,
+    ) -> None:  # fmt: skip
+        """`others`: further runs to compare with. `welcome`: called with every request that has the key."""
+        self._feed, self._samples, self._key, self.welcome = feed, samples, key, welcome
+        self._title, self._others = title, list(others)
+
+    def handlers(self) -> dict[str, Handler]:
+        paths: dict[str, Handler] = {
+            "/page": self._page, "/page/stream": self._stream, "/page/samples": self._list, "/page/sample": self._sample
+        }  # fmt: skip
+        return {path: self._guarded(handler) for path, handler in paths.items()}
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            given = request.query.get("key", "")
+            if not hmac.compare_digest(given.encode(errors="replace"), self._key.encode()):
+                await asyncio.sleep(REFUSAL_S)
+                text = "This page needs its key. Use the complete link that windfall printed.\n"
+                return web.Response(status=403, text=text, headers=HEADERS)
+            self.welcome(request)
+            return await handler(request)
+
+        return guarded
+
+    async def _page(self, request: web.Request) -> web.Response:
+        del request
+        text = document.html({"live": True, "runs": self._others}, self._title)
+        headers = {**HEADERS, "Content-Security-Policy": document.content_policy()}
+        return web.Response(text=text, content_type="text/html", headers=headers)
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        if self._feed.viewers >= MAX_VIEWERS:
+            return web.Response(status=503, text=f"{MAX_VIEWERS} viewers are connected already\n", headers=HEADERS)
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                assert request.transport is not None
+                await self._feed.follow(response.write, request.transport)
+        finally:
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _list(self, request: web.Request) -> web.Response:
+        del request
+        return _json(await asyncio.to_thread(self._samples.index))
+
+    async def _sample(self, request: web.Request) -> web.Response:
+        try:
+            at = int(request.query.get("at", ""))
+        except ValueError:
+            at = -1
+        sample = await asyncio.to_thread(self._samples.read, at)
+        return _json(sample) if sample else web.Response(status=404, text="no such response\n", headers=HEADERS)
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(text=document.as_json(value), content_type="application/json", headers=HEADERS)

@@ -1,0 +1,188 @@
+"""The rows of the timeline: what every worker did and when, in a few bytes per change. Pure.
+
+A row is a sorted list of changes. A change is one unsigned 32-bit number: tenths of a second since the start of the
+run, times 16, plus a state. A state lasts until the next change, and the last one until `Timeline.end`.
+
+Rules: a row has at most MAX_CHANGES changes. When it would have more, its resolution is halved: only the state that
+lasted longest in each slice of time remains, but a loss always remains. There are at most MAX_ROWS rows: when a new
+worker needs a row, the row whose worker has been gone longest is dropped and counted. So memory and the size of the
+page do not depend on the length of the run.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+STATES = (
+    "absent", "booting", "pulling", "generating", "prefill again", "waiting", "paused", "draining", "lost",
+    "training", "evaluating", "saving", "silent", "ready",
+)  # fmt: skip
+"""Names of the states, in the order of their numbers. "ready": it has weights, and the log does not say if it works."""
+CODE = {name: n for n, name in enumerate(STATES)} | {"": 0, "prefill_again": 4}
+ABSENT, LOST, READY = CODE["absent"], CODE["lost"], CODE["ready"]
+MAX_CHANGES = 8192
+MAX_ROWS = 1024
+MAX_LENT = 4096
+MAX_RANKS = 64
+"""Upper limit for the ranks of a trainer that have a row."""
+TENTHS = 10
+MAX_TENTHS = (1 << 28) - 1
+_RESTARTED = re.compile(r"(?<=.)[.#]\d+$")
+
+
+def row_name(worker: str) -> str:
+    """The row of a worker. A machine of a trace that comes back as "n1.2" continues the row "n1".
+
+    >>> row_name("n1.2"), row_name("gpu-0#3"), row_name("local")
+    ('n1', 'gpu-0', 'local')
+    """
+    return _RESTARTED.sub("", worker.partition("#")[0])
+
+
+@dataclass(slots=True)
+class Row:
+    name: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Lease, device and price of its newest worker."""
+    changes: array[int] = field(default_factory=lambda: array("I"))
+    slice: int = 1
+    """Resolution in tenths of a second."""
+    worker: str = ""
+    """Id of its newest worker."""
+    lent: array[int] = field(default_factory=lambda: array("I"))
+    """If it is a lender: changes of the share of its time that it lends, each as seconds times 128, plus percent."""
+    changed: int = 0
+    """First change that a viewer may not have; more than there are changes if nothing is new. See `History.changes`."""
+    lent_changed: int = 0
+
+    @property
+    def state(self) -> int:
+        return self.changes[-1] & 15 if self.changes else ABSENT
+
+    def put(self, tenths: int, state: int) -> None:
+        """The row has this state from this time on. What it had from then on before is replaced."""
+        start, changes = min(max(tenths, 0), MAX_TENTHS) << 4, self.changes
+        while changes and changes[-1] >= start:
+            changes.pop()
+        if len(changes) < self.changed:
+            self.changed = len(changes)
+        if (changes[-1] & 15 if changes else ABSENT) != state:
+            changes.append(start | state)
+        if len(changes) > MAX_CHANGES:
+            self._coarsen()
+            self.changed = 0
+
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Set its facts."""
+        if facts != self.facts:
+            self.facts, self.changed = facts, min(self.changed, len(self.changes))
+
+    def lend(self, tenths: int, share: float) -> None:
+        """The row lends this share of its time from this time on."""
+        percent = round(100 * min(max(share, 0.0), 1.0))
+        if (self.lent[-1] & 127 if self.lent else -1) == percent:
+            return
+        self.lent.append(min(max(tenths, 0), MAX_TENTHS) // TENTHS << 7 | percent)
+        if len(self.lent) > MAX_LENT:
+            self.lent, self.lent_changed = self.lent[1::2], 0
+        self.changed = min(self.changed, len(self.changes))
+
+    def paint(self, start: int, end: int, state: int) -> None:
+        """The row had this state in this time, which lies in the past, and what it had before continues after it."""
+        start = max(start, 0)
+        after = self.state
+        self.put(start, state)
+        if end > start:
+            self.put(end, after)
+
+    def _coarsen(self) -> None:
+        self.changes = _resampled(self.changes, self.slice)  # what is newer than the last time has full resolution
+        while len(self.changes) > MAX_CHANGES // 2:
+            self.slice *= 2
+            self.changes = _resampled(self.changes, self.slice)
+
+
+def _resampled(changes: array[int], slice: int) -> array[int]:
+    """One state per slice of time: the one that lasted longest in it, or `lost`.
+
+    >>> [(c >> 4, STATES[c & 15]) for c in _resampled(array("I", [0 << 4 | 3, 5 << 4 | 5, 6 << 4 | 3, 17 << 4]), 4)]
+    [(0, 'generating'), (16, 'absent')]
+    """
+    out: array[int] = array("I")
+    lasted: dict[int, int] = {}
+
+    def close(at: int) -> None:
+        if lasted:
+            state = LOST if LOST in lasted else max(lasted, key=lambda s: lasted[s])
+            if (out[-1] & 15 if out else ABSENT) != state:
+                out.append(at * slice << 4 | state)
+            lasted.clear()
+
+    current = -1
+    for n, change in enumerate(changes):
+        start, state = change >> 4, change & 15
+        end = changes[n + 1] >> 4 if n + 1 < len(changes) else start + slice
+        while start < end:
+            cell = start // slice
+            if cell != current:
+                close(current)
+                current = cell
+            until = min(end, (cell + 1) * slice)
+            lasted[state] = lasted.get(state, 0) + until - start
+            if until < end and end - until >= slice:  # the state fills whole slices: only its first one matters
+                close(current)
+                current, until = cell + 1, (end // slice) * slice
+                lasted[state] = slice
+                close(current)
+                current = -1
+            start = until
+    close(current)
+    return out
+
+
+class Timeline:
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self.dropped = 0
+        """Rows that were dropped because there were too many."""
+        self.ranks = ["trainer"]
+        """Rows of the trainer: one, or one for each of its ranks."""
+
+    def row(self, worker: str, newest: str = "") -> Row:
+        """The row of this worker. `newest`: its id, if it has just joined."""
+        name = row_name(worker)
+        row = self.rows.get(name)
+        if row is None:
+            if len(self.rows) >= MAX_ROWS:
+                self._drop_one()
+            row = self.rows[name] = Row(name)
+        if newest:
+            row.worker = newest
+        return row
+
+    def set_ranks(self, pids: Sequence[Any]) -> None:
+        """The trainer has these processes, one per rank. They work in lockstep, so all have the same states."""
+        count = min(len(pids), MAX_RANKS)
+        self.ranks = ["trainer"] if count < 2 else [f"rank {n}" for n in range(count)]
+        for name, pid in zip(self.ranks, pids, strict=False):
+            self.row(name).describe({"lease": "trainer", "pid": pid})
+
+    def trainer(self) -> list[Row]:
+        """The rows of the trainer."""
+        return [self.row(name) for name in self.ranks]
+
+    def _drop_one(self) -> None:
+        gone = [r for r in self.rows.values() if r.state == ABSENT and r.name not in self.ranks]
+        gone = gone or [r for r in self.rows.values() if r.name not in self.ranks] or list(self.rows.values())
+        oldest = min(gone, key=lambda r: r.changes[-1] if r.changes else 0)
+        del self.rows[oldest.name]
+        self.dropped += 1
+
+    def absent(self, tenths: int) -> None:
+        """All workers are gone: the controller that saw them has ended."""
+        for row in self.rows.values():
+            row.put(tenths, ABSENT)

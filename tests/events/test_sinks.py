@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from windfall.errors import WindfallError
+from windfall.events import sinks
+from windfall.events.log import EventLog, scan
+from windfall.events.sinks import Prometheus, ThreadedSink, make_sinks
+
+
+class Collected:
+    def __init__(self) -> None:
+        self.got: list[tuple[str, dict[str, float], int]] = []
+        self.closed = False
+
+    def write(self, name: str, numbers: dict[str, float], step: int, t: float) -> None:
+        self.got.append((name, numbers, step))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Hanging(Collected):
+    """A tool whose network is gone: it never answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hang = threading.Event()
+
+    def write(self, name: str, numbers: dict[str, float], step: int, t: float) -> None:
+        self.hang.wait(20)
+
+
+def dropped(log: EventLog) -> list[dict[str, str]]:
+    return [e for e in scan(log.path) if e["name"] == "sink_dropped"]
+
+
+def test_a_tool_gets_every_number_and_the_dollars(tmp_path: Path) -> None:
+    tool = Collected()
+    sink = ThreadedSink("tool", lambda: tool)
+    log = EventLog(tmp_path / "events.jsonl", [sink])
+    bill = {"holders": {"spot": {"usd": {"generating": 0.5, "lost": 0.25}}}}
+    log.scalar("step", step=3, reward=0.5, text="word", ok=True, bill=bill)
+    log.instant("worker_lost", s=3.0)
+    sink.close()
+    assert tool.got == [("step", {"reward": 0.5, "usd": 0.75}, 3)]
+    assert tool.closed
+
+
+def test_a_tool_that_hangs_is_dropped_and_never_delays_the_run(tmp_path: Path) -> None:
+    tool = Hanging()
+    sink = ThreadedSink("slow tool", lambda: tool, max_queued=10)
+    log = EventLog(tmp_path / "events.jsonl", [sink])
+    began = time.monotonic()
+    for step in range(50):
+        log.scalar("step", step=step, reward=0.5)
+    assert time.monotonic() - began < 1.0
+    (event,) = dropped(log)
+    assert event["sink"] == "slow tool"
+    assert "too slow" in event["why"]
+    assert sum(e["name"] == "step" for e in scan(log.path)) == 50
+    tool.hang.set()
+
+
+def test_a_tool_that_fails_is_dropped_and_reported(tmp_path: Path) -> None:
+    def refuse() -> Collected:
+        raise ConnectionError("no route to the server")
+
+    sink = ThreadedSink("dead tool", refuse)
+    log = EventLog(tmp_path / "events.jsonl", [sink])
+    sink._thread.join(5)
+    log.scalar("step", step=1, reward=0.5)
+    log.scalar("step", step=2, reward=0.5)
+    (event,) = dropped(log)
+    assert "no route to the server" in event["why"]
+    assert sink.close() == ""  # it is reported already
+
+
+def test_a_tool_that_does_not_take_the_last_events_is_reported() -> None:
+    tool = Hanging()
+    sink = ThreadedSink("slow tool", lambda: tool)
+    sink({"t": 1.0, "kind": "scalar", "name": "step", "step": 1, "reward": 0.5})
+    assert "too slow" in sink.close(0.05)
+    assert sink.close(0.05) == ""
+    tool.hang.set()
+
+
+def test_prometheus_can_scrape_the_newest_values() -> None:
+    tool = Prometheus("127.0.0.1:0", 'a "run"')
+    try:
+        tool.write("step", {"reward": 0.5, "odd name": 1.0}, 3, 10.0)
+        tool.write("step", {"reward": 0.75}, 4, 11.0)
+        with urllib.request.urlopen(f"http://127.0.0.1:{tool.port}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+    finally:
+        tool.close()
+    assert 'windfall_step_reward{run="a _run_"} 0.75' in lines
+    assert 'windfall_step_odd_name{run="a _run_"} 1.0' in lines
+    assert "# TYPE windfall_step_reward gauge" in lines
+
+
+def test_a_missing_package_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(WindfallError, match="wandb is not installed"):
+        make_sinks(folder=tmp_path, run="demo", wandb="project")
+
+
+def test_wandb_writes_a_run_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (sink,) = make_sinks(folder=tmp_path, run="demo", wandb="project")
+    sink({"t": 1.0, "kind": "scalar", "name": "step", "step": 1, "reward": 0.5})
+    assert sink.close(60) == ""
+    assert list(tmp_path.rglob("*.wandb"))
+
+
+def test_mlflow_keeps_every_value_and_a_resume_continues_the_run(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")  # mlflow-skinny reaches servers only
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for step in (1, 2):  # the second one is the resume
+        (sink,) = make_sinks(folder=tmp_path, run="demo", mlflow=uri)
+        sink({"t": float(step), "kind": "scalar", "name": "step", "step": step, "reward": step / 2, "x<": 1})
+        assert sink.close(60) == ""
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("windfall").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "step/reward")
+    assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 1.0)]
+    assert (run.info.status, run.data.metrics["step/x_"]) == ("FINISHED", 1.0)

@@ -1,0 +1,300 @@
+"""The page in a real browser. `make test-page` runs these; without Chromium and playwright they are skipped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from run_case import event, sample, small_log, step, write_run
+
+from windfall.commands import page as pages
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [pytest.mark.page, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
+
+SHOTS = os.environ.get("WINDFALL_SHOTS", "")
+"""Folder for screenshots of a real run, which WINDFALL_SHOTS_RUN names."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    tab = browser.new_page(viewport={"width": 1280, "height": 760})
+    errors: list[str] = []
+    tab.on("pageerror", lambda e: errors.append(str(e)))
+    # The server may end before the tab does. A violated content policy is a console message, too.
+    ended = "Failed to load resource"
+    tab.on("console", lambda m: errors.append(m.text) if m.type == "error" and ended not in m.text else None)
+    yield tab
+    tab.close()
+    assert errors == []
+
+
+class Served:
+    """`windfall page RUN` in a process of its own."""
+
+    def __init__(self, *runs: Path) -> None:
+        argv = [sys.executable, "-m", "windfall.cli", "page", *map(str, runs)]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    run = write_run(tmp_path / "case", small_log(5))
+    (run / "samples.jsonl").write_text(json.dumps(sample(1)) + "\n")
+    server = Served(run)
+    yield server
+    server.close()
+
+
+def append(run: Path, *events: dict[str, Any]) -> None:
+    with (run / "events.jsonl").open("a") as file:
+        file.write("".join(json.dumps(e) + "\n" for e in events))
+
+
+def written(tmp_path: Path, events: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None) -> str:
+    run = write_run(tmp_path / "case", events)
+    if samples:
+        (run / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    return pages.write([run], tmp_path / "page.html").as_uri()
+
+
+def test_live_updates_arrive(page: Any, served: Served, tmp_path: Path) -> None:
+    page.goto(served.url)
+    page.get_by_text("5 / 100").wait_for()
+    append(tmp_path / "case", step(70, 6, reward=0.9375))
+    page.get_by_text("6 / 100").wait_for(timeout=8000)
+    page.locator(".value", has_text="0.938").wait_for()
+    assert page.evaluate("windfall.updates") >= 2
+
+
+def test_every_tab_opens_by_keyboard_in_light_and_dark_and_on_a_phone(page: Any, served: Served) -> None:
+    page.goto(served.url)
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        for n, text in enumerate(
+            ("Last problems", "moves", "gradient norm", "Where it went", "color by", "workers lost"), 1
+        ):
+            page.keyboard.press(str(n))
+            page.get_by_text(text).first.wait_for()
+    page.set_viewport_size({"width": 360, "height": 700})
+    for n in range(1, 7):
+        page.keyboard.press(str(n))
+        page.wait_for_timeout(150)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_the_timeline_zooms_and_pans(page: Any, served: Served) -> None:
+    page.goto(served.url + "#timeline")
+    canvas = page.locator("canvas")
+    canvas.wait_for()
+    page.wait_for_function("windfall.timeline.drawn > 0")
+
+    def span() -> tuple[float, float]:
+        return tuple(page.evaluate("[windfall.timeline.from, windfall.timeline.to]"))
+
+    everything = span()
+    canvas.hover(position={"x": 600, "y": 60})
+    assert "waiting for" in page.locator(".tip").inner_text()
+    page.mouse.wheel(0, -600)
+    page.wait_for_function(f"windfall.timeline.to - windfall.timeline.from < {(everything[1] - everything[0]) / 2}")
+    zoomed = span()
+    page.keyboard.press("ArrowLeft")
+    assert span()[0] < zoomed[0]
+    page.keyboard.press("m")
+    page.keyboard.press("0")
+    assert span() == everything
+    page.wait_for_timeout(200)
+    pixels = "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
+    assert canvas.evaluate(pixels) > 20
+
+
+def test_a_migration_can_be_seen(page: Any, served: Served) -> None:
+    page.goto(served.url + "#responses")
+    page.get_by_text("→ w1").wait_for()
+    tokens = page.locator(".token")
+    assert tokens.all_inner_texts() == ["a", "b", "c", "d"]
+    colors = tokens.evaluate_all("spans => spans.map(s => s.style.background)")
+    assert (colors[0] == colors[1], colors[1] == colors[2]) == (True, False)
+    page.keyboard.press("c")
+    colors = page.locator(".token").evaluate_all("spans => spans.map(s => s.style.background)")
+    assert (colors[1] == colors[2], colors[2] == colors[3]) == (True, False)
+
+
+def test_turns_and_tool_calls_of_an_agent(page: Any, tmp_path: Path) -> None:
+    turns = {
+        "prompt": "user: 40+2?", "tokens": ["call", "tool: 42", "It is ", "42"], "cut": 0,
+        "logprobs": [-1.0, 0.0, -0.5, -0.5], "versions": [[0, 1], [-1, 1], [0, 2]],
+        "workers": [["w0", 1], ["", 1], ["w1", 2]], "calls": [[0, "add", "{}"]],
+    }  # fmt: skip
+    page.goto(written(tmp_path, small_log(), [sample(1, turns=4, tools=2, **turns, more=[turns])]) + "#responses")
+    page.get_by_text("segment 2: the agent changed its history").wait_for()
+    headings = page.locator(".turn").all_inner_texts()
+    assert (
+        headings == ["turn 1: 1 token by w0", "observed: from the environment or a tool", "turn 2: 2 tokens by w1"] * 2
+    )
+    assert page.locator(".call").all_inner_texts() == ["calls add {}"] * 2
+    assert page.locator(".tokens.observed").first.inner_text() == "tool: 42"
+    assert page.locator(".move").count() == 0  # the next turn of an agent may go anywhere
+
+
+def test_ranks_and_lenders_have_rows(page: Any, tmp_path: Path) -> None:
+    log = small_log(3)
+    log.insert(2, event(0, "instant", "trainer_ready", step=0, pid=1, rank_pids=[1, 2]))
+    log.insert(3, event(1, "instant", "worker_joined", worker="chat-7", lease="borrowed", device="H100", age_s=0.5))
+    for t, share in ((10, 0.3), (20, 0.7)):
+        log.append(event(t, "instant", "activity", rows={}, moves=[], lenders={"chat-7": [share, 0.25]}))
+    page.goto(written(tmp_path, log) + "#timeline")
+    page.wait_for_function("window.windfall?.timeline?.drawn > 0")
+    assert page.evaluate("windfall.runs[0].rows.map(r => r.name)")[:2] == ["rank 0", "rank 1"]
+    assert page.evaluate("windfall.runs[0].rows.at(-1).name") == "chat-7"
+    rows = page.evaluate("windfall.runs[0].rows.length")
+    page.locator("canvas").hover(position={"x": 1000, "y": 26 + 20 * rows - 10})
+    assert "lends 70 % of its time to the run; serving holds 25 %" in page.locator(".tip").inner_text()
+
+
+def test_hostile_output_is_only_text(page: Any, tmp_path: Path) -> None:
+    attack = "</script><script>window.attacked = 1</script><img src=x onerror='window.attacked = 1'>"
+    tokens = [attack, "x" * 1_000_000, "\u202eright to left\u202c", "👩‍👩‍👧‍👦", "\u0000\u0007", "\ud800"]
+    hostile = sample(
+        1, tokens=tokens, logprobs=[-1.0] * 6, versions=[[0, 6]], workers=[[attack, 6]], prompt=attack, task=attack
+    )
+    began = time.monotonic()
+    page.goto(written(tmp_path, small_log(why=attack), [hostile]))
+    page.get_by_text("Last problems").wait_for()
+    assert attack in page.locator("main").inner_text()
+    page.keyboard.press("5")
+    page.locator(".token").nth(5).wait_for()
+    assert page.locator(".token").nth(0).inner_text() == attack
+    assert "👩‍👩‍👧‍👦" in page.locator(".tokens").inner_text()
+    assert len(page.locator(".token").nth(1).inner_text()) < 30_000
+    assert page.evaluate("window.attacked") is None
+    assert page.locator("main img, main script").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    assert time.monotonic() - began < 20
+
+
+def test_a_file_needs_no_network(page: Any, tmp_path: Path) -> None:
+    requests: list[str] = []
+    page.on("request", lambda r: requests.append(r.url))
+    page.goto(written(tmp_path, small_log()))
+    for n in range(1, 7):
+        page.keyboard.press(str(n))
+    assert [url.partition(":")[0] for url in requests] == ["file"]
+
+
+def test_how_a_run_ended_is_shown(page: Any, tmp_path: Path) -> None:
+    end = event(60, "instant", "end", step=5, finished=True)
+    page.goto(written(tmp_path / "a", [*small_log(), end]))
+    page.locator(".status.finished").wait_for()
+    page.goto(written(tmp_path / "b", small_log()))  # no process holds its lock, and it has no end
+    page.locator(".status.killed").wait_for()
+
+
+def test_runs_are_compared(page: Any, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, small_log(n)) for name, n in (("measured", 5), ("predicted", 10))]
+    page.goto(pages.write(runs, tmp_path / "page.html").as_uri() + "#compare")
+    page.get_by_text("predicted (killed)").wait_for()
+    assert "(+100.0 %)" in page.locator("table").first.inner_text()
+
+
+def test_a_prediction_stands_beside_what_was_measured(page: Any, tmp_path: Path) -> None:
+    log = small_log(8)
+    log[0]["device"] = "simulated"
+    simulated = write_run(tmp_path / "sim", [])
+    (simulated / "events.jsonl").unlink()
+    (simulated / "windfall-0.jsonl").write_text("".join(json.dumps(e) + "\n" for e in log))
+    run = write_run(tmp_path / "measured", small_log(5))
+    page.goto(pages.write([run, simulated], tmp_path / "page.html").as_uri() + "#compare")
+    page.get_by_text("sim/windfall-0 (simulated)").wait_for()
+    page.keyboard.press("3")
+    page.locator(".u-label", has_text="sim/windfall-0").first.wait_for()  # in the same charts
+    assert page.locator("figcaption", has_text="reward").count() == 1
+    page.get_by_label("Run").select_option("sim/windfall-0")
+    page.locator(".status.simulated").wait_for()
+
+
+def test_no_key_no_page(served: Served) -> None:
+    for path in ("/page", "/page/stream", "/page/samples", "/page/sample?at=0", "/page?key=wrong"):
+        url = served.url.partition("/page")[0] + path
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(url, timeout=5)
+        assert refused.value.code == 403
+
+
+def test_fifty_viewers_and_a_stuck_one(page: Any, served: Served, tmp_path: Path) -> None:
+    """Everyone gets the next step, while one viewer reads nothing at all."""
+    stream = served.url.replace("/page?", "/page/stream?")
+
+    async def watch() -> list[int]:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20) as session:
+
+            async def follow() -> int:
+                async with session.get(stream) as answer:
+                    async for line in answer.content:
+                        if line.startswith(b"data: ") and json.loads(line[6:])["history"].get("step") == 6:
+                            return 6
+                return 0
+
+            async with session.get(stream):  # never reads
+                viewers = [asyncio.create_task(follow()) for _ in range(50)]
+                await asyncio.sleep(2.0)
+                append(tmp_path / "case", step(70, 6))
+                return await asyncio.wait_for(asyncio.gather(*viewers), 15)
+
+    page.goto(served.url)
+    with ThreadPoolExecutor(1) as pool:  # playwright has a loop of its own in this thread
+        assert pool.submit(lambda: asyncio.run(watch())).result(30) == [6] * 50
+    page.get_by_text("6 / 100").wait_for(timeout=8000)
+
+
+@pytest.mark.skipif(not SHOTS, reason="only to renew the pictures of the docs")
+def test_pictures_of_a_real_run(page: Any) -> None:
+    """WINDFALL_SHOTS=docs/pictures WINDFALL_SHOTS_RUN=runs/demo make test-page"""
+    out = Path(SHOTS)
+    out.mkdir(parents=True, exist_ok=True)
+    html = pages.write([Path(os.environ["WINDFALL_SHOTS_RUN"])], out / ".page.html")
+    heights = {"now": 620, "timeline": 270, "learning": 640, "money": 640, "responses": 430}
+    for n, (name, height) in enumerate(heights.items(), 1):
+        page.set_viewport_size({"width": 1180, "height": height})
+        page.goto(f"{html.resolve().as_uri()}?{n}")  # a new page: nothing is left of the last picture
+        page.keyboard.press(str(n))
+        page.wait_for_timeout(400)
+        if name == "timeline":
+            page.keyboard.press("m")
+            for _ in range(2):
+                page.keyboard.press("+")
+        elif name == "responses":
+            page.get_by_label("Order").select_option("longest")
+            page.locator(".item", has_text="moved").first.click()
+        page.wait_for_timeout(500)
+        page.screenshot(path=out / f"page-{name}.png")
+    html.unlink()

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+from array import array
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_case import START_T, event, small_log, step, write_long_run, write_run
+
+from windfall.cost.accounts import Accounts
+from windfall.cost.activity import Activity
+from windfall.page import history as histories
+from windfall.page import timeline
+from windfall.page.history import History
+from windfall.page.runs import RunReader
+from windfall.page.timeline import CODE, STATES, Row, Timeline
+
+
+def built(events: list[dict[str, Any]]) -> History:
+    history = History()
+    for e in events:
+        history.add(e)
+    return history
+
+
+def states(row: Row) -> list[tuple[float, str]]:
+    return [((c >> 4) / 10, STATES[c & 15]) for c in row.changes]
+
+
+def test_a_worker_s_life_becomes_a_row() -> None:
+    history = built(small_log())
+    rows = history.timeline.rows
+    assert states(rows["w1"]) == [(0.5, "booting"), (2.0, "generating"), (7.0, "waiting")]
+    assert states(rows["w0"])[-2:] == [(53.9, "lost"), (54.0, "absent")]
+    assert states(rows["trainer"])[:3] == [(0.0, "waiting"), (11.0, "training"), (13.0, "waiting")]
+    assert list(history.moves) == [(10, "w0", "w1", 5)]
+
+
+def test_a_machine_that_comes_back_continues_its_row() -> None:
+    events = small_log()
+    events.append(event(60, "instant", "worker_joined", worker="w0#2", lease="spot", device="cpu", age_s=2.0))
+    events.append(event(70, "instant", "worker_lost", worker="w0", why="late", moved=0, kept_tokens=0, s=1.0))
+    assert states(built(events).timeline.rows["w0"])[-1] == (58.0, "booting")
+
+
+def test_series_money_and_staleness_add_up() -> None:
+    history = built([*small_log(4), step(60, 5, staleness_mean=0.5, staleness_max=1, staleness_counts=[3, 3])])
+    money = history.money()
+    assert history.series["step"] == [1, 2, 3, 4, 5]
+    assert history.series["length"] == [40] * 5
+    assert money["usd"] == pytest.approx(5 * 0.011)
+    assert money["usd_per_million"] == pytest.approx(5 * 0.011 / 5000 * 1e6)
+    assert history.full()["staleness"] == [3, 3]
+
+
+def test_a_resume_removes_void_steps_and_keeps_their_cost() -> None:
+    history = built([*small_log(5), event(80, "instant", "resumed", step=3), step(95, 4, reward=0.9)])
+    assert history.series["step"] == [1, 2, 3, 4]
+    assert history.series["reward"][-1] == 0.9
+    assert history.money()["usd"] == pytest.approx(6 * 0.011)
+    assert all(row.state == 0 for row in history.timeline.rows.values() if row.name != "trainer")
+
+
+def test_points_are_merged_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histories, "MAX_POINTS", 8)
+    history = built([step(10 * n, n, reward=n % 2) for n in range(1, 101)])
+    series = history.series
+    assert len(series["step"]) <= 16
+    assert history.stride == 8
+    assert series["step"][-1] == 100
+    assert sum(x or 0 for x in series["trained"]) == 100_000
+    assert all(x == pytest.approx(0.5) for x in series["reward"][:-1])
+
+
+def test_changes_give_a_viewer_the_same_as_everything() -> None:
+    """A viewer that applies changes sees what a viewer who has just come sees."""
+    events = [*small_log(30), event(400, "instant", "resumed", step=25), *(step(400 + n, n) for n in range(26, 40))]
+    history = built(events[:20])
+    history.forget_changes()
+    view = history.full()
+    series = {k: v for k, v in view["series"].items() if k != "from"}
+    series = {k: list(v) for k, v in series.items()}
+    rows = {r["name"]: array("I", b64decode(r["data"])) for r in view["rows"]}
+    for e in events[20:]:
+        history.add(e)
+        changes = history.changes()
+        for name in series if "series" in changes else ():
+            series[name] = series[name][: changes["series"]["from"]] + changes["series"][name]
+        for r in changes.get("rows", ()):
+            rows[r["name"]] = rows.get(r["name"], array("I"))[: r["from"]] + array("I", b64decode(r["data"]))
+    assert series == history.series
+    assert rows == {name: row.changes for name, row in history.timeline.rows.items()}
+
+
+def test_a_row_stays_small_and_keeps_every_loss() -> None:
+    row = Row("w")
+    for n in range(40_000):
+        row.put(20 * n, CODE["lost"] if n % 4000 == 0 else CODE["generating"] if n % 2 else CODE["waiting"])
+    assert len(row.changes) <= timeline.MAX_CHANGES
+    assert sum(c & 15 == CODE["lost"] for c in row.changes) == 10
+    assert list(row.changes) == sorted(row.changes)
+
+
+def test_there_are_at_most_so_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "MAX_ROWS", 10)
+    rows = Timeline()
+    for n in range(50):
+        rows.row(f"w-{n}").put(n, CODE["generating"])
+        rows.row(f"w-{n}").put(n + 1, 0)
+    assert len(rows.rows) == 10
+    assert "w-49" in rows.rows
+    assert rows.dropped == 40
+
+
+def test_memory_does_not_grow_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histories, "MAX_POINTS", 64)
+    monkeypatch.setattr(timeline, "MAX_CHANGES", 256)
+    monkeypatch.setattr(timeline, "MAX_ROWS", 8)
+    history, sizes = History(), []
+    for n in range(1, 4001):
+        rows = {f"w-{n % 7 + n // 500}": [[9, "generating"], [4, "waiting"]]}
+        history.add(event(10 * n, "instant", "activity", rows=rows, moves=[]))
+        history.add(step(10 * n, n))
+        if n % 1000 == 0:
+            sizes.append(len(json.dumps(history.full())))
+    assert max(sizes) < 2 * min(sizes)
+
+
+@pytest.mark.parametrize("text", ["\ud800 half", "</script><script>alert(1)</script>", "\u202e\u0000", "x" * 10**6])
+def test_hostile_text_is_clipped_and_encodable(text: str) -> None:
+    import msgspec
+
+    history = built(small_log(why=text))
+    encoded = msgspec.json.encode(history.full())
+    assert len(encoded) < 100_000
+    assert json.loads(encoded)["problems"][-1]["name"] == "worker_lost"
+
+
+def test_a_log_that_is_still_written_is_followed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", small_log(2))
+    reader = RunReader(run)
+    assert reader.history.step == 2
+    assert reader.status == "killed"
+    with (run / "events.jsonl").open("a") as file:
+        line = json.dumps(step(50, 3))
+        file.write(line[:40])
+        file.flush()
+        assert not reader.read_new()
+        file.write(line[40:] + "\n" + json.dumps(event(51, "instant", "end", step=3, finished=True)) + "\n")
+    assert reader.read_new()
+    assert (reader.history.step, reader.status) == (3, "finished")
+
+
+def test_accounts_tell_what_workers_do() -> None:
+    activity = Activity()
+    accounts = Accounts(activity=activity)
+    accounts.join(10, "w", kind="spot", usd_per_h=1.0, name="w", started_s=8)
+    accounts.ready(12, "w")
+    accounts.busy(13, "w")
+    for t in range(14, 20):
+        accounts.frame(t, "w", tokens=1)
+    accounts.gone(22, "w", heard_s=19)
+    rows = activity.drain(22)["rows"]
+    assert rows == {"w": [[14, "booting"], [10, "waiting"], [9, "generating"], [3, "lost"], [0, ""]]}
+
+
+def test_a_day_of_many_workers_is_small(tmp_path: Path) -> None:
+    history = RunReader(write_long_run(tmp_path / "run", workers=10, hours=2)).history
+    encoded = json.dumps(history.full())
+    assert len(history.timeline.rows) == 11
+    assert len(encoded) < 11 * 4 * 4 * 2 * 60 + 300_000
+    assert history.full()["start_t"] == START_T

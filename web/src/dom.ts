@@ -1,0 +1,57 @@
+// Elements and formats. Text always becomes a text node: nothing here parses markup.
+
+type Child = Node | string | number | null | undefined | false;
+type Props = Record<string, string | number | boolean | ((event: never) => void) | undefined>;
+
+export function h<K extends keyof HTMLElementTagNameMap>(tag: K, props: Props = {}, ...children: (Child | Child[])[]): HTMLElementTagNameMap[K] {
+  const element = document.createElement(tag);
+  for (const [key, value] of Object.entries(props)) {
+    if (value === undefined || value === false) continue;
+    if (typeof value === "function") element.addEventListener(key, value as EventListener);
+    else if (key === "style") element.style.cssText = String(value);
+    else element.setAttribute(key, value === true ? "" : String(value));
+  }
+  for (const child of children.flat()) {
+    if (child === null || child === undefined || child === false) continue;
+    element.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+  return element;
+}
+
+export function number(value: number | null | undefined, digits = 3): string {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  if (size > 0 && size < 1e-3) return value.toExponential(1);
+  if (size >= 1e9) return `${(value / 1e9).toFixed(2)} G`;
+  if (size >= 1e6) return `${(value / 1e6).toFixed(2)} M`;
+  if (size >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
+  if (size >= 100 || Number.isInteger(value)) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
+  return value.toLocaleString("en-US", { maximumSignificantDigits: digits });
+}
+
+export function dollars(value: number | null | undefined): string {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value === 0) return "$0";
+  return `$${value.toLocaleString("en-US", { minimumFractionDigits: value < 1 ? 4 : 2, maximumFractionDigits: value < 1 ? 4 : 2 })}`;
+}
+
+export function duration(seconds: number): string {
+  const s = Math.max(0, Math.round(seconds * 10) / 10);
+  if (s < 60) return `${s % 1 ? s.toFixed(1) : s} s`;
+  const m = Math.floor(s / 60);
+  if (m < 60) return `${m} m ${String(Math.floor(s % 60)).padStart(2, "0")} s`;
+  return `${Math.floor(m / 60)} h ${String(m % 60).padStart(2, "0")} m`;
+}
+
+export const clip = (text: string, most: number): string => (text.length > most ? `${text.slice(0, most)}… (${text.length - most} more)` : text);
+
+export function table(head: string[], rows: (Child | Child[])[][], numeric: number[] = []): HTMLElement {
+  const cell = (tag: "td" | "th", content: Child | Child[], n: number) => h(tag, { class: numeric.includes(n) ? "num" : undefined }, content as Child);
+  return h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, head.map((text, n) => cell("th", text, n)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((content, n) => cell("td", content, n)))))));
+}
+
+export function card(label: string, value: Child, note: Child = ""): HTMLElement {
+  return h("div", { class: "card" }, h("div", { class: "label" }, label), h("div", { class: "value" }, value), note ? h("div", { class: "note" }, note) : null);
+}

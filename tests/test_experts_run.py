@@ -47,7 +47,7 @@ def write_model(folder: Path) -> None:
         shutil.copy(load.TINY / name, folder)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)])
 def test_experts_are_trained_and_shown(
     windfall: Windfall, here: Path, capsys: pytest.CaptureFixture[str], ranks: int
 ) -> None:

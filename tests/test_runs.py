@@ -73,6 +73,7 @@ def test_train_and_evaluate(windfall: Windfall, here: Path, trained: tuple[Path,
     assert shown == first, "the first tasks in order, not those that finish first"
 
 
+@pytest.mark.slow
 def test_resume_with_an_edited_recipe_and_damaged_files(windfall: Windfall, trained: tuple[Path, str]) -> None:
     run = Path("runs/small")
     shutil.copytree(trained[0], run)

@@ -295,7 +295,9 @@ def descendants(pid: int) -> set[int]:
     return children.union(*(descendants(c) for c in children))
 
 
-@pytest.mark.parametrize("when", [".run.lock", "controller.log", "address.json"])
+@pytest.mark.parametrize(
+    "when", [*(pytest.param(w, marks=pytest.mark.slow) for w in ("controller.log", "address.json")), ".run.lock"]
+)
 def test_early_ctrl_c_is_not_lost(here: Path, when: str) -> None:
     run = here / "runs" / "small"
     process = windfall(here, "train", "small.toml", "--set", "run.steps=100000")
@@ -310,6 +312,7 @@ def test_early_ctrl_c_is_not_lost(here: Path, when: str) -> None:
     assert "restarting" not in out
 
 
+@pytest.mark.slow
 def test_second_ctrl_c_kills_all_processes_at_once(here: Path) -> None:
     run = here / "runs" / "small"
     process = windfall(here, "train", "small.toml", "--set", "run.steps=100000", "--set", "fleet.workers=1")

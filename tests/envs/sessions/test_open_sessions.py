@@ -57,7 +57,8 @@ def test_opening_waits_for_room_and_not_against_its_limit() -> None:
                     turns.append(Turn(text="east", observation=feedback.observation))
 
             assert await asyncio.gather(*(play(index) for index in range(5))) == [1.0] * 5
-            assert (most, waiting) == (2, 3)
+            assert most == 2
+            assert waiting >= 3
 
     run(main())
 

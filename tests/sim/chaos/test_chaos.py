@@ -23,7 +23,6 @@ from windfall.sim.chaos.faults import KINDS
 from windfall.sim.chaos.trial import TrialResult, trial
 
 FAULTS = 500
-SEEDS = 10
 SEEDS_PER_TEST = 5
 
 
@@ -36,7 +35,7 @@ def run_trials(first: int, count: int, faults: int, folder: Path) -> list[TrialR
     return done
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first", [0, pytest.param(SEEDS_PER_TEST, marks=pytest.mark.slow)])
 def test_no_invariant_breaks(first: int, tmp_path: Path) -> None:
     done = run_trials(first, SEEDS_PER_TEST, FAULTS, tmp_path)
     assert all(o.faults.total() == FAULTS and o.steps > 0 for o in done)
@@ -51,6 +50,7 @@ def test_no_invariant_breaks_with_more_seeds(first: int, tmp_path: Path) -> None
     run_trials(first, 100, FAULTS, tmp_path)
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_log_in_every_process(tmp_path: Path) -> None:
     """This includes restarts of the controller and the trainer."""
     for folder in ("here", "there"):

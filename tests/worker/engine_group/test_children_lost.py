@@ -147,6 +147,7 @@ def test_processes_die_with_the_trainer(tmp_path: Path) -> None:
     trainer.communicate()
 
 
+@pytest.mark.slow
 def test_close_ends_the_processes(tmp_path: Path, models: list[Any]) -> None:
     case = Case(tmp_path, children=1)
     case.engine(models[0])

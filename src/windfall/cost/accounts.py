@@ -39,6 +39,7 @@ Rules:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -144,7 +145,7 @@ class Accounts:
     def __init__(self, billed_s: float = -math.inf, activity: Activity | None = None) -> None:
         """`billed_s`: the time until which a previous controller, since killed, has billed every second. `activity` is
         told every interval of every worker."""
-        self._activity = activity
+        self.activity = activity
         self._billed_s = billed_s
         self._gone = self._closed = Totals()
         """Totals of workers that are gone; totals at the last `step()`."""
@@ -167,7 +168,7 @@ class Accounts:
         before = self._here.get(self._newest.get(name, ""))
         w = self._here[worker] = _OpenAccount(
             name=name, holder=holder, usd_per_h=usd_per_h, start_s=start_s, counted_s=start_s,
-            activity=None if trainer and name != LOCAL else self._activity,
+            activity=None if trainer and name != LOCAL else self.activity,
         )  # fmt: skip
         self._newest[name] = worker
         if before is not None and abs(before.start_s - start_s) < SAME_START_S:  # reconnected before its old link ended
@@ -204,8 +205,15 @@ class Accounts:
         w.settle()
         w.tokens += tokens
 
-    def moved_in(self, now_s: float, worker: str, tokens: int, prefill_tok_per_s: float | None = None) -> None:
-        """The worker was assigned responses begun elsewhere, with this number of tokens to prefill again."""
+    def moved_in(
+        self, now_s: float, worker: str, tokens: int, prefill_tok_per_s: float | None = None, *,
+        sources: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """The worker was assigned responses begun elsewhere, with this number of tokens to prefill again. `sources`:
+        the last worker of each of them."""
+        for source in sources if self.activity is not None else ():
+            if source != worker:
+                self.activity.moved(source.partition("#")[0], worker.partition("#")[0], now_s)
         w = self._advance(now_s, worker)
         speed = prefill_tok_per_s or PREFILL_OVER_DECODE * (w.account(now_s).tok_per_s or 0.0)
         w.prefill_left_s += tokens / speed if speed > 0 else 0.0

@@ -23,6 +23,7 @@ from windfall import algorithms
 from windfall.config import Recipe
 from windfall.controller import Controller
 from windfall.cost import prices
+from windfall.cost.accounts import Accounts
 from windfall.cost.activity import Activity
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import HeldOut
@@ -78,9 +79,9 @@ class ControllerLife:
         self._evaluation_lost = bool(history.evaluating)
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
-            events=events, journal=journal, patience=patience, techniques=t, billed_s=history.billed_s,
+            events=events, journal=journal, patience=patience, techniques=t,
             staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
-            borrowed_max=f.borrowed_max, activity=Activity(),
+            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s, Activity()),
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
@@ -143,7 +144,8 @@ class ControllerLife:
 
     def log_activity(self, now_s: float) -> None:
         """Write an event about what workers have done since the last one, and what lenders lend."""
-        fields = self.dispatch.activity.drain(now_s) if self.dispatch.activity is not None else {}
+        activity = self.dispatch.accounts.activity
+        fields = activity.drain(now_s) if activity is not None else {}
         shares = self.report.lent()
         lenders = {name: share for name, share in shares.items() if self._lent.get(name) != share}
         if lenders:

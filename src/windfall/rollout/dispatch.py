@@ -20,7 +20,6 @@ from typing import Literal
 from windfall.config import Techniques
 from windfall.cost import prices
 from windfall.cost.accounts import Accounts
-from windfall.cost.activity import Activity
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
@@ -57,16 +56,14 @@ MAX_NAME = 32
 class Dispatch:
     def __init__(
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
-        vocabulary: int = 1 << 32, techniques: Techniques | None = None, billed_s: float = -math.inf,
+        vocabulary: int = 1 << 32, techniques: Techniques | None = None, accounts: Accounts | None = None,
         staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt", borrowed_max: int = 64,
-        activity: Activity | None = None,
     ) -> None:  # fmt: skip
-        """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe. `activity`: records what workers do."""
+        """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe."""
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
         self.placement = Placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
-        self.journal, self.accounts, self.turns = journal, Accounts(billed_s, activity), self.placement.turns
-        self.activity = activity
+        self.journal, self.accounts, self.turns = journal, accounts or Accounts(), self.placement.turns
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
         self._staleness = staleness
@@ -485,12 +482,9 @@ class Dispatch:
         if self.ledger.running(worker) == len(entries):  # it was idle, and idle time is not part of a step time
             self.members.all[worker].last_tokens_s = now
             self.accounts.busy(now, worker)
-        prefilled_again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in entries if e.moved)
-        if prefilled_again:
-            self.accounts.moved_in(now, worker, prefilled_again)
-            for e in entries if self.activity is not None else ():
-                if e.moved and e.last_worker != worker:
-                    self.activity.moved(e.last_worker.partition("#")[0], worker.partition("#")[0], now)
+        if moved := [e for e in entries if e.moved]:
+            prefilled_again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in moved)
+            self.accounts.moved_in(now, worker, prefilled_again, sources=[e.last_worker for e in moved])
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
         self._forget_turns({e.episode.id: self.turns.assigned(e.episode.id, worker) for e in entries})

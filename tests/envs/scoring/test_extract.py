@@ -55,4 +55,4 @@ def test_hostile_text_is_parsed_quickly(text: str) -> None:
     start = time.process_time()
     marked(text)
     extract(text, "1")
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 5.0

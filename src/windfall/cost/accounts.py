@@ -211,8 +211,8 @@ class Accounts:
     ) -> None:  # fmt: skip
         """The worker was assigned responses begun elsewhere, with this number of tokens to prefill again. `sources`:
         the last worker of each of them."""
-        for source in sources if self.activity is not None else ():
-            if source != worker:
+        for source in sources:
+            if self.activity is not None and source != worker:
                 self.activity.moved(source.partition("#")[0], worker.partition("#")[0], now_s)
         w = self._advance(now_s, worker)
         speed = prefill_tok_per_s or PREFILL_OVER_DECODE * (w.account(now_s).tok_per_s or 0.0)

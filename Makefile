@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 # Many tests start Python processes, each of which would compile windfall again if it could not keep the result.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
 .PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet check format bench slow smollm2 clean
@@ -19,7 +19,7 @@ help: ## Show this list
 demo: $(READY) ## Set up, then train a tiny model for about two minutes
 	$(BIN)/windfall train recipes/demo.toml
 
-test: $(READY)-dev ## Set up, then run every test but the slow ones, four files at a time
+test: $(READY)-dev ## Set up, then run every test but the slow ones, three files at a time
 	$(PYTEST)
 
 test-page: $(READY)-dev ## The page in headless Chromium (needs a system Chromium)

@@ -137,8 +137,8 @@ class Watch:
 
     async def __aexit__(self, *_: object) -> None:
         self.task.cancel()
-        await asyncio.wait([self.task], timeout=2)
-        assert self.task.cancelled(), "a watch must end only when it is canceled"
+        await asyncio.wait([self.task], timeout=20)
+        assert self.task.cancelled(), f"a watch must end when it is canceled, and only then: {self.task!r}"
 
     async def expect(self, count: int, within_s: float = 5.0) -> list[PreemptionNotice]:
         """Wait for this number of notices, and check that no more arrive."""

@@ -77,6 +77,19 @@ async def guard(main: Coroutine[Any, Any, T]) -> T:
     return result
 
 
+async def run_until_first(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until the first one ends or fails; then cancel the others and wait for them."""
+    tasks = [asyncio.create_task(c) for c in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _error_before_cancellation(error: BaseException) -> BaseException | None:
     """The exception that a coroutine had raised before it was canceled. None if it had not failed by then."""
     chain = [error]

@@ -275,16 +275,3 @@ class ControllerLife:
 
 async def _awaited(awaitable: Awaitable[None]) -> None:
     await awaitable
-
-
-async def run_until_first(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until the first one ends or fails; then cancel the others and wait for them."""
-    tasks = [asyncio.create_task(c) for c in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -73,7 +73,7 @@ class Rollout:
         self.history: History = {}
         """The journal's history of responses that have not been opened yet."""
         self.sampled_tokens = self.restored_tokens = 0
-        """Since the last reset: tokens sampled in finished responses, and how many of them the journal had."""
+        """Tokens sampled in finished responses since the last reset, and how many of them the journal had."""
         self.grading = Grading(lambda: asdict(env.load()))
         self.sessions: Sessions | None = None
         """What opens the sessions of agents; None if the environment answers turns itself."""

@@ -148,7 +148,7 @@ class _RequestState:
 
 
 _state: ContextVar[_RequestState] = ContextVar("request")
-"""Of the request that the present task handles."""
+"""State of the request that the present task handles."""
 
 
 class ServeApi(Gateway):

@@ -95,17 +95,17 @@ class RolloutTenant(EngineThread):
         """`_loading`: new weights are being copied to host memory. `_swapping`: the engine's weights change."""
         self._swaps = 0
         self.weightless_s: float | None = None
-        """Since when the weights' blocks have been serving's; None: the weights are on the device."""
+        """When serving took the weights' blocks, or when they were last asked back. None: they are on the device."""
         self._copying = threading.Lock()
         self._evicted: list[int] = []
         """Handles of responses that lost their pages and were not returned yet."""
         self.evicted = 0
         """Number of responses that ever lost their pages."""
         self._without_pages_s: dict[str, float] = {}
-        """Since when each response has been without pages."""
+        """When each response without pages lost them, by its id."""
         self._looked_s = 0.0
         self._rests_until_s = -math.inf
-        """Until then, serving leaves it too little time for any response."""
+        """Until this time it reports no slots, because serving leaves it too little time for any response."""
         self.response_tokens = 0
         """Tokens of the longest possible response; 0: not known, and the slots divide the memory."""
         self._meter: CapacityMeter | None = None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -52,7 +53,11 @@ def test_numbers_are_recognized() -> None:
     "text", ["\\boxed{" * 20_000, "<answer>" * 20_000, "{" * 100_000, "1," * 50_000, "-" * 100_000]
 )
 def test_hostile_text_is_parsed_quickly(text: str) -> None:
-    start = time.process_time()
-    marked(text)
-    extract(text, "1")
-    assert time.process_time() - start < 5.0
+    gc.disable()  # a collection of everything that other tests imported takes most of a second
+    try:
+        start = time.process_time()
+        marked(text)
+        extract(text, "1")
+        assert time.process_time() - start < 1.0
+    finally:
+        gc.enable()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from windfall.errors import run_until_first
 from windfall.link.base import FrameTooLarge, Link, clip
 
 
@@ -27,12 +28,4 @@ async def exchange(
         while True:
             handle(await link.receive())
 
-    tasks = [asyncio.create_task(write()), asyncio.create_task(read())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await run_until_first(write(), read())

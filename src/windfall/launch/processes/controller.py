@@ -37,12 +37,12 @@ from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs import held_out
 from windfall.envs.hosting import evaluation_data, recipe_host
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, run_until_first
 from windfall.events.log import EventLog
 from windfall.events.sinks import ThreadedSink, make_sinks
 from windfall.launch import invitation, tls
 from windfall.launch.agents import AgentService
-from windfall.launch.assembly import ControllerLife, run_until_first
+from windfall.launch.assembly import ControllerLife
 from windfall.launch.fleet_report import Ended
 from windfall.launch.live_page import LivePage
 from windfall.launch.liveness import FROZEN_TRAINER

@@ -163,7 +163,7 @@ class Training:
 
     gpu: Gpu
     layout: str
-    """Such as "fsdp 8" or "dp 2 x tp 4 x pp 1"."""
+    """How the GPUs divide the work, such as "fsdp 8" or "dp 2 x tp 4 x pp 1"."""
     gpus: int
     compute_s: float
     send_s: float

@@ -382,7 +382,7 @@ class _Program:
         return c
 
     def _cheapest(self, split: Split) -> Split:
-        """Of all solutions with this rate, the cheapest: GPUs that do not help are left out."""
+        """Return the cheapest solution with this rate: GPUs that do not help are left out."""
         row = np.zeros(self.size)
         row[-2] = 1
         self._add(row, split.rate / self.rate_scale * (1 - TOLERANCE), np.inf)

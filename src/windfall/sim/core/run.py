@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from windfall.envs.in_process import InProcess
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, run_until_first
 from windfall.events.log import EventLog, Sink
-from windfall.launch.assembly import ControllerLife, run_until_first
+from windfall.launch.assembly import ControllerLife
 from windfall.launch.processes.controller import settings_digest
 from windfall.ledger.journal import Journal
 from windfall.ledger.journal_reader import JournalContents

@@ -69,9 +69,9 @@ class SimLender(SimWorker):
         self._requests: list[_Request] = []
         self._looked_s = self._loop.time()
         self._stopped_s: float | None = None
-        """Since when the run has got no rows."""
+        """When the run last stopped getting rows. None while it gets some."""
         self._turn_s = self._rollout_s = self._prefill_share = 0.0
-        """Of the last tick: mean seconds of a turn of the host, and of the run's part of it; share of prefill."""
+        """Mean seconds of a turn of the host in the last tick, of the run's part of it, and the share of prefill."""
         self._slack_s = math.inf
         self.turns_s: list[float] = []
         """Time per token of the requests, for every tick with requests."""

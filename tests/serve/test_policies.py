@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from windfall.serve.slo import (
     RolloutLoad,
     ServingLoad,
     credit_s,
+    objective_slack_s,
     rows_allowed,
     slack_s,
     steps_allowed,
@@ -257,6 +259,15 @@ def test_credit_is_a_share_of_what_serving_took() -> None:
     assert slack_s(load, slo, learned(), 10.0) == pytest.approx(0.007)
     assert credit_s(ServingLoad(waiting=((0.0, 100),)), slo) == math.inf, "a waiting request has its own slack"
     assert slack_s(load, SLO, learned(), 10.0) > 0.1, "without a limit only the objectives count"
+
+
+def test_launches_in_flight_count() -> None:
+    slo, serving = Objectives(ttft_s=0.5, tpot_s=0.1, reserve=0.0, max_slowdown=0.1), learned(0.01, 0.0001)
+    load = ServingLoad(last_tokens_s=(9.9,), lent_s=((1.0, 0.0),), context=100)
+    ahead = replace(load, serving_ahead_s=0.02, rollout_ahead_s=0.03)
+    assert credit_s(ahead, slo) == pytest.approx(credit_s(load, slo) - 0.03), "time of serving is not lent"
+    before, after = (objective_slack_s(each, slo, serving, 9.9) for each in (load, ahead))
+    assert after == pytest.approx(before - 0.05), "a request waits for both"
 
 
 def test_credit_is_not_spent_on_few_rows() -> None:

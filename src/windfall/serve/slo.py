@@ -5,6 +5,9 @@
 
     credit of a running request   max_slowdown * (time since its first token - time lent) - time lent
 
+Launches of either tenant that are in flight count with their predicted time: against the slack those of both, against
+the credit those of the rollout.
+
 The first two keep the objectives. The third keeps the time per token close to that of serving alone, however far the
 objective is: of a request's time, the rollout gets at most the share `max_slowdown` of what serving itself took.
 
@@ -45,8 +48,8 @@ class Objectives:
     @property
     def lent_share(self) -> float:
         """Time that the rollout may get of a request's time, as a share of what serving itself takes of it. It is lower
-        than the limit by three times the reserve: waiting for every launch costs serving time that is not counted."""
-        return self.max_slowdown * (1.0 - 3 * self.reserve)
+        than the limit by twice the reserve: serving finds the device's caches cold after every step of the rollout."""
+        return self.max_slowdown * (1.0 - 2 * self.reserve)
 
     @property
     def idle_s(self) -> float:
@@ -64,11 +67,15 @@ class ServingLoad:
     last_tokens_s: tuple[float, ...] = ()
     """When each running request got its last token."""
     lent_s: tuple[tuple[float, float], ...] = ()
-    """(seconds since the first token, seconds of these that the rollout had) of every running request."""
+    """(seconds since the first token, seconds of these that the rollout had) of every running request, and of every
+    one whose first token is being computed."""
     context: int = 0
     """Tokens of all running requests."""
     max_rows: int = 2048
     """Rows of the largest serving step: a longer prompt takes several steps."""
+    serving_ahead_s: float = 0.0
+    rollout_ahead_s: float = 0.0
+    """Predicted time of each tenant's launches that are in flight."""
 
 
 def credit_s(load: ServingLoad, objectives: Objectives) -> float:
@@ -77,7 +84,7 @@ def credit_s(load: ServingLoad, objectives: Objectives) -> float:
     if math.isinf(objectives.max_slowdown) or not load.lent_s:
         return math.inf
     share = objectives.lent_share
-    return min(share * (elapsed_s - lent_s) - lent_s for elapsed_s, lent_s in load.lent_s)
+    return min(share * (elapsed_s - lent_s) - lent_s for elapsed_s, lent_s in load.lent_s) - load.rollout_ahead_s
 
 
 def slack_s(load: ServingLoad, objectives: Objectives, serving: StepTime, now_s: float) -> float:
@@ -100,7 +107,7 @@ def objective_slack_s(load: ServingLoad, objectives: Objectives, serving: StepTi
         prefill = min(rows, load.max_rows)
         decode_s = serving.upper_s(len(load.last_tokens_s) + prefill, load.context + prefill)
         tightest = min(tightest, min(load.last_tokens_s) + objectives.tpot_s * keep - now_s - decode_s)
-    return tightest
+    return tightest - load.serving_ahead_s - load.rollout_ahead_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

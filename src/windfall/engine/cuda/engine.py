@@ -102,6 +102,8 @@ class GraphEngine:
         launch, or one whose steps differ."""
         self.last_steps = 1
         """Number of steps of that launch."""
+        self.device_s: float | None = None
+        """How long the device took for that launch (seconds); None: no launch, or no GPU."""
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, DeviceSequence] = {}
         self._pending: deque[PendingLaunch] = deque()
@@ -158,14 +160,20 @@ class GraphEngine:
         """Whether the device may still run a launch."""
         return bool(self._pending)
 
+    @property
+    def launched(self) -> list[tuple[tuple[int, int], int]]:
+        """For every launch in flight, the rows of a step and the tokens that they attend to, and the steps."""
+        return [(p.work.shape, max(1, p.work.steps)) for p in self._pending]
+
     def prefill_alone(self, alone: bool) -> None:
         """Whether a launch with a prefill has only one decode step: its tokens come sooner. The default with `kv`."""
         self._plan.single_step_with_prefill = alone
 
     def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
-        """Launch at most `most_steps` decode steps, of at most `most_rows` rows each, prefill included."""
-        self.last_step, self.last_steps = (0, 0), 1
-        launched = self._launch(most_rows, most_steps) if len(self._pending) < self.depth else False
+        """Launch at most `most_steps` decode steps, of at most `most_rows` rows each, prefill included. 0 rows: launch
+        nothing, and return the tokens of the oldest launch in flight."""
+        self.last_step, self.last_steps, self.device_s = (0, 0), 1, None
+        launched = most_rows != 0 and len(self._pending) < self.depth and self._launch(most_rows, most_steps)
         if self._ready:
             self._ready_finished -= sum(c.finish is not None for c in self._ready[0])
             return self._ready.popleft()
@@ -244,6 +252,7 @@ class GraphEngine:
     def _collect(self, pending: PendingLaunch) -> list[Chunk]:
         """The tokens of a launch, as one chunk for every response that got any."""
         tokens, logprobs = pending.wait()
+        self.device_s = pending.device_s()
         work, out = pending.work, []
         if work.prefill and work.steps > 1:
             self.last_step = (0, 0)  # of different shapes

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 class TorchEngine:
     capabilities = Capabilities(name="torch")
-    burst, depth, last_steps, in_flight = 1, 1, 1, False  # like GraphEngine's: every step is one launch
+    burst, depth, last_steps, in_flight, launched, device_s = 1, 1, 1, False, (), None
+    """Like GraphEngine's: every step is one launch, which is waited for."""
 
     def __init__(
         self,

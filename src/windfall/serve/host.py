@@ -325,7 +325,7 @@ class Host:
             self.metrics.rollout_waits += rows == 0
             if rows or tenant.in_flight:
                 most_s = min(self.slack_s, self.objectives.idle_s)
-                shape = (min(rows, lent.running), lent.context)
+                shape = (min(rows, lent.running - lent.prefilling), lent.context)
                 steps = steps_allowed(most_s, LAUNCH_S, self.rollout_time, *shape, tenant.burst)
                 made = tenant.advance(rows, steps, depth=AHEAD, short=bool(len(self.engine)))
                 took_s = tenant.device_s or self._clock() - now_s
@@ -400,5 +400,5 @@ def rollout_load(engine: Any) -> RolloutLoad:
     running = [s for s in engine.sequences if s.pages]
     return RolloutLoad(
         running=len(running), waiting=len(engine) - len(running), context=sum(len(s.tokens) for s in running),
-        prefill=engine.prefill_rows,
+        prefilling=engine.prefilling, prefill=engine.prefill_rows,
     )  # fmt: skip

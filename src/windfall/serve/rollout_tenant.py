@@ -289,7 +289,7 @@ class RolloutTenant(EngineThread):
         return engine.kv.pages
 
     @property
-    def last_step(self) -> tuple[int, int]:
+    def last_step(self) -> tuple[int, int, bool]:
         engine: Any = self.engine
         return engine.last_step
 

@@ -17,10 +17,11 @@ Rules:
 - without serving requests a rollout step takes at most `idle_s`, because a request may arrive just after its start;
 - before any rollout step was measured the rollout gets `FIRST_ROWS` if serving is idle, and otherwise one row, provided
   that the slack is at least half of `idle_s`;
-- a rollout step prefills at most `CHUNK` rows, so its time changes little from step to step;
-- credit grows with time, so it is not spent on a step of few rows, which costs almost as much as one of many: the step
-  must have a row for half of the running responses, and half of the prefill's rows or so many more that they take as
-  long as the fixed part of the step.
+- a rollout step prefills at most `CHUNK` rows, so its time changes little from step to step. If a step with a prefill
+  takes too long, there is one without;
+- credit grows with time, so it is not spent on a step of few rows, which costs almost as much as one of many. A step
+  with a prefill must have a row for half of the running responses, and half of the prefill's rows or so many more that
+  they take as long as the fixed part of the step; a step without, a row for half of all responses.
 """
 
 from __future__ import annotations
@@ -101,11 +102,11 @@ def objective_slack_s(load: ServingLoad, objectives: Objectives, serving: StepTi
         rows += tokens
         steps = max(1, -(-rows // load.max_rows))
         # Every step of the prefill also decodes the running requests.
-        prefill_s = steps * serving.upper_s(rows / steps + len(load.last_tokens_s), rows / steps + load.context)
+        prefill_s = steps * serving.upper_s(rows / steps + len(load.last_tokens_s), rows / steps + load.context, True)
         tightest = min(tightest, arrival_s + objectives.ttft_s * keep - now_s - prefill_s)
     if load.last_tokens_s:
         prefill = min(rows, load.max_rows)
-        decode_s = serving.upper_s(len(load.last_tokens_s) + prefill, load.context + prefill)
+        decode_s = serving.upper_s(len(load.last_tokens_s) + prefill, load.context + prefill, prefill > 0)
         tightest = min(tightest, min(load.last_tokens_s) + objectives.tpot_s * keep - now_s - decode_s)
     return tightest - load.serving_ahead_s - load.rollout_ahead_s
 
@@ -117,8 +118,10 @@ class RolloutLoad:
     waiting: int
     context: int
     """Tokens of all running responses."""
+    prefilling: int = 0
+    """How many of the running responses are being prefilled."""
     prefill: int = 0
-    """Rows that are still to be prefilled, beside one row of every running response."""
+    """Rows that are still to be prefilled, those of waiting responses included."""
 
 
 def rows_allowed(
@@ -130,15 +133,20 @@ def rows_allowed(
     idle = math.isinf(slack)
     if not rollout.known:
         return FIRST_ROWS if idle else int(slack >= objectives.idle_s / 2)
-    each = load.context / max(1, load.running)
-    rows = rollout.most_rows(min(slack, objectives.idle_s), context_per_row=each)
+    each, most_s = load.context / max(1, load.running), min(slack, objectives.idle_s)
+    decoding = load.running - load.prefilling
+    if load.prefill:
+        rows = rollout.most_rows(most_s, context_per_row=each, prefill=True)
+        needed = decoding + 1.0
+        if growing:
+            half = min(min(load.prefill, CHUNK) / 2, rollout.worthwhile_rows(context_per_row=each, prefill=True))
+            needed = max(needed, load.running / 2 + half)
+        if rows >= needed:
+            return min(rows, load.running + CHUNK)
+    rows = min(decoding, rollout.most_rows(most_s, context_per_row=each))
     if rows == 0 and idle:
-        rows = 1  # a single row takes longer than `idle_s`; without requests the rollout still makes progress
-    if growing:
-        prefill = min(min(load.prefill, CHUNK) / 2, rollout.worthwhile_rows(context_per_row=each))
-        if rows < load.running / 2 + prefill:
-            return 0
-    return min(rows, load.running + CHUNK)
+        return 1  # a single row takes longer than `idle_s`; without requests the rollout still makes progress
+    return 0 if growing and 2 * rows < load.running + load.waiting else rows
 
 
 def steps_allowed(slack: float, launch_s: float, time: StepTime, rows: int, context: int, burst: int) -> int:

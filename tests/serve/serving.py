@@ -19,7 +19,8 @@ from windfall.models import tokenizer as tokenizers
 from windfall.models.chat import Chat
 from windfall.models.load import TINY
 from windfall.serve import build
-from windfall.serve.api import IDLE_S, ServeApi, ServedModel, ServeLimits
+from windfall.serve.api import IDLE_S, ServeApi, ServeLimits
+from windfall.serve.call_sampler import ServedModel
 from windfall.serve.host import Host
 from windfall.serve.slo import Objectives
 from windfall.worker import engine_factory

@@ -25,7 +25,8 @@ from windfall.link import auth
 from windfall.models import load
 from windfall.models.chat import Chat
 from windfall.serve import build
-from windfall.serve.api import ServeApi, ServedModel, ServeLimits
+from windfall.serve.api import ServeApi, ServeLimits
+from windfall.serve.call_sampler import ServedModel
 from windfall.serve.host import Host
 from windfall.serve.lender import Lender
 from windfall.serve.slo import Objectives

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import ssl as tls
 import sys
 from collections.abc import Callable
@@ -34,7 +35,7 @@ REFUSED = 3
 """Exit status of an agent that the run has refused for good."""
 REFUSED_S = 300.0
 """Seconds until the next attempt if the run cannot use this server at all, or does not accept its token."""
-PATIENCE_S = 10 * 365 * 86400.0
+PATIENCE_S = math.inf
 """The service outlives any outage of the run."""
 
 

@@ -313,7 +313,10 @@ async def _errors(
         return await handler(request)
     except (Exception, asyncio.CancelledError) as e:  # a client must get an answer even if there is a bug
         error = _api_error(request, e)
-    return web.json_response(error.body, status=error.status)
+    response = web.json_response(error.body, status=error.status)
+    if not request.content.is_eof():  # the rest of the body is not read, so a client must not use the connection again
+        response.force_close()
+    return response
 
 
 def _api_error(request: web.Request, error: BaseException) -> ApiError:
@@ -327,6 +330,10 @@ def _api_error(request: web.Request, error: BaseException) -> ApiError:
                 raise error
             # The call was canceled, not this request: calls are canceled when their session ends.
             return ApiError(401, "this session has ended", code="invalid_api_key")
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, f"the body is larger than {request.client_max_size} bytes, the limit of this server")
+        case web.RequestPayloadError():  # its length, chunks or compression are wrong
+            return ApiError(400, f"the body cannot be read: {error}")
         case web.HTTPException():
             return ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
         case ConnectionError():  # no client is left to read this

@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -67,9 +68,9 @@ def main(options: ServeOptions) -> None:
     """Serve until a signal. Exits the process."""
     context = None
     if options.lend:
-        if not options.lend.startswith(("http://", "https://")):
+        if not is_address(options.lend):
             what = f"{options.lend!r} is not the address of a controller"
-            raise WindfallError(what, where="--lend", fix="Give http://HOST:PORT.")
+            raise WindfallError(what, where="--lend", fix="Give http://HOST:PORT, as the run printed it at its start.")
         if not options.token:
             raise WindfallError("lending needs the run's token", where="--lend", fix="Give --token FILE.")
         context = tls.client_context(options.lend, ca=options.ca, pinned=os.environ.get("WINDFALL_TLS_PIN", ""))
@@ -108,6 +109,19 @@ def main(options: ServeOptions) -> None:
         os._exit(code)  # threads may be in the middle of a step or a pull whose result is no longer needed
 
     asyncio.run(run_and_exit())
+
+
+def is_address(url: str) -> bool:
+    """Whether this is the URL of a host.
+
+    >>> [is_address(url) for url in ("http://10.0.0.5:8765", "10.0.0.5:8765", "http://", "http://a:port")]
+    [True, False, False, False]
+    """
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
 
 
 def check_address(host: str, port: int) -> None:

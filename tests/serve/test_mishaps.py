@@ -13,6 +13,7 @@ from serving import new_host, run, serving, until
 
 from windfall.errors import WindfallError
 from windfall.launch.processes.serve import ServeOptions, check_address, main
+from windfall.scheduling.members import WorkerState
 from windfall.serve.lender import Lender
 
 JSON = {"Content-Type": "application/json"}
@@ -118,6 +119,6 @@ def test_a_corrected_token_is_used_at_once(tmp_path: Path) -> None:
             await asyncio.sleep(0.5)
             assert sum("refused: " in line for line in s.said) == refused, "it does not ask with the same token again"
             tokens.append(TOKEN)
-            await until(lambda: any("joined" in line for line in s.said), "it has joined")
+            await until(lambda: s.site.state("lender") is WorkerState.READY, "it has joined")
 
     run(main)

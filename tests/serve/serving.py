@@ -30,6 +30,7 @@ EOS = TOKENIZER.eos_token_id
 PATIENT = Objectives(ttft_s=60.0, tpot_s=20.0)
 """Objectives that every machine meets, so that its speed does not matter."""
 TEMPLATE = (
+    "{% for tool in tools or [] %}[tool] {{ tool.function.name }}<eos>{% endfor %}"
     "{% for m in messages %}[{{ m.role }}] {{ m.content or '' }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )

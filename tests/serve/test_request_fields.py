@@ -159,6 +159,19 @@ def test_parallel_tool_calls_can_be_switched_off() -> None:
     run(main)
 
 
+def test_tools_that_the_model_would_not_see_are_refused() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            ask = {"messages": [{"role": "user", "content": "3+4="}], "tools": [ADD], "max_tokens": 1}
+            assert (await s.post("/v1/chat/completions", ask))[0] == 200
+            s.api._chat = Chat(TOKENIZER, s.api._stop, template="{% for m in messages %}{{ m.content }}{% endfor %}")
+            status, refused = await s.post("/v1/chat/completions", {**ask, "n": 2})
+            assert (status, refused["error"]["param"]) == (400, "tools")
+            assert (await s.post("/v1/chat/completions", {**ask, "tool_choice": "none"}))[0] == 200
+
+    run(main)
+
+
 def test_variables_of_the_chat_template() -> None:
     async def main() -> None:
         async with serving() as s:

@@ -216,7 +216,7 @@ class GatewaySession:
             self.ran_out = True
             raise ApiError(400, e.what, code="context_length_exceeded", param="messages") from e
         except WindfallError as e:
-            raise ApiError(400, f"{e.what}. {e.fix}", param="messages") from e
+            raise ApiError(400, f"{e.what}. {e.fix}", param="tools" if e.where == "tools" else "messages") from e
         for other in list(self._in_flight.values()):
             if other is not flight and other.placed and other.call.segment is call.segment:
                 self.delivered(other)  # this call has its answer in its prompt

@@ -11,7 +11,7 @@ from typing import Any
 from windfall.errors import WindfallError
 from windfall.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.gateway.session import GatewaySession
-from windfall.models.chat import Chat, Message
+from windfall.models.chat import Chat, Message, normalize
 from windfall.serve import sampling_options
 from windfall.serve.host import Host
 from windfall.serve.sampling_options import SamplingOptions
@@ -47,7 +47,8 @@ class RequestState:
 
 
 class RequestChat(Chat):
-    """The chat template for one request: its prompt is rendered once, for all choices."""
+    """The chat template for one request: its prompt is rendered once, for all choices. Tools that the template would
+    leave out are refused."""
 
     def __init__(self, chat: Chat) -> None:
         self.__dict__.update(vars(chat))
@@ -59,7 +60,12 @@ class RequestChat(Chat):
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> tuple[int, ...]:
         if self._ids is None:
-            self._ids = super().prompt(messages, tools)
+            ids = super().prompt(messages, tools)
+            normal = [normalize(message) for message in messages]
+            if tools and self._render(normal, tools) == self._render(normal, None):
+                what = "the chat template of this model has no tools, so the model would not see them"
+                raise WindfallError(what, where="tools", fix="Send no tools, or describe them in a message.")
+            self._ids = ids
         return self._ids
 
 

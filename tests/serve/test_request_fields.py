@@ -56,6 +56,9 @@ def test_a_tool_cannot_be_forced(body: dict[str, Any]) -> None:
         ({"stream": True, "stream_options": [1]}, "stream_options"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"min_tokens": 4, "max_tokens": 8}, "min_tokens"), ({"min_tokens": "4"}, "min_tokens"),
+        ({"min_tokens": 4, "max_tokens": 3, "ignore_eos": True}, "min_tokens"),
+        ({"min_tokens": 4, "max_tokens": 8, "ignore_eos": True, "stop": "a"}, "min_tokens"),
         ({"messages": []}, "messages"), ({"temprature": 1}, "temprature"), ({"tools": [ADD]}, "tools"),
     ],
 )  # fmt: skip
@@ -83,6 +86,18 @@ def test_an_unknown_field_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ApiError) as caught:
         check({"x" * 10_000: 1}, chat=True)
     assert len(str(caught.value)) < 2000
+
+
+def test_requests_of_load_generators_are_accepted() -> None:
+    """Their bodies in 2026: `vllm bench serve`, guidellm, genai-perf."""
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    vllm = {"model": "tiny", "max_tokens": 9, "repetition_penalty": 1.0, "logprobs": None, "ignore_eos": True, **usage}
+    check({**vllm, "prompt": "3+4="}, chat=False)
+    guidellm = {"model": "tiny", "max_tokens": 9, "stop": None, "ignore_eos": True, **usage}
+    guidellm["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    check({**guidellm, "prompt": "3+4="}, chat=False)
+    check({**guidellm, "messages": [], "max_completion_tokens": 9}, chat=True)
+    check({"messages": [], "max_tokens": 9, "min_tokens": 9, "ignore_eos": True, "stream": True}, chat=True)
 
 
 def test_all_fields_of_openais_client_are_known() -> None:

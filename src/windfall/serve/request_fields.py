@@ -20,7 +20,7 @@ from windfall.gateway.protocol import MAX_ECHO, ApiError
 
 BOTH = frozenset({
     "model", "stream", "stream_options", "n", "stop", "max_tokens", "max_completion_tokens", "temperature", "top_p",
-    "top_k", "seed", "logprobs", "ignore_eos", "return_token_ids",
+    "top_k", "seed", "logprobs", "ignore_eos", "min_tokens", "return_token_ids",
 })  # fmt: skip
 """Fields that are honored in chats and completions."""
 CHAT = BOTH | {"messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "chat_template_kwargs"}
@@ -32,7 +32,7 @@ NO_EFFECT = frozenset({
 """Fields that say who asks, or how to be faster: they do not change the answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
-    "min_tokens": (0,), "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
+    "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
     "bad_words": ([],), "allowed_token_ids": ([],), "structured_outputs": (), "guided_json": (), "guided_regex": (),
     "guided_choice": (), "guided_grammar": (), "length_penalty": (1,), "prompt_logprobs": (0,), "functions": ([],),
     "function_call": ("none",), "modalities": (["text"],), "audio": (), "store": (False,), "reasoning_effort": (),
@@ -65,11 +65,24 @@ def check(body: Mapping[str, Any], *, chat: bool) -> None:
             raise ApiError(400, what, code="unknown_parameter", param=short)
         if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
             raise ApiError(400, f"{name} is not supported", param=name)
+    _check_min_tokens(body)
     _check_logprobs(body, chat=chat)
     _check_stream_options(body)
     if chat:
         _check_tool_choice(body)
         template_variables(body)
+
+
+def _check_min_tokens(body: Mapping[str, Any]) -> None:
+    """Load generators send `min_tokens` beside `ignore_eos`, where it has no effect."""
+    least, most = body.get("min_tokens"), body.get("max_completion_tokens") or body.get("max_tokens")
+    if least in (None, 0):
+        return
+    if type(least) is not int or least < 0:
+        raise ApiError(400, "min_tokens must be an integer, at least 0", param="min_tokens")
+    if body.get("ignore_eos") is not True or body.get("stop") or not isinstance(most, int) or least > most:
+        what = "min_tokens is supported only with ignore_eos, without stop, and up to max_tokens"
+        raise ApiError(400, what, param="min_tokens")
 
 
 def _check_logprobs(body: Mapping[str, Any], *, chat: bool) -> None:

@@ -78,8 +78,8 @@ class Server:
         """Wait until it answers. Returns the seconds that it took."""
         async with aiohttp.ClientSession() as http:
             while time.monotonic() < self._began_s + START_S:
-                if self._process.poll() is not None:
-                    break
+                if (code := self._process.poll()) is not None:
+                    raise RuntimeError(f"the server ended with status {code} while it started{self._tail()}")
                 try:
                     async with http.get(self.url + "/health", timeout=aiohttp.ClientTimeout(2)) as answer:
                         if answer.status == 200:
@@ -87,8 +87,10 @@ class Server:
                 except (aiohttp.ClientError, TimeoutError):
                     pass
                 await asyncio.sleep(0.25)
-        tail = "\n    | ".join(self._log.read_text(errors="replace").splitlines()[-25:])
-        raise RuntimeError(f"the server did not start within {START_S:g} s\n    | {tail}")
+        raise RuntimeError(f"the server did not answer within {START_S:g} s{self._tail()}")
+
+    def _tail(self) -> str:
+        return "".join(f"\n    | {line}" for line in self._log.read_text(errors="replace").splitlines()[-25:])
 
     def stop(self) -> None:
         """End the server and the processes that it has started: they are a session of their own."""
@@ -207,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="0.6b", help="shape: 0.6b, 1.7b, 8b or tiny")
-    parser.add_argument("--vllm", default="", help="folder in which vLLM is installed")
+    parser.add_argument("--vllm", default="", help="folder, or PYTHONPATH, in which vLLM is installed")
     parser.add_argument("--vllm-python", default="", help="Python of an environment with vLLM")
     parser.add_argument("--rates", type=float, nargs="*", default=[4.0, 16.0])
     parser.add_argument("--at-once", type=int, default=256, help="requests that are sent at once")
@@ -234,11 +236,13 @@ def main() -> None:
         makers = [("windfall", windfall_server)]
         if options.vllm or options.vllm_python:
             makers.append(("vLLM", vllm_server))
+        failed = False
         for server_name, make in makers:
             server = make(folder, options, context)
             try:
                 rows += asyncio.run(measure(server_name, server, options, shape["vocab_size"]))
             except RuntimeError as e:
+                failed = True
                 print(f"{server_name}: {e}", flush=True)
             finally:
                 server.stop()
@@ -248,6 +252,7 @@ def main() -> None:
     if options.out is not None:
         chosen = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
         options.out.write_text(json.dumps({"options": chosen, "figures": rows}, indent=1))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -129,13 +129,12 @@ def test_both_tenants_get_what_they_would_get_alone() -> None:
     with graph_host() as host:
         ask(host, alone, range(6))
         until(lambda: len(alone.ended) == 6, "serving alone has ended")
-        assert host.engine.depth == 2, "without a rollout, serving is one launch ahead"
         with rollout(host, frames) as tenant:
             tenant.add([work(n) for n in range(6)])
             until(lambda: host.metrics.rollout_tokens > 20, "the rollout generates")
             ask(host, beside, range(6))
             until(lambda: len(beside.ended) == 6 and len(frames.ended) == 6, "all have ended")
-            assert host.engine.depth == 1
+            assert host.engine.depth == 2, "serving is one launch ahead, with a rollout and without"
             engine: Any = tenant.engine
             assert engine.ready_weights.activation_s > 0
         assert host.rollout is None
@@ -144,12 +143,33 @@ def test_both_tenants_get_what_they_would_get_alone() -> None:
     assert frames.tokens == generated(range(6)) or CUDA
 
 
-def generated(handles: range) -> dict[int, list[int]]:
+def test_tokens_in_flight_arrive_although_serving_needs_the_device() -> None:
+    """The rollout is one launch ahead when requests come that leave it no time."""
+    answers, frames = Answers(), Frames()
+    objectives = Objectives(ttft_s=60.0, tpot_s=20.0, max_slowdown=1e-9)
+    with graph_host(objectives=objectives) as host, rollout(host, frames) as tenant:
+        step = host.engine.step
+        host.engine.step = lambda *limits: (time.sleep(0.01), step(*limits))[1]
+        tenant.add([work(n, 90) for n in range(4)])
+        until(lambda: tenant.in_flight, "the rollout is ahead")
+        ask(host, answers, range(1), max_tokens=150)
+        until(lambda: answers.tokens and not tenant.in_flight, "its launches are collected")
+        tokens = host.metrics.rollout_tokens
+        time.sleep(0.1)
+        assert not answers.ended
+        assert host.metrics.rollout_tokens == tokens, "serving leaves it nothing"
+        until(lambda: len(frames.ended) + len(frames.released) == 4, "the responses have ended, or were returned")
+    want = generated(range(4), 90)
+    assert CUDA or all(want[n][: len(tokens)] == tokens for n, tokens in frames.tokens.items())
+    assert sum(map(len, frames.tokens.values())) == host.metrics.rollout_tokens
+
+
+def generated(handles: range, max_tokens: int = 60) -> dict[int, list[int]]:
     """What the rollout's model generates without a host."""
     reference = GraphEngine(rollout_model(), kv_tokens=2048, page_size=8)
     for n in handles:
         item = work(n)
-        request = Request(id=str(n), prompt=tuple(array("I", item.prompt)), seed=n, max_tokens=60,
+        request = Request(id=str(n), prompt=tuple(array("I", item.prompt)), seed=n, max_tokens=max_tokens,
                           sampling=item.sampling)  # fmt: skip
         reference.add(request)
     want: dict[int, list[int]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from windfall.serve.slo import (
     RolloutLoad,
     ServingLoad,
     credit_s,
+    objective_slack_s,
     rows_allowed,
     slack_s,
     steps_allowed,
@@ -29,7 +31,7 @@ from windfall.serve.step_time import StepShape, StepTime
 
 decode = msgspec.msgpack.Decoder(Capacity).decode
 SLO = Objectives(ttft_s=0.5, tpot_s=0.15, reserve=0.0)
-LOAD = RolloutLoad(running=4, waiting=0, context=400)
+LOAD = RolloutLoad(running=4, waiting=1, context=400, prefill=1000)
 
 
 def learned(fixed: float = 0.004, each: float = 0.0002, attended: float = 0.0, steps: int = 60) -> StepTime:
@@ -184,6 +186,7 @@ def test_rows_fit_into_the_slack() -> None:
     assert rows_allowed(-1.0, SLO, rollout, LOAD) == 0
     assert rows_allowed(0.003, SLO, rollout, LOAD) == 0, "not even an empty step fits"
     assert rows_allowed(0.024, SLO, rollout, LOAD) == pytest.approx(100, abs=3)
+    assert rows_allowed(0.024, SLO, rollout, replace(LOAD, prefill=0)) == 4, "there is nothing to prefill"
     assert rows_allowed(math.inf, SLO, rollout, LOAD) == LOAD.running + CHUNK
     assert rows_allowed(math.inf, SLO, rollout, RolloutLoad(running=0, waiting=0, context=0)) == 0
 
@@ -259,6 +262,15 @@ def test_credit_is_a_share_of_what_serving_took() -> None:
     assert slack_s(load, SLO, learned(), 10.0) > 0.1, "without a limit only the objectives count"
 
 
+def test_launches_in_flight_count() -> None:
+    slo, serving = Objectives(ttft_s=0.5, tpot_s=0.1, reserve=0.0, max_slowdown=0.1), learned(0.01, 0.0001)
+    load = ServingLoad(last_tokens_s=(9.9,), lent_s=((1.0, 0.0),), context=100)
+    ahead = replace(load, serving_ahead_s=0.02, rollout_ahead_s=0.03)
+    assert credit_s(ahead, slo) == pytest.approx(credit_s(load, slo) - 0.03), "time of serving is not lent"
+    before, after = (objective_slack_s(each, slo, serving, 9.9) for each in (load, ahead))
+    assert after == pytest.approx(before - 0.05), "a request waits for both"
+
+
 def test_credit_is_not_spent_on_few_rows() -> None:
     time = learned(fixed=0.004, each=0.0002)
     load = RolloutLoad(running=100, waiting=0, context=0)
@@ -275,6 +287,24 @@ def test_credit_is_not_spent_on_a_prefill_of_few_rows() -> None:
     assert rows_allowed(0.012, SLO, time, load, growing=True) >= 40
     short = RolloutLoad(running=0, waiting=1, context=0, prefill=6)
     assert rows_allowed(0.0045, SLO, time, short, growing=True) >= 3, "there is no more to compute"
+
+
+def test_without_time_for_a_prefill_the_rollout_decodes() -> None:
+    """As on a GPU: a decode step of 100 rows takes 3 ms, and a prefill 11 ms more."""
+    time = StepTime()
+    for n in range(40):
+        time.observe(StepShape(90 + n % 20, 0), 0.001 + 0.00002 * (90 + n % 20))
+        if n % 4 == 0:
+            time.observe(StepShape(100 + 20 * n, 0, True), 0.014 + 0.000005 * (20 * n))
+    assert time.predict_s(100, 0) == pytest.approx(0.003, rel=0.05)
+    assert time.predict_s(400, 0, True) == pytest.approx(0.0155, rel=0.05)
+    load = RolloutLoad(running=110, waiting=0, prefilling=10, context=0, prefill=600)
+    for growing in (False, True):
+        assert rows_allowed(0.008, SLO, time, load, growing=growing) == 100, "those that decode, and no row of a prompt"
+        assert rows_allowed(0.03, SLO, time, load, growing=growing) > 400
+    few = RolloutLoad(running=110, waiting=0, prefilling=80, context=0, prefill=6000)
+    assert rows_allowed(0.008, SLO, time, few) == 30
+    assert rows_allowed(0.008, SLO, time, few, growing=True) == 0, "with more credit, the others can be prefilled"
 
 
 def test_steps_of_a_launch_fit_into_the_slack() -> None:

@@ -5,9 +5,9 @@
 Only this thread touches the two engines, the blocks and the policies. Other threads give orders, which run between two
 steps (`call`, `submit`, `cancel`). Rules:
 - the thread waits only for orders, and only if no tenant has anything to do; never for a client or for the run;
-- a GPU engine launches several steps at once, but no more than take `LAUNCH_S`. Without a rollout tenant, serving is
-  one launch ahead of the device. With one, every launch is waited for, so that what it took is known; only while
-  serving is idle, the rollout is one launch ahead;
+- a GPU engine launches several steps at once, but no more than take `LAUNCH_S`. Each tenant is one launch ahead of the
+  device, so the device never waits for the host. What a launch took is measured on the device; those in flight count
+  with what they are predicted to take;
 - an error of the rollout tenant ends that tenant, and its blocks are free. An error of serving ends the host, and every
   request gets an error.
 """
@@ -52,7 +52,7 @@ SWITCH_S = 0.001
 """Longest time for which another Python thread may keep the host's thread waiting (seconds). Python's default is 5 ms:
 as long as several steps of a small model."""
 AHEAD = 2
-"""Launches in flight of an engine that has the device to itself."""
+"""Launches of each tenant that may be in flight."""
 LOOK_S = 0.05
 """Longest wait for orders (seconds) while there is a rollout tenant: it may be waiting for its link."""
 
@@ -204,10 +204,8 @@ class Host:
     def _turn(self) -> None:
         tenant = self.rollout
         if len(self.engine):
-            if tenant is not None:
-                self._contain(tenant, tenant.finish_launches)
             self._step_serving()
-        tenant = self.rollout
+        tenant = self.rollout  # serving may have taken the memory of its weights
         if tenant is not None:
             began_s = self._clock()
             self._contain(tenant, lambda: self._step_rollout(tenant))
@@ -251,15 +249,16 @@ class Host:
     def _step_serving(self) -> None:
         evicted = self.rollout.evicted if self.rollout is not None else 0
         engine, steps = self.engine, 1
-        engine.depth = AHEAD if self.rollout is None else 1
+        engine.depth = AHEAD
         began_s = self._clock()
         if engine.burst > 1:
             rows, context = self._serving_shape()
             steps = steps_allowed(LAUNCH_S, LAUNCH_S, self.serving_time, rows, context, engine.burst)
         chunks = engine.step(None, steps)
         now_s = self._clock()
-        self.metrics.serving_seconds += now_s - began_s
-        self.serving_time.observe(StepShape(*engine.last_step), (now_s - began_s) / engine.last_steps)
+        took_s = engine.device_s or now_s - began_s
+        self.metrics.serving_seconds += took_s
+        self.serving_time.observe(StepShape(*engine.last_step), took_s / engine.last_steps)
         if self.rollout is not None and self.rollout.evicted > evicted:  # serving took blocks in use
             self.policy.taken(self.arena.blocks.held(ROLLOUT))
         for chunk in chunks:
@@ -322,18 +321,17 @@ class Host:
             self.slack_s = slack_s(serving, self.objectives, self.serving_time, now_s)
             growing = self.slack_s == credit_s(serving, self.objectives) < math.inf
             rows = rows_allowed(self.slack_s, self.objectives, self.rollout_time, lent, growing=growing)
-            if rows:
+            self.metrics.rollout_steps += rows > 0
+            self.metrics.rollout_waits += rows == 0
+            if rows or tenant.in_flight:
                 most_s = min(self.slack_s, self.objectives.idle_s)
-                shape = (min(rows, lent.running), lent.context)
+                shape = (min(rows, lent.running - lent.prefilling), lent.context)
                 steps = steps_allowed(most_s, LAUNCH_S, self.rollout_time, *shape, tenant.burst)
-                made = tenant.advance(rows, steps, depth=1 if len(self.engine) else AHEAD)
-                taken_s = self._clock() - now_s
-                self.rollout_time.observe(StepShape(*tenant.last_step), taken_s / tenant.last_steps)
-                self.metrics.rollout_seconds += taken_s
+                made = tenant.advance(rows, steps, depth=AHEAD, short=bool(len(self.engine)))
+                took_s = tenant.device_s or self._clock() - now_s
+                self.rollout_time.observe(StepShape(*tenant.last_step), took_s / tenant.last_steps)
+                self.metrics.rollout_seconds += took_s
                 self.metrics.rollout_tokens += made
-                self.metrics.rollout_steps += 1
-            else:
-                self.metrics.rollout_waits += 1
         self.metrics.returned("memory", tenant.return_evicted())
         for why, count in tenant.return_starved(self._clock()).items():
             self.metrics.returned(why, count)
@@ -376,13 +374,16 @@ class Host:
             request = self._requests[s.request.id]
             if request.tokens == 0:
                 waiting.append((request.arrival_s, len(s.tokens) - s.computed))
+                if s.computed == len(s.tokens):  # its first token is in flight: what is launched now comes after it
+                    lent_s.append((0.0, 0.0))
             else:
                 last_tokens_s.append(request.last_s)
                 lent_s.append((now_s - request.first_s, request.lent_s))
                 context += len(s.tokens)
         return ServingLoad(
             waiting=tuple(waiting), last_tokens_s=tuple(last_tokens_s), lent_s=tuple(lent_s), context=context,
-            max_rows=self._max_rows,
+            max_rows=self._max_rows, serving_ahead_s=ahead_s(self.engine, self.serving_time),
+            rollout_ahead_s=ahead_s(self.rollout.engine, self.rollout_time) if self.rollout is not None else 0.0,
         )  # fmt: skip
 
 
@@ -390,9 +391,14 @@ def _engine_failed() -> WindfallError:
     return WindfallError("the engine has failed", fix="Try again: the server restarts.")
 
 
+def ahead_s(engine: Any, time: StepTime) -> float:
+    """Predicted time of the launches in flight."""
+    return sum(time.upper_s(*shape) * steps for shape, steps in engine.launched)
+
+
 def rollout_load(engine: Any) -> RolloutLoad:
     running = [s for s in engine.sequences if s.pages]
     return RolloutLoad(
         running=len(running), waiting=len(engine) - len(running), context=sum(len(s.tokens) for s in running),
-        prefill=engine.prefill_rows,
+        prefilling=engine.prefilling, prefill=engine.prefill_rows,
     )  # fmt: skip

@@ -289,7 +289,7 @@ class RolloutTenant(EngineThread):
         return engine.kv.pages
 
     @property
-    def last_step(self) -> tuple[int, int]:
+    def last_step(self) -> tuple[int, int, bool]:
         engine: Any = self.engine
         return engine.last_step
 
@@ -299,9 +299,19 @@ class RolloutTenant(EngineThread):
         return engine.last_steps
 
     @property
+    def device_s(self) -> float | None:
+        engine: Any = self.engine
+        return engine.device_s
+
+    @property
     def burst(self) -> int:
         engine: Any = self.engine
         return engine.burst
+
+    @property
+    def in_flight(self) -> bool:
+        engine: Any = self.engine
+        return engine.in_flight
 
     def finish_launches(self) -> None:
         """Wait until the device has run all launches of this tenant."""
@@ -328,13 +338,13 @@ class RolloutTenant(EngineThread):
                     given()
         return not self._closed
 
-    def advance(self, rows: int, steps: int = 1, *, depth: int = 1) -> int:
-        """Launch at most this many steps, of at most this many rows each; `depth` launches may be in flight. Returns
-        the number of new tokens."""
+    def advance(self, rows: int, steps: int = 1, *, depth: int = 1, short: bool = True) -> int:
+        """Launch at most this many steps, of at most this many rows each, or nothing with 0 rows; `depth` launches may
+        be in flight. `short`: a launch with a prefill has only one step. Returns the number of new tokens."""
         engine: Any = self.engine
         before, began_s = self._generated, time.monotonic()
         engine.depth = depth
-        engine.prefill_alone(depth == 1)  # a launch ahead need not be short
+        engine.prefill_alone(short)
         chunks: list[Chunk] = engine.step(rows, steps)
         if self._meter is not None:
             self._meter.stepped(time.monotonic() - began_s)

@@ -5,6 +5,9 @@
 
     credit of a running request   max_slowdown * (time since its first token - time lent) - time lent
 
+Launches of either tenant that are in flight count with their predicted time: against the slack those of both, against
+the credit those of the rollout.
+
 The first two keep the objectives. The third keeps the time per token close to that of serving alone, however far the
 objective is: of a request's time, the rollout gets at most the share `max_slowdown` of what serving itself took.
 
@@ -14,10 +17,11 @@ Rules:
 - without serving requests a rollout step takes at most `idle_s`, because a request may arrive just after its start;
 - before any rollout step was measured the rollout gets `FIRST_ROWS` if serving is idle, and otherwise one row, provided
   that the slack is at least half of `idle_s`;
-- a rollout step prefills at most `CHUNK` rows, so its time changes little from step to step;
-- credit grows with time, so it is not spent on a step of few rows, which costs almost as much as one of many: the step
-  must have a row for half of the running responses, and half of the prefill's rows or so many more that they take as
-  long as the fixed part of the step.
+- a rollout step prefills at most `CHUNK` rows, so its time changes little from step to step. If a step with a prefill
+  takes too long, there is one without;
+- credit grows with time, so it is not spent on a step of few rows, which costs almost as much as one of many. A step
+  with a prefill must have a row for half of the running responses, and half of the prefill's rows or so many more that
+  they take as long as the fixed part of the step; a step without, a row for half of all responses.
 """
 
 from __future__ import annotations
@@ -45,8 +49,8 @@ class Objectives:
     @property
     def lent_share(self) -> float:
         """Time that the rollout may get of a request's time, as a share of what serving itself takes of it. It is lower
-        than the limit by three times the reserve: waiting for every launch costs serving time that is not counted."""
-        return self.max_slowdown * (1.0 - 3 * self.reserve)
+        than the limit by twice the reserve: serving finds the device's caches cold after every step of the rollout."""
+        return self.max_slowdown * (1.0 - 2 * self.reserve)
 
     @property
     def idle_s(self) -> float:
@@ -64,11 +68,15 @@ class ServingLoad:
     last_tokens_s: tuple[float, ...] = ()
     """When each running request got its last token."""
     lent_s: tuple[tuple[float, float], ...] = ()
-    """(seconds since the first token, seconds of these that the rollout had) of every running request."""
+    """(seconds since the first token, seconds of these that the rollout had) of every running request, and of every
+    one whose first token is being computed."""
     context: int = 0
     """Tokens of all running requests."""
     max_rows: int = 2048
     """Rows of the largest serving step: a longer prompt takes several steps."""
+    serving_ahead_s: float = 0.0
+    rollout_ahead_s: float = 0.0
+    """Predicted time of each tenant's launches that are in flight."""
 
 
 def credit_s(load: ServingLoad, objectives: Objectives) -> float:
@@ -77,7 +85,7 @@ def credit_s(load: ServingLoad, objectives: Objectives) -> float:
     if math.isinf(objectives.max_slowdown) or not load.lent_s:
         return math.inf
     share = objectives.lent_share
-    return min(share * (elapsed_s - lent_s) - lent_s for elapsed_s, lent_s in load.lent_s)
+    return min(share * (elapsed_s - lent_s) - lent_s for elapsed_s, lent_s in load.lent_s) - load.rollout_ahead_s
 
 
 def slack_s(load: ServingLoad, objectives: Objectives, serving: StepTime, now_s: float) -> float:
@@ -94,13 +102,13 @@ def objective_slack_s(load: ServingLoad, objectives: Objectives, serving: StepTi
         rows += tokens
         steps = max(1, -(-rows // load.max_rows))
         # Every step of the prefill also decodes the running requests.
-        prefill_s = steps * serving.upper_s(rows / steps + len(load.last_tokens_s), rows / steps + load.context)
+        prefill_s = steps * serving.upper_s(rows / steps + len(load.last_tokens_s), rows / steps + load.context, True)
         tightest = min(tightest, arrival_s + objectives.ttft_s * keep - now_s - prefill_s)
     if load.last_tokens_s:
         prefill = min(rows, load.max_rows)
-        decode_s = serving.upper_s(len(load.last_tokens_s) + prefill, load.context + prefill)
+        decode_s = serving.upper_s(len(load.last_tokens_s) + prefill, load.context + prefill, prefill > 0)
         tightest = min(tightest, min(load.last_tokens_s) + objectives.tpot_s * keep - now_s - decode_s)
-    return tightest
+    return tightest - load.serving_ahead_s - load.rollout_ahead_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +118,10 @@ class RolloutLoad:
     waiting: int
     context: int
     """Tokens of all running responses."""
+    prefilling: int = 0
+    """How many of the running responses are being prefilled."""
     prefill: int = 0
-    """Rows that are still to be prefilled, beside one row of every running response."""
+    """Rows that are still to be prefilled, those of waiting responses included."""
 
 
 def rows_allowed(
@@ -123,15 +133,20 @@ def rows_allowed(
     idle = math.isinf(slack)
     if not rollout.known:
         return FIRST_ROWS if idle else int(slack >= objectives.idle_s / 2)
-    each = load.context / max(1, load.running)
-    rows = rollout.most_rows(min(slack, objectives.idle_s), context_per_row=each)
+    each, most_s = load.context / max(1, load.running), min(slack, objectives.idle_s)
+    decoding = load.running - load.prefilling
+    if load.prefill:
+        rows = rollout.most_rows(most_s, context_per_row=each, prefill=True)
+        needed = decoding + 1.0
+        if growing:
+            half = min(min(load.prefill, CHUNK) / 2, rollout.worthwhile_rows(context_per_row=each, prefill=True))
+            needed = max(needed, load.running / 2 + half)
+        if rows >= needed:
+            return min(rows, load.running + CHUNK)
+    rows = min(decoding, rollout.most_rows(most_s, context_per_row=each))
     if rows == 0 and idle:
-        rows = 1  # a single row takes longer than `idle_s`; without requests the rollout still makes progress
-    if growing:
-        prefill = min(min(load.prefill, CHUNK) / 2, rollout.worthwhile_rows(context_per_row=each))
-        if rows < load.running / 2 + prefill:
-            return 0
-    return min(rows, load.running + CHUNK)
+        return 1  # a single row takes longer than `idle_s`; without requests the rollout still makes progress
+    return 0 if growing and 2 * rows < load.running + load.waiting else rows
 
 
 def steps_allowed(slack: float, launch_s: float, time: StepTime, rows: int, context: int, burst: int) -> int:

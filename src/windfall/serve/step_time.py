@@ -7,6 +7,9 @@ coefficients are never negative. Older steps count less and less, so the estimat
 steps are forgotten by their size: after a thousand decode steps of equal size, the last prefills still say what a row
 costs. Steps of a size that has not occurred for a while count little, but never nothing.
 
+Steps with a prefill have coefficients of their own: on a GPU a prefill is another pass through the model, and its rows
+cost less than those of a decode step. Until there was such a step, the coefficients of the other kind are used.
+
 Every step is predicted before it is learned from. `error` is the recent mean of |actual / predicted - 1|; predictions
 for admission are widened by it, so an estimate that is wrong becomes careful (`upper_s`).
 """
@@ -38,9 +41,13 @@ class StepShape:
 
     rows: int
     context: int
+    prefill: bool = False
+    """Whether some rows are of a prompt."""
 
 
-class StepTime:
+class _Estimate:
+    """Of one kind of steps."""
+
     def __init__(self) -> None:
         self._products: dict[int, np.ndarray] = {}
         self._weights: dict[int, float] = {}
@@ -112,3 +119,52 @@ class StepTime:
 
 MOST_ROWS = 1 << 20
 """More rows than any step has."""
+
+
+class StepTime:
+    """The estimate for the steps of one tenant."""
+
+    def __init__(self) -> None:
+        self._decode, self._prefill = _Estimate(), _Estimate()
+
+    @property
+    def known(self) -> bool:
+        return self._decode.known or self._prefill.known
+
+    @property
+    def error(self) -> float:
+        """Recent mean of the relative errors, of the kind of steps with the larger one."""
+        return max(self._decode.error, self._prefill.error)
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted time of all steps that could be predicted, for the metrics."""
+        return self._decode.predicted_s + self._prefill.predicted_s
+
+    @property
+    def actual_s(self) -> float:
+        """Actual time of the same steps."""
+        return self._decode.actual_s + self._prefill.actual_s
+
+    def observe(self, shape: StepShape, actual_s: float) -> None:
+        (self._prefill if shape.prefill else self._decode).observe(shape, actual_s)
+
+    def _estimate(self, prefill: bool) -> _Estimate:
+        wanted, other = (self._prefill, self._decode) if prefill else (self._decode, self._prefill)
+        return wanted if wanted.known else other
+
+    def predict_s(self, rows: float, context: float, prefill: bool = False) -> float:
+        """The expected time of a step. 0 if nothing is known."""
+        return self._estimate(prefill).predict_s(rows, context)
+
+    def upper_s(self, rows: float, context: float, prefill: bool = False) -> float:
+        """The expected time, widened by the error of recent predictions."""
+        return self._estimate(prefill).upper_s(rows, context)
+
+    def most_rows(self, slack_s: float, *, context_per_row: float = 0.0, prefill: bool = False) -> int:
+        """The largest number of rows that are expected to take at most `slack_s`, each with so much context."""
+        return self._estimate(prefill).most_rows(slack_s, context_per_row=context_per_row)
+
+    def worthwhile_rows(self, *, context_per_row: float = 0.0, prefill: bool = False) -> float:
+        """Number of rows with which half of a step's time is fixed."""
+        return self._estimate(prefill).worthwhile_rows(context_per_row=context_per_row)

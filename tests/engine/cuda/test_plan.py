@@ -73,6 +73,9 @@ class FinishedLaunch:
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens, self.tokens.astype(np.float32)
 
+    def device_s(self) -> float | None:
+        return None
+
 
 class Emulated:
     """Replaces the engine's `DeviceRunner`. Runs every launch at once, in order."""

@@ -146,7 +146,8 @@ def test_rows_and_steps_are_limited(serving: Case) -> None:
     for n in range(6):
         engine.add(Request(id=str(n), prompt=tuple(range(3 + n, 13 + n)), seed=n, max_tokens=30))
     assert {c.id for c in engine.step(20, 8)} <= {"0", "1"}, "two prompts of ten tokens fit into 20 rows"
-    rows, context = engine.last_step
+    rows, context, prefill = engine.last_step
+    assert prefill
     assert rows <= 22
     assert context >= rows
     while any(not s.pages for s in engine.sequences):
@@ -155,6 +156,7 @@ def test_rows_and_steps_are_limited(serving: Case) -> None:
     assert [len(c.tokens) for c in chunks] == [3] * 4, "four rows, three steps"
     assert {c.id for c in chunks} == {"0", "1", "2", "3"}, "the oldest come first"
     assert engine.last_steps == 3
+    assert not engine.last_step[2]
     drain(engine)
 
 

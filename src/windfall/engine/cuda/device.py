@@ -41,6 +41,7 @@ class PendingLaunch:
     work: Launch
     version: int
     sampled: Tensor  # (1 + steps, 2, batch) int32 in host memory; valid only after `wait`
+    began: Any  # event before the launch; None without a GPU
     event: Any
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
@@ -49,6 +50,10 @@ class PendingLaunch:
             self.event.synchronize()
         both = self.sampled.numpy()
         return both[:, 0], both[:, 1].view(np.float32)
+
+    def device_s(self) -> float | None:
+        """How long the device took, after `wait` (seconds); None without a GPU."""
+        return None if self.event is None else self.began.elapsed_time(self.event) / 1000
 
 
 class DeviceRunner:
@@ -91,6 +96,10 @@ class DeviceRunner:
         self._launches += 1
         row = ring_index * (1 + self.burst)
         key = self.graph_key(work)
+        began = event = None
+        if self._pinned:
+            began = torch.cuda.Event(enable_timing=True)
+            began.record()
         if work.steps:
             self.host_state.set_rows(work.slots, key.batch)
             if key.prefix_groups:
@@ -105,11 +114,10 @@ class DeviceRunner:
             self._graphs.run(key, work.steps)
         sampled = self._host_tokens[row : row + 1 + work.steps]
         sampled.copy_(self._ring[row : row + 1 + work.steps], non_blocking=True)
-        event = None
         if self._pinned:
-            event = torch.cuda.Event(blocking=True)
+            event = torch.cuda.Event(enable_timing=True, blocking=True)
             event.record()
-        return PendingLaunch(work=work, version=version, sampled=sampled, event=event)
+        return PendingLaunch(work=work, version=version, sampled=sampled, began=began, event=event)
 
     def graph_key(self, work: Launch) -> GraphKey:
         truncate = any(truncates(s.request.sampling) for s in work.rows)

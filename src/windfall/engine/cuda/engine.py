@@ -97,11 +97,13 @@ class GraphEngine:
         """Upper limit for the decode steps of a launch."""
         self.depth = DEPTH
         """Upper limit for the launches in flight. 1: `step` returns the tokens of its own launch."""
-        self.last_step = (0, 0)
-        """Rows of a step of the launch whose tokens were returned last, and the tokens that they attended to. 0: no
-        launch, or one whose steps differ."""
+        self.last_step = (0, 0, False)
+        """Rows of a step of the launch whose tokens were returned last, the tokens that they attended to, and whether
+        it had a prefill. 0: no launch, or one whose steps differ."""
         self.last_steps = 1
         """Number of steps of that launch."""
+        self.device_s: float | None = None
+        """How long the device took for that launch (seconds); None: no launch, or no GPU."""
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, DeviceSequence] = {}
         self._pending: deque[PendingLaunch] = deque()
@@ -154,18 +156,29 @@ class GraphEngine:
         return self._plan.prefill_rows
 
     @property
+    def prefilling(self) -> int:
+        """Running responses that are being prefilled."""
+        return self._plan.prefilling
+
+    @property
     def in_flight(self) -> bool:
         """Whether the device may still run a launch."""
         return bool(self._pending)
+
+    @property
+    def launched(self) -> list[tuple[tuple[int, int, bool], int]]:
+        """For every launch in flight, its shape as in `last_step`, and its steps."""
+        return [(p.work.shape, max(1, p.work.steps)) for p in self._pending]
 
     def prefill_alone(self, alone: bool) -> None:
         """Whether a launch with a prefill has only one decode step: its tokens come sooner. The default with `kv`."""
         self._plan.single_step_with_prefill = alone
 
     def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
-        """Launch at most `most_steps` decode steps, of at most `most_rows` rows each, prefill included."""
-        self.last_step, self.last_steps = (0, 0), 1
-        launched = self._launch(most_rows, most_steps) if len(self._pending) < self.depth else False
+        """Launch at most `most_steps` decode steps, of at most `most_rows` rows each, prefill included. 0 rows: launch
+        nothing, and return the tokens of the oldest launch in flight."""
+        self.last_step, self.last_steps, self.device_s = (0, 0, False), 1, None
+        launched = most_rows != 0 and len(self._pending) < self.depth and self._launch(most_rows, most_steps)
         if self._ready:
             self._ready_finished -= sum(c.finish is not None for c in self._ready[0])
             return self._ready.popleft()
@@ -244,9 +257,10 @@ class GraphEngine:
     def _collect(self, pending: PendingLaunch) -> list[Chunk]:
         """The tokens of a launch, as one chunk for every response that got any."""
         tokens, logprobs = pending.wait()
+        self.device_s = pending.device_s()
         work, out = pending.work, []
         if work.prefill and work.steps > 1:
-            self.last_step = (0, 0)  # of different shapes
+            self.last_step = (0, 0, False)  # of different shapes
         else:
             self.last_step, self.last_steps = work.shape, max(1, work.steps)
         sampled = [p.sequence for p in work.prefill if p.samples]

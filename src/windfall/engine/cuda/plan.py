@@ -78,7 +78,7 @@ class Launch:
     steps: int
     longest: int  # upper limit for the tokens that a row reads by itself, without the shared prefix of its group
     prefix_groups: np.ndarray  # (G, 3): first row, number of rows and shared tokens of each group
-    shape: tuple[int, int] = (0, 0)  # rows of a step, prefill included, and the tokens that they attend to
+    shape: tuple[int, int, bool]  # rows of a step, prefill included; tokens that they attend to; whether it prefills
 
 
 class BatchPlanner:
@@ -141,7 +141,7 @@ class BatchPlanner:
         context = int(self._planned[slots].sum()) + sum(p.stop for p in prefill)
         return Launch(
             prefill=prefill, rows=rows, slots=slots, steps=steps, longest=longest, prefix_groups=prefix_groups,
-            shape=(count, context),
+            shape=(count, context, bool(prefill)),
         )  # fmt: skip
 
     def restart_all(self) -> None:
@@ -153,6 +153,10 @@ class BatchPlanner:
         self.running.clear()
         self.retention.clear()
         self.pages.clear_cache()
+
+    @property
+    def prefilling(self) -> int:
+        return len(self._prefilling)
 
     @property
     def prefill_rows(self) -> int:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 class TorchEngine:
     capabilities = Capabilities(name="torch")
-    burst, depth, last_steps, in_flight = 1, 1, 1, False  # like GraphEngine's: every step is one launch
+    burst, depth, last_steps, in_flight, launched, device_s = 1, 1, 1, False, (), None
+    """Like GraphEngine's: every step is one launch, which is waited for."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class TorchEngine:
         self._scheduler = Scheduler(pages, max_running=max_running, max_rows=max_rows, retention=retention)
         self._runner = Runner(model, pages=count, page_size=pages.size, deterministic=deterministic, kv=kv)
         self._sequences: dict[str, Sequence] = {}
-        self.last_step = (0, 0)
-        """Rows of the last step, and the tokens that they attended to."""
+        self.last_step = (0, 0, False)
+        """Rows of the last step, the tokens that they attended to, and whether it had a prefill."""
         self._steps = self._rows = self._generated = self._prefilled = 0
         self.take_dropped = retention.take_dropped
         self.forget = retention.forget
@@ -105,11 +106,17 @@ class TorchEngine:
         """Rows that are still to be prefilled, beside one for every running response."""
         return sum(len(s.tokens) - s.computed for s in self.sequences) - len(self._scheduler.running)
 
+    @property
+    def prefilling(self) -> int:
+        """Running responses that are being prefilled."""
+        return sum(len(s.tokens) - s.computed > 1 for s in self._scheduler.running)
+
     def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
         """One step of at most `most_rows` rows."""
         del most_steps
         rows = self._scheduler.plan(most_rows)
-        self.last_step = (sum(r.stop - r.start for r in rows), sum(r.stop for r in rows))
+        counts = [r.stop - r.start for r in rows]
+        self.last_step = (sum(counts), sum(r.stop for r in rows), max(counts, default=0) > 1)
         if not rows:
             return []
         self._runner.allocate()

@@ -63,7 +63,7 @@ SERVED = {
     "32B": Model(name="32B", parameters=32.5e9, layers=64, heads=40, trainer_gpus=0),
 }
 """Qwen2.5's published shapes."""
-BUSY = 0.189
+BUSY, PEAK = 0.189, 4.2
 PROMPT, ANSWER = 900.0, 150.0
 """Median tokens of a request and of its answer."""
 
@@ -122,7 +122,7 @@ def recipe(s: Setting, algorithm: str, steps: int, requests: Path | None, seed: 
                 "count": s.borrowed // s.gpus, "serving": serving, "slots": 16 * s.gpus,
                 "kv_tokens": int(shared / s.model.kv_bytes), "serving_kv_tokens": int(shared / served.kv_bytes),
                 "requests_per_s": BUSY / (mean_prompt * serving["prefill_s"] + mean_answer * serving["each_s"]),
-                "max_slowdown": 1000.0, "peak": 4.2, "prompt_tokens": PROMPT, "generated_tokens": ANSWER,
+                "max_slowdown": 1000.0, "peak": PEAK, "prompt_tokens": PROMPT, "generated_tokens": ANSWER,
                 **({"requests_file": requests} if requests else {}),
             },
         },
@@ -143,6 +143,8 @@ class Bench:
     """The lenders have no requests."""
     groups: int = 1
     """Groups of a step, as a multiple of the setting's."""
+    peak: float = PEAK
+    """Largest rate of the requests, as a multiple of the mean."""
 
     def rollout_s(self, s: Setting, algorithm: str, where: str) -> tuple[float, float, list[SimLender]]:
         """Mean seconds of a rollout, sampled tokens of a step, and the lenders. `where`: fixed, lent, or the name of a
@@ -150,10 +152,9 @@ class Bench:
         times, tokens, lenders = [], [], []
         for seed in range(self.seeds):
             r = recipe(s, algorithm, self.steps, self.requests, seed)
-            if self.idle and r.sim.lenders is not None:
-                r = scenario.with_keys(
-                    r, {"sim": {"lenders": r.sim.lenders.model_copy(update={"requests_per_s": 0.0})}}
-                )
+            if r.sim.lenders is not None:
+                load = {"peak": self.peak} | ({"requests_per_s": 0.0} if self.idle else {})
+                r = scenario.with_keys(r, {"sim": {"lenders": r.sim.lenders.model_copy(update=load)}})
             if where != "lent":
                 r = scenario.with_keys(r, {"sim": {"lenders": None}})
             w = scenario.build(variants.apply(r, "algorithm2" if where in self.spot else "windfall"))
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=1, help="Divide machines and groups by this number, to save time.")
     parser.add_argument("--only", choices=list(SETTINGS), help="Only this model.")
     parser.add_argument("--idle", action="store_true", help="Lenders have no requests: what the service takes.")
+    parser.add_argument("--peak", type=float, default=PEAK, help="Largest rate of the requests, in means. 1: no peaks.")
     parser.add_argument("--groups", type=int, default=1, help="Multiply the groups of a step by this number.")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
@@ -204,7 +206,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(
             folder=Path(temporary), steps=args.steps, seeds=args.seeds, requests=args.requests, spot=windows,
-            scale=4 if args.quick else args.scale, idle=args.idle, groups=args.groups,
+            scale=4 if args.quick else args.scale, idle=args.idle, groups=args.groups, peak=args.peak,
         )  # fmt: skip
         report(bench, ["8B"] if args.quick else [args.only] if args.only else list(SETTINGS))
 

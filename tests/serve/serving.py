@@ -19,7 +19,8 @@ from windfall.models import tokenizer as tokenizers
 from windfall.models.chat import Chat
 from windfall.models.load import TINY
 from windfall.serve import build
-from windfall.serve.api import IDLE_S, ServeApi, ServedModel, ServeLimits
+from windfall.serve.api import IDLE_S, ServeApi, ServeLimits
+from windfall.serve.call_sampler import ServedModel
 from windfall.serve.host import Host
 from windfall.serve.slo import Objectives
 from windfall.worker import engine_factory
@@ -29,6 +30,7 @@ EOS = TOKENIZER.eos_token_id
 PATIENT = Objectives(ttft_s=60.0, tpot_s=20.0)
 """Objectives that every machine meets, so that its speed does not matter."""
 TEMPLATE = (
+    "{% for tool in tools or [] %}[tool] {{ tool.function.name }}<eos>{% endfor %}"
     "{% for m in messages %}[{{ m.role }}] {{ m.content or '' }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )

@@ -1,12 +1,13 @@
-"""Public clients against `windfall serve` in a process of its own: OpenAI's client, and vLLM's load generator.
+"""Public clients against `windfall serve` in a process of its own: OpenAI's client, vLLM's load generator and guidellm.
 
-    make test-clients      in the environment of vLLM, which has both
+    make test-clients      in the environment of vLLM, which has the first two
 
-Both are optional: without them, the tests are skipped.
+All are optional: without them, the tests are skipped.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -106,6 +107,21 @@ def test_openais_client_gets_its_own_errors(server: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         api.completions.create(model="tiny", prompt=[5] * 100_000, max_tokens=1)
     assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.skipif(not has("guidellm"), reason="guidellm is not installed (pip install guidellm)")
+def test_guidellm(server: str, tmp_path: Path) -> None:
+    backend = f"kind=openai_http,target={server},request_format=/v1/completions,model=tiny,api_key=secret"
+    command = [
+        sys.executable, "-m", "guidellm", "run", "--backend", backend, "--profile", "kind=constant,rate=4",
+        "--constraint", "kind=max_requests,count=12", "--tokenizer", f"kind=hf_auto,model={TINY}",
+        "--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=16", "--disable-progress",
+        "--output", f"kind=json,path={tmp_path / 'report.json'}",
+    ]  # fmt: skip
+    made = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert made.returncode == 0, made.stderr[-2000:]
+    (report,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    assert report["metrics"]["request_totals"] == {"successful": 12, "errored": 0, "incomplete": 0, "total": 12}
 
 
 @pytest.mark.skipif(not has("vllm"), reason="vLLM is not installed (make test-clients)")

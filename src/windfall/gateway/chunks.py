@@ -3,6 +3,7 @@
     first()         chunks before the first token
     grown(count)    chunks for the first `count` tokens, whenever there are more of them
     last()          chunks at the end of the turn
+    usage(counts)   the chunk at the end of the stream, if the client wants it
     sent            number of tokens that a client has received with the chunks so far
 
 Rules: text that may be the start of a stop string, or that ends in the middle of a character, is held back. Only new
@@ -61,9 +62,10 @@ class GrowingText:
 class TextChunks:
     def __init__(
         self, flight: CallInFlight, options: CallOptions, *, chat: bool, model: str,
-        decode: Callable[[Sequence[int]], str], token_texts: Callable[[Sequence[int]], list[str]],
+        decode: Callable[[Sequence[int]], str], token_texts: Callable[[Sequence[int]], list[str]], index: int = 0,
     ) -> None:  # fmt: skip
-        self._flight, self._options, self._chat = flight, options, chat
+        """`index`: number of the choice that this call is in its answer."""
+        self._flight, self._options, self._chat, self._index = flight, options, chat, index
         self._model, self._token_texts, self._created = model, token_texts, int(time.time())
         self._hold = max((len(s) - 1 for s in options.stop), default=0)
         """Characters that may be the start of a stop string."""
@@ -76,7 +78,7 @@ class TextChunks:
     def first(self) -> list[Chunk]:
         if not self._chat:
             return []
-        chunk = self._chunk({"role": "assistant", "content": ""})
+        chunk = self._chunk({"role": "assistant", "content": ""}, 0)
         if self._options.return_token_ids:
             chunk["prompt_token_ids"] = list(self._flight.prompt)
         return [chunk]
@@ -99,13 +101,16 @@ class TextChunks:
         flight, message = self._flight, self._flight.message or {}
         content = (message.get("content") or "") if self._chat else flight.text
         chunks = self._text(content[self._sent_text :], len(flight.tokens))
+        count = len(flight.tokens)
         if calls := message.get("tool_calls"):
-            chunks.append(self._chunk({"tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]}))
-        chunks.append(self._chunk({} if self._chat else "", protocol.finish_reason(flight.finish, flight.message)))
-        if self._options.include_usage:
-            counts = protocol.usage(len(flight.prompt), len(flight.tokens))
-            chunks.append({**self._envelope(), "choices": [], "usage": counts})
+            chunks.append(self._chunk({"tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]}, count))
+        reason = protocol.finish_reason(flight.finish, flight.message)
+        chunks.append(self._chunk({} if self._chat else "", count, reason))
         return chunks
+
+    def usage(self, counts: dict[str, int]) -> list[Chunk]:
+        """The chunk after the last one of all choices, if the client wants it."""
+        return [{**self._envelope(), "choices": [], "usage": counts}] if self._options.include_usage else []
 
     def _text(self, new: str, count: int) -> list[Chunk]:
         """A chunk with new text, and with the tokens up to `count` if the client wants them."""
@@ -114,7 +119,7 @@ class TextChunks:
         wants_tokens = self._options.logprobs or self._options.return_token_ids
         if not new and not (tokens and wants_tokens):
             return []
-        chunk = self._chunk({"content": new} if self._chat else new)
+        chunk = self._chunk({"content": new} if self._chat else new, count)
         choice = chunk["choices"][0]
         if self._options.logprobs:
             texts = self._token_texts(tokens)
@@ -131,9 +136,15 @@ class TextChunks:
         self._sent_text, self._sent_tokens = self._sent_text + len(new), count
         return [chunk]
 
-    def _chunk(self, delta: Any, finish: str | None = None) -> Chunk:
-        choice = {"index": 0, "delta" if self._chat else "text": delta, "logprobs": None, "finish_reason": finish}
-        return {**self._envelope(), "choices": [choice]}
+    def _chunk(self, delta: Any, count: int, finish: str | None = None) -> Chunk:
+        """`count`: number of tokens of the choice up to this chunk."""
+        choice = {"index": self._index, "delta" if self._chat else "text": delta, "logprobs": None}
+        chunk = {**self._envelope(), "choices": [{**choice, "finish_reason": finish}]}
+        if self._options.usage_in_chunks:
+            chunk["usage"] = protocol.usage(len(self._flight.prompt), count)
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return chunk
 
     def _envelope(self) -> Chunk:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
@@ -157,11 +168,11 @@ class IdChunks:
 
     def last(self) -> list[Chunk]:
         flight = self._flight
-        chunks = self._chunks(len(flight.tokens), flight.finish)
-        if self._options.include_usage:
-            counts = protocol.usage(len(flight.prompt), len(flight.tokens))
-            chunks.append({"request_id": flight.id, "choices": [], "usage": counts})
-        return chunks
+        return self._chunks(len(flight.tokens), flight.finish)
+
+    def usage(self, counts: dict[str, int]) -> list[Chunk]:
+        wanted = self._options.include_usage
+        return [{"request_id": self._flight.id, "choices": [], "usage": counts}] if wanted else []
 
     def _chunks(self, count: int, finish: str | None) -> list[Chunk]:
         tokens, logprobs = self._flight.tokens[self.sent : count], self._flight.logprobs[self.sent : count]

@@ -19,6 +19,8 @@ from windfall.models.tool_calls import ParsedTurn
 
 MAX_STOP = 16
 """Largest number of stop strings of a request."""
+MAX_ECHO = 100
+"""Characters of a client's text that an error repeats at most."""
 
 
 class ApiError(Exception):
@@ -42,26 +44,42 @@ class CallOptions:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    usage_in_chunks: bool
+    """Every chunk of a stream has the usage of its choice so far."""
     logprobs: bool
     return_token_ids: bool
+    n: int = 1
+    """Number of answers to each prompt."""
+    one_tool_call: bool = False
+    """An answer has at most one tool call; more are left out."""
 
 
-def options(body: Mapping[str, Any], *, chat: bool) -> CallOptions:
-    if body.get("n") not in (None, 1):
-        raise ApiError(400, "n must be 1: a call has one answer", param="n")
+def options(body: Mapping[str, Any], *, chat: bool, most: int = 1) -> CallOptions:
+    """`most`: upper limit for the number of answers."""
+    n = 1 if body.get("n") is None else body["n"]
+    if type(n) is not int or not 1 <= n <= most:
+        raise ApiError(
+            400, f"n must be {f'between 1 and {most}' if most > 1 else '1: a call has one answer'}", param="n"
+        )
     if chat and body.get("top_logprobs"):
         raise ApiError(400, "top_logprobs is not available; logprobs of the sampled tokens are", param="top_logprobs")
-    for name in ("echo", "suffix", "best_of"):
-        if not chat and body.get(name) not in (None, False, "", 1):
+    for name, without_effect in (("echo", False), ("suffix", ""), ("best_of", n)):
+        if not chat and body.get(name) not in (None, without_effect):
             raise ApiError(400, f"{name} is not supported", param=name)
-    limit = _first(body, "max_completion_tokens", "max_tokens") if chat else body.get("max_tokens", 16)
+    limit = _first(body, "max_completion_tokens", "max_tokens")
+    if limit is None and not chat and "max_tokens" not in body:
+        limit = 16  # OpenAI's default; null means no limit
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise ApiError(400, f"max_tokens is {limit!r}; it must be a positive integer", param="max_tokens")
+        what = f"max_tokens is {repr(limit)[:MAX_ECHO]}; it must be a positive integer"
+        raise ApiError(400, what, param="max_tokens")
     given = body.get("logprobs")
-    stream_options = body.get("stream_options") or {}
+    stream_options = body.get("stream_options")
+    stream_options = stream_options if isinstance(stream_options, Mapping) else {}
     return CallOptions(
         max_tokens=limit, stop=stop_strings(body.get("stop")), stream=_flag(body, "stream"),
-        include_usage=isinstance(stream_options, Mapping) and stream_options.get("include_usage") is True,
+        include_usage=stream_options.get("include_usage") is True,
+        usage_in_chunks=stream_options.get("include_usage") is stream_options.get("continuous_usage_stats") is True,
+        n=n,
         logprobs=given is True if chat else given is not None and given is not False,
         return_token_ids=_flag(body, "return_token_ids"),
     )  # fmt: skip
@@ -111,17 +129,24 @@ def tool_names(offered: Sequence[Mapping[str, Any]] | None) -> frozenset[str]:
     return frozenset(tool["function"]["name"] for tool in offered or ())
 
 
-def one_prompt(value: Any) -> str | list[int]:
-    """The prompt of a completion: text, or token ids. A list that holds one prompt is accepted, too."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
-    return value if isinstance(value, str) and value else prompt_ids(value, "prompt")
+def prompts(value: Any, most: int = 1) -> list[str | list[int]]:
+    """The prompts of a completion: one, or a list of at most `most`. Each is text, or token ids.
+
+    >>> prompts("a"), prompts([5, 6]), prompts(["a", [5, 6]], 2)
+    (['a'], [[5, 6]], ['a', [5, 6]])
+    """
+    several = isinstance(value, list) and any(isinstance(prompt, str | list) for prompt in value)
+    found = value if several else [value]
+    if len(found) > most:
+        what = f"there are {len(found)} prompts, and a call has at most {most}"
+        raise ApiError(400, what, param="prompt")
+    return [prompt if isinstance(prompt, str) and prompt else prompt_ids(prompt, "prompt") for prompt in found]
 
 
 def prompt_ids(value: Any, param: str) -> list[int]:
     if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
         also = "text or " if param == "prompt" else ""
-        raise ApiError(400, f"{param} must be {also}a list of token ids: one prompt for each call", param=param)
+        raise ApiError(400, f"{param} must be {also}a list of token ids, and not empty", param=param)
     return value
 
 

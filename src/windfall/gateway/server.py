@@ -17,9 +17,9 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -28,6 +28,7 @@ from windfall.errors import WindfallError
 from windfall.gateway import protocol
 from windfall.gateway.base import Sampler
 from windfall.gateway.chunks import IdChunks, TextChunks
+from windfall.gateway.event_stream import EventStream
 from windfall.gateway.protocol import ApiError, CallOptions
 from windfall.gateway.session import CallInFlight, GatewaySession
 from windfall.models.chat import Chat, check_length, most_chars
@@ -36,6 +37,13 @@ from windfall.models.history import Call, Segment
 MAX_BODY_BYTES = 8 << 20
 
 _LOG = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """One of the choices of an answer: the call that makes it, and the session of the call."""
+
+    session: GatewaySession
+    flight: CallInFlight
 
 
 class Gateway:
@@ -135,27 +143,31 @@ class Gateway:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         session, key, body = await self._open_call(request)
-        options = protocol.options(body, chat=True)
-        flight = session.chat_call(key, body, options)
-        if options.stream:
-            return await self._stream(request, session, flight, self._text_chunks(flight, options, chat=True))
-        await flight.done()
-        answer = self._whole(flight, options, "chat.completion", chat=True)
-        answer["choices"][0]["message"] = {"refusal": None, **(flight.message or {})}
-        return await self._deliver(request, session, flight, answer)
+        options = self._options(body, chat=True)
+        choices = self._start_chat(session, key, body, options)
+        return await self._answer(request, choices, options, chat=True)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         session, key, body = await self._open_call(request)
-        options, prompt = protocol.options(body, chat=False), protocol.one_prompt(body.get("prompt"))
-        flight = session.ids_call(key, options, lambda: self._encode(prompt) if isinstance(prompt, str) else prompt)
-        if options.stream:
-            return await self._stream(request, session, flight, self._text_chunks(flight, options, chat=False))
-        await flight.done()
-        answer = self._whole(flight, options, "text_completion", chat=False)
-        answer["choices"][0]["text"] = flight.text
-        if options.return_token_ids:
-            answer["choices"][0]["prompt_token_ids"] = answer.pop("prompt_token_ids")
-        return await self._deliver(request, session, flight, answer)
+        options = self._options(body, chat=False)
+        choices = self._start_texts(session, key, body.get("prompt"), options)
+        return await self._answer(request, choices, options, chat=False)
+
+    def _options(self, body: Mapping[str, Any], *, chat: bool) -> CallOptions:
+        return protocol.options(body, chat=chat)
+
+    def _start_chat(
+        self, session: GatewaySession, key: str, body: Mapping[str, Any], options: CallOptions
+    ) -> list[Choice]:
+        """Start the calls whose answers are the choices of one answer."""
+        return [Choice(session, session.chat_call(key, body, options))]
+
+    def _start_texts(self, session: GatewaySession, key: str, prompt: Any, options: CallOptions) -> list[Choice]:
+        (one,) = protocol.prompts(prompt)
+        return [Choice(session, session.ids_call(key, options, lambda: self._ids(one)))]
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        return self._encode(prompt) if isinstance(prompt, str) else prompt
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         session, key, body = await self._open_call(request)
@@ -167,86 +179,117 @@ class Gateway:
         options = protocol.options({"max_tokens": None, **wanted}, chat=False)
         ids = protocol.prompt_ids(body.get("token_ids"), "token_ids")
         flight = session.ids_call(key, options, lambda: ids)
+        choices = [Choice(session, flight)]
         if options.stream:
-            return await self._stream(request, session, flight, IdChunks(flight, options, self._token_texts))
+            return await self._stream(request, choices, [IdChunks(flight, options, self._token_texts)])
         await flight.done()
         logprobs = protocol.chat_logprobs(self._token_texts(flight.tokens), flight.logprobs)
         choice = {"index": 0, "token_ids": flight.tokens, "finish_reason": flight.finish, "logprobs": logprobs}
         answer = {"request_id": flight.id, "choices": [choice], "prompt_logprobs": None}
-        return await self._deliver(request, session, flight, answer)
+        return await self._deliver(request, choices, answer)
 
     # Answers.
 
-    def _whole(self, flight: CallInFlight, options: CallOptions, kind: str, *, chat: bool) -> dict[str, Any]:
-        answer = protocol.envelope(kind, flight.id, self._sampler.model)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": protocol.finish_reason(flight.finish, flight.message)}
-        choice["logprobs"] = None
+    async def _answer(
+        self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
+    ) -> web.StreamResponse:
+        if options.stream:
+            chunks = [
+                TextChunks(
+                    choice.flight, options, chat=chat, model=self._sampler.model, decode=self._decode,
+                    token_texts=self._token_texts, index=n,
+                )
+                for n, choice in enumerate(choices)
+            ]  # fmt: skip
+            return await self._stream(request, choices, chunks, options.n)
+        await asyncio.gather(*(choice.flight.done() for choice in choices))
+        kind, first = "chat.completion" if chat else "text_completion", choices[0].flight
+        answer = protocol.envelope(kind, first.id, self._sampler.model)
+        if chat and options.return_token_ids:
+            answer["prompt_token_ids"] = list(first.prompt)
+        answer["choices"] = [self._choice(n, c.flight, options, chat=chat) for n, c in enumerate(choices)]
+        answer["usage"] = _usage(choices, options.n)
+        return await self._deliver(request, choices, answer)
+
+    def _choice(self, index: int, flight: CallInFlight, options: CallOptions, *, chat: bool) -> dict[str, Any]:
+        reason = protocol.finish_reason(flight.finish, flight.message)
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
         if options.logprobs:
             build = protocol.chat_logprobs if chat else protocol.text_logprobs
             choice["logprobs"] = build(self._token_texts(flight.tokens), flight.logprobs)
         if options.return_token_ids:
-            choice["token_ids"], answer["prompt_token_ids"] = flight.tokens, list(flight.prompt)
-        answer["choices"] = [choice]
-        answer["usage"] = protocol.usage(len(flight.prompt), len(flight.tokens))
-        return answer
+            choice["token_ids"] = flight.tokens
+            if not chat:
+                choice["prompt_token_ids"] = list(flight.prompt)
+        if chat:
+            choice["message"] = {"refusal": None, **(flight.message or {})}
+        else:
+            choice["text"] = flight.text
+        return choice
 
     async def _deliver(
-        self, request: web.Request, session: GatewaySession, flight: CallInFlight, answer: dict[str, Any]
+        self, request: web.Request, choices: Sequence[Choice], answer: dict[str, Any]
     ) -> web.StreamResponse:
-        """Send the answer. Only if that works, the call is over: otherwise the client may ask for it again."""
+        """Send the answer. Only if that works, its calls are over: otherwise the client may ask for it again."""
         response = web.json_response(answer)
         await response.prepare(request)
         await response.write_eof()
-        session.delivered(flight)
+        for session, flight in choices:
+            session.delivered(flight)
         return response
 
-    def _text_chunks(self, flight: CallInFlight, options: CallOptions, *, chat: bool) -> TextChunks:
-        return TextChunks(
-            flight, options, chat=chat, model=self._sampler.model, decode=self._decode, token_texts=self._token_texts
-        )
-
     async def _stream(
-        self, request: web.Request, session: GatewaySession, flight: CallInFlight, chunks: TextChunks | IdChunks
+        self, request: web.Request, choices: Sequence[Choice], chunks: Sequence[TextChunks | IdChunks], n: int = 1
     ) -> web.StreamResponse:
-        """Send the turn in chunks. If it may have tool calls, which only its whole text shows, it is one chunk."""
-        response: web.StreamResponse | None = None
+        """Send the choices in chunks, as they come. The stream begins when all calls are known to be valid."""
+        stream = EventStream(request, self.write_s)
         try:
-            async for count in flight.progress():
-                if response is None:
-                    response = await _begin_stream(request, chunks.first())
-                if not flight.tools:
-                    await self._write(response, chunks.grown(count))
-                    flight.sent = max(flight.sent, chunks.sent)
-            if response is None:
-                response = await _begin_stream(request, chunks.first())
-            await self._write(response, chunks.last())
+            if len(choices) == 1:  # its first token shows that it is valid
+                await _send_choice(stream, choices[0].flight, chunks[0])
+            else:
+                await asyncio.gather(*(choice.flight.checked() for choice in choices))
+                await _together([_send_choice(stream, c.flight, own) for c, own in zip(choices, chunks, strict=True)])
+            await stream.send(chunks[0].usage(_usage(choices, n)))
         except TimeoutError:  # a client that does not read would not read an error either
             raise
         except (Exception, asyncio.CancelledError) as e:  # whatever it is, the stream must say that it failed
-            if response is None:
+            if not stream.begun:
                 raise
-            await _send(response, [_api_error(request, e).body])
-        else:
+            await stream.send([_api_error(request, e).body])
+            return await stream.end()
+        for session, flight in choices:
             session.delivered(flight)
-            await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
-    async def _write(self, response: web.StreamResponse, chunks: list[dict[str, Any]]) -> None:
-        async with asyncio.timeout(self.write_s):
-            await _send(response, chunks)
+        return await stream.end(b"data: [DONE]\n\n")
 
 
-async def _begin_stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    await _send(response, chunks)
-    return response
+async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextChunks | IdChunks) -> None:
+    """Send one choice. If it may have tool calls, which only its whole text shows, it is one chunk."""
+    begun = False
+    async for count in flight.progress():
+        if not begun:
+            begun = True
+            await stream.send(chunks.first())
+        if not flight.tools:
+            await stream.send(chunks.grown(count))
+            flight.sent = max(flight.sent, chunks.sent)
+    await stream.send([*([] if begun else chunks.first()), *chunks.last()])
 
 
-async def _send(response: web.StreamResponse, chunks: list[dict[str, Any]]) -> None:
-    for chunk in chunks:
-        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines to their end. The first error ends all of them."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _usage(choices: Sequence[Choice], n: int) -> dict[str, int]:
+    """The tokens of an answer with `n` choices for each prompt: a prompt counts once."""
+    prompts = sum(len(choice.flight.prompt) for choice in choices[::n])
+    return protocol.usage(prompts, sum(len(choice.flight.tokens) for choice in choices))
 
 
 async def _json(request: web.Request) -> tuple[str, dict[str, Any]]:
@@ -270,7 +313,10 @@ async def _errors(
         return await handler(request)
     except (Exception, asyncio.CancelledError) as e:  # a client must get an answer even if there is a bug
         error = _api_error(request, e)
-    return web.json_response(error.body, status=error.status)
+    response = web.json_response(error.body, status=error.status)
+    if not request.content.is_eof():  # the rest of the body is not read, so a client must not use the connection again
+        response.force_close()
+    return response
 
 
 def _api_error(request: web.Request, error: BaseException) -> ApiError:
@@ -284,6 +330,10 @@ def _api_error(request: web.Request, error: BaseException) -> ApiError:
                 raise error
             # The call was canceled, not this request: calls are canceled when their session ends.
             return ApiError(401, "this session has ended", code="invalid_api_key")
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, f"the body is larger than {request.client_max_size} bytes, the limit of this server")
+        case web.RequestPayloadError():  # its length, chunks or compression are wrong
+            return ApiError(400, f"the body cannot be read: {error}")
         case web.HTTPException():
             return ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
         case ConnectionError():  # no client is left to read this

@@ -22,6 +22,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from windfall.errors import WindfallError
@@ -47,8 +48,9 @@ InThread = Callable[[Callable[[], Call]], Awaitable[Call]]
 class CallInFlight:
     """A call that is being sampled, or whose answer no client has received yet."""
 
-    def __init__(self, tools: frozenset[str], stop: tuple[str, ...], decode: Decode) -> None:
-        self.tools, self.stop, self.stops = tools, stop, StopStrings(stop, decode)
+    def __init__(self, tools: frozenset[str], options: protocol.CallOptions, decode: Decode) -> None:
+        self.tools, self.stop, self.stops = tools, options.stop, StopStrings(options.stop, decode)
+        self.one_tool_call = options.one_tool_call
         self._call: Call | None = None
         self.name = ""
         """The id in answers, if it is not made from the place in the history."""
@@ -66,6 +68,8 @@ class CallInFlight:
         self.end_at: int | None = None
         """End the turn after this number of tokens."""
         self.request: TurnRequest | None = None
+        self.valid = asyncio.Event()
+        """The call was not refused: it is sampled, or waits for that."""
         self.changed = asyncio.Event()
         self.work: asyncio.Task[None] | None = None
 
@@ -92,6 +96,17 @@ class CallInFlight:
         """Wait for the end of the call. Raises the error with which it ended."""
         assert self.work is not None
         await asyncio.shield(self.work)
+
+    async def checked(self) -> None:
+        """Wait until the call is known to be valid. Raises the error with which it was refused."""
+        assert self.work is not None
+        waiting = asyncio.ensure_future(self.valid.wait())
+        try:
+            await asyncio.wait([waiting, self.work], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if not self.valid.is_set():
+            await self.done()
 
     async def progress(self) -> AsyncIterator[int]:
         """The number of tokens so far, whenever it has grown. Raises the error with which the call ends."""
@@ -165,7 +180,7 @@ class GatewaySession:
             return self._in_flight[key]
         if sum(c.work is not None and not c.work.done() for c in self._in_flight.values()) >= MAX_CALLS:
             raise ApiError(429, f"{MAX_CALLS} calls of this session are in flight", code="rate_limit_exceeded")
-        flight = CallInFlight(tools, options.stop, self._decode)
+        flight = CallInFlight(tools, options, self._decode)
         flight.name = self.answer_id
         flight.work = asyncio.create_task(self._run(flight, key, options.max_tokens, place))
         flight.work.add_done_callback(lambda work: work.cancelled() or work.exception())  # its client may be gone
@@ -201,7 +216,7 @@ class GatewaySession:
             self.ran_out = True
             raise ApiError(400, e.what, code="context_length_exceeded", param="messages") from e
         except WindfallError as e:
-            raise ApiError(400, f"{e.what}. {e.fix}", param="messages") from e
+            raise ApiError(400, f"{e.what}. {e.fix}", param="tools" if e.where == "tools" else "messages") from e
         for other in list(self._in_flight.values()):
             if other is not flight and other.placed and other.call.segment is call.segment:
                 self.delivered(other)  # this call has its answer in its prompt
@@ -232,6 +247,7 @@ class GatewaySession:
             session=self.id, segment=call.segment.index, turn=_turns(call.segment), prompt=flight.prompt,
             new=call.new or call.segment.prompt, max_tokens=limit,
         )  # fmt: skip
+        flight.valid.set()
         return await self._sampler.sample(flight.request, flight.grow)
 
     def _count_waiting(self, change: int) -> None:
@@ -252,6 +268,8 @@ class GatewaySession:
         call = flight.call
         if call.messages:
             parsed = parse(flight.text, flight.tools)
+            if flight.one_tool_call:
+                parsed = replace(parsed, tool_calls=parsed.tool_calls[:1])
             flight.message = protocol.reply_message(parsed, self._call_ids(call, parsed))
         self.history.answer(call, turn.tokens, flight.message)
 

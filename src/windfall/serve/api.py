@@ -6,11 +6,13 @@
     GET  /health                  200, or 503 while the server drains or after its engine has failed
     GET  /metrics                 for Prometheus
 
-It is the gateway (gateway/server.py) with a session of one call for every request: the protocol, streams and tool calls
-are the gateway's. Different from the gateway: a request decides how its tokens are sampled, and a client that goes away
-cancels its request.
+It is the gateway (gateway/server.py) with a session of one call for every choice: the protocol, streams and tool calls
+are the gateway's. Different from the gateway: a request decides how its tokens are sampled and how many choices it gets
+(`n` for each prompt, several prompts), a field that cannot be honored is refused (request_fields.py), and a client that
+goes away cancels its request.
 
-Limits: `max_body_bytes` of a body, `max_requests` in flight, waiting or running (429 beyond it), `read_s` seconds for a
+Limits: `max_body_bytes` of a body, `max_requests` in flight, waiting or running (429 beyond it; every choice counts as
+one), `read_s` seconds for a
 client to send its body, `write_s` seconds to take the next part of a stream, and `request_s` seconds from the first
 byte of a request to the last byte of its answer. A client that is too slow is cut off, and its request is canceled. A
 client without a valid key is refused before its body is read, so it occupies none of the `max_requests`. A connection
@@ -27,21 +29,20 @@ import secrets
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 from aiohttp import web
 
-from windfall.errors import WindfallError
-from windfall.gateway.base import Progress, SampledTurn, TurnRequest
-from windfall.gateway.protocol import ApiError
-from windfall.gateway.server import Gateway
+from windfall.gateway import protocol
+from windfall.gateway.protocol import MAX_ECHO, ApiError, CallOptions
+from windfall.gateway.server import Choice, Gateway
 from windfall.gateway.session import GatewaySession
 from windfall.models.chat import Chat
-from windfall.serve import metrics, sampling_options
+from windfall.serve import metrics, request_fields, sampling_options
+from windfall.serve.call_sampler import CallSampler, RequestChat, RequestState, ServedModel
 from windfall.serve.host import Host
-from windfall.serve.sampling_options import SamplingOptions
-from windfall.types import Chunk, Finish, Request
 
 IDLE_S = 75.0
 """Seconds that a connection may be open between two requests, or before the head of its first one is complete."""
@@ -50,17 +51,8 @@ CLOSE_S = 1.0
 MIN_BODY_BYTES, MAX_BODY_BYTES = 1 << 20, 8 << 20
 BYTES_PER_TOKEN = 64
 """Upper limit for the size of a body, per token of the context. Parsing holds up all streams, about 10 ms per MiB."""
-MAX_ECHO = 100
-"""Characters of a client's text that an error repeats at most."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
-    model: str
-    """Name of the model in the API."""
-    context: int
-    """Largest number of tokens of prompt and answer together."""
-    vocabulary: int
+MAX_CHOICES = 128
+"""Upper limit for `n`, as OpenAI's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,81 +65,7 @@ class ServeLimits:
     write_s: float = 30.0
 
 
-class _CallSampler:
-    """Samples one call on the host's serving engine."""
-
-    def __init__(self, host: Host, served: ServedModel, stop: frozenset[int]) -> None:
-        self.model, self.context, self.vocabulary = served.model, served.context, served.vocabulary
-        self._host, self._stop = host, stop
-        self.options: SamplingOptions | None = None
-        self.arrival_s: float | None = None
-        """When the body of the request had arrived, by the host's clock."""
-        self.over = False
-        """The client has its answer, or has gone away."""
-
-    def read(self, body: Mapping[str, Any]) -> None:
-        """Check the fields of a request that concern sampling."""
-        model = body.get("model")
-        if model is not None and not isinstance(model, str):
-            raise ApiError(400, "model must be text", param="model")
-        if model not in (None, self.model):
-            what = f"there is no model {model[:MAX_ECHO]!r}; this is {self.model!r}"
-            raise ApiError(404, what, code="model_not_found", param="model")
-        self.options = sampling_options.read(body)
-
-    def retract(self, request: TurnRequest, keep: int) -> None:
-        """Nothing is kept of a call that was canceled: `sample` has canceled its request."""
-        del request, keep
-
-    async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
-        assert self.options is not None
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Chunk | WindfallError]()
-
-        def listen(what: Chunk | WindfallError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(arrived.put_nowait, what)
-
-        seed = secrets.randbits(63) if self.options.seed is None else self.options.seed
-        stop = frozenset() if self.options.ignore_eos else self._stop
-        asked = Request(
-            id=request.session, prompt=request.prompt, seed=seed, max_tokens=request.max_tokens,
-            sampling=self.options.sampling, stop=stop,
-        )  # fmt: skip
-        self._host.submit(asked, listen, arrival_s=self.arrival_s)
-        finish: Finish | None = None
-        tokens, logprobs, known = list[int](), list[float](), 0
-        try:
-            while finish is None:
-                what = await arrived.get()
-                if isinstance(what, WindfallError):
-                    raise what
-                tokens += what.tokens
-                logprobs += what.logprobs
-                finish = what.finish
-                if finish is None and not arrived.empty():
-                    continue  # report several tokens at once
-                kept = progress(tokens[known:], logprobs[known:])
-                known = len(tokens)
-                if kept is not None:  # a stop string was found, or the session ends
-                    del tokens[kept:], logprobs[kept:]
-                    if finish is None and not self.over:
-                        self._host.cancel(asked.id, "stop")
-                    finish = "stop"
-        finally:
-            self._host.cancel(asked.id)  # no effect on a request that has ended
-        return SampledTurn(tokens=tuple(tokens), logprobs=tuple(logprobs), finish=finish)
-
-
-@dataclass
-class _RequestState:
-    session: GatewaySession | None = None
-    sampler: _CallSampler | None = None
-    arrival_s: float | None = None
-    begun: bool = False
-    """The first bytes of the answer were sent."""
-
-
-_state: ContextVar[_RequestState] = ContextVar("request")
+_state: ContextVar[RequestState] = ContextVar("request")
 """State of the request that the present task handles."""
 
 
@@ -162,7 +80,7 @@ class ServeApi(Gateway):
         self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, BYTES_PER_TOKEN * served.context))
         self.draining = ""
         """Why no request is accepted any more; empty while they are."""
-        super().__init__(_CallSampler(host, served, stop), tokenizer, chat, stop)
+        super().__init__(CallSampler(host, served, stop, RequestState(), 0), tokenizer, chat, stop)
         self.app.middlewares.append(self._one_request)
         self.app.on_response_prepare.append(_mark_begun)
 
@@ -194,28 +112,76 @@ class ServeApi(Gateway):
 
     def _session(self, request: web.Request) -> GatewaySession:
         self._check_key(request)
-        state, sampler = _state.get(), _CallSampler(self._host, self.served, self._stop)
-        sampler.arrival_s = state.arrival_s
+        state = _state.get()
+        state.name = f"{'chatcmpl' if request.path.endswith('/chat/completions') else 'cmpl'}-{secrets.token_hex(12)}"
+        state.chat = None if self._chat is None else RequestChat(self._chat)
+        return self._open_session(0)
+
+    def _open_session(self, number: int) -> GatewaySession:
+        """A session for one choice of the present request. `number`: among the choices of its prompt."""
+        state = _state.get()
+        sampler = CallSampler(self._host, self.served, self._stop, state, number)
         session = GatewaySession(
-            secrets.token_hex(12), sampler, self._chat, self._decode, in_thread=self._in_thread, max_tokens=sys.maxsize
+            secrets.token_hex(12), sampler, state.chat, self._decode, in_thread=self._in_thread, max_tokens=sys.maxsize
         )
-        session.answer_id = f"{'chatcmpl' if request.path.endswith('/chat/completions') else 'cmpl'}-{session.id}"
-        state.session, state.sampler = session, sampler
+        session.answer_id = state.name
+        state.sessions.append(session)
         return session
 
-    async def _open_call(self, request: web.Request) -> tuple[GatewaySession, str, dict[str, Any]]:
-        session, key, body = await super()._open_call(request)
-        sampler = _state.get().sampler
-        assert sampler is not None
-        sampler.read(body)
-        return session, key, body
+    def _options(self, body: Mapping[str, Any], *, chat: bool) -> CallOptions:
+        request_fields.check(body, chat=chat)
+        model = body.get("model")
+        if model is not None and not isinstance(model, str):
+            raise ApiError(400, "model must be text", param="model")
+        if model not in (None, self.served.model):
+            what = f"there is no model {model[:MAX_ECHO]!r}; this is {self.served.model!r}"
+            raise ApiError(404, what, code="model_not_found", param="model")
+        state = _state.get()
+        state.sampling = sampling_options.read(body)
+        if chat and state.chat is not None:
+            state.chat.set_variables(request_fields.template_variables(body))
+        options = protocol.options(body, chat=chat, most=MAX_CHOICES)
+        return replace(options, one_tool_call=body.get("parallel_tool_calls") is False)
+
+    def _start_chat(
+        self, session: GatewaySession, key: str, body: Mapping[str, Any], options: CallOptions
+    ) -> list[Choice]:
+        self._count_choices(options.n)
+        sessions = [session, *(self._open_session(number) for number in range(1, options.n))]
+        return [Choice(one, one.chat_call(key, body, options)) for one in sessions]
+
+    def _start_texts(self, session: GatewaySession, key: str, prompt: Any, options: CallOptions) -> list[Choice]:
+        prompts = protocol.prompts(prompt, most=sys.maxsize)
+        self._count_choices(options.n * len(prompts))
+        choices = list[Choice]()
+        for ids in [cache(partial(self._ids, one)) for one in prompts]:  # tokenized once for all choices
+            for number in range(options.n):
+                one = self._open_session(number) if choices else session
+                choices.append(Choice(one, one.ids_call(key, options, ids)))
+        return choices
+
+    def _count_choices(self, count: int) -> None:
+        """Every choice counts as a request in flight. The request itself has been counted as one."""
+        state, most = _state.get(), self._limits.max_requests
+        if count > most:
+            what = f"the answer would have {count} choices (n for each prompt); this server has at most {most} at once"
+            raise ApiError(400, what, param="n")
+        if self._in_flight + count - 1 > most:
+            raise self._overloaded()
+        state.choices = count
+        self._in_flight += count - 1
+
+    def _overloaded(self) -> ApiError:
+        self._host.metrics.ended("overloaded")
+        what = f"{self._in_flight} of at most {self._limits.max_requests} requests are in flight; try again later"
+        return ApiError(429, what, code="rate_limit_exceeded")
 
     @web.middleware
     async def _one_request(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Limits of a request that generates, and its end: whatever happens, its call is over."""
-        state = _RequestState()
+        state = RequestState()
         _state.set(state)
         if request.method != "POST":
             return await handler(request)
@@ -223,9 +189,7 @@ class ServeApi(Gateway):
         if self.draining or self._host.failed is not None:
             raise ApiError(503, self.draining or "the engine has failed", code="unavailable")
         if self._in_flight >= self._limits.max_requests:
-            self._host.metrics.ended("overloaded")
-            what = f"{self._limits.max_requests} requests are in flight; try again later"
-            raise ApiError(429, what, code="rate_limit_exceeded")
+            raise self._overloaded()
         self._in_flight += 1
         try:
             await self._read_body(request)
@@ -239,11 +203,9 @@ class ServeApi(Gateway):
         except ConnectionError:  # the client has gone away
             raise ApiError(499, "the client closed the connection") from None
         finally:
-            self._in_flight -= 1
-            if state.sampler is not None:
-                state.sampler.over = True
-            if state.session is not None:
-                await state.session.end()
+            self._in_flight -= state.choices
+            state.over = True
+            await asyncio.gather(*(session.end() for session in state.sessions))
 
     async def _read_body(self, request: web.Request) -> None:
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import ssl as tls
 import sys
 from collections.abc import Callable
@@ -34,7 +35,7 @@ REFUSED = 3
 """Exit status of an agent that the run has refused for good."""
 REFUSED_S = 300.0
 """Seconds until the next attempt if the run cannot use this server at all, or does not accept its token."""
-PATIENCE_S = 10 * 365 * 86400.0
+PATIENCE_S = math.inf
 """The service outlives any outage of the run."""
 
 
@@ -85,10 +86,20 @@ class Lender:
                 self._agent = None
             if code == REFUSED and not (self._tenant is not None and self._tenant.built):
                 what = "the run does not take this worker; serving goes on without lending"
-                self._say(f"{what}; the next attempt is in {self._refused_s:g} s")
-                await self._pause(self._refused_s)
+                self._say(f"{what}; the next attempt is in {self._refused_s:g} s, or when the token has changed")
+                await self._pause_refused(token)
             else:
                 await self._pause(self._retry_s)
+
+    async def _pause_refused(self, token: str) -> None:
+        """Wait for a long time, unless there is another token: that of the next run, or the right one."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._refused_s
+        while not self._leaving.is_set() and (left_s := end_s - loop.time()) > 0:
+            await self._pause(min(self._retry_s, left_s))
+            with contextlib.suppress(WindfallError, OSError):  # the next attempt says what is wrong with the file
+                if await asyncio.to_thread(self._read_token) != token:
+                    return
 
     async def _pause(self, seconds: float) -> None:
         """Wait for the next attempt, or for `leave`."""

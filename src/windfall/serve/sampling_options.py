@@ -1,11 +1,12 @@
 """How a serving request wants its tokens sampled: reads and checks the fields of its body. Plain data in and out.
 
-A field that changes the distribution and that the engine does not have is refused with status 400, unless its value has
-no effect. No value of any field may raise another error: all requests share an engine.
+No value of any field may raise an error other than ApiError: all requests share an engine.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,6 @@ from typing import Any
 from windfall.gateway.protocol import ApiError
 from windfall.types import Sampling
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
-    "min_tokens": (0,), "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
-    "bad_words": ([],), "allowed_token_ids": ([],), "structured_outputs": (), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "length_penalty": (1,), "prompt_logprobs": (0,),
-}  # fmt: skip
-"""Fields that are not supported, and the values that have no effect."""
 MAX_SEED = 1 << 63
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy. Logits divided by a tiny number would be infinite."""
@@ -38,9 +32,6 @@ def read(body: Mapping[str, Any]) -> SamplingOptions:
     >>> read({"temperature": 0, "seed": 7}).sampling
     Sampling(temperature=0.0, top_p=1.0, top_k=0)
     """
-    for name, neutral in NEUTRAL.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            raise ApiError(400, f"{name} is not supported", param=name)
     top_k = _number(body, "top_k", 0, -1, 1 << 31)
     seed = body.get("seed")
     if seed is not None and (type(seed) is not int or not -MAX_SEED <= seed < MAX_SEED):
@@ -57,6 +48,19 @@ def read(body: Mapping[str, Any]) -> SamplingOptions:
     return SamplingOptions(
         sampling=sampling, seed=None if seed is None else seed % (1 << 64), ignore_eos=bool(ignore_eos)
     )
+
+
+def choice_seed(seed: int | None, number: int) -> int:
+    """The seed of one of several choices: `number` counts those of one prompt. With a seed of the request it is always
+    the same, and choice 0 is the answer that the request has without `n`. Without one it is random.
+
+    A sum of seed and number would give requests with neighboring seeds the same choices.
+    """
+    if seed is None:
+        return secrets.randbits(63)
+    if number == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest())
 
 
 def _number(body: Mapping[str, Any], name: str, default: float, least: float, most: float) -> float:

@@ -161,7 +161,8 @@ class Agent:
                     return 3 if self._refused else 0
                 if str(e) != last_line:
                     last_line = str(e)
-                    self._say(f"no link to {self._dialer.url}: {e}; reconnecting for up to {self._patience_s:g} s")
+                    limit = "" if math.isinf(self._patience_s) else f" for up to {self._patience_s:g} s"
+                    self._say(f"no link: {e}; reconnecting{limit}")  # the error begins with the address
             if time.monotonic() - alone_s > self._patience_s:
                 self._say(
                     f"waited {self._patience_s:g} s for a controller at {self._dialer.url}; leaving. Check that the "

@@ -7,6 +7,7 @@ the process exits. A second Ctrl-C ends it at once.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -25,7 +27,8 @@ from windfall.link import auth
 from windfall.models import load
 from windfall.models.chat import Chat
 from windfall.serve import build
-from windfall.serve.api import ServeApi, ServedModel, ServeLimits
+from windfall.serve.api import ServeApi, ServeLimits
+from windfall.serve.call_sampler import ServedModel
 from windfall.serve.host import Host
 from windfall.serve.lender import Lender
 from windfall.serve.slo import Objectives
@@ -65,12 +68,13 @@ def main(options: ServeOptions) -> None:
     """Serve until a signal. Exits the process."""
     context = None
     if options.lend:
-        if not options.lend.startswith(("http://", "https://")):
+        if not is_address(options.lend):
             what = f"{options.lend!r} is not the address of a controller"
-            raise WindfallError(what, where="--lend", fix="Give http://HOST:PORT.")
+            raise WindfallError(what, where="--lend", fix="Give http://HOST:PORT, as the run printed it at its start.")
         if not options.token:
             raise WindfallError("lending needs the run's token", where="--lend", fix="Give --token FILE.")
         context = tls.client_context(options.lend, ca=options.ca, pinned=os.environ.get("WINDFALL_TLS_PIN", ""))
+    check_address(options.host, options.port)
     device, dtype = devices.resolve(options.device, options.dtype, options.threads)
     model = load.load(options.model, dtype=dtype, device=device)
     tokenizer = load.load_tokenizer(options.model)
@@ -107,6 +111,49 @@ def main(options: ServeOptions) -> None:
     asyncio.run(run_and_exit())
 
 
+def is_address(url: str) -> bool:
+    """Whether this is the URL of a host.
+
+    >>> [is_address(url) for url in ("http://10.0.0.5:8765", "10.0.0.5:8765", "http://", "http://a:port")]
+    [True, False, False, False]
+    """
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise WindfallError if this process cannot listen there: better before the model is loaded than minutes later."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as s:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:  # otherwise it would also take the port of IPv4
+                    s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                s.bind(address)
+    except OSError as e:
+        raise _cannot_listen(host, port, e) from e
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> WindfallError:
+    match error:
+        case socket.gaierror():
+            fix = "Choose another --host: the name or an address of this machine."
+        case OSError(errno=errno.EADDRNOTAVAIL):
+            fix = "Choose another --host: this machine does not have that address."
+        case OSError(errno=errno.EACCES):
+            fix = "Choose a --port above 1023, or run with the right to use this one."
+        case _:
+            fix = "Choose another --port, or end the process that uses it."
+    named = (error.errno or 0) > 0 and not isinstance(error, socket.gaierror)
+    why = os.strerror(error.errno or 0) if named else error.strerror  # asyncio's text repeats the address
+    return WindfallError(f"cannot listen: {why}", where=f"{host}:{port}", fix=fix)
+
+
 async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender | None) -> int:
     """Listen until a signal or until the engine fails. Returns the exit status."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -116,8 +163,7 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
     try:
         await web.TCPSite(runner, options.host, options.port).start()
     except OSError as e:
-        fix = "Choose another --port."
-        raise WindfallError(f"cannot listen: {e.strerror}", where=f"{options.host}:{options.port}", fix=fix) from e
+        raise _cannot_listen(options.host, options.port, e) from e
 
     def leave(number: int) -> None:
         loop.remove_signal_handler(number)

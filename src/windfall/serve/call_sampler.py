@@ -1,0 +1,118 @@
+"""Samples the calls of a request on the host's serving engine: one call for every choice of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windfall.errors import WindfallError
+from windfall.gateway.base import Progress, SampledTurn, TurnRequest
+from windfall.gateway.session import GatewaySession
+from windfall.models.chat import Chat, Message, normalize
+from windfall.serve import sampling_options
+from windfall.serve.host import Host
+from windfall.serve.sampling_options import SamplingOptions
+from windfall.types import Chunk, Finish, Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    model: str
+    """Name of the model in the API."""
+    context: int
+    """Largest number of tokens of prompt and answer together."""
+    vocabulary: int
+
+
+@dataclass
+class RequestState:
+    """What the choices of one request share."""
+
+    name: str = ""
+    """The id of the answer."""
+    sessions: list[GatewaySession] = field(default_factory=list)
+    chat: RequestChat | None = None
+    sampling: SamplingOptions | None = None
+    choices: int = 1
+    """Number of choices that count as requests in flight."""
+    arrival_s: float | None = None
+    """When the body of the request had arrived, by the host's clock."""
+    begun: bool = False
+    """The first bytes of the answer were sent."""
+    over: bool = False
+    """The client has its answer, or has gone away."""
+
+
+class RequestChat(Chat):
+    """The chat template for one request: its prompt is rendered once, for all choices. Tools that the template would
+    leave out are refused."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.__dict__.update(vars(chat))
+        self._ids: tuple[int, ...] | None = None
+
+    def set_variables(self, variables: Mapping[str, Any]) -> None:
+        """Variables of the template that the request sets."""
+        self._more = {**self._more, **variables}
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> tuple[int, ...]:
+        if self._ids is None:
+            ids = super().prompt(messages, tools)
+            normal = [normalize(message) for message in messages]
+            if tools and self._render(normal, tools) == self._render(normal, None):
+                what = "the chat template of this model has no tools, so the model would not see them"
+                raise WindfallError(what, where="tools", fix="Send no tools, or describe them in a message.")
+            self._ids = ids
+        return self._ids
+
+
+class CallSampler:
+    def __init__(self, host: Host, served: ServedModel, stop: frozenset[int], state: RequestState, number: int) -> None:
+        """`number`: number of the choice among those of its prompt. It decides the seed."""
+        self.model, self.context, self.vocabulary = served.model, served.context, served.vocabulary
+        self._host, self._stop, self._state, self._number = host, stop, state, number
+
+    def retract(self, request: TurnRequest, keep: int) -> None:
+        """Nothing is kept of a call that was canceled: `sample` has canceled its request."""
+        del request, keep
+
+    async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
+        options = self._state.sampling
+        assert options is not None, "the options of the request were not read"
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Chunk | WindfallError]()
+
+        def listen(what: Chunk | WindfallError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(arrived.put_nowait, what)
+
+        asked = Request(
+            id=request.session, prompt=request.prompt, seed=sampling_options.choice_seed(options.seed, self._number),
+            max_tokens=request.max_tokens, sampling=options.sampling,
+            stop=frozenset() if options.ignore_eos else self._stop,
+        )  # fmt: skip
+        self._host.submit(asked, listen, arrival_s=self._state.arrival_s)
+        finish: Finish | None = None
+        tokens, logprobs, known = list[int](), list[float](), 0
+        try:
+            while finish is None:
+                what = await arrived.get()
+                if isinstance(what, WindfallError):
+                    raise what
+                tokens += what.tokens
+                logprobs += what.logprobs
+                finish = what.finish
+                if finish is None and not arrived.empty():
+                    continue  # report several tokens at once
+                kept = progress(tokens[known:], logprobs[known:])
+                known = len(tokens)
+                if kept is not None:  # a stop string was found, or the session ends
+                    del tokens[kept:], logprobs[kept:]
+                    if finish is None and not self._state.over:
+                        self._host.cancel(asked.id, "stop")
+                    finish = "stop"
+        finally:
+            self._host.cancel(asked.id)  # no effect on a request that has ended
+        return SampledTurn(tokens=tuple(tokens), logprobs=tuple(logprobs), finish=finish)

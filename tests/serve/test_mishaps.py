@@ -1,0 +1,124 @@
+"""What goes wrong for users of the server: addresses, bodies, clients that vanish, runs that cannot be reached."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+from doorway import TOKEN
+from lending import Weights, lending
+from serving import new_host, run, serving, until
+
+from windfall.errors import WindfallError
+from windfall.launch.processes.serve import ServeOptions, check_address, main
+from windfall.scheduling.members import WorkerState
+from windfall.serve.lender import Lender
+
+JSON = {"Content-Type": "application/json"}
+
+
+def test_an_address_that_cannot_be_used_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(WindfallError, match=f"127.0.0.1:{port}: cannot listen: Address already in use") as caught:
+            check_address("127.0.0.1", port)
+        assert "--port" in caught.value.fix
+    check_address("127.0.0.1", port)
+    check_address("127.0.0.1", 0)
+    check_address("localhost", 0)
+    for host in ("192.0.2.7", "no-such-host.invalid"):  # for documentation: no machine has this address
+        with pytest.raises(WindfallError, match=host) as caught:
+            check_address(host, port)
+        assert "--host" in caught.value.fix
+
+
+def test_the_port_is_checked_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = ServeOptions(model="/no/such/model", port=taken.getsockname()[1])
+        with pytest.raises(WindfallError, match="Address already in use"):
+            main(options)
+
+
+@pytest.mark.parametrize("lend", ["10.0.0.5:8765", "http://", "https://:8765", "http://a:port", "ftp://a"])
+def test_a_wrong_address_of_a_run_is_refused(lend: str) -> None:
+    with pytest.raises(WindfallError, match="not the address of a controller"):
+        main(ServeOptions(model="tiny", lend=lend, token="run.token"))
+
+
+def test_bodies_that_are_too_large_or_cannot_be_read() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            async with s.http.post(s.url + "/v1/completions", data=b"x" * (10 << 20), headers=JSON) as answer:
+                assert answer.status == 413
+                assert "larger than 1048576 bytes" in (await answer.json())["error"]["message"]
+            bad = {**JSON, "Content-Encoding": "gzip"}
+            async with s.http.post(s.url + "/v1/completions", data=b"not gzip", headers=bad) as answer:
+                assert answer.status == 400
+                assert "cannot be read" in (await answer.json())["error"]["message"]
+            for body in (b"", b"[]", b"{", b'{"prompt": "3"}}', b"\xff\xfe", b"[" * 100_000):
+                async with s.http.post(s.url + "/v1/completions", data=body, headers=JSON) as answer:
+                    error = (await answer.json())["error"]
+                    assert (answer.status, error["type"]) == (400, "invalid_request_error"), body[:20]
+                    assert len(error["message"]) < 300
+            await s.complete(max_tokens=2)
+
+    run(main)
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_a_stream() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            body = {"prompt": "3+4=", "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 3}
+            async with s.http.post(s.url + "/v1/completions", json=body) as stream:
+                await stream.content.readline()
+                await until(lambda: s.host.requests == 3, "all choices run")
+                stream.close()
+            await until(lambda: s.host.requests == 0, "all choices are canceled")
+            assert s.host.engine.kv.pages.held_blocks == 0, "their memory is free"
+            assert s.api._in_flight == 0
+            generated = s.host.metrics.generated_tokens
+            assert generated < 3 * 240
+            await s.complete(max_tokens=2)
+
+    run(main)
+
+
+def test_a_run_that_cannot_be_reached_is_reported_once() -> None:
+    async def main() -> None:
+        said: list[str] = []
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            port = unused.getsockname()[1]
+        async with serving(new_host()) as s:
+            lender = Lender(
+                s.host, f"http://127.0.0.1:{port}", lambda: TOKEN, name="lender", device="cpu",
+                puller=lambda token: Weights(), say=said.append,
+            )  # fmt: skip
+            task = asyncio.create_task(lender.run())
+            await until(lambda: said, "it says that there is no link")
+            await asyncio.sleep(1.0)  # several attempts
+            assert len(said) == 1
+            assert said[0].count(f"127.0.0.1:{port}") >= 1
+            assert said[0].endswith("; reconnecting"), said
+            await s.complete(max_tokens=2)
+            lender.leave("the test ends")
+            await asyncio.wait_for(task, 10)
+
+    run(main)
+
+
+def test_a_corrected_token_is_used_at_once(tmp_path: Path) -> None:
+    """Not after the minutes that a lender waits when it is refused."""
+
+    async def main() -> None:
+        tokens = ["1" * 43]
+        async with lending(tmp_path, token=lambda: tokens[-1]) as s:
+            await until(lambda: any("the next attempt is in 300 s" in line for line in s.said), "it is refused")
+            refused = sum("refused: " in line for line in s.said)
+            await asyncio.sleep(0.5)
+            assert sum("refused: " in line for line in s.said) == refused, "it does not ask with the same token again"
+            tokens.append(TOKEN)
+            await until(lambda: s.site.state("lender") is WorkerState.READY, "it has joined")
+
+    run(main)

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import math
 import random
-from contextlib import suppress
 
 import pytest
 
@@ -103,19 +102,11 @@ def test_program_is_solved_where_highs_fails_with_its_presolve() -> None:
         objective="cost", budget_usd_per_h=41.160742684554265,
     )  # fmt: skip
     assert gap(p, "milp") == pytest.approx(0.0, abs=1e-9)
-
-
-@needs_scipy
-def test_program_is_not_solved_again_where_its_bound_already_touches_the_true_rate() -> None:
-    """HiGHS keeps constraints to 1e-6 only, so the bound may stay above the true rate however many tangents it gets."""
-    rows = 0
-    for p in (q for q in map(random_problem, range(40)) if q.trainers and q.replicas):
-        program = solvers._Program(p)
-        before = len(program.rows)
-        with suppress(solvers._Unsolved):
-            program.best()
-        rows = max(rows, len(program.rows) - before)
-    assert rows < 30
+    # HiGHS keeps constraints to 1e-6 only: the bound stays above the true rate, however many tangents it gets.
+    program = solvers._Program(p)
+    rows = len(program.rows)
+    program.best()
+    assert len(program.rows) - rows < 20
 
 
 def test_bisection_finds_the_split_of_highest_throughput() -> None:

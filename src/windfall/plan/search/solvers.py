@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -421,13 +421,15 @@ class _Program:
         return split
 
     def _run(self, objective: np.ndarray, *, presolve: bool) -> _Solved:
-        from scipy.optimize import Bounds, LinearConstraint, milp  # pyright: ignore[reportMissingImports]
+        import scipy.optimize  # pyright: ignore[reportMissingImports]
 
+        highs: Any = scipy.optimize  # SciPy's types say float where arrays are meant
         upper = [1.0] * self.z + [self.p.have[r.kind] // r.tp for r in self.p.replicas] + [1.0 + 1e-9, np.inf]
         whole = np.array([1] * (self.z + self.y) + [0, 0])
-        constraint = LinearConstraint(np.array(self.rows), np.array(self.low), np.array(self.high))
-        done = milp(
-            objective, constraints=constraint, bounds=Bounds(np.zeros(self.size), np.array(upper)), integrality=whole,
+        constraint = highs.LinearConstraint(np.array(self.rows), np.array(self.low), np.array(self.high))
+        done = highs.milp(
+            objective, constraints=constraint, bounds=highs.Bounds(np.zeros(self.size), np.array(upper)),
+            integrality=whole,
             options={"mip_rel_gap": TOLERANCE / 10, "time_limit": 60.0, "presolve": presolve},
         )  # fmt: skip
         return _Solved(done.x, done.status == INFEASIBLE)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from windfall.errors import WindfallError
-from windfall.plan import command
+from windfall.plan import command, report
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload
 from windfall.plan.run.replan import Candidate, Replanner
@@ -106,34 +104,6 @@ def test_interruptions_cost_throughput_and_save_money() -> None:
     assert rough.usd_per_h < calm.usd_per_h
 
 
-@pytest.mark.parametrize(
-    ("keys", "what"),
-    [
-        ({"gpus": "1xH100"}, "can train this model"),
-        ({"gpus": "8xL4", "what": "32B"}, "can train this model"),
-        ({"gpus": "8xH1OO"}, "unknown GPU 'H1OO'"),
-        ({"gpus": "4x8xH100:spot"}, "can be taken away"),
-        ({"gpus": "many"}, "cannot parse"),
-        ({"budget": "0/h"}, "not a budget"),
-        ({"budget": "0.1/h"}, "buys no GPU"),
-        ({"gpus": "16xH100", "budget": "8/h"}, "is not enough"),
-        ({}, "nothing says which GPUs"),
-        ({"gpus": "8xH100", "objective": "deadline"}, "needs a time"),
-        ({"gpus": "8xH100", "objective": "deadline", "deadline": 0.001}, "not possible"),
-        ({"gpus": "8xH100", "what": "9000B"}, "not known"),
-        ({"cluster": Path("nowhere.toml")}, "no such cluster file"),
-        ({"gpus": "8xH100", "prices": Path("nowhere.csv")}, "no such price list"),
-    ],
-)
-def test_bad_input_is_explained(keys: dict, what: str) -> None:
-    given = {
-        "cluster": None, "gpus": "", "budget": "", "prices": None, "objective": "throughput", "deadline": 0.0,
-        "staleness": None, "spot": None, "measured_in": None, "top": 2, "simulate": False, "write": None, **keys,
-    }  # fmt: skip
-    with pytest.raises(WindfallError, match=what):
-        command.main(given.pop("what", "8B"), **given)
-
-
 @pytest.mark.parametrize("groups", [16, pytest.param(128, marks=pytest.mark.slow)])
 def test_simulation_agrees_with_the_cost_model_and_ranks(groups: int) -> None:
     """Small steps are mostly the tail of long responses, for which the cost model is too optimistic."""
@@ -144,7 +114,7 @@ def test_simulation_agrees_with_the_cost_model_and_ranks(groups: int) -> None:
     for plan, found in ranked:
         assert found is not None
         assert found.tok_per_s == pytest.approx(plan.tok_per_s, rel=0.25 if groups > 100 else 0.6)
-    lines = "\n".join(command.report("8B", asked, ranked))
+    lines = "\n".join(report.report("8B", asked, ranked))
     for word in ("tok/s", "per million tokens", "idle", "GB per GPU", "bottleneck", "placement", "T"):
         assert word in lines
 

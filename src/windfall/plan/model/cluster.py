@@ -55,8 +55,16 @@ MAX_GPUS = 4096
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
     same_type: float = NETWORK
-    """Bytes per second between machines of one GPU type."""
+    """Bytes per second between machines of one GPU type: that of the network of a whole machine, in one direction."""
     across_types: float = NETWORK
+
+    def __str__(self) -> str:
+        """
+        >>> str(Links()), str(Links(same_type=5e9, across_types=1.5e9))
+        ('12.5 GB/s between machines', '5 GB/s between machines of one type, 1.5 GB/s between others')
+        """
+        same, across = f"{self.same_type / 1e9:.4g} GB/s between machines", f"{self.across_types / 1e9:.4g} GB/s"
+        return same if self.same_type == self.across_types else f"{same} of one type, {across} between others"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +160,8 @@ def parse(
     for row in _tables(data, "machine", where):
         machines += _machines(row, table, where, len(machines), engine)
     links = data.get("links", {})
+    if not isinstance(links, dict):
+        raise WindfallError("'links' is not a table", where=where, fix="Write [links] above its keys.")
     _only(links, LINK_KEYS, f"{where}, [links]")
     same = _number(links, LINK_KEYS[0], where, NETWORK / 1e9) * 1e9
     across = _number(links, LINK_KEYS[1], where, same / 1e9) * 1e9
@@ -179,17 +189,24 @@ def _checked(machines: tuple[Machine, ...], where: str, links: Links) -> Cluster
     cluster = Cluster(machines=machines, links=links)
     if not machines:
         raise WindfallError("the cluster has no machines", where=where, fix="Add a [[machine]] table.")
-    if cluster.gpus > MAX_GPUS:
-        raise WindfallError(f"{cluster.gpus} GPUs", where=where, fix=f"At most {MAX_GPUS} can be planned.")
+    _check_size(cluster.gpus, where)
     return cluster
+
+
+def _check_size(gpus: int, where: str) -> None:
+    if gpus > MAX_GPUS:
+        raise WindfallError(f"the cluster has {gpus:,} GPUs", where=where, fix=f"At most {MAX_GPUS:,} can be planned.")
 
 
 def _machines(
     row: Mapping[str, Any], table: Mapping[str, Gpu], where: str, first: int, engine: EngineName
 ) -> list[Machine]:
     _only(row, MACHINE_KEYS, f"{where}, [[machine]]")
-    gpu = devices.find(str(row.get("gpu", "")), table)
+    if not isinstance(row.get("gpu"), str):
+        raise WindfallError(f"a machine has no GPU: gpu is {row.get('gpu')!r}", where=where, fix='Set gpu = "H100".')
+    gpu = devices.find(row["gpu"], table, where)
     count, machines = _count(row, "count", where), _count(row, "machines", where)
+    _check_size(count * machines, where)
     lease = _choice(row, "lease", get_args(Terms), where, "reserved")
     if "price_usd_per_gpu_h" in row:
         usd = _number(row, "price_usd_per_gpu_h", where, 0.0)
@@ -199,7 +216,9 @@ def _machines(
     if lent > 1 or ("lent" in row and lease != "borrowed"):
         fix = 'Give a share of at most 1, and only with lease = "borrowed".'
         raise WindfallError(f"lent is {lent:g}", where=where, fix=fix)
-    address = str(row.get("address", ""))
+    address = row.get("address", "")
+    if not isinstance(address, str):
+        raise WindfallError(f"address is {address!r}", where=where, fix='Give a name or an IP: address = "10.0.0.5".')
     machine = Machine(
         name="", gpu=gpu, count=count, lease=lease, lent=lent, engine=_choice(row, "engine", ENGINES, where, engine),
         provider=_choice(row, "provider", ("", *PROVIDERS), where, ""),
@@ -305,7 +324,7 @@ def dump(cluster: Cluster) -> dict[str, Any]:
 
 
 def _unpriced(gpu: Gpu) -> Gpu:
-    return replace(gpu, reserved_usd_per_h=None, spot_usd_per_h=None, price_source="")
+    return replace(gpu, reserved_usd_per_h=None, spot_usd_per_h=None, price_source="", reserved_cloud="", spot_cloud="")
 
 
 def _times(gpu: Gpu) -> dict[str, Any]:

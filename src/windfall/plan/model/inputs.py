@@ -37,7 +37,7 @@ def _adapter_parameters(shape: ModelShape, rank: int) -> int:
 
 def model_shape(path: str) -> ModelShape:
     """The sizes of a model, from its config.json or from the table of known models."""
-    if path.rpartition("/")[2].lower() in (name.lower() for name in MODELS):
+    if path.rpartition("/")[2].lower().removeprefix("deepseek-") in (name.lower() for name in MODELS):
         return find_model(path)[1]
     where = load.resolve(path)
     if not isinstance(where, Path):

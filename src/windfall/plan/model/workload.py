@@ -41,15 +41,26 @@ MODELS: dict[str, ModelShape] = {
 def model(name: str) -> tuple[str, ModelShape]:
     """The model of this name. A size such as "8B" means the first model of that size.
 
-    >>> model("8b")[0], model("Qwen/Qwen3-8B")[1].kv_heads
-    ('Qwen3-8B', 8)
+    >>> model("8b")[0], model("Qwen/Qwen3-8B")[1].kv_heads, model("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")[0]
+    ('Qwen3-8B', 8, 'R1-Distill-Qwen-7B')
     """
-    wanted = name.rpartition("/")[2].lower()
+    wanted = name.rpartition("/")[2].lower().removeprefix("deepseek-")
     for known, shape in MODELS.items():
         if wanted in (known.lower(), known.lower().rpartition("-")[2]):
             return known, shape
     fix = f"{nearest(name, MODELS)} Or give a recipe whose model is a folder with a config.json."
     raise WindfallError(f"the sizes of model {name!r} are not known", where="model", fix=fix)
+
+
+def hub_id(name: str) -> str:
+    """Where a model of the table is on the Hugging Face hub; other names are paths already.
+
+    >>> hub_id("Qwen3-8B"), hub_id("R1-Distill-Qwen-7B"), hub_id("tiny")
+    ('Qwen/Qwen3-8B', 'deepseek-ai/DeepSeek-R1-Distill-Qwen-7B', 'tiny')
+    """
+    if name not in MODELS:
+        return name
+    return f"Qwen/{name}" if name.startswith("Qwen") else f"deepseek-ai/DeepSeek-{name}"
 
 
 def kv_bytes(shape: ModelShape) -> int:

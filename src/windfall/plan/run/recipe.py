@@ -30,6 +30,7 @@ from windfall.fleet.trace_formats import Change
 from windfall.launch import worker_sources
 from windfall.plan.model import cluster as clusters
 from windfall.plan.model.cluster import PROVIDERS, Kind
+from windfall.plan.model.workload import Workload, hub_id
 from windfall.plan.search.request import Request
 from windfall.plan.search.scoring import Placed, Plan
 from windfall.sim.calibrate import event_log
@@ -70,6 +71,17 @@ def sim_keys(plan: Plan, request: Request) -> dict[str, Any]:
         "prompt_tokens": work.prompt_tokens, "median_tokens": work.median_tokens, "sigma": work.sigma,
         "reward_s": work.reward_s,
     }  # fmt: skip
+
+
+def of_model(name: str, work: Workload) -> Recipe:
+    """The recipe of a plan that was asked for with a model's name only: this model, and the sizes that were planned."""
+    return config.parse(
+        {
+            "run": {"steps": work.steps}, "model": {"path": hub_id(name)},
+            "rollout": {"groups": work.groups, "group_size": work.group_size, "max_tokens": work.max_tokens},
+        },
+        where=f"the recipe of {name}",
+    )  # fmt: skip
 
 
 def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulated | None = None) -> Recipe:

@@ -43,11 +43,19 @@ class Part(NamedTuple):
 HEADER = f"{'part':44} {'planned':>12} {'measured':>12} {'unit':6} {'error':>8}"
 
 
+def no_run(run: Path, missing: str) -> WindfallError:
+    """The error for a folder that is not that of a run."""
+    what = f"this folder has no {missing}" if run.is_dir() else "no such run"
+    return WindfallError(what, where=str(run), fix="Give the folder of a run, such as runs/demo.")
+
+
 def review(run: Path) -> list[Part]:
     recipe = config.load(run / "recipe.toml")
     if not recipe.plan.name:
         fix = "Only runs of a recipe from `windfall plan --write` can be checked."
         raise WindfallError("this run was not planned: its recipe has no [plan] section", where=str(run), fix=fix)
+    if not (run / "events.jsonl").is_file():
+        raise no_run(run, "events.jsonl")
     events = read(run / "events.jsonl")
     if not event_log.steps_of(events):
         raise WindfallError("no step of this run is complete yet", where=str(run), fix="Wait for the first step.")

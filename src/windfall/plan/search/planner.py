@@ -154,28 +154,39 @@ class Options:
         self.kinds: list[tuple[Kind, list[Machine]]] = list(request.cluster.kinds().items())
         self.trainers: dict[tuple[int, int], Training] = {}
         self.replicas: dict[tuple[int, int], Replica] = {}
-        refused: list[str] = []
+        why: dict[str, list[str]] = {"train": [], "generate": []}
         for k, (kind, machines) in enumerate(self.kinds):
             have, largest = sum(m.count for m in machines), max(m.count for m in machines)
+            if not kind.can_train:
+                reason = f"is started by {kind.provider}" if kind.lease == "reserved" else "can be taken away"
+                why["train"].insert(0, f"{kind.name} {reason}, so it cannot train")
             for n in _trainer_sizes(have) if kind.can_train else ():
                 try:
                     self.trainers[k, n] = training(request, kind, n, largest)
                 except DoesNotFit as e:
-                    refused.append(str(e))
-            if not any(key[0] == k for key in self.trainers) and not kind.can_train:
-                why = f"is started by {kind.provider}" if kind.lease == "reserved" else "can be taken away"
-                refused.append(f"{kind.name} {why}, so it cannot train")
+                    why["train"].append(str(e))
             for tp in request.replica_sizes(kind):
                 if tp <= largest:
                     try:
                         self.replicas[k, tp] = cost_model.replica(request.work, kind.gpu, tp, request.efficiency)
                     except DoesNotFit as e:
-                        refused.append(str(e))
-        if not self.trainers or not self.replicas:
-            part = "train" if not self.trainers else "generate"
-            fix = "Use GPUs with more memory, or more of them; or train adapters, or set train.offload = true."
-            why = f"no GPU of this cluster can {part} this model"
-            raise WindfallError(f"{why}: {refused[-1] if refused else 'there are none'}", where="cluster", fix=fix)
+                        why["generate"].append(str(e))
+        for part, fitting in (("train", self.trainers), ("generate", self.replicas)):
+            if not fitting:
+                raise self._nothing_fits(part, why[part][-1])
+
+    def _nothing_fits(self, part: str, why: str) -> WindfallError:
+        fix = "Use GPUs with more memory, or more of them; or train adapters, or set train.offload = true."
+        if part == "generate":
+            fix = 'Use GPUs with more memory, engine = "vllm", which spans several GPUs, or a lower rollout.max_tokens.'
+        if part == "train" and not any(kind.can_train for kind, _ in self.kinds):
+            fix = "Add a reserved machine for the trainer."
+        if "is not known" in why:
+            fix = "Run any recipe on it for a few steps, and give --measured RUN; see docs/plan.md."
+        elif math.isfinite(self.request.budget_usd_per_h):
+            fix = f"{fix[:-1]}. A higher --budget may also help."
+        what = f"no GPU of this cluster can {part} this model: {why}"
+        return WindfallError(what, where="cluster", fix=fix)
 
     def first_step_s(self, crowded: bool) -> float:
         """Step time of an engine to begin the search with: all GPUs share the responses, or one engine has all."""

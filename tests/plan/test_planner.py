@@ -11,6 +11,7 @@ import pytest
 from windfall.plan import command, report
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload
+from windfall.plan.run import recipe
 from windfall.plan.run.replan import Candidate, Replanner
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request, SpotMarket
@@ -102,6 +103,33 @@ def test_interruptions_cost_throughput_and_save_money() -> None:
     )
     assert rough.rollout_s > calm.rollout_s
     assert rough.usd_per_h < calm.usd_per_h
+
+
+def test_a_trainer_stays_in_one_zone_if_the_link_to_the_other_is_slow() -> None:
+    machine = {"gpu": "H100", "count": 4, "price_usd_per_gpu_h": 4.0}
+    rows = [{**machine, "zone": zone} for zone in ("a", "b", "a", "b")]
+    link = {"between": ["a", "b"], "gb_per_s": 0.2}
+    made = cluster.parse({"machine": rows, "link": [link], "links": {"same_type_gb_per_s": 200}}, "c.toml")
+    asked = replace(request("8xH100"), cluster=made)
+    kind = next(iter(made.kinds()))
+    apart = planner.fixed(asked, "H100", 8, {(kind, 1): 8})
+    assert apart is not None
+    assert len({p.machine.zone for p in apart.placed if p.training}) == 1
+    best = planner.plans(asked)[0]
+    assert len({p.machine.zone for p in best.placed if p.training}) == 1
+    one = replace(asked, cluster=replace(made, machines=tuple(replace(m, zone="a") for m in made.machines)))
+    assert planner.plans(one)[0].tok_per_s > best.tok_per_s  # weights take their time to the other zone
+
+
+def test_spot_workers_that_are_away_on_average_are_away_in_the_simulation() -> None:
+    asked = request("4xH100 + 6x2xH100:spot", spot=SpotMarket(availability=0.5, losses_per_h=0.001))
+    kinds = {kind.lease: kind for kind in asked.cluster.kinds()}
+    plan = planner.fixed(asked, "H100", 3, {(kinds["reserved"], 1): 1, (kinds["spot"], 1): 12})
+    assert plan is not None
+    up = {c.node for c in recipe._changes(plan, asked) if c.at_s == 0.0}
+    down = {c.node for c in recipe._changes(plan, asked) if not c.up and c.at_s < 1.0}
+    assert (len(up), len(down)) == (13, 6)
+    assert "w0" not in down
 
 
 @pytest.mark.parametrize("groups", [16, pytest.param(128, marks=pytest.mark.slow)])

@@ -95,6 +95,7 @@ class Workload:
     kl: bool = False
     offload: bool = False
     adapter_parameters: int = 0
+    minibatches: int = 1
 
     @property
     def responses(self) -> int:
@@ -115,6 +116,18 @@ class Workload:
         return self.prompt_tokens + _moment(self.median_tokens, self.sigma, self.max_tokens, 2) / (2 * self.mean_tokens)
 
     @property
+    def mean_trained_context(self) -> float:
+        """Mean number of tokens that a token of a training batch attends to, prompts included.
+
+        >>> shape = MODELS["Qwen3-8B"]
+        >>> Workload(shape=shape, sigma=0.0, median_tokens=100, prompt_tokens=10).mean_trained_context
+        55.0
+        """
+        p, mean = self.prompt_tokens, self.mean_tokens
+        squares = p * p + 2 * p * mean + _moment(self.median_tokens, self.sigma, self.max_tokens, 2)
+        return squares / (2 * (p + mean))
+
+    @property
     def longest_tokens(self) -> float:
         """Expected length of the longest response of a step (Blom's approximation)."""
         if self.sigma == 0 or self.responses == 1:
@@ -130,3 +143,8 @@ class Workload:
     @property
     def weights_bytes(self) -> float:
         return VALUE_BYTES * self.shape.parameters
+
+    @property
+    def update_bytes(self) -> float:
+        """Bytes that are published and pulled per step: all weights, or the adapters."""
+        return VALUE_BYTES * (self.adapter_parameters or self.shape.parameters)

@@ -16,6 +16,7 @@ windfall runs: FSDP, and engines on one GPU.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -152,6 +153,9 @@ class Options:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.kinds: list[tuple[Kind, list[Machine]]] = list(request.cluster.kinds().items())
+        self.graphs = [_graph(request, machines) for _, machines in self.kinds]
+        self.fastest = [max(map(max, graph.network)) for graph in self.graphs]
+        """The fastest link between two machines of a kind. What a plan has is known when it is placed."""
         self.trainers: dict[tuple[int, int], Training] = {}
         self.replicas: dict[tuple[int, int], Replica] = {}
         why: dict[str, list[str]] = {"train": [], "generate": []}
@@ -162,7 +166,7 @@ class Options:
                 why["train"].insert(0, f"{kind.name} {reason}, so it cannot train")
             for n in _trainer_sizes(have) if kind.can_train else ():
                 try:
-                    self.trainers[k, n] = training(request, kind, n, largest)
+                    self.trainers[k, n] = training(request, kind, n, largest, self.fastest[k])
                 except DoesNotFit as e:
                     why["train"].append(str(e))
             for tp in request.replica_sizes(kind):
@@ -203,7 +207,8 @@ class Options:
             batch = max(1.0, min(batch_at(engine, step_s, w), in_flight(w)))
             replicas.append(ReplicaOption(k, tp, engine.tok_per_s(batch, w) * useful_share(r, self.kinds[k][0])))
             tail_s = min(tail_s, w.longest_tokens * step_time(engine, 1.0, w) / (w.staleness + 1))
-        pull_s = cost_model.pull_s(w, r.cluster.links.across_types, 1, 1)
+        links = r.cluster.links
+        pull_s = cost_model.pull_s(w, [links.pull or links.across_types], 1)
         return Problem(
             have=tuple(sum(m.count for m in ms) for _, ms in self.kinds),
             usd_per_h=tuple(price(r, kind) for kind, _ in self.kinds),
@@ -215,9 +220,20 @@ class Options:
         )  # fmt: skip
 
 
-def training(request: Request, kind: Kind, gpus: int, per_machine: int) -> Training:
-    """The fastest layout on this many GPUs; raises DoesNotFit."""
-    w, e, network = request.work, request.efficiency, request.cluster.links.same_type
+def _graph(request: Request, machines: list[Machine]) -> partition.Graph:
+    """Machines of one kind and their links."""
+    names = list(dict.fromkeys(m.zone for m in machines))
+    between = [[request.cluster.links.between(a, b, same_type=True) for b in names] for a in names]
+    return partition.Graph(
+        machines=tuple(m.count for m in machines), zones=tuple(names.index(m.zone) for m in machines),
+        link=machines[0].gpu.link, network=tuple(map(tuple, between)),
+    )  # fmt: skip
+
+
+def training(request: Request, kind: Kind, gpus: int, per_machine: int, network: float) -> Training:
+    """The fastest layout on this many GPUs, with this many in one machine and this bandwidth between machines; raises
+    DoesNotFit."""
+    w, e = request.work, request.efficiency
     if not request.can.megatron:
         return cost_model.fsdp(w, kind.gpu, gpus, per_machine, network, e)
     made: list[Training] = []
@@ -247,38 +263,52 @@ def _trainer_sizes(have: int) -> Iterator[int]:
 
 
 def place(request: Request, options: Options, split: solvers.Split) -> Plan | None:
-    placed: list[Placed] = []
-    counts: dict[tuple[int, int], int] = {}
-    trained: Training | None = None
-    links = request.cluster.links
-    for k, (kind, machines) in enumerate(options.kinds):
-        sizes = [o.tp for o, n in split.replicas.items() for _ in range(n) if o.kind == k]
-        train = split.trainer.gpus if split.trainer.kind == k else 0
-        room = [m.count for m in machines]
-        found = partition.partition(room, train, sizes, link=kind.gpu.link, network=links.same_type)
-        while found is None and sizes:  # break up the largest replica, or leave it out
-            sizes.sort()
-            largest = sizes.pop()
-            half = [s for s in request.replica_sizes(kind) if s < largest and (k, s) in options.replicas]
-            sizes += [max(half)] * (largest // max(half)) if half else []
-            found = partition.partition(room, train, sizes, link=kind.gpu.link, network=links.same_type)
-        if found is None:
+    found: dict[int, partition.Partition] = {}
+    trained = options.trainers[split.trainer.kind, split.trainer.gpus]
+    sources: list[Machine] = []
+    # The trainer first: other kinds are then placed near it.
+    for k in sorted(range(len(options.kinds)), key=lambda k: k != split.trainer.kind):
+        kind, machines = options.kinds[k]
+        train = split.trainer.gpus if k == split.trainer.kind else 0
+        near = [request.cluster.pull_rate(m, sources) for m in machines] if sources else []
+        made = _partition(request, options, split, k, near)
+        if made is None:
             return None
+        found[k] = made
         if train:
-            trained = options.trainers[k, train]
-            if max(found.training) < train and max(found.training) < max(room):
+            sources = [m for m, n in zip(machines, made.training, strict=True) if n]
+            most, room = max(made.training), max(m.count for m in machines)
+            if most < train and (most < room or made.slowest < options.fastest[k]):
                 try:
-                    trained = training(request, kind, train, max(found.training))
+                    trained = training(request, kind, train, most, made.slowest)
                 except DoesNotFit:
                     return None
-        for machine, own, row in zip(machines, found.training, found.replicas, strict=True):
-            placed.append(Placed(machine=machine, training=own, replicas=row))
-            for tp in row:
-                counts[k, tp] = counts.get((k, tp), 0) + 1
-    if trained is None or not counts:
+    placed = [
+        Placed(machine=machine, training=own, replicas=row)
+        for k, (_, machines) in enumerate(options.kinds)
+        for machine, own, row in zip(machines, found[k].training, found[k].replicas, strict=True)
+    ]
+    counts = Counter((k, tp) for k in range(len(options.kinds)) for row in found[k].replicas for tp in row)
+    if not counts:
         return None
     engines = [(options.replicas[key], n) for key, n in counts.items()]
     return score(request, placed, engines, [options.kinds[k][0] for k, _ in counts], trained, split.method)
+
+
+def _partition(
+    request: Request, options: Options, split: solvers.Split, k: int, near: list[float]
+) -> partition.Partition | None:
+    """The GPUs of one kind. Replicas that cannot be placed are broken up, the largest first, or left out."""
+    sizes = [o.tp for o, n in split.replicas.items() for _ in range(n) if o.kind == k]
+    train = split.trainer.gpus if split.trainer.kind == k else 0
+    found = partition.partition(options.graphs[k], train, sizes, near=near)
+    while found is None and sizes:
+        sizes.sort()
+        largest = sizes.pop()
+        half = [s for s in request.replica_sizes(options.kinds[k][0]) if s < largest and (k, s) in options.replicas]
+        sizes += [max(half)] * (largest // max(half)) if half else []
+        found = partition.partition(options.graphs[k], train, sizes, near=near)
+    return found
 
 
 def _nothing(request: Request, problem: Problem) -> WindfallError:

@@ -121,9 +121,7 @@ def main() -> None:
         best = [(p.slowest, p.mean) for p in reference if p is not None]
         cases = [c for c, p in zip(cases, reference, strict=True) if p is not None]
         print(f"\n{title} clusters, compared with {'the best partition' if exact else 'the greedy one'}")
-        print(
-            "| method | partitions that can be used | slower slowest link | mean bandwidth lost: mean, worst | time |"
-        )
+        print("| method | usable partitions | slower slowest link | mean bandwidth lost: mean, worst | time |")
         print("|---|---|---|---|---|")
         if exact:
             compare("exact", cases, best, lambda c: partition.partition(c.graph, c.train, c.replicas, exact=True))

@@ -105,6 +105,17 @@ def test_interruptions_cost_throughput_and_save_money() -> None:
     assert rough.usd_per_h < calm.usd_per_h
 
 
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+def test_plans_on_machines_that_differ_in_price_only_are_told_apart(objective: str) -> None:
+    """Both kinds are called H100, and so are all plans on them."""
+    rows = [{"gpu": "H100", "count": 8, "price_usd_per_gpu_h": usd} for usd in (9.0, 3.0)]
+    asked = replace(request("8xH100", objective=objective, top=12), cluster=cluster.parse({"machine": rows}, "c.toml"))
+    found = planner.plans(asked)
+    assert len({plan.name for plan in found}) < len(found)
+    if objective == "cost":
+        assert {p.machine.kind.usd_per_h for p in found[0].placed if p.training or p.replicas} == {3.0}
+
+
 def test_a_trainer_stays_in_one_zone_if_the_link_to_the_other_is_slow() -> None:
     machine = {"gpu": "H100", "count": 4, "price_usd_per_gpu_h": 4.0}
     rows = [{**machine, "zone": zone} for zone in ("a", "b", "a", "b")]

@@ -29,11 +29,11 @@ def report(name: str, request: Request, ranked: list[tuple[Plan, Simulated | Non
 
 def _assumptions(request: Request) -> list[str]:
     """Prices, links and the spot market, with where they come from."""
-    kinds = {kind.name: kind for kind in request.cluster.kinds()}
-    lines = [f"prices per GPU-hour: {', '.join(f'{name} {_price(kind)}' for name, kind in kinds.items())}"]
+    kinds = request.cluster.kinds()
+    lines = [f"prices per GPU-hour: {', '.join(f'{kind.name} {_price(kind)}' for kind in kinds)}"]
     if len(request.cluster.machines) > 1:
         lines.append(f"links: {request.cluster.links}")
-    if any(kind.lease == "spot" for kind in kinds.values()):
+    if any(kind.lease == "spot" for kind in kinds):
         market = "always available: no --spot TRACE was given"
         if request.spot != SpotMarket():
             market = f"available {request.spot.availability:.0%} of the time, "

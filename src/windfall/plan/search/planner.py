@@ -45,7 +45,7 @@ STEPS = (1, 2, 4, 8)
 def plans(request: Request) -> list[Plan]:
     """The best plans, best first; raises WindfallError if there is none."""
     options = Options(request)
-    found: dict[str, Plan] = {}
+    found: dict[frozenset[tuple[Kind, int, int]], Plan] = {}
     exact = solvers.combinations(options.problem(1.0)) <= solvers.EXACT_LIMIT
     candidates = CANDIDATES if exact and request.method in ("auto", "exact") else 1
     for crowded in (False, True):
@@ -53,8 +53,8 @@ def plans(request: Request) -> list[Plan]:
         for _ in range(ROUNDS):
             splits = solvers.solve(options.problem(step_s), max(request.top, candidates), request.method)
             made = [plan for split in splits if (plan := place(request, options, split)) is not None]
-            new = [plan for plan in made if plan.name not in found]
-            found.update((plan.name, plan) for plan in new)
+            new = [plan for plan in made if plan.counts not in found]
+            found.update((plan.counts, plan) for plan in new)
             if not new:
                 break
             step_s = max(step_time(engine, batch, request.work) for _, engine, _, batch in made[0].replicas)
@@ -62,8 +62,8 @@ def plans(request: Request) -> list[Plan]:
     if not found:  # the search's speeds are estimates: limits that it cannot meet may still be met
         fastest = replace(problem, objective="throughput", budget_usd_per_h=math.inf)
         made = [place(request, options, split) for split in solvers.solve(fastest, request.top, request.method)]
-        found.update((plan.name, plan) for plan in made if plan is not None)
-    found.update((p.name, p) for p in _improved(request, options, problem, list(found.values())))
+        found.update((plan.counts, plan) for plan in made if plan is not None)
+    found.update((p.counts, p) for p in _improved(request, options, problem, list(found.values())))
     allowed = [p for p in found.values() if problem.allowed(1 / p.step_s, p.usd_per_h)]
     if not allowed:
         raise _nothing(request, problem)

@@ -84,8 +84,16 @@ class Plan:
 
     @property
     def name(self) -> str:
-        made = " + ".join(f"{n} x {r.tp} {kind.name}" for kind, r, n, _ in self.replicas)
-        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {made}"
+        """Such as "train 4 H100; roll out 4 H100 + 2 x 4 L40S spot": the last are two engines of four GPUs each."""
+        made = [f"{n} x {r.tp} {kind.name}" if r.tp > 1 else f"{n} {kind.name}" for kind, r, n, _ in self.replicas]
+        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {' + '.join(made)}"
+
+    @property
+    def counts(self) -> frozenset[tuple[Kind, int, int]]:
+        """What tells plans apart: kind, GPUs per engine (0: the trainer), and number. Names do not, because kinds that
+        differ only in price or provider have the same one."""
+        engines = {(kind, r.tp, n) for kind, r, n, _ in self.replicas}
+        return frozenset({(self.training_kind, 0, self.training.gpus), *engines})
 
     @property
     def why(self) -> str:

@@ -74,6 +74,66 @@ def test_fast_links_matter_only_between_machines() -> None:
     assert inside[0] == inside[1]
 
 
+def test_training_takes_the_time_of_its_flops_and_bytes() -> None:
+    """Worked out by hand for 8B on 16 H100 in two machines with 10 GB/s each."""
+    work = replace(WORK, sigma=0.0, median_tokens=3000, prompt_tokens=1000, max_tokens=3000)
+    e = replace(FITTED, train=0.5, elementwise=0.0, publish_s=0.0, publish_bytes_per_s=1e30)
+    h100, parameters = devices.find("H100"), 8_190_427_136
+    inside = cost_model.fsdp(work, h100, 8, 8, 10e9, e)
+    tokens = 512 * 4000
+    per_token = 6 * parameters + 12 * 36 * 32 * 128 * 2000  # a token attends to 2,000 others on average
+    assert cost_model._token_s(work, h100, e, 1.0) == pytest.approx(per_token / (989e12 * 0.5))
+    least_s = tokens * per_token / 8 / (989e12 * 0.5)
+    assert least_s <= inside.compute_s <= 4 / 3 * least_s
+    apart = cost_model.fsdp(work, h100, 16, 8, 10e9, e)
+    packs = -(-tokens // 16 // apart.pack_tokens)
+    # Gathered twice in bfloat16, reduced once in float32; 15 of 16 parts; 80 % of the network.
+    assert apart.send_s == pytest.approx(packs * (2 * 2 + 4) * parameters * 15 / 16 / 8e9, rel=0.01)
+
+
+def test_reference_and_proximal_policy_cost_a_forward_pass_each() -> None:
+    h200 = devices.find("H200")
+    small = replace(WORK, shape=MODELS["Qwen3-0.6B"])
+    plain, kl, several = (
+        cost_model.fsdp(w, h200, 1, 8, 1e9, FITTED).compute_s
+        for w in (small, replace(small, kl=True), replace(small, minibatches=4))
+    )
+    assert kl / plain == pytest.approx(4 / 3, rel=0.01)
+    assert several / plain == pytest.approx(4 / 3, rel=0.01)
+
+
+def test_adapters_are_updated_published_and_pulled_without_the_base() -> None:
+    h200 = devices.find("H200")
+    lora = replace(WORK, adapter_parameters=20_000_000)
+    full, adapted = (cost_model.fsdp(w, h200, 4, 8, 1e9, FITTED) for w in (WORK, lora))
+    assert adapted.update_s - FITTED.publish_s < 0.01 * (full.update_s - FITTED.publish_s)
+    assert cost_model.pull_s(lora, [1e9], 1) == pytest.approx(2 * 20e6 / 0.8e9)
+
+
+def test_layouts_with_pipelines_share_the_network_of_a_machine() -> None:
+    """The gradients of all parameters leave every machine once per ring, whatever the layout."""
+    work = replace(WORK, shape=MODELS["R1-Distill-Qwen-7B"])
+    e = replace(FITTED, train=1.0, elementwise=0.0)
+    h800 = devices.find("H800")
+    slow, fast = (cost_model.megatron(work, h800, 2, 4, 2, 8, network, e) for network in (1e9, 1e15))
+    expected = 2 * 4 * work.shape.parameters / 8 * (1 / 2) * 8 / 0.8e9
+    assert slow.send_s - fast.send_s == pytest.approx(expected, rel=0.01)
+
+
+def test_zones_are_links_of_their_own() -> None:
+    data = {"machine": [{"gpu": "H100", "count": 8, "zone": "a"}, {"gpu": "H100", "count": 8, "zone": "b"},
+            {"gpu": "L40S", "count": 8, "zone": "b"}, {"gpu": "L40S", "count": 8}],
+            "links": {"across_types_gb_per_s": 3}, "link": [{"between": ["a", "b"], "gb_per_s": 1}]}  # fmt: skip
+    made = cluster.parse(data, "c.toml")
+    a, b, c, d = made.machines
+    assert [made.bandwidth(a, b), made.bandwidth(c, a), made.bandwidth(b, c), made.bandwidth(a, d)] == [
+        1e9, 1e9, 3e9, 3e9,
+    ]  # fmt: skip
+    assert cluster.parse(cluster.dump(made), "again").links == made.links
+    assert [m.zone for m in cluster.parse(cluster.dump(made), "again").machines] == ["a", "b", "b", ""]
+    assert "1 GB/s between zones a and b" in str(made.links)
+
+
 def test_clusters_from_toml_and_text() -> None:
     data = {"machine": [{"gpu": "h100", "count": 8}, {"gpu": "X1", "count": 2, "machines": 3, "lease": "spot",
             "price_usd_per_gpu_h": 1.5}],
@@ -93,12 +153,16 @@ def test_clusters_from_toml_and_text() -> None:
         ({}, "no machines"),
         ({"machine": [{"gpu": "H1000"}]}, "unknown GPU"),
         ({"machine": [{"gpu": "H100", "count": 0}]}, "count is 0"),
+        ({"machine": [{"gpu": "H100", "zone": 1}]}, "zone is 1"),
+        ({"machine": [{"gpu": "H100", "zone": "a"}], "link": [{"between": ["a"], "gb_per_s": 1}]}, "between is"),
+        ({"machine": [{"gpu": "H100", "zone": "a"}], "link": [{"between": ["a", "b"], "gb_per_s": 1}]}, "the zone 'b'"),
+        ({"machine": [{"gpu": "H100", "zone": "a"}], "link": [{"between": ["a", "a"]}]}, "'gb_per_s' is missing"),
         ({"machine": [{"gpu": "H100", "counts": 8}]}, "unknown key"),
         ({"machine": [{"gpu": "H100", "lease": "free"}]}, "unknown lease"),
         ({"machine": [{"gpu": "H100", "price_usd_per_gpu_h": -1}]}, "price_usd_per_gpu_h"),
         ({"machine": {"gpu": "H100"}}, "list of tables"),
         ({"device": [{"name": "X"}], "machine": [{"gpu": "X"}]}, "missing"),
-        ({"machine": [{"gpu": "H100", "count": 8, "machines": 1000}]}, "8000 GPUs"),
+        ({"machine": [{"gpu": "H100", "count": 8, "machines": 1000}]}, "8,000 GPUs"),
     ],
 )
 def test_bad_clusters_are_refused(data: dict, what: str) -> None:

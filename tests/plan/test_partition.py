@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 
-from windfall.plan.search.partition import link_score, pack, partition
+import pytest
+
+from windfall.plan.search.partition import Graph, pack, partition
 
 
 def packs(free: list[int], sizes: list[int]) -> bool:
@@ -28,37 +30,66 @@ def case(seed: int) -> tuple[list[int], int, list[int]]:
     return machines, train, sizes
 
 
-def brute_force(machines: list[int], train: int, sizes: list[int]) -> float | None:
+def zoned(seed: int) -> tuple[Graph, int, list[int]]:
+    """Machines in up to three zones, with random links between them."""
+    machines, train, sizes = case(seed)
+    draw = random.Random(seed)
+    zones = draw.randint(1, 3)
+    network = [[0.0] * zones for _ in range(zones)]
+    for a in range(zones):
+        for b in range(a + 1):
+            network[a][b] = network[b][a] = draw.choice([50e9, 12.5e9]) if a == b else draw.choice([12.5e9, 5e9, 1e9])
+    return Graph(
+        machines=tuple(machines), zones=tuple(draw.randrange(zones) for _ in machines), link=450e9,
+        network=tuple(map(tuple, network)),
+    ), train, sizes  # fmt: skip
+
+
+def pairwise(graph: Graph, training: tuple[int, ...]) -> tuple[float, float]:
+    """The slowest link and the mean over all pairs of training GPUs, one pair after the other."""
+    gpus = [machine for machine, n in enumerate(training) for _ in range(n)]
+    links = [
+        graph.link if a == b else graph.network[graph.zones[a]][graph.zones[b]]
+        for n, a in enumerate(gpus) for b in gpus[:n]
+    ]  # fmt: skip
+    return (min(links), sum(links) / len(links)) if links else (graph.link, graph.link)
+
+
+def brute_force(graph: Graph, train: int, sizes: list[int]) -> tuple[float, float] | None:
     scores = [
-        link_score(v, 450e9, 12.5e9)
-        for v in itertools.product(*(range(m + 1) for m in machines))
-        if sum(v) == train and packs([m - n for m, n in zip(machines, v, strict=True)], sizes)
+        pairwise(graph, v)
+        for v in itertools.product(*(range(m + 1) for m in graph.machines))
+        if sum(v) == train and packs([m - n for m, n in zip(graph.machines, v, strict=True)], sizes)
     ]
     return max(scores, default=None)
 
 
-def test_exact_partition_is_the_best_and_the_greedy_one_is_close() -> None:
-    gaps, missed, feasible = [], 0, 0
+@pytest.mark.parametrize("zones", [False, True])
+def test_exact_partition_is_the_best_and_the_greedy_one_is_close(zones: bool) -> None:
+    gaps, missed, slower, feasible = [], 0, 0, 0
     for seed in range(400):
         machines, train, sizes = case(seed)
-        best = brute_force(machines, train, sizes)
-        exact = partition(machines, train, sizes, link=450e9, network=12.5e9)
+        graph = zoned(seed)[0] if zones else Graph.uniform(machines, 450e9, 12.5e9)
+        best = brute_force(graph, train, sizes)
+        exact = partition(graph, train, sizes)
         assert (exact is None) == (best is None)
         if exact is None or best is None:
             continue
         feasible += 1
-        assert exact.score >= best * (1 - 1e-9)
+        assert (exact.slowest, exact.mean) == pytest.approx(best)
         assert sum(exact.training) == train
         assert sorted(s for row in exact.replicas for s in row) == sorted(sizes)
         for size, training, row in zip(machines, exact.training, exact.replicas, strict=True):
             assert training + sum(row) <= size
-        greedy = partition(machines, train, sizes, link=450e9, network=12.5e9, exact=False)
+        greedy = partition(graph, train, sizes, exact=False)
         if greedy is None:
             missed += 1
-        else:
-            gaps.append(1 - greedy.score / best)
+            continue
+        slower += greedy.slowest < best[0]
+        gaps.append(max(0.0, 1 - greedy.mean / best[1]))
     assert feasible > 200
     assert missed < 0.03 * feasible
+    assert slower < 0.03 * feasible
     assert sum(gaps) / len(gaps) < 0.03
 
 
@@ -67,10 +98,38 @@ def test_packing_powers_of_two_is_exact() -> None:
         draw = random.Random(seed)
         free = [draw.randint(0, 8) for _ in range(3)]
         sizes = [draw.choice([1, 2, 4]) for _ in range(draw.randint(0, 7))]
-        assert (pack(free, sizes) is not None) == packs(free, sorted(sizes))
+        wanted = [draw.random() for _ in free]
+        assert (pack(free, sizes, wanted) is not None) == (pack(free, sizes) is not None) == packs(free, sorted(sizes))
 
 
 def test_large_clusters_use_whole_machines() -> None:
-    found = partition([8] * 64, 128, [8] * 48, link=450e9, network=12.5e9)
+    found = partition(Graph.uniform([8] * 64, 450e9, 12.5e9), 128, [8] * 48)
     assert found is not None
     assert sorted(found.training) == [0] * 48 + [8] * 16
+
+
+def test_large_clusters_train_in_one_zone() -> None:
+    """Sixteen machines of each of four zones, which are mixed in the list; no zone has a machine to spare."""
+    slow = [[50e9 if a == b else 1e9 for b in range(4)] for a in range(4)]
+    graph = Graph(
+        machines=(8,) * 64, zones=tuple(n * 7 % 4 for n in range(64)), link=450e9, network=tuple(map(tuple, slow))
+    )
+    found = partition(graph, 128, [8] * 48)
+    assert found is not None
+    assert not found.exact
+    assert found.slowest == 50e9
+    assert len({zone for zone, n in zip(graph.zones, found.training, strict=True) if n}) == 1
+
+
+def test_engines_are_placed_where_weights_arrive_first() -> None:
+    network = ((12.5e9, 1e9), (1e9, 12.5e9))
+    graph = Graph(machines=(2, 8, 8, 8), zones=(0, 1, 0, 1), link=450e9, network=network)
+    found = partition(graph, 6, [1, 1, 1, 1])
+    assert found is not None
+    trains = found.training.index(6)
+    assert found.replicas[trains] == (1, 1)  # the trainer's machine first, which need not pull
+    others = [n for n, row in enumerate(found.replicas) if row and n != trains]
+    assert [graph.zones[n] for n in others] == [graph.zones[trains]]
+    far = partition(graph, 0, [1] * 8, near=[1e9, 1e9, 1e9, 5e9])
+    assert far is not None
+    assert far.replicas[3] == (1,) * 8

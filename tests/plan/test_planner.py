@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from windfall.errors import WindfallError
-from windfall.plan import command
+from windfall.plan import command, report
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload
+from windfall.plan.run import recipe
 from windfall.plan.run.replan import Candidate, Replanner
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request, SpotMarket
@@ -106,32 +105,42 @@ def test_interruptions_cost_throughput_and_save_money() -> None:
     assert rough.usd_per_h < calm.usd_per_h
 
 
-@pytest.mark.parametrize(
-    ("keys", "what"),
-    [
-        ({"gpus": "1xH100"}, "can train this model"),
-        ({"gpus": "8xL4", "what": "32B"}, "can train this model"),
-        ({"gpus": "8xH1OO"}, "unknown GPU 'H1OO'"),
-        ({"gpus": "4x8xH100:spot"}, "can be taken away"),
-        ({"gpus": "many"}, "cannot parse"),
-        ({"budget": "0/h"}, "not a budget"),
-        ({"budget": "0.1/h"}, "buys no GPU"),
-        ({"gpus": "16xH100", "budget": "8/h"}, "is not enough"),
-        ({}, "nothing says which GPUs"),
-        ({"gpus": "8xH100", "objective": "deadline"}, "needs a time"),
-        ({"gpus": "8xH100", "objective": "deadline", "deadline": 0.001}, "not possible"),
-        ({"gpus": "8xH100", "what": "9000B"}, "not known"),
-        ({"cluster": Path("nowhere.toml")}, "no such cluster file"),
-        ({"gpus": "8xH100", "prices": Path("nowhere.csv")}, "no such price list"),
-    ],
-)
-def test_bad_input_is_explained(keys: dict, what: str) -> None:
-    given = {
-        "cluster": None, "gpus": "", "budget": "", "prices": None, "objective": "throughput", "deadline": 0.0,
-        "staleness": None, "spot": None, "measured_in": None, "top": 2, "simulate": False, "write": None, **keys,
-    }  # fmt: skip
-    with pytest.raises(WindfallError, match=what):
-        command.main(given.pop("what", "8B"), **given)
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+def test_plans_on_machines_that_differ_in_price_only_are_told_apart(objective: str) -> None:
+    """Both kinds are called H100, and so are all plans on them."""
+    rows = [{"gpu": "H100", "count": 8, "price_usd_per_gpu_h": usd} for usd in (9.0, 3.0)]
+    asked = replace(request("8xH100", objective=objective, top=12), cluster=cluster.parse({"machine": rows}, "c.toml"))
+    found = planner.plans(asked)
+    assert len({plan.name for plan in found}) < len(found)
+    if objective == "cost":
+        assert {p.machine.kind.usd_per_h for p in found[0].placed if p.training or p.replicas} == {3.0}
+
+
+def test_a_trainer_stays_in_one_zone_if_the_link_to_the_other_is_slow() -> None:
+    machine = {"gpu": "H100", "count": 4, "price_usd_per_gpu_h": 4.0}
+    rows = [{**machine, "zone": zone} for zone in ("a", "b", "a", "b")]
+    link = {"between": ["a", "b"], "gb_per_s": 0.2}
+    made = cluster.parse({"machine": rows, "link": [link], "links": {"same_type_gb_per_s": 200}}, "c.toml")
+    asked = replace(request("8xH100"), cluster=made)
+    kind = next(iter(made.kinds()))
+    apart = planner.fixed(asked, "H100", 8, {(kind, 1): 8})
+    assert apart is not None
+    assert len({p.machine.zone for p in apart.placed if p.training}) == 1
+    best = planner.plans(asked)[0]
+    assert len({p.machine.zone for p in best.placed if p.training}) == 1
+    one = replace(asked, cluster=replace(made, machines=tuple(replace(m, zone="a") for m in made.machines)))
+    assert planner.plans(one)[0].tok_per_s > best.tok_per_s  # weights take their time to the other zone
+
+
+def test_spot_workers_that_are_away_on_average_are_away_in_the_simulation() -> None:
+    asked = request("4xH100 + 6x2xH100:spot", spot=SpotMarket(availability=0.5, losses_per_h=0.001))
+    kinds = {kind.lease: kind for kind in asked.cluster.kinds()}
+    plan = planner.fixed(asked, "H100", 3, {(kinds["reserved"], 1): 1, (kinds["spot"], 1): 12})
+    assert plan is not None
+    up = {c.node for c in recipe._changes(plan, asked) if c.at_s == 0.0}
+    down = {c.node for c in recipe._changes(plan, asked) if not c.up and c.at_s < 1.0}
+    assert (len(up), len(down)) == (13, 6)
+    assert "w0" not in down
 
 
 @pytest.mark.parametrize("groups", [16, pytest.param(128, marks=pytest.mark.slow)])
@@ -144,7 +153,7 @@ def test_simulation_agrees_with_the_cost_model_and_ranks(groups: int) -> None:
     for plan, found in ranked:
         assert found is not None
         assert found.tok_per_s == pytest.approx(plan.tok_per_s, rel=0.25 if groups > 100 else 0.6)
-    lines = "\n".join(command.report("8B", asked, ranked))
+    lines = "\n".join(report.report("8B", asked, ranked))
     for word in ("tok/s", "per million tokens", "idle", "GB per GPU", "bottleneck", "placement", "T"):
         assert word in lines
 

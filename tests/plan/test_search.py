@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from windfall.plan.search import solvers
 from windfall.plan.search.solvers import Problem, ReplicaOption, TrainOption, knapsack, solve
 
 needs_scipy = pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="pip install 'windfall[plan]'")
@@ -86,6 +87,26 @@ def test_program_is_exact_on_random_problems(count: int) -> None:
     gaps = [g for seed in range(count) if (g := gap(random_problem(seed), "milp")) is not None]
     assert len(gaps) > count / 2
     assert max(gaps) < 1e-4
+
+
+@needs_scipy
+def test_program_is_solved_where_highs_fails_with_its_presolve() -> None:
+    """HiGHS ended the third solve of this one with "Solve error", which was taken for "no solution"."""
+    speeds = ((0, 1, 2519.2803453951633), (0, 2, 1303.0465890149128), (1, 1, 2740.2451117503083),
+              (1, 2, 5664.540005621897), (1, 4, 12217.809290601594))  # fmt: skip
+    p = Problem(
+        have=(3, 4), usd_per_h=(2.7438667860935024, 3.7400755459827657),
+        trainers=(TrainOption(0, 1, 70.98701934777918), TrainOption(0, 2, 98.16337464986164),
+                  TrainOption(0, 3, 7.8879248283847305)),
+        replicas=tuple(ReplicaOption(*row) for row in speeds), tokens=334364.5485803058, update_s=23.213675250124545,
+        objective="cost", budget_usd_per_h=41.160742684554265,
+    )  # fmt: skip
+    assert gap(p, "milp") == pytest.approx(0.0, abs=1e-9)
+    # HiGHS keeps constraints to 1e-6 only: the bound stays above the true rate, however many tangents it gets.
+    program = solvers._Program(p)
+    rows = len(program.rows)
+    program.best()
+    assert len(program.rows) - rows < 20
 
 
 def test_bisection_finds_the_split_of_highest_throughput() -> None:

@@ -48,6 +48,21 @@ def test_written_recipe_loads_and_says_what_the_plan_says(tmp_path: Path) -> Non
     assert loaded.sim.trainer["train_s"] > 0
 
 
+def test_recipe_of_a_model_name_trains_that_model_with_the_planned_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "planned.toml"
+    command.main(
+        "8B", cluster=None, gpus="8xH100", budget="", prices=None, objective="throughput", deadline=0.0, staleness=2,
+        spot=None, measured_in=None, top=1, simulate=False, write=path,
+    )  # fmt: skip
+    made, work = config.load(path), Workload(shape=MODELS["Qwen3-8B"])
+    assert made.model.path == "Qwen/Qwen3-8B"
+    assert made.run.steps == work.steps
+    assert (made.rollout.groups, made.rollout.group_size, made.rollout.max_tokens, made.rollout.staleness) == (
+        work.groups, work.group_size, work.max_tokens, 2,
+    )  # fmt: skip
+    assert inputs.recipe_workload(made) == replace(work, staleness=2)
+
+
 def test_several_machines_need_an_address() -> None:
     asked = request("2x8xH100")
     best = planner.plans(asked)[0]

@@ -16,11 +16,13 @@ from windfall.config import Recipe
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import Event, read
 from windfall.fleet import trace
+from windfall.models import load
+from windfall.plan import report
 from windfall.plan.model import cluster as clusters
 from windfall.plan.model import devices, measured
 from windfall.plan.model.cluster import Cluster, Links, Machine
-from windfall.plan.model.devices import Gpu, Terms
-from windfall.plan.model.inputs import recipe_workload
+from windfall.plan.model.devices import Gpu, PriceList, Terms
+from windfall.plan.model.inputs import model_shape, recipe_workload
 from windfall.plan.model.workload import Workload
 from windfall.plan.model.workload import model as find_model
 from windfall.plan.run import recipe, review, run_log
@@ -45,8 +47,14 @@ def main(
     if objective not in OBJECTIVES:
         wrong = f"unknown value {objective!r}; expected one of: {', '.join(OBJECTIVES)}"
         raise WindfallError(wrong, where="--objective", fix=nearest(objective, OBJECTIVES))
+    if deadline > 0 and objective != "deadline":
+        fix = "Add --objective deadline, or leave --deadline out."
+        raise WindfallError(f"the objective {objective} has no deadline", where="--deadline", fix=fix)
+    if write is not None:
+        _check_target(write, what)
     base, name, work = _workload(what, staleness)
-    known = _prices(prices) if prices is not None else None
+    listed = _prices(prices) if prices is not None else None
+    known = listed.gpus if listed else None
     usd = _budget(budget) if budget else math.inf
     if sum((cluster is not None, bool(gpus))) > 1:
         raise WindfallError("--cluster and --gpus both describe the GPUs", where="windfall plan", fix="Give one.")
@@ -72,12 +80,17 @@ def main(
     )  # fmt: skip
     found, refused = runnable(request, base)
     ranked = rank(found, request, base, simulate=simulate)
-    print("\n".join(report(name, request, ranked)))
+    print("\n".join(report.report(name, request, ranked)))
     for line in refused:
         print(f"refused: {line}")
+    if listed and listed.unknown:
+        print(f"not planned, because their figures are not known: {', '.join(listed.unknown)} of {prices}")
     if write is not None:
-        planned = recipe.write(ranked[0][0], request, base, ranked[0][1])
-        write.write_text(config.dump(planned), encoding="utf-8")
+        planned = recipe.write(ranked[0][0], request, base or recipe.of_model(name, work), ranked[0][1])
+        try:
+            write.write_text(config.dump(planned), encoding="utf-8")
+        except OSError as e:
+            raise WindfallError(f"cannot write: {e.strerror}", where=str(write), fix="Give another file.") from e
         print(f"\nwritten: {write}; start it with: windfall train {write}")
         for line in recipe.commands(ranked[0][0], name):
             print(f"  then on {line}")
@@ -112,14 +125,14 @@ def events_of(run: Path) -> list[Event]:
     """The log of a run, from its folder or its file."""
     file = run / "events.jsonl" if run.is_dir() else run
     if not file.is_file():
-        raise WindfallError("no such run", where=str(run), fix="Give the folder of a run, such as runs/demo.")
+        raise review.no_run(run, "events.jsonl")
     return read(file)
 
 
 def check(run: Path) -> None:
     """`windfall plan --check RUN`."""
     if not (run / "recipe.toml").is_file():
-        raise WindfallError("no such run", where=str(run), fix="Give the folder of a run, such as runs/demo.")
+        raise review.no_run(run, "recipe.toml")
     print("\n".join([review.HEADER, *map(str, review.review(run))]))
 
 
@@ -146,73 +159,26 @@ def rank(
     return sorted(rows, key=key)
 
 
-# the report
-
-
-def report(name: str, request: Request, ranked: list[tuple[Plan, Simulated | None]]) -> list[str]:
-    w, e = request.work, request.efficiency
-    held = ", ".join(f"{part} {error:.0%}" for part, error in measured.held_out().by_part().items())
-    lines = [
-        f"{name} on {request.cluster}: {w.responses} responses a step, {w.mean_tokens:,.0f} tokens on average, "
-        f"staleness {w.staleness}",
-        f"speeds: {e.source}; held-out errors: {held}. Other GPUs: data sheets with the same shares, not measured",
-    ]
-    known = {m.kind.name: m.gpu for m in request.cluster.machines if m.gpu.worker or m.gpu.trainer}
-    for kind, gpu in known.items():
-        parts = [part for part, times in (("engine", gpu.worker), ("training", gpu.trainer)) if times is not None]
-        lines.append(f"{kind}: {' and '.join(parts)} as measured")
-    for n, (plan, figures) in enumerate(ranked, start=1):
-        lines += ["", f"{n}. {plan.name}", *_plan_lines(plan, figures)]
-    return [*lines, "", *picture(ranked[0][0])]
-
-
-def _plan_lines(plan: Plan, figures: Simulated | None) -> list[str]:
-    predicted = f"{plan.tok_per_s:,.0f} tok/s, ${plan.usd_per_mtok:.3f} per million tokens, ${plan.usd_per_h:.2f}/h"
-    hours = plan.work.steps * plan.step_s / 3600
-    lines = []
-    if figures is not None:
-        usd = plan.usd_per_h / 3600 / figures.tok_per_s * 1e6
-        lines.append(
-            f"   simulated   {figures.tok_per_s:,.0f} tok/s, ${usd:.3f} per million tokens; idle: trainer "
-            f"{figures.trainer_idle:.0%}, workers {figures.workers_idle:.0%}"
-        )
-        hours = plan.work.steps * plan.work.tokens / figures.tok_per_s / 3600
-    gb = plan.training.memory_bytes / 1e9
-    engines = ", ".join(f"{e.memory_bytes / 1e9:.0f} GB ({kind.name})" for kind, e, _, _ in plan.replicas)
-    return [
-        *lines,
-        f"   predicted   {predicted}; idle: trainer {plan.trainer_idle:.0%}, workers {plan.rollout_idle:.0%}",
-        f"   run         {plan.work.steps} steps take {hours:.2f} h and cost ${hours * plan.usd_per_h:,.2f}",
-        f"   training    {plan.training.layout}, {gb:.0f} GB per GPU; engines: {engines}",
-        f"   bottleneck  {plan.bottleneck}: {plan.why}",
-        f"   search      {plan.method}",
-    ]
-
-
-def picture(plan: Plan, most: int = 24) -> list[str]:
-    """The machines that the plan uses, one character per GPU."""
-    lines = ["placement: T trains, R generates, = an engine over several GPUs, . unused"]
-    used = [p for p in plan.placed if p.training or p.replicas]
-    for p in used[:most]:
-        row = "T" * p.training + "".join("R" + "=" * (tp - 1) for tp in p.replicas) + "." * p.idle
-        lines.append(f"   {p.machine.name:5} {p.machine.kind.name:16} {row}")
-    if len(used) > most:
-        lines.append(f"   and {len(used) - most} more machines")
-    if len(used) < len(plan.placed):
-        lines.append(f"   {len(plan.placed) - len(used)} machines are not used")
-    return lines
-
-
 # inputs
 
 
 def _workload(what: str, staleness: int | None) -> tuple[Recipe | None, str, Workload]:
     if not what.endswith(".toml"):
-        name, shape = find_model(what)
+        shape = model_shape(what) if what in load.NAMED or Path(what).is_dir() else None
+        name, shape = (what, shape) if shape else find_model(what)
         return None, name, Workload(shape=shape, staleness=1 if staleness is None else staleness)
     base = config.load(Path(what))
     work = recipe_workload(base)
     return base, base.model.path, work if staleness is None else replace(work, staleness=staleness)
+
+
+def _check_target(write: Path, recipe: str) -> None:
+    """Refuse before the search what could not be written after it."""
+    if write.is_dir() or not write.parent.is_dir():
+        what = "this is a folder" if write.is_dir() else "no such folder"
+        raise WindfallError(what, where=f"--write {write}", fix="Give a file in a folder that exists.")
+    if recipe.endswith(".toml") and write.exists() and Path(recipe).exists() and write.samefile(recipe):
+        raise WindfallError("this is the recipe itself", where=f"--write {write}", fix="Give another file.")
 
 
 def _toml(path: Path) -> Mapping[str, Any]:
@@ -220,16 +186,22 @@ def _toml(path: Path) -> Mapping[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         raise WindfallError("no such cluster file", where=str(path), fix="See docs/plan.md for an example.") from e
+    except OSError as e:
+        raise WindfallError(f"cannot read it: {e.strerror}", where=str(path), fix="Give a TOML file.") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise WindfallError(f"not valid TOML: {e}", where=str(path), fix="Correct the syntax there.") from e
 
 
-def _prices(path: Path) -> dict[str, Gpu]:
+def _prices(path: Path) -> PriceList:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             return devices.priced(csv.DictReader(file), str(path))
     except FileNotFoundError as e:
         raise WindfallError("no such price list", where=str(path), fix="Give a CSV file.") from e
+    except OSError as e:
+        raise WindfallError(f"cannot read it: {e.strerror}", where=str(path), fix="Give a CSV file.") from e
+    except (csv.Error, UnicodeDecodeError) as e:
+        raise WindfallError(f"not a CSV file: {e}", where=str(path), fix="Save it as CSV in UTF-8.") from e
 
 
 def _built_in() -> dict[str, Gpu]:
@@ -252,17 +224,20 @@ def _budget(text: str) -> float:
 
 def market(known: Mapping[str, Gpu], usd_per_h: float, spot: bool) -> Cluster:
     """Everything that the budget could buy: machines of each type, reserved ones, and spot ones if wanted."""
+    terms: tuple[Terms, ...] = ("reserved", "spot") if spot else ("reserved",)
+    offers: list[tuple[float, Gpu, Terms]] = [
+        (usd, gpu, lease) for gpu in known.values() for lease in terms
+        if (usd := gpu.spot_usd_per_h if lease == "spot" else gpu.reserved_usd_per_h) is not None
+    ]  # fmt: skip
     machines: list[Machine] = []
-    for gpu in known.values():
-        terms: tuple[Terms, ...] = ("reserved", "spot") if spot else ("reserved",)
-        for lease in terms:
-            count = min(MOST_PER_KIND, int(usd_per_h / gpu.price(lease == "spot")))
-            for n in range(math.ceil(count / BUDGET_MACHINE)):
-                size = min(BUDGET_MACHINE, count - n * BUDGET_MACHINE)
-                machines.append(Machine(name=f"m{len(machines)}", gpu=gpu, count=size, lease=lease))
+    for usd, gpu, lease in offers:
+        count = min(MOST_PER_KIND, int(usd_per_h / usd))
+        for n in range(math.ceil(count / BUDGET_MACHINE)):
+            size = min(BUDGET_MACHINE, count - n * BUDGET_MACHINE)
+            machines.append(Machine(name=f"m{len(machines)}", gpu=gpu, count=size, lease=lease))
     if not machines:
-        cheapest = min(g.price(False) for g in known.values())
-        what = f"${usd_per_h:.2f} per hour buys no GPU; the cheapest costs ${cheapest:.2f}"
+        what = f"${usd_per_h:.2f} per hour buys no GPU"
+        what += f"; the cheapest costs ${min(usd for usd, _, _ in offers):.2f}" if offers else ": no price is known"
         raise WindfallError(what, where="--budget", fix="Raise the budget.")
     return Cluster(machines=tuple(machines), links=Links())
 

@@ -14,6 +14,7 @@ with two each.
                                   # the run itself on the trainer's machine, and commands by hand on others
     price_usd_per_gpu_h = 2.15    # by default that of the price table
     address = "10.0.0.5"          # needed only to write the recipe of a trainer on several machines
+    zone = "a"                    # a rack, a data center, a cloud: where links differ, see [[link]]
 
     [[device]]                    # a GPU that the table does not have
     name = "X1"
@@ -24,16 +25,21 @@ with two each.
     worker = { fixed_s = 0.02, each_s = 0.001 }      # measured times instead, as `windfall sim calibrate` prints them;
     trainer = { train_s = 0.0005, update_s = 0.3 }   # they hold for one model. See also `windfall plan --measured RUN`
 
-    [links]                       # between machines
+    [links]                       # between machines: the network of a whole machine, in one direction
     same_type_gb_per_s = 12.5
     across_types_gb_per_s = 12.5
+    pull_gb_per_s = 0.5           # measured speed of a pull of new weights, if there is one; instead of the links
+
+    [[link]]                      # between the machines of two zones, or of one: between = ["a", "a"]
+    between = ["a", "b"]
+    gb_per_s = 1.0
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -55,8 +61,34 @@ MAX_GPUS = 4096
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
     same_type: float = NETWORK
-    """Bytes per second between machines of one GPU type."""
+    """Bytes per second between machines of one GPU type: that of the network of a whole machine, in one direction."""
     across_types: float = NETWORK
+    zones: tuple[tuple[str, str, float], ...] = ()
+    """Bytes per second between machines of two zones, or of one; instead of the above."""
+    pull: float = 0.0
+    """Measured bytes per second of a pull of new weights; 0: by the links."""
+
+    def between(self, a: str, b: str, *, same_type: bool) -> float:
+        """Bytes per second between a machine of zone `a` and one of zone `b`.
+
+        >>> links = Links(zones=(("a", "b", 1e9),))
+        >>> links.between("b", "a", same_type=True), links.between("a", "a", same_type=True)
+        (1000000000.0, 12500000000.0)
+        """
+        for x, y, bandwidth in self.zones:
+            if (x, y) in ((a, b), (b, a)):
+                return bandwidth
+        return self.same_type if same_type else self.across_types
+
+    def __str__(self) -> str:
+        """
+        >>> str(Links()), str(Links(same_type=5e9, across_types=1.5e9))
+        ('12.5 GB/s between machines', '5 GB/s between machines of one type, 1.5 GB/s between others')
+        """
+        same, across = f"{self.same_type / 1e9:.4g} GB/s between machines", f"{self.across_types / 1e9:.4g} GB/s"
+        text = same if self.same_type == self.across_types else f"{same} of one type, {across} between others"
+        text += "".join(f", {bandwidth / 1e9:.4g} GB/s between zones {a} and {b}" for a, b, bandwidth in self.zones)
+        return f"{text}; pulls measured at {self.pull / 1e9:.3g} GB/s" if self.pull else text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +101,7 @@ class Machine:
     engine: EngineName = "windfall"
     provider: str = ""
     lent: float = LENT
+    zone: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -125,17 +158,22 @@ class Cluster:
         """Bytes per second between a GPU of one machine and a GPU of another, or of the same one."""
         if a.name == b.name:
             return a.gpu.link
-        return self.links.same_type if a.gpu.name == b.gpu.name else self.links.across_types
+        return self.links.between(a.zone, b.zone, same_type=a.gpu.name == b.gpu.name)
+
+    def pull_rate(self, worker: Machine, sources: Iterable[Machine]) -> float:
+        """Bytes per second at which a machine pulls new weights from the best of these."""
+        return self.links.pull or max(self.bandwidth(worker, source) for source in sources)
 
     def __str__(self) -> str:
         return " + ".join(f"{sum(m.count for m in ms)} {kind.name}" for kind, ms in self.kinds().items())
 
 
 MACHINE_KEYS = (
-    "gpu", "count", "machines", "lease", "price_usd_per_gpu_h", "address", "engine", "provider", "lent",
+    "gpu", "count", "machines", "lease", "price_usd_per_gpu_h", "address", "engine", "provider", "lent", "zone",
 )  # fmt: skip
 DEVICE_KEYS = ("name", "memory_gb", "bandwidth_gb_per_s", "tflops", "link_gb_per_s", "worker", "trainer")
-LINK_KEYS = ("same_type_gb_per_s", "across_types_gb_per_s")
+LINK_KEYS = ("same_type_gb_per_s", "across_types_gb_per_s", "pull_gb_per_s")
+ZONE_KEYS = ("between", "gb_per_s")
 
 
 def parse(
@@ -143,7 +181,7 @@ def parse(
 ) -> Cluster:
     """A cluster from the data of a TOML file. `known`: GPUs with the prices of a price list. `engine`: of machines that
     name none."""
-    _only(data, ("machine", "device", "links"), where)
+    _only(data, ("machine", "device", "links", "link"), where)
     table = {**devices.TABLE, **(known or {})}
     for row in _tables(data, "device", where):
         gpu = _device(row, where)
@@ -152,10 +190,26 @@ def parse(
     for row in _tables(data, "machine", where):
         machines += _machines(row, table, where, len(machines), engine)
     links = data.get("links", {})
+    if not isinstance(links, dict):
+        raise WindfallError("'links' is not a table", where=where, fix="Write [links] above its keys.")
     _only(links, LINK_KEYS, f"{where}, [links]")
     same = _number(links, LINK_KEYS[0], where, NETWORK / 1e9) * 1e9
     across = _number(links, LINK_KEYS[1], where, same / 1e9) * 1e9
-    return _checked(tuple(machines), where, Links(same_type=same, across_types=across))
+    pull = _number(links, LINK_KEYS[2], where, 0.0) * 1e9 if LINK_KEYS[2] in links else 0.0
+    zones = tuple(_zone_link(row, machines, f"{where}, [[link]]") for row in _tables(data, "link", where))
+    return _checked(tuple(machines), where, Links(same_type=same, across_types=across, zones=zones, pull=pull))
+
+
+def _zone_link(row: Mapping[str, Any], machines: Sequence[Machine], where: str) -> tuple[str, str, float]:
+    _only(row, ZONE_KEYS, where)
+    named, known = row.get("between"), {m.zone for m in machines if m.zone}
+    if not isinstance(named, list) or len(named) != 2 or not all(isinstance(zone, str) for zone in named):
+        raise WindfallError(f"between is {named!r}", where=where, fix='Name two zones: between = ["a", "b"].')
+    for zone in named:
+        if zone not in known:
+            what, fix = f"no machine is in the zone {zone!r}", f"Set zone of its machines. {nearest(zone, known)}"
+            raise WindfallError(what, where=where, fix=fix.strip())
+    return named[0], named[1], _number(row, "gb_per_s", where, None) * 1e9
 
 
 def from_text(text: str, known: Mapping[str, Gpu] | None = None, engine: EngineName = "windfall") -> Cluster:
@@ -179,17 +233,24 @@ def _checked(machines: tuple[Machine, ...], where: str, links: Links) -> Cluster
     cluster = Cluster(machines=machines, links=links)
     if not machines:
         raise WindfallError("the cluster has no machines", where=where, fix="Add a [[machine]] table.")
-    if cluster.gpus > MAX_GPUS:
-        raise WindfallError(f"{cluster.gpus} GPUs", where=where, fix=f"At most {MAX_GPUS} can be planned.")
+    _check_size(cluster.gpus, where)
     return cluster
+
+
+def _check_size(gpus: int, where: str) -> None:
+    if gpus > MAX_GPUS:
+        raise WindfallError(f"the cluster has {gpus:,} GPUs", where=where, fix=f"At most {MAX_GPUS:,} can be planned.")
 
 
 def _machines(
     row: Mapping[str, Any], table: Mapping[str, Gpu], where: str, first: int, engine: EngineName
 ) -> list[Machine]:
     _only(row, MACHINE_KEYS, f"{where}, [[machine]]")
-    gpu = devices.find(str(row.get("gpu", "")), table)
+    if not isinstance(row.get("gpu"), str):
+        raise WindfallError(f"a machine has no GPU: gpu is {row.get('gpu')!r}", where=where, fix='Set gpu = "H100".')
+    gpu = devices.find(row["gpu"], table, where)
     count, machines = _count(row, "count", where), _count(row, "machines", where)
+    _check_size(count * machines, where)
     lease = _choice(row, "lease", get_args(Terms), where, "reserved")
     if "price_usd_per_gpu_h" in row:
         usd = _number(row, "price_usd_per_gpu_h", where, 0.0)
@@ -199,10 +260,13 @@ def _machines(
     if lent > 1 or ("lent" in row and lease != "borrowed"):
         fix = 'Give a share of at most 1, and only with lease = "borrowed".'
         raise WindfallError(f"lent is {lent:g}", where=where, fix=fix)
-    address = str(row.get("address", ""))
+    address, zone = row.get("address", ""), row.get("zone", "")
+    for key, value, example in (("address", address, "10.0.0.5"), ("zone", zone, "a")):
+        if not isinstance(value, str):
+            raise WindfallError(f"{key} is {value!r}", where=where, fix=f'Give a text: {key} = "{example}".')
     machine = Machine(
         name="", gpu=gpu, count=count, lease=lease, lent=lent, engine=_choice(row, "engine", ENGINES, where, engine),
-        provider=_choice(row, "provider", ("", *PROVIDERS), where, ""),
+        provider=_choice(row, "provider", ("", *PROVIDERS), where, ""), zone=zone,
     )  # fmt: skip
     return [replace(machine, name=f"m{first + n}", address="" if n else address) for n in range(machines)]
 
@@ -292,7 +356,8 @@ def dump(cluster: Cluster) -> dict[str, Any]:
                             "link_gb_per_s": g.link / 1e9, **_times(g)}  # fmt: skip
         usd = g.spot_usd_per_h if spot else g.reserved_usd_per_h
         row: dict[str, Any] = {"gpu": name, "count": machine.count, "lease": machine.lease, "engine": machine.engine}
-        row |= {key: value for key, value in (("address", machine.address), ("provider", machine.provider)) if value}
+        texts = {"address": machine.address, "provider": machine.provider, "zone": machine.zone}
+        row |= {key: value for key, value in texts.items() if value}
         row |= {"lent": machine.lent} if machine.lease == "borrowed" else {}
         row |= {"price_usd_per_gpu_h": usd} if usd else {}
         if rows and {**rows[-1], "machines": 1} == {**row, "machines": 1} and not machine.address:
@@ -300,12 +365,14 @@ def dump(cluster: Cluster) -> dict[str, Any]:
         else:
             rows.append(row)
     links = {LINK_KEYS[0]: cluster.links.same_type / 1e9, LINK_KEYS[1]: cluster.links.across_types / 1e9}
+    links |= {LINK_KEYS[2]: cluster.links.pull / 1e9} if cluster.links.pull else {}
+    zones = [{"between": [a, b], "gb_per_s": bandwidth / 1e9} for a, b, bandwidth in cluster.links.zones]
     plain = [{key: value for key, value in d.items() if key != "_gpu"} for d in device.values()]
-    return {"machine": rows, "device": plain, "links": links}
+    return {"machine": rows, "device": plain, "links": links} | ({"link": zones} if zones else {})
 
 
 def _unpriced(gpu: Gpu) -> Gpu:
-    return replace(gpu, reserved_usd_per_h=None, spot_usd_per_h=None, price_source="")
+    return replace(gpu, reserved_usd_per_h=None, spot_usd_per_h=None, price_source="", reserved_cloud="", spot_cloud="")
 
 
 def _times(gpu: Gpu) -> dict[str, Any]:

@@ -17,6 +17,7 @@ shares are assumed, and every plan says so.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -176,9 +177,16 @@ class Training:
     pack_tokens: int
 
 
-def _flops_per_token(work: Workload) -> float:
-    attention = 12 * work.shape.layers * work.shape.heads * work.shape.head * (work.mean_context / 2)
-    return (4 if work.adapter_parameters else 6) * work.shape.parameters + attention
+def _token_s(work: Workload, gpu: Gpu, e: Efficiency, recompute: float) -> float:
+    """Seconds of training per token on one GPU. A backward pass takes twice as long as a forward pass; frozen weights
+    save half of it in the matrix products with weights. A reference model (KL), and the proximal policy of a step with
+    several updates, are one more forward pass each."""
+    shape = work.shape
+    attention = 4 * shape.layers * shape.heads * shape.head * work.mean_trained_context
+    others = attention / (gpu.flops * e.train) + elementwise_s(shape, gpu, e)
+    weights = 2 * shape.parameters / (gpu.flops * e.train)
+    more = work.kl + (work.minibatches > 1)
+    return recompute * ((2 if work.adapter_parameters else 3) * weights + 3 * others) + more * (weights + others)
 
 
 def _trained_tokens(work: Workload) -> float:
@@ -210,13 +218,15 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     share = max(0.0, min(1.0, (usable - rank.fixed - rank.least_activations) / max(1.0, rank.all_activations)))
     recompute = RECOMPUTE - (RECOMPUTE - 1) * share
     tokens = _trained_tokens(work)
-    token_s = _flops_per_token(work) / (gpu.flops * e.train) + 3 * elementwise_s(work.shape, gpu, e)
-    compute_s = recompute * tokens * token_s / gpus
-    link = (gpu.link if gpus <= per_machine else network * min(per_machine, gpus)) * LINK_SHARE
+    compute_s = tokens * _token_s(work, gpu, e, recompute) / gpus
+    # All ranks of a machine share its network. In a ring one of them sends to the next machine, as much as each of them
+    # sends to its neighbor; with several rings, each carries a part of that.
+    link = (gpu.link if gpus <= per_machine else min(gpu.link, network)) * LINK_SHARE
     packs = math.ceil(tokens / gpus / pack)
     send_s = packs * rank.sent_per_pack / link if gpus > 1 else 0.0
-    update_s = optimizer_s(rank.state, HOST_BYTES_PER_S if work.offload else gpu.bandwidth, e)
-    update_s += e.publish_s + work.weights_bytes / gpus / e.publish_bytes_per_s
+    state = STATE_BYTES * (work.adapter_parameters or work.shape.parameters) / gpus
+    update_s = optimizer_s(state, HOST_BYTES_PER_S if work.offload else gpu.bandwidth, e)
+    update_s += e.publish_s + work.update_bytes / gpus / e.publish_bytes_per_s
     if gpu.trainer is not None:  # measured times are as they are
         compute_s, send_s, update_s = gpu.trainer.train_s * work.tokens, 0.0, gpu.trainer.update_s
         e = replace(e, slower=1.0)
@@ -247,13 +257,14 @@ def megatron(
     micro = max(longest, 16_384)
     m = max(1, math.ceil(tokens / micro))
     inside, outside = gpu.link * LINK_SHARE, network * LINK_SHARE
-    token_s = _flops_per_token(work) / (gpu.flops * e.train) + 3 * elementwise_s(shape, gpu, e)
-    stage_s = RECOMPUTE * tokens / m * token_s / (pp * tp)
+    stage_s = tokens / m * _token_s(work, gpu, e, RECOMPUTE) / (pp * tp)
     if tp > 1:
         moved = 2 * (tp - 1) / tp * tokens / m * shape.hidden * VALUE_BYTES
         stage_s += 6 * shape.layers / pp * (moved / inside + ALL_REDUCE_S)
-    send_s = 2 * m * (pp - 1) * (tokens / m) * shape.hidden * VALUE_BYTES / (inside if gpus <= per_machine else outside)
-    dp_link = inside if gpus <= per_machine else outside * max(1, per_machine // tp // max(1, pp))
+    send_s = 2 * m * (pp - 1) * (tokens / m) * shape.hidden * VALUE_BYTES
+    send_s /= inside if tp * pp <= per_machine else outside
+    # Every GPU of a pipeline has a ring of its own, and the rings through a machine share its network.
+    dp_link = inside if gpus <= per_machine else outside / min(per_machine, tp * pp)
     send_s += 2 * 4 * parameters * (dp - 1) / dp / dp_link
     compute_s = pp * stage_s + (m - 1) * stage_s
     update_s = optimizer_s(STATE_BYTES * parameters / dp, gpu.bandwidth, e)
@@ -265,13 +276,19 @@ def megatron(
     )  # fmt: skip
 
 
-def pull_s(work: Workload, network: float, worker_machines: int, trainer_machines: int) -> float:
-    """Seconds until all workers hold new weights: each of their machines pulls one copy, and the trainer's machines
-    share the sending. A delta would be shorter; it is not assumed.
+def pull_s(work: Workload, workers: Sequence[float], sources: int) -> float:
+    """Seconds until all workers hold new weights. `workers`: of every machine with workers that does not train, bytes
+    per second of its link to the trainer. Each pulls one copy, and the trainer's machines share the sending. A delta
+    would be shorter; it is not assumed.
 
     >>> from windfall.plan.model.workload import MODELS
     >>> work = Workload(shape=MODELS["Qwen3-8B"])
-    >>> round(pull_s(work, 12.5e9, 4, 1) / pull_s(work, 12.5e9, 4, 4), 3)
+    >>> round(pull_s(work, [12.5e9] * 4, 1) / pull_s(work, [12.5e9] * 4, 4), 3)
     4.0
+    >>> pull_s(work, [12.5e9, 1e9], 2) == pull_s(work, [1e9], 1)
+    True
     """
-    return max(1.0, worker_machines / trainer_machines) * work.weights_bytes / (network * LINK_SHARE)
+    if not workers:
+        return 0.0
+    seconds = [work.update_bytes / (bandwidth * LINK_SHARE) for bandwidth in workers]
+    return max(max(seconds), sum(seconds) / sources)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from windfall.cost import prices
 from windfall.errors import WindfallError, nearest
@@ -21,6 +21,7 @@ from windfall.sim.core.service import Service
 
 PCIE4, PCIE5 = 25e9, 50e9
 """Bytes per second that a PCIe x16 link reaches in one direction."""
+PRICE_COLUMNS = "Columns: cloud,gpu,on_demand_usd_per_gpu_h,spot_usd_per_gpu_h."
 HEX = "AReaL-Hex, arXiv 2511.00796 (2025-11)"
 
 
@@ -38,6 +39,9 @@ class Gpu:
     reserved_usd_per_h: float | None = None
     spot_usd_per_h: float | None = None
     price_source: str = ""
+    reserved_cloud: str = ""
+    """The cloud with this price, from a price list. It does not matter to a plan."""
+    spot_cloud: str = ""
     worker: Service | None = None
     """Measured step times of an engine on one of these, for one model; instead of the cost model's."""
     trainer: Service | None = None
@@ -88,7 +92,7 @@ TABLE: dict[str, Gpu] = {
 }
 
 
-def find(name: str, known: Mapping[str, Gpu] | None = None) -> Gpu:
+def find(name: str, known: Mapping[str, Gpu] | None = None, where: str = "cluster") -> Gpu:
     """The GPU of this name, with prices of the built-in table where it has none of its own.
 
     >>> find("h100").memory_bytes, find("H200").spot_usd_per_h
@@ -99,7 +103,7 @@ def find(name: str, known: Mapping[str, Gpu] | None = None) -> Gpu:
     if gpu is None:
         hint = nearest(name.strip().upper(), table)
         fix = f"{hint} Or describe it in the cluster file, in a [[device]] table."
-        raise WindfallError(f"unknown GPU {name!r}", where="cluster", fix=fix)
+        raise WindfallError(f"unknown GPU {name!r}", where=where, fix=fix)
     return _priced(gpu)
 
 
@@ -116,30 +120,57 @@ def _priced(gpu: Gpu) -> Gpu:
 Terms = Literal["reserved", "spot", "borrowed"]
 
 
-def priced(rows: Iterable[Mapping[str, str]], where: str) -> dict[str, Gpu]:
+class PriceList(NamedTuple):
+    gpus: dict[str, Gpu]
+    """GPUs with the lowest price of the list, on demand and spot."""
+    unknown: tuple[str, ...]
+    """GPUs of the list whose figures are not known here, so they cannot be planned."""
+
+
+def priced(rows: Iterable[Mapping[str, str | None]], where: str) -> PriceList:
     """The GPUs of a price list, each at its lowest price. Columns as in the public catalogs: cloud, gpu,
-    on_demand_usd_per_gpu_h, spot_usd_per_gpu_h.
+    on_demand_usd_per_gpu_h, spot_usd_per_gpu_h. An empty price means that the cloud does not offer this.
 
     >>> rows = [{"cloud": "a", "gpu": "L4", "on_demand_usd_per_gpu_h": "2", "spot_usd_per_gpu_h": "0.7"}]
-    >>> priced(rows, "p.csv")["L4"].spot_usd_per_h
+    >>> priced(rows, "p.csv").gpus["L4"].spot_usd_per_h
     0.7
     """
     out: dict[str, Gpu] = {}
+    unknown: dict[str, None] = {}
     for line, row in enumerate(rows, start=2):
         place = f"{where}, line {line}"
-        try:
-            name = row["gpu"]
-            reserved, spot = float(row["on_demand_usd_per_gpu_h"]), float(row["spot_usd_per_gpu_h"])
-        except (KeyError, TypeError, ValueError) as e:
-            fix = "Columns: cloud,gpu,on_demand_usd_per_gpu_h,spot_usd_per_gpu_h."
-            raise WindfallError(f"not a row of prices: {e}", where=place, fix=fix) from e
-        if not all(math.isfinite(x) and x > 0 for x in (reserved, spot)):
-            raise WindfallError("a price is not above 0", where=place, fix="Give dollars per GPU and hour.")
-        before = out.get(name) or replace(find(name), reserved_usd_per_h=None, spot_usd_per_h=None)
-        out[name] = replace(
-            before, reserved_usd_per_h=min(reserved, before.reserved_usd_per_h or math.inf),
-            spot_usd_per_h=min(spot, before.spot_usd_per_h or math.inf), price_source=where,
-        )  # fmt: skip
+        name = (row.get("gpu") or "").strip()
+        if not name:
+            raise WindfallError("not a row of prices: no GPU", where=place, fix=PRICE_COLUMNS)
+        reserved, spot = (_price(row, key, place) for key in ("on_demand_usd_per_gpu_h", "spot_usd_per_gpu_h"))
+        found = next((g for g in TABLE.values() if g.name.upper() == name.upper()), None)
+        if found is None:
+            unknown[name] = None
+            continue
+        gpu = out.get(found.name) or replace(found, reserved_usd_per_h=None, spot_usd_per_h=None, price_source=where)
+        cloud = (row.get("cloud") or "").strip()
+        if reserved is not None and reserved < (gpu.reserved_usd_per_h or math.inf):
+            gpu = replace(gpu, reserved_usd_per_h=reserved, reserved_cloud=cloud)
+        if spot is not None and spot < (gpu.spot_usd_per_h or math.inf):
+            gpu = replace(gpu, spot_usd_per_h=spot, spot_cloud=cloud)
+        out[found.name] = gpu
     if not out:
-        raise WindfallError("the price list is empty", where=where, fix="Give at least one GPU.")
-    return out
+        what = f"no GPU of this list is known: {', '.join(unknown)}" if unknown else "the price list is empty"
+        raise WindfallError(what, where=where, fix=f"Give at least one of: {', '.join(TABLE)}.")
+    return PriceList(out, tuple(unknown))
+
+
+def _price(row: Mapping[str, str | None], key: str, where: str) -> float | None:
+    if key not in row:
+        raise WindfallError(f"the column {key} is missing", where=where, fix=PRICE_COLUMNS)
+    text = (row[key] or "").strip()
+    if not text:
+        return None
+    try:
+        usd = float(text)
+    except ValueError as e:
+        raise WindfallError(f"{key} is {text!r}, not a number", where=where, fix=PRICE_COLUMNS) from e
+    if not (math.isfinite(usd) and usd > 0):
+        fix = "Give dollars per GPU and hour, or nothing if it is not offered."
+        raise WindfallError(f"{key} is {text}, which is not above 0", where=where, fix=fix)
+    return usd

@@ -24,7 +24,7 @@ def recipe_workload(base: Recipe) -> Workload:
         shape=shape, groups=o.groups, group_size=o.group_size, max_tokens=o.max_tokens,
         prompt_tokens=s.prompt_tokens, median_tokens=s.median_tokens if "median_tokens" in given else o.max_tokens / 3,
         sigma=s.sigma, staleness=o.staleness, reward_s=s.reward_s, steps=base.run.steps, kl=base.algorithm.kl > 0,
-        offload=base.train.offload,
+        offload=base.train.offload, minibatches=base.train.minibatches,
         adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank or DEFAULT_RANK),
     )  # fmt: skip
 
@@ -37,7 +37,7 @@ def _adapter_parameters(shape: ModelShape, rank: int) -> int:
 
 def model_shape(path: str) -> ModelShape:
     """The sizes of a model, from its config.json or from the table of known models."""
-    if path.rpartition("/")[2].lower() in (name.lower() for name in MODELS):
+    if path.rpartition("/")[2].lower().removeprefix("deepseek-") in (name.lower() for name in MODELS):
         return find_model(path)[1]
     where = load.resolve(path)
     if not isinstance(where, Path):

@@ -41,15 +41,26 @@ MODELS: dict[str, ModelShape] = {
 def model(name: str) -> tuple[str, ModelShape]:
     """The model of this name. A size such as "8B" means the first model of that size.
 
-    >>> model("8b")[0], model("Qwen/Qwen3-8B")[1].kv_heads
-    ('Qwen3-8B', 8)
+    >>> model("8b")[0], model("Qwen/Qwen3-8B")[1].kv_heads, model("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")[0]
+    ('Qwen3-8B', 8, 'R1-Distill-Qwen-7B')
     """
-    wanted = name.rpartition("/")[2].lower()
+    wanted = name.rpartition("/")[2].lower().removeprefix("deepseek-")
     for known, shape in MODELS.items():
         if wanted in (known.lower(), known.lower().rpartition("-")[2]):
             return known, shape
     fix = f"{nearest(name, MODELS)} Or give a recipe whose model is a folder with a config.json."
     raise WindfallError(f"the sizes of model {name!r} are not known", where="model", fix=fix)
+
+
+def hub_id(name: str) -> str:
+    """Where a model of the table is on the Hugging Face hub; other names are paths already.
+
+    >>> hub_id("Qwen3-8B"), hub_id("R1-Distill-Qwen-7B"), hub_id("tiny")
+    ('Qwen/Qwen3-8B', 'deepseek-ai/DeepSeek-R1-Distill-Qwen-7B', 'tiny')
+    """
+    if name not in MODELS:
+        return name
+    return f"Qwen/{name}" if name.startswith("Qwen") else f"deepseek-ai/DeepSeek-{name}"
 
 
 def kv_bytes(shape: ModelShape) -> int:
@@ -84,6 +95,7 @@ class Workload:
     kl: bool = False
     offload: bool = False
     adapter_parameters: int = 0
+    minibatches: int = 1
 
     @property
     def responses(self) -> int:
@@ -104,6 +116,18 @@ class Workload:
         return self.prompt_tokens + _moment(self.median_tokens, self.sigma, self.max_tokens, 2) / (2 * self.mean_tokens)
 
     @property
+    def mean_trained_context(self) -> float:
+        """Mean number of tokens that a token of a training batch attends to, prompts included.
+
+        >>> shape = MODELS["Qwen3-8B"]
+        >>> Workload(shape=shape, sigma=0.0, median_tokens=100, prompt_tokens=10).mean_trained_context
+        55.0
+        """
+        p, mean = self.prompt_tokens, self.mean_tokens
+        squares = p * p + 2 * p * mean + _moment(self.median_tokens, self.sigma, self.max_tokens, 2)
+        return squares / (2 * (p + mean))
+
+    @property
     def longest_tokens(self) -> float:
         """Expected length of the longest response of a step (Blom's approximation)."""
         if self.sigma == 0 or self.responses == 1:
@@ -119,3 +143,8 @@ class Workload:
     @property
     def weights_bytes(self) -> float:
         return VALUE_BYTES * self.shape.parameters
+
+    @property
+    def update_bytes(self) -> float:
+        """Bytes that are published and pulled per step: all weights, or the adapters."""
+        return VALUE_BYTES * (self.adapter_parameters or self.shape.parameters)

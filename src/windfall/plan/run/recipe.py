@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,8 +31,9 @@ from windfall.fleet.trace_formats import Change
 from windfall.launch import worker_sources
 from windfall.plan.model import cluster as clusters
 from windfall.plan.model.cluster import PROVIDERS, Kind
+from windfall.plan.model.workload import Workload, hub_id
 from windfall.plan.search.request import Request
-from windfall.plan.search.scoring import Placed, Plan
+from windfall.plan.search.scoring import Placed, Plan, pull_rates
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.core.scenario import with_keys
@@ -44,6 +46,8 @@ generated for later steps."""
 SIM_TOKENS = 16
 """Simulated tokens of a response of median length."""
 TRACE_S = 14 * 86400.0
+AWAY_S = 1e-3
+"""Seconds after the start at which spot workers leave that are away on average."""
 
 
 def trainer_keys(plan: Plan) -> dict[str, float]:
@@ -62,14 +66,26 @@ def sim_keys(plan: Plan, request: Request) -> dict[str, Any]:
     """Section [sim]."""
     work, links = plan.work, request.cluster.links
     first = plan.replicas[0][1]
-    sources = max(1, sum(1 for p in plan.placed if p.training))
+    sources = sum(1 for p in plan.placed if p.training)
+    rates = pull_rates(request, plan.placed) or [links.pull or links.across_types]
     return {
         "trainer": trainer_keys(plan), "worker": _engine_keys(first.service), "worker_slots": first.slots,
-        "trainer_slots": first.slots, "worker_kv_tokens": first.kv_tokens, "weights_bytes": float(work.weights_bytes),
-        "egress_bytes_per_s": sources * links.across_types, "ingress_bytes_per_s": links.across_types,
+        "trainer_slots": first.slots, "worker_kv_tokens": first.kv_tokens, "weights_bytes": float(work.update_bytes),
+        "egress_bytes_per_s": sources * statistics.harmonic_mean(rates), "ingress_bytes_per_s": min(rates),
         "prompt_tokens": work.prompt_tokens, "median_tokens": work.median_tokens, "sigma": work.sigma,
         "reward_s": work.reward_s,
     }  # fmt: skip
+
+
+def of_model(name: str, work: Workload) -> Recipe:
+    """The recipe of a plan that was asked for with a model's name only: this model, and the sizes that were planned."""
+    return config.parse(
+        {
+            "run": {"steps": work.steps}, "model": {"path": hub_id(name)},
+            "rollout": {"groups": work.groups, "group_size": work.group_size, "max_tokens": work.max_tokens},
+        },
+        where=f"the recipe of {name}",
+    )  # fmt: skip
 
 
 def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulated | None = None) -> Recipe:
@@ -286,20 +302,26 @@ def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, measur
 
 
 def _changes(plan: Plan, request: Request) -> list[Change]:
-    """All workers are up at the start, in the order of their kinds; spot workers then come and go."""
-    start, later = list[Change](), list[Change]()
+    """Workers in the order of their kinds. Of the spot workers, only the share that is available on average stays after
+    the start, because the few simulated steps are too short for that to come about by itself; then they come and go.
+    A worker gets its kind when it first comes up, so all of them come up once."""
     market, draw = request.spot, random.Random(0)
-    for kind, _, count, _ in plan.replicas:
-        for _ in range(count):
-            node = f"w{len(start)}"
-            start.append(Change(at_s=0.0, node=node, up=True))
-            if kind.lease != "spot" or not market.losses_per_h:
-                continue
-            up_s = 3600 / market.losses_per_h
-            down_s = up_s * (1 / max(market.availability, 1e-3) - 1)
-            at_s, up = draw.expovariate(1 / up_s), True
-            while at_s < TRACE_S and len(later) < 200_000:
-                up = not up
-                later.append(Change(at_s=at_s, node=node, up=up))
-                at_s += max(1.0, draw.expovariate(1 / up_s) if up else draw.expovariate(1 / max(down_s, 1.0)))
+    workers = [kind for kind, _, count, _ in plan.replicas for _ in range(count)]
+    start = [Change(at_s=0.0, node=f"w{n}", up=True) for n in range(len(workers))]
+    later = list[Change]()
+    spot = [n for n, kind in enumerate(workers) if kind.lease == "spot"]
+    if not market.losses_per_h and market.availability == 1.0:
+        return start
+    up_s = 3600 / max(market.losses_per_h, 1e-6)
+    down_s = max(1.0, up_s * (1 / max(market.availability, 1e-3) - 1))
+    for i, n in enumerate(spot):
+        # Of the first i workers, i x availability are up, rounded: kinds with few workers are not all up or all away.
+        up = math.floor((i + 1) * market.availability + 0.5) > math.floor(i * market.availability + 0.5)
+        if not up:
+            later.append(Change(at_s=AWAY_S, node=f"w{n}", up=False))
+        at_s = AWAY_S + max(1.0, draw.expovariate(1 / (up_s if up else down_s)))
+        while at_s < TRACE_S and len(later) < 200_000:
+            up = not up
+            later.append(Change(at_s=at_s, node=f"w{n}", up=up))
+            at_s += max(1.0, draw.expovariate(1 / (up_s if up else down_s)))
     return start + sorted(later, key=lambda c: c.at_s)

@@ -1,7 +1,8 @@
 """What was planned beside what a run measured, part by part. Reads a run's recipe and event log; the rest is pure.
 
 The plan is in the sections [plan] and [sim] of the run's recipe, as `windfall plan --write` puts it there. The first
-step, which includes start-up, and parts that the log does not contain are left out.
+step, which includes start-up, and parts that the log does not contain are left out. The last row is the plan with the
+run's own times: it tells an error of the plan's times from one of its model.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from windfall.config import PlannedWorkers, Recipe
 from windfall.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
+from windfall.plan.model import cluster as clusters
+from windfall.plan.model import measured
 from windfall.plan.model.cost_model import LINK_SHARE
+from windfall.plan.model.inputs import recipe_workload
+from windfall.plan.run import run_log
+from windfall.plan.run.recipe import simulate
 from windfall.plan.run.run_log import measured_steps, same_kind
+from windfall.plan.search import planner
+from windfall.plan.search.request import Request
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import service
 
@@ -43,15 +51,50 @@ class Part(NamedTuple):
 HEADER = f"{'part':44} {'planned':>12} {'measured':>12} {'unit':6} {'error':>8}"
 
 
+def no_run(run: Path, missing: str) -> WindfallError:
+    """The error for a folder that is not that of a run."""
+    what = f"this folder has no {missing}" if run.is_dir() else "no such run"
+    return WindfallError(what, where=str(run), fix="Give the folder of a run, such as runs/demo.")
+
+
 def review(run: Path) -> list[Part]:
     recipe = config.load(run / "recipe.toml")
     if not recipe.plan.name:
         fix = "Only runs of a recipe from `windfall plan --write` can be checked."
         raise WindfallError("this run was not planned: its recipe has no [plan] section", where=str(run), fix=fix)
+    if not (run / "events.jsonl").is_file():
+        raise no_run(run, "events.jsonl")
     events = read(run / "events.jsonl")
     if not event_log.steps_of(events):
         raise WindfallError("no step of this run is complete yet", where=str(run), fix="Wait for the first step.")
-    return parts(recipe, events)
+    own = with_own_times(recipe, events)
+    return [*parts(recipe, events), *([own] if own else [])]
+
+
+OWN_TIMES = "tokens per second, this run's own times"
+
+
+def with_own_times(recipe: Recipe, events: Sequence[Event]) -> Part | None:
+    """The same plan, simulated with the times and lengths that this run measured. If this is close to what was measured
+    and the plan is not, then the times that the plan was made with do not hold for this run. None: the log has no times
+    that can be used, as with a trainer of several ranks."""
+    plan, steps = recipe.plan, measured_steps(events)
+    seen = run_log.speeds(events, "the run")
+    seconds = sum(e.get("s", 0.0) for e in steps)
+    if seen.trainer is None or plan.trainer_gpus > 1 or not seen.workers or not seconds:
+        return None
+    work = run_log.with_lengths(recipe_workload(recipe), seen.lengths, seen.prompt_tokens)
+    cluster = run_log.with_speeds(clusters.parse(plan.cluster, "plan.cluster"), seen, work)
+    request = Request(cluster=cluster, work=work, efficiency=measured.efficiency())
+    counts = {
+        (kind, w.gpus): w.count for w in plan.workers for kind in cluster.kinds()
+        if (kind.lease, round(w.gpus * kind.usd_per_h, 4)) == (w.lease, w.price_usd_per_h) and w.device == kind.gpu.name
+    }  # fmt: skip
+    made = planner.fixed(request, plan.trainer_device, 1, counts)
+    if made is None:
+        return None
+    tok_per_s = sum(e.get("trained", 0) for e in steps) / seconds
+    return Part(OWN_TIMES, simulate(made, request, recipe).tok_per_s, tok_per_s, "tok/s")
 
 
 def parts(recipe: Recipe, events: Sequence[Event]) -> list[Part]:

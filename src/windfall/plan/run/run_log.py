@@ -97,7 +97,7 @@ def with_speeds(cluster: Cluster, measured: RunSpeeds, work: Workload) -> Cluste
         machines.append(replace(machine, gpu=gpu))
     links = cluster.links
     if measured.weights_s:
-        links = replace(links, across_types=work.weights_bytes / LINK_SHARE / measured.weights_s)
+        links = replace(links, pull=work.update_bytes / LINK_SHARE / measured.weights_s)
     return replace(cluster, machines=tuple(machines), links=links)
 
 

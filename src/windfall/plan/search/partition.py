@@ -1,23 +1,75 @@
 """Phase 2: which individual GPUs train and which form replicas. Pure.
 
-GPUs are the vertices of a graph, links its edges: fast within a machine, slow between machines. For given counts, the
-best partition has the largest link bandwidth among the training GPUs, summed over pairs, while every replica still fits
-into one machine. GPUs of a kind are alike, so a partition is a number of training GPUs per machine:
+GPUs are the vertices of a graph, links its edges: fast within a machine, slower between machines, and often still
+slower between zones. For given counts, FSDP is as fast as the slowest link among the training GPUs, because its rings
+pass them all. So the best partition is the one whose slowest link is the fastest; of those, the one with the largest
+bandwidth over all pairs; while every replica still fits into one machine. GPUs of a machine are alike, and so are
+machines of one size and zone, so a partition is a number of training GPUs per machine:
 
     exact     every such vector, up to equal machines; small clusters
-    greedy    fill the largest machines first, then move single GPUs while that helps; large clusters
+    greedy    from every zone outwards, fill the largest machines first, then move GPUs while that helps; large clusters
 
-Replica sizes are powers of two, so placing the largest first packs them whenever they can be packed at all.
+Replica sizes are powers of two, so placing the largest first packs them whenever they can be packed at all, whichever
+machines are preferred: those that train, which need not pull new weights, then those with the best link to them.
+
+`benchmarks/plan_partition.py` compares both with KaHyPar, a general graph partitioner.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 EXACT_LIMIT = 20_000
 """Largest number of vectors that are enumerated."""
+MOVES = 50
+"""Largest number of improvements of a greedy partition."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Graph:
+    """Machines of one kind: GPUs of each, the zone of each, and bytes per second within and between them."""
+
+    machines: tuple[int, ...]
+    zones: tuple[int, ...]
+    link: float
+    """Between two GPUs of one machine."""
+    network: tuple[tuple[float, ...], ...]
+    """Between two machines, by their zones."""
+
+    @classmethod
+    def uniform(cls, machines: Sequence[int], link: float, network: float) -> Graph:
+        """Machines of one zone."""
+        return cls(machines=tuple(machines), zones=(0,) * len(machines), link=link, network=((network,),))
+
+    def score(self, training: Sequence[int]) -> tuple[float, float]:
+        """Of the links between training GPUs: the slowest bandwidth, and the mean over all pairs.
+
+        >>> two = Graph.uniform([2, 2], 100.0, 10.0)
+        >>> two.score([2, 0]), two.score([1, 1]), two.score([1, 0])
+        ((100.0, 100.0), (10.0, 10.0), (100.0, 100.0))
+        >>> Graph(machines=(1, 1, 1), zones=(0, 0, 1), link=9.0, network=((5.0, 1.0), (1.0, 5.0))).score([1, 0, 1])
+        (1.0, 1.0)
+        """
+        gpus, squares, used = Counter[int](), Counter[int](), Counter[int]()
+        for n, zone in zip(training, self.zones, strict=True):
+            if n:
+                gpus[zone] += n
+                squares[zone] += n * n
+                used[zone] += 1
+        total = sum(gpus.values())
+        pairs = total * (total - 1) / 2
+        if not pairs:
+            return self.link, self.link
+        zones = list(gpus)
+        weight = sum((squares[z] - gpus[z]) / 2 * self.link for z in zones)
+        weight += sum((gpus[z] ** 2 - squares[z]) / 2 * self.network[z][z] for z in zones)
+        weight += sum(gpus[a] * gpus[b] * self.network[a][b] for n, a in enumerate(zones) for b in zones[:n])
+        links = [self.link] + [self.network[z][z] for z in zones if used[z] > 1]
+        links += [self.network[a][b] for n, a in enumerate(zones) for b in zones[:n]]
+        return min(links), weight / pairs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,129 +78,169 @@ class Partition:
     """Training GPUs of every machine."""
     replicas: tuple[tuple[int, ...], ...]
     """Sizes of the replicas of every machine."""
-    score: float
+    slowest: float
+    """Bytes per second of the slowest link between two training GPUs."""
+    mean: float
     """Mean bandwidth between two training GPUs, in bytes per second."""
     exact: bool
 
 
-def link_score(training: Sequence[int], link: float, network: float) -> float:
-    """Mean bandwidth between two training GPUs.
-
-    >>> link_score([2, 0], 100.0, 10.0), link_score([1, 1], 100.0, 10.0), link_score([1], 100.0, 10.0)
-    (100.0, 10.0, 100.0)
-    """
-    total = sum(training)
-    pairs = total * (total - 1) / 2
-    if not pairs:
-        return link
-    inside = sum(n * (n - 1) / 2 for n in training)
-    return (inside * link + (pairs - inside) * network) / pairs
-
-
-def pack(left: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-    """Put replicas into machines with this many free GPUs, the largest replica first into the fullest machine that has
-    room. None: they do not fit.
+def pack(left: Sequence[int], sizes: Sequence[int], prefer: Sequence[float] = ()) -> tuple[tuple[int, ...], ...] | None:
+    """Put replicas into machines with this many free GPUs, the largest replica first: into the machine that is
+    preferred most, of those into one that has replicas already, then into the fullest. None: they do not fit.
 
     >>> pack([3, 4], [2, 4])
     ((2,), (4,))
+    >>> pack([3, 4], [2, 1], prefer=[0.0, 1.0])
+    ((), (2, 1))
     >>> pack([3, 3], [4]) is None
     True
     """
     free, out = list(left), [list[int]() for _ in left]
+    wanted = list(prefer) or [0.0] * len(free)
     for size in sorted(sizes, reverse=True):
         room = [n for n, f in enumerate(free) if f >= size]
         if not room:
             return None
-        chosen = min(room, key=lambda n: free[n])
+        chosen = min(room, key=lambda n: (-wanted[n], not out[n], free[n]))
         free[chosen] -= size
         out[chosen].append(size)
     return tuple(map(tuple, out))
 
 
 def partition(
-    machines: Sequence[int], train: int, sizes: Sequence[int], *, link: float, network: float,
-    exact: bool | None = None,
-) -> Partition | None:  # fmt: skip
-    """The best partition of machines with this many GPUs each. None: the replicas do not fit in any."""
-    small = vectors(machines, train) <= EXACT_LIMIT
+    graph: Graph, train: int, sizes: Sequence[int], *, near: Sequence[float] = (), exact: bool | None = None
+) -> Partition | None:
+    """The best partition. `near`: of every machine, bytes per second from GPUs of another kind that train. None: the
+    replicas do not fit in any."""
     if exact is None:
-        exact = small
-    candidates = _all(machines, train) if exact else _greedy(machines, train, sizes)
+        exact = vectors(graph, train) <= EXACT_LIMIT
     best: Partition | None = None
-    for vector in candidates:
-        score = link_score(vector, link, network)
-        if best is not None and score <= best.score * (1 + 1e-12):
+    for vector in _all(graph, train) if exact else _greedy(graph, train, sizes):
+        slowest, mean = graph.score(vector)
+        if best is not None and (slowest, mean) <= (best.slowest, best.mean * (1 + 1e-12)):
             continue
-        placed = pack([m - n for m, n in zip(machines, vector, strict=True)], sizes)
+        left = [m - n for m, n in zip(graph.machines, vector, strict=True)]
+        placed = pack(left, sizes, _preferred(graph, vector, near))
         if placed is not None:
-            best = Partition(training=vector, replicas=placed, score=score, exact=exact)
+            best = Partition(training=vector, replicas=placed, slowest=slowest, mean=mean, exact=exact)
     return best
 
 
-def vectors(machines: Sequence[int], train: int) -> int:
+def _preferred(graph: Graph, training: Sequence[int], near: Sequence[float]) -> list[float]:
+    """Bytes per second at which a machine gets new weights; infinite on a machine that trains."""
+    sources = {zone for zone, n in zip(graph.zones, training, strict=True) if n}
+    out = []
+    for m, (zone, n) in enumerate(zip(graph.zones, training, strict=True)):
+        links = [graph.network[zone][source] for source in sources] + ([near[m]] if near else [])
+        out.append(math.inf if n else max(links, default=0.0))
+    return out
+
+
+def vectors(graph: Graph, train: int) -> int:
     """Upper bound on the number of vectors, equal machines counted once."""
     total = 1
-    for size in set(machines):
-        count, most = machines.count(size), min(size, train)
+    for (size, _), count in Counter(zip(graph.machines, graph.zones, strict=True)).items():
+        most = min(size, train)
         total *= math.comb(count + most, most)
         if total > EXACT_LIMIT:
             return total
     return total
 
 
-def _all(machines: Sequence[int], train: int) -> Iterator[tuple[int, ...]]:
+def _all(graph: Graph, train: int) -> Iterator[tuple[int, ...]]:
     """Every vector, with the numbers of equal machines in descending order."""
-    order = sorted(range(len(machines)), key=lambda n: -machines[n])
+    alike = list(zip(graph.machines, graph.zones, strict=True))
+    order = sorted(range(len(alike)), key=lambda n: (-alike[n][0], alike[n][1]))
 
     def choose(at: int, left: int, before: int) -> Iterator[tuple[int, ...]]:
         if at == len(order):
             if left == 0:
                 yield ()
             return
-        size = machines[order[at]]
-        most = min(size, left)
-        if at and machines[order[at - 1]] == size:
+        most = min(alike[order[at]][0], left)
+        if at and alike[order[at - 1]] == alike[order[at]]:
             most = min(most, before)
-        if left > sum(machines[n] for n in order[at:]):
+        if left > sum(graph.machines[n] for n in order[at:]):
             return
         for n in range(most, -1, -1):
             for rest in choose(at + 1, left - n, n):
                 yield (n, *rest)
 
     for chosen in choose(0, train, train):
-        vector = [0] * len(machines)
+        vector = [0] * len(order)
         for n, value in zip(order, chosen, strict=True):
             vector[n] = value
         yield tuple(vector)
 
 
-def _greedy(machines: Sequence[int], train: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """A few vectors that fill whole machines, each repaired by moving GPUs until the replicas fit."""
-    for reverse in (True, False):
-        order = sorted(range(len(machines)), key=lambda n: machines[n], reverse=reverse)
-        vector, left = [0] * len(machines), train
-        while left > 0 and (open_ := [n for n in order if not vector[n]]):
-            # A machine that is exactly as large as the rest is best: nothing of another machine is broken up.
-            fitting = [n for n in open_ if machines[n] == left]
-            chosen = fitting[0] if fitting else open_[0]
-            if not fitting and machines[chosen] > left:
-                chosen = min((n for n in open_ if machines[n] > left), key=lambda n: machines[n])
-            vector[chosen] = min(machines[chosen], left)
-            left -= vector[chosen]
-        if left:
-            return
-        yield from _repaired(machines, vector, sizes)
+def _greedy(graph: Graph, train: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """A few vectors that fill whole machines, from every zone outwards, each repaired by moving GPUs until the replicas
+    fit, and then improved by moving GPUs."""
+    for zone in sorted(set(graph.zones)):
+        for largest in (True, False):
+            vector = _filled(graph, train, zone, largest)
+            if vector is None:
+                return
+            fitting = vector if _fits(graph, vector, sizes) else _best(graph, vector, sizes)
+            if fitting is not None:
+                yield from _improved(graph, fitting, sizes)
 
 
-def _repaired(machines: Sequence[int], vector: list[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    yield tuple(vector)
-    free = [m - n for m, n in zip(machines, vector, strict=True)]
-    if pack(free, sizes) is not None:
-        return
-    for a in [n for n, v in enumerate(vector) if v]:  # one machine trains less, another one more
-        for b in [n for n, f in enumerate(free) if f and n != a]:
-            for moved in range(1, min(vector[a], free[b]) + 1):
+def _filled(graph: Graph, train: int, zone: int, largest: bool) -> list[int] | None:
+    """Whole machines, those with the best links to this zone first. None: there are not enough GPUs."""
+    machines = graph.machines
+    near = [graph.network[zone][z] if z != zone else math.inf for z in graph.zones]
+    order = sorted(range(len(machines)), key=lambda n: (-near[n], machines[n] * (-1 if largest else 1)))
+    vector, left = [0] * len(machines), train
+    while left > 0:
+        open_ = [n for n in order if not vector[n]]
+        if not open_:
+            return None
+        open_ = [n for n in open_ if near[n] == near[open_[0]]]
+        # A machine that is exactly as large as the rest is best: nothing of another machine is broken up.
+        fitting = [n for n in open_ if machines[n] == left]
+        chosen = fitting[0] if fitting else open_[0]
+        if not fitting and machines[chosen] > left:
+            chosen = min((n for n in open_ if machines[n] > left), key=lambda n: machines[n])
+        vector[chosen] = min(machines[chosen], left)
+        left -= vector[chosen]
+    return vector
+
+
+def _fits(graph: Graph, vector: Sequence[int], sizes: Sequence[int]) -> bool:
+    return pack([m - n for m, n in zip(graph.machines, vector, strict=True)], sizes) is not None
+
+
+def _moves(graph: Graph, vector: Sequence[int]) -> Iterator[list[int]]:
+    """One machine trains less, another one more. Equal machines with equal numbers are tried once."""
+    seen = set[tuple[object, ...]]()
+    state = list(zip(graph.machines, graph.zones, vector, strict=True))
+    for a in [n for n, v in enumerate(vector) if v]:
+        for b in [n for n, (size, _, v) in enumerate(state) if size > v and n != a]:
+            if (state[a], state[b]) in seen:
+                continue
+            seen.add((state[a], state[b]))
+            for moved in range(1, min(vector[a], graph.machines[b] - vector[b]) + 1):
                 other = list(vector)
                 other[a] -= moved
                 other[b] += moved
-                yield tuple(other)
+                yield other
+
+
+def _best(graph: Graph, vector: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
+    """The best vector that is one move away and leaves room for the replicas; None: there is none."""
+    moved = [other for other in _moves(graph, vector) if _fits(graph, other, sizes)]
+    return max(moved, key=graph.score, default=None)
+
+
+def _improved(graph: Graph, vector: list[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    yield tuple(vector)
+    for _ in range(MOVES):
+        now = graph.score(vector)
+        better = [other for other in _moves(graph, vector) if graph.score(other) > now]
+        fitting = next((o for o in sorted(better, key=graph.score, reverse=True) if _fits(graph, o, sizes)), None)
+        if fitting is None:
+            return
+        vector = fitting
+        yield tuple(vector)

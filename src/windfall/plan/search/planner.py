@@ -16,6 +16,7 @@ windfall runs: FSDP, and engines on one GPU.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -44,7 +45,7 @@ STEPS = (1, 2, 4, 8)
 def plans(request: Request) -> list[Plan]:
     """The best plans, best first; raises WindfallError if there is none."""
     options = Options(request)
-    found: dict[str, Plan] = {}
+    found: dict[frozenset[tuple[Kind, int, int]], Plan] = {}
     exact = solvers.combinations(options.problem(1.0)) <= solvers.EXACT_LIMIT
     candidates = CANDIDATES if exact and request.method in ("auto", "exact") else 1
     for crowded in (False, True):
@@ -52,8 +53,8 @@ def plans(request: Request) -> list[Plan]:
         for _ in range(ROUNDS):
             splits = solvers.solve(options.problem(step_s), max(request.top, candidates), request.method)
             made = [plan for split in splits if (plan := place(request, options, split)) is not None]
-            new = [plan for plan in made if plan.name not in found]
-            found.update((plan.name, plan) for plan in new)
+            new = [plan for plan in made if plan.counts not in found]
+            found.update((plan.counts, plan) for plan in new)
             if not new:
                 break
             step_s = max(step_time(engine, batch, request.work) for _, engine, _, batch in made[0].replicas)
@@ -61,8 +62,8 @@ def plans(request: Request) -> list[Plan]:
     if not found:  # the search's speeds are estimates: limits that it cannot meet may still be met
         fastest = replace(problem, objective="throughput", budget_usd_per_h=math.inf)
         made = [place(request, options, split) for split in solvers.solve(fastest, request.top, request.method)]
-        found.update((plan.name, plan) for plan in made if plan is not None)
-    found.update((p.name, p) for p in _improved(request, options, problem, list(found.values())))
+        found.update((plan.counts, plan) for plan in made if plan is not None)
+    found.update((p.counts, p) for p in _improved(request, options, problem, list(found.values())))
     allowed = [p for p in found.values() if problem.allowed(1 / p.step_s, p.usd_per_h)]
     if not allowed:
         raise _nothing(request, problem)
@@ -152,30 +153,44 @@ class Options:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.kinds: list[tuple[Kind, list[Machine]]] = list(request.cluster.kinds().items())
+        self.graphs = [_graph(request, machines) for _, machines in self.kinds]
+        self.fastest = [max(map(max, graph.network)) for graph in self.graphs]
+        """The fastest link between two machines of a kind. What a plan has is known when it is placed."""
         self.trainers: dict[tuple[int, int], Training] = {}
         self.replicas: dict[tuple[int, int], Replica] = {}
-        refused: list[str] = []
+        why: dict[str, list[str]] = {"train": [], "generate": []}
         for k, (kind, machines) in enumerate(self.kinds):
             have, largest = sum(m.count for m in machines), max(m.count for m in machines)
+            if not kind.can_train:
+                reason = f"is started by {kind.provider}" if kind.lease == "reserved" else "can be taken away"
+                why["train"].insert(0, f"{kind.name} {reason}, so it cannot train")
             for n in _trainer_sizes(have) if kind.can_train else ():
                 try:
-                    self.trainers[k, n] = training(request, kind, n, largest)
+                    self.trainers[k, n] = training(request, kind, n, largest, self.fastest[k])
                 except DoesNotFit as e:
-                    refused.append(str(e))
-            if not any(key[0] == k for key in self.trainers) and not kind.can_train:
-                why = f"is started by {kind.provider}" if kind.lease == "reserved" else "can be taken away"
-                refused.append(f"{kind.name} {why}, so it cannot train")
+                    why["train"].append(str(e))
             for tp in request.replica_sizes(kind):
                 if tp <= largest:
                     try:
                         self.replicas[k, tp] = cost_model.replica(request.work, kind.gpu, tp, request.efficiency)
                     except DoesNotFit as e:
-                        refused.append(str(e))
-        if not self.trainers or not self.replicas:
-            part = "train" if not self.trainers else "generate"
-            fix = "Use GPUs with more memory, or more of them; or train adapters, or set train.offload = true."
-            why = f"no GPU of this cluster can {part} this model"
-            raise WindfallError(f"{why}: {refused[-1] if refused else 'there are none'}", where="cluster", fix=fix)
+                        why["generate"].append(str(e))
+        for part, fitting in (("train", self.trainers), ("generate", self.replicas)):
+            if not fitting:
+                raise self._nothing_fits(part, why[part][-1])
+
+    def _nothing_fits(self, part: str, why: str) -> WindfallError:
+        fix = "Use GPUs with more memory, or more of them; or train adapters, or set train.offload = true."
+        if part == "generate":
+            fix = 'Use GPUs with more memory, engine = "vllm", which spans several GPUs, or a lower rollout.max_tokens.'
+        if part == "train" and not any(kind.can_train for kind, _ in self.kinds):
+            fix = "Add a reserved machine for the trainer."
+        if "is not known" in why:
+            fix = "Run any recipe on it for a few steps, and give --measured RUN; see docs/plan.md."
+        elif math.isfinite(self.request.budget_usd_per_h):
+            fix = f"{fix[:-1]}. A higher --budget may also help."
+        what = f"no GPU of this cluster can {part} this model: {why}"
+        return WindfallError(what, where="cluster", fix=fix)
 
     def first_step_s(self, crowded: bool) -> float:
         """Step time of an engine to begin the search with: all GPUs share the responses, or one engine has all."""
@@ -192,7 +207,8 @@ class Options:
             batch = max(1.0, min(batch_at(engine, step_s, w), in_flight(w)))
             replicas.append(ReplicaOption(k, tp, engine.tok_per_s(batch, w) * useful_share(r, self.kinds[k][0])))
             tail_s = min(tail_s, w.longest_tokens * step_time(engine, 1.0, w) / (w.staleness + 1))
-        pull_s = cost_model.pull_s(w, r.cluster.links.across_types, 1, 1)
+        links = r.cluster.links
+        pull_s = cost_model.pull_s(w, [links.pull or links.across_types], 1)
         return Problem(
             have=tuple(sum(m.count for m in ms) for _, ms in self.kinds),
             usd_per_h=tuple(price(r, kind) for kind, _ in self.kinds),
@@ -204,9 +220,20 @@ class Options:
         )  # fmt: skip
 
 
-def training(request: Request, kind: Kind, gpus: int, per_machine: int) -> Training:
-    """The fastest layout on this many GPUs; raises DoesNotFit."""
-    w, e, network = request.work, request.efficiency, request.cluster.links.same_type
+def _graph(request: Request, machines: list[Machine]) -> partition.Graph:
+    """Machines of one kind and their links."""
+    names = list(dict.fromkeys(m.zone for m in machines))
+    between = [[request.cluster.links.between(a, b, same_type=True) for b in names] for a in names]
+    return partition.Graph(
+        machines=tuple(m.count for m in machines), zones=tuple(names.index(m.zone) for m in machines),
+        link=machines[0].gpu.link, network=tuple(map(tuple, between)),
+    )  # fmt: skip
+
+
+def training(request: Request, kind: Kind, gpus: int, per_machine: int, network: float) -> Training:
+    """The fastest layout on this many GPUs, with this many in one machine and this bandwidth between machines; raises
+    DoesNotFit."""
+    w, e = request.work, request.efficiency
     if not request.can.megatron:
         return cost_model.fsdp(w, kind.gpu, gpus, per_machine, network, e)
     made: list[Training] = []
@@ -236,38 +263,52 @@ def _trainer_sizes(have: int) -> Iterator[int]:
 
 
 def place(request: Request, options: Options, split: solvers.Split) -> Plan | None:
-    placed: list[Placed] = []
-    counts: dict[tuple[int, int], int] = {}
-    trained: Training | None = None
-    links = request.cluster.links
-    for k, (kind, machines) in enumerate(options.kinds):
-        sizes = [o.tp for o, n in split.replicas.items() for _ in range(n) if o.kind == k]
-        train = split.trainer.gpus if split.trainer.kind == k else 0
-        room = [m.count for m in machines]
-        found = partition.partition(room, train, sizes, link=kind.gpu.link, network=links.same_type)
-        while found is None and sizes:  # break up the largest replica, or leave it out
-            sizes.sort()
-            largest = sizes.pop()
-            half = [s for s in request.replica_sizes(kind) if s < largest and (k, s) in options.replicas]
-            sizes += [max(half)] * (largest // max(half)) if half else []
-            found = partition.partition(room, train, sizes, link=kind.gpu.link, network=links.same_type)
-        if found is None:
+    found: dict[int, partition.Partition] = {}
+    trained = options.trainers[split.trainer.kind, split.trainer.gpus]
+    sources: list[Machine] = []
+    # The trainer first: other kinds are then placed near it.
+    for k in sorted(range(len(options.kinds)), key=lambda k: k != split.trainer.kind):
+        kind, machines = options.kinds[k]
+        train = split.trainer.gpus if k == split.trainer.kind else 0
+        near = [request.cluster.pull_rate(m, sources) for m in machines] if sources else []
+        made = _partition(request, options, split, k, near)
+        if made is None:
             return None
+        found[k] = made
         if train:
-            trained = options.trainers[k, train]
-            if max(found.training) < train and max(found.training) < max(room):
+            sources = [m for m, n in zip(machines, made.training, strict=True) if n]
+            most, room = max(made.training), max(m.count for m in machines)
+            if most < train and (most < room or made.slowest < options.fastest[k]):
                 try:
-                    trained = training(request, kind, train, max(found.training))
+                    trained = training(request, kind, train, most, made.slowest)
                 except DoesNotFit:
                     return None
-        for machine, own, row in zip(machines, found.training, found.replicas, strict=True):
-            placed.append(Placed(machine=machine, training=own, replicas=row))
-            for tp in row:
-                counts[k, tp] = counts.get((k, tp), 0) + 1
-    if trained is None or not counts:
+    placed = [
+        Placed(machine=machine, training=own, replicas=row)
+        for k, (_, machines) in enumerate(options.kinds)
+        for machine, own, row in zip(machines, found[k].training, found[k].replicas, strict=True)
+    ]
+    counts = Counter((k, tp) for k in range(len(options.kinds)) for row in found[k].replicas for tp in row)
+    if not counts:
         return None
     engines = [(options.replicas[key], n) for key, n in counts.items()]
     return score(request, placed, engines, [options.kinds[k][0] for k, _ in counts], trained, split.method)
+
+
+def _partition(
+    request: Request, options: Options, split: solvers.Split, k: int, near: list[float]
+) -> partition.Partition | None:
+    """The GPUs of one kind. Replicas that cannot be placed are broken up, the largest first, or left out."""
+    sizes = [o.tp for o, n in split.replicas.items() for _ in range(n) if o.kind == k]
+    train = split.trainer.gpus if split.trainer.kind == k else 0
+    found = partition.partition(options.graphs[k], train, sizes, near=near)
+    while found is None and sizes:
+        sizes.sort()
+        largest = sizes.pop()
+        half = [s for s in request.replica_sizes(options.kinds[k][0]) if s < largest and (k, s) in options.replicas]
+        sizes += [max(half)] * (largest // max(half)) if half else []
+        found = partition.partition(options.graphs[k], train, sizes, near=near)
+    return found
 
 
 def _nothing(request: Request, problem: Problem) -> WindfallError:

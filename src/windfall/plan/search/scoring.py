@@ -84,8 +84,16 @@ class Plan:
 
     @property
     def name(self) -> str:
-        made = " + ".join(f"{n} x {r.tp} {kind.name}" for kind, r, n, _ in self.replicas)
-        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {made}"
+        """Such as "train 4 H100; roll out 4 H100 + 2 x 4 L40S spot": the last are two engines of four GPUs each."""
+        made = [f"{n} x {r.tp} {kind.name}" if r.tp > 1 else f"{n} {kind.name}" for kind, r, n, _ in self.replicas]
+        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {' + '.join(made)}"
+
+    @property
+    def counts(self) -> frozenset[tuple[Kind, int, int]]:
+        """What tells plans apart: kind, GPUs per engine (0: the trainer), and number. Names do not, because kinds that
+        differ only in price or provider have the same one."""
+        engines = {(kind, r.tp, n) for kind, r, n, _ in self.replicas}
+        return frozenset({(self.training_kind, 0, self.training.gpus), *engines})
 
     @property
     def why(self) -> str:
@@ -134,6 +142,12 @@ def share_out(engines: Sequence[tuple[Replica, int]], work: Workload) -> list[fl
     return [max(batch_at(e, high, work), min(1.0, total)) for e, _ in engines]
 
 
+def pull_rates(request: Request, placed: Sequence[Placed]) -> list[float]:
+    """Bytes per second to every machine that generates without training."""
+    sources = [p.machine for p in placed if p.training]
+    return [request.cluster.pull_rate(p.machine, sources) for p in placed if p.replicas and not p.training]
+
+
 def score(
     request: Request, placed: Sequence[Placed], engines: Sequence[tuple[Replica, int]], kinds: Sequence[Kind],
     trained: Training, method: str,
@@ -168,11 +182,7 @@ def score(
     tail_s = tail(batches)
     if w.tokens / speed(batches) + again(batches) < w.tokens / tok_per_s + again_s:
         tok_per_s, again_s = speed(batches), again(batches)
-    away = sum(1 for p in placed if p.replicas and not p.training)
-    pull_s = 0.0
-    if away:
-        sources = sum(1 for p in placed if p.training)
-        pull_s = cost_model.pull_s(w, request.cluster.links.across_types, away, sources)
+    pull_s = cost_model.pull_s(w, pull_rates(request, placed), sum(1 for p in placed if p.training))
     # With staleness, engines go on while new weights arrive; then the contexts of running responses are computed again.
     update_s = w.reward_s + (again_s if w.staleness else pull_s)
     bound_s = max(tail_s, pull_s) if w.staleness else tail_s

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,8 @@ EXACT_LIMIT = 200_000
 TANGENTS = 24
 TOLERANCE = 1e-6
 MAX_ROUNDS = 40
+INFEASIBLE = 2
+"""Status of scipy.optimize.milp."""
 
 
 class TrainOption(NamedTuple):
@@ -260,7 +262,14 @@ def _fields(x: Problem | Split) -> dict:
 
 
 class _Unsolved(Exception):
-    """The program has no solution within the limits."""
+    """The program has no solution within the limits, or HiGHS gave none."""
+
+
+class _Solved(NamedTuple):
+    """What scipy.optimize.milp returns, as far as it is used."""
+
+    x: np.ndarray | None
+    infeasible: bool
 
 
 def _milp(problem: Problem, count: int) -> list[Split]:
@@ -365,7 +374,10 @@ class _Program:
         found = self._solve(self._objective(0.0))
         for _ in range(MAX_ROUNDS):
             ratio = found.usd_per_h / (found.rate / self.rate_scale)
-            new = self._solve(self._objective(ratio))
+            try:
+                new = self._solve(self._objective(ratio))
+            except _Unsolved:  # `found` is a solution, so this is a failure of HiGHS
+                break
             if new.usd_per_h / new.rate >= found.usd_per_h / found.rate * (1 - TOLERANCE):
                 break
             found = new
@@ -392,23 +404,35 @@ class _Program:
             return split
 
     def _solve(self, objective: np.ndarray) -> Split:
-        from scipy.optimize import Bounds, LinearConstraint, milp  # pyright: ignore[reportMissingImports]
-
-        upper = [1.0] * self.z + [self.p.have[r.kind] // r.tp for r in self.p.replicas] + [1.0 + 1e-9, np.inf]
-        whole = np.array([1] * (self.z + self.y) + [0, 0])
+        touched = set[tuple[int, tuple[tuple[ReplicaOption, int], ...]]]()
         for _ in range(MAX_ROUNDS):
-            constraint = LinearConstraint(np.array(self.rows), np.array(self.low), np.array(self.high))
-            done = milp(
-                objective, constraints=constraint, bounds=Bounds(np.zeros(self.size), np.array(upper)),
-                integrality=whole, options={"mip_rel_gap": TOLERANCE / 10, "time_limit": 60.0},
-            )  # fmt: skip
+            done = self._run(objective, presolve=True)
+            if done.x is None and not done.infeasible:  # HiGHS ends some small programs with "Solve error"
+                done = self._run(objective, presolve=False)
             if done.x is None:
                 raise _Unsolved
             split, k = self._split(done.x)
-            if done.x[-2] * self.rate_scale <= split.rate * (1 + TOLERANCE):
+            point = k, tuple(split.replicas.items())
+            # The bound touches the true rate where a tangent was added; what is left are the tolerances of HiGHS.
+            if point in touched or done.x[-2] * self.rate_scale <= split.rate * (1 + TOLERANCE):
                 return split
+            touched.add(point)
             self._tangent(k, max(split.tok_per_s, 1e-9 * self.h_scale))
         return split
+
+    def _run(self, objective: np.ndarray, *, presolve: bool) -> _Solved:
+        import scipy.optimize  # pyright: ignore[reportMissingImports]
+
+        highs: Any = scipy.optimize  # SciPy's types say float where arrays are meant
+        upper = [1.0] * self.z + [self.p.have[r.kind] // r.tp for r in self.p.replicas] + [1.0 + 1e-9, np.inf]
+        whole = np.array([1] * (self.z + self.y) + [0, 0])
+        constraint = highs.LinearConstraint(np.array(self.rows), np.array(self.low), np.array(self.high))
+        done = highs.milp(
+            objective, constraints=constraint, bounds=highs.Bounds(np.zeros(self.size), np.array(upper)),
+            integrality=whole,
+            options={"mip_rel_gap": TOLERANCE / 10, "time_limit": 60.0, "presolve": presolve},
+        )  # fmt: skip
+        return _Solved(done.x, done.status == INFEASIBLE)
 
     def _split(self, x: np.ndarray) -> tuple[Split, int]:
         p = self.p

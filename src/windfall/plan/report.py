@@ -1,0 +1,99 @@
+"""What `windfall plan` prints: the plans with their figures, and a picture of the best one. Pure."""
+
+from __future__ import annotations
+
+from windfall.plan.model import measured
+from windfall.plan.model.cluster import Kind
+from windfall.plan.run.recipe import Simulated
+from windfall.plan.search.request import Request, SpotMarket
+from windfall.plan.search.scoring import Plan
+
+
+def report(name: str, request: Request, ranked: list[tuple[Plan, Simulated | None]]) -> list[str]:
+    w, e = request.work, request.efficiency
+    held = ", ".join(f"{part} {error:.0%}" for part, error in measured.held_out().by_part().items())
+    lines = [
+        f"{name} on {request.cluster}: {w.responses} responses a step, {w.mean_tokens:,.0f} tokens on average, "
+        f"staleness {w.staleness}",
+        f"speeds: {e.source}; held-out errors: {held}. Other GPUs: data sheets with the same shares, not measured",
+    ]
+    lines += _assumptions(request)
+    known = {m.kind.name: m.gpu for m in request.cluster.machines if m.gpu.worker or m.gpu.trainer}
+    for kind, gpu in known.items():
+        parts = [part for part, times in (("engine", gpu.worker), ("training", gpu.trainer)) if times is not None]
+        lines.append(f"{kind}: {' and '.join(parts)} as measured")
+    for n, (plan, figures) in enumerate(ranked, start=1):
+        lines += ["", f"{n}. {plan.name}", *_plan_lines(plan, figures, request)]
+    return [*lines, "", *picture(ranked[0][0])]
+
+
+def _assumptions(request: Request) -> list[str]:
+    """Prices, links and the spot market, with where they come from."""
+    kinds = request.cluster.kinds()
+    lines = [f"prices per GPU-hour: {', '.join(f'{kind.name} {_price(kind)}' for kind in kinds)}"]
+    if len(request.cluster.machines) > 1:
+        lines.append(f"links: {request.cluster.links}")
+    if any(kind.lease == "spot" for kind in kinds):
+        market = "always available: no --spot TRACE was given"
+        if request.spot != SpotMarket():
+            market = f"available {request.spot.availability:.0%} of the time, "
+            market += f"{request.spot.losses_per_h:.2f} losses per machine-hour, from the trace"
+        lines.append(f"spot machines: {market}")
+    return lines
+
+
+def _price(kind: Kind) -> str:
+    gpu, spot = kind.gpu, kind.lease == "spot"
+    if kind.lease == "borrowed":
+        return "free (lent)"
+    cloud = gpu.spot_cloud if spot else gpu.reserved_cloud
+    source = f"{gpu.price_source}, {cloud}" if cloud else gpu.price_source
+    return f"${kind.usd_per_h:.2f}" + (f" ({source})" if source else "")
+
+
+def duration(hours: float) -> str:
+    """
+    >>> duration(1.234), duration(0.05)
+    ('1.23 h', '180 s')
+    """
+    return f"{hours:.2f} h" if hours >= 0.1 else f"{3600 * hours:.3g} s"
+
+
+def _plan_lines(plan: Plan, figures: Simulated | None, request: Request) -> list[str]:
+    predicted = f"{plan.tok_per_s:,.0f} tok/s, ${plan.usd_per_mtok:.3f} per million tokens, ${plan.usd_per_h:.2f}/h"
+    hours = plan.work.steps * plan.step_s / 3600
+    lines = []
+    if figures is not None:
+        usd = plan.usd_per_h / 3600 / figures.tok_per_s * 1e6
+        lines.append(
+            f"   simulated   {figures.tok_per_s:,.0f} tok/s, ${usd:.3f} per million tokens; idle: trainer "
+            f"{figures.trainer_idle:.0%}, workers {figures.workers_idle:.0%}"
+        )
+        hours = plan.work.steps * plan.work.tokens / figures.tok_per_s / 3600
+    gb = f"{plan.training.memory_bytes / 1e9:.3g} GB per GPU"
+    engines = ", ".join(f"{e.memory_bytes / 1e9:.3g} GB ({kind.name})" for kind, e, _, _ in plan.replicas)
+    late = ""
+    if request.objective == "deadline" and hours > request.deadline_h * 1.001:
+        late = f": later than the deadline of {duration(request.deadline_h)}"
+    return [
+        *lines,
+        f"   predicted   {predicted}; idle: trainer {plan.trainer_idle:.0%}, workers {plan.rollout_idle:.0%}",
+        f"   run         {plan.work.steps} steps take {duration(hours)} and cost ${hours * plan.usd_per_h:,.2f}{late}",
+        f"   training    {plan.training.layout}, {gb}; engines: {engines}",
+        f"   bottleneck  {plan.bottleneck}: {plan.why}",
+        f"   search      {plan.method}",
+    ]
+
+
+def picture(plan: Plan, most: int = 24) -> list[str]:
+    """The machines that the plan uses, one character per GPU."""
+    lines = ["placement: T trains, R generates, = an engine over several GPUs, . unused"]
+    used = [p for p in plan.placed if p.training or p.replicas]
+    for p in used[:most]:
+        row = "T" * p.training + "".join("R" + "=" * (tp - 1) for tp in p.replicas) + "." * p.idle
+        lines.append(f"   {p.machine.name:5} {p.machine.kind.name:16} {row}")
+    if len(used) > most:
+        lines.append(f"   and {len(used) - most} more machines")
+    if len(used) < len(plan.placed):
+        lines.append(f"   {len(plan.placed) - len(used)} machines are not used")
+    return lines

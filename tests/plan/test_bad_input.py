@@ -1,0 +1,137 @@
+"""Wrong options, cluster files and price lists are refused with what is wrong, where, and how to put it right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.errors import WindfallError
+from windfall.plan import command
+
+H100 = "[[machine]]\ngpu = 'H100'\ncount = 8\n"
+COLUMNS = "cloud,gpu,on_demand_usd_per_gpu_h,spot_usd_per_gpu_h\n"
+
+
+def plan(what: str = "8B", **keys: Any) -> None:
+    options: dict[str, Any] = {
+        "cluster": None, "gpus": "", "budget": "", "prices": None, "objective": "throughput", "deadline": 0.0,
+        "staleness": None, "spot": None, "measured_in": None, "top": 2, "simulate": False, "write": None,
+    }  # fmt: skip
+    command.main(what, **{**options, **keys})
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"gpus": "1xH100"}, "can train this model"),
+        ({"gpus": "8xL4", "what": "32B"}, "can train this model"),
+        ({"gpus": "8xH1OO"}, "unknown GPU 'H1OO'"),
+        ({"gpus": "4x8xH100:spot"}, "can be taken away"),
+        ({"gpus": "many"}, "cannot parse"),
+        ({"budget": "0/h"}, "not a budget"),
+        ({"budget": "0.1/h"}, "buys no GPU"),
+        ({"gpus": "16xH100", "budget": "8/h"}, "is not enough"),
+        ({}, "nothing says which GPUs"),
+        ({"gpus": "8xH100", "objective": "deadline"}, "needs a time"),
+        ({"gpus": "8xH100", "objective": "deadline", "deadline": 0.001}, "not possible"),
+        ({"gpus": "8xH100", "what": "9000B"}, "not known"),
+        ({"cluster": Path("nowhere.toml")}, "no such cluster file"),
+        ({"gpus": "8xH100", "prices": Path("nowhere.csv")}, "no such price list"),
+        ({"gpus": "8xH100", "prices": Path(__file__).parent}, "cannot read it: Is a directory"),
+        ({"cluster": Path(__file__).parent}, "cannot read it: Is a directory"),
+        ({"gpus": "8xH100", "deadline": 3.0}, "the objective throughput has no deadline"),
+        ({"gpus": "8xH100", "write": Path("no/folder/planned.toml")}, "no such folder"),
+        ({"gpus": "8xH100", "write": Path(__file__).parent}, "this is a folder"),
+    ],
+)
+def test_bad_options_are_explained(keys: dict, what: str) -> None:
+    with pytest.raises(WindfallError, match=what):
+        plan(**keys)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "reason", "fix"),
+    [
+        ("2xL4", "32B", "can train this model: training on 2 L4 needs", "more memory"),
+        ("8xH100:borrowed", "8B", "can be taken away, so it cannot train", "Add a reserved machine"),
+        ("8x8xL40S", "32B", "can generate this model: an engine on 1 L40S needs", "vllm"),
+    ],
+)
+def test_reason_and_fix_are_those_of_the_part_that_does_not_fit(gpus: str, model: str, reason: str, fix: str) -> None:
+    with pytest.raises(WindfallError, match=reason) as raised:
+        plan(model, gpus=gpus)
+    assert fix in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "no machines"),
+        ("[[machine]]\n", "a machine has no GPU"),
+        ("[[machine]]\ngpu = 5\n", "gpu is 5"),
+        ("[[machine]]\ngpu = 'H1000'\n", "c.toml: unknown GPU"),
+        (f"links = 3\n{H100}", "'links' is not a table"),
+        (f"{H100}address = 7\n", "address is 7"),
+        (f"{H100}price_usd_per_gpu_h = -2\n", "price_usd_per_gpu_h is -2"),
+        (f"{H100}machines = 1000000000\n", "8,000,000,000 GPUs"),
+        ("[[machine]\n", "not valid TOML"),
+    ],
+)
+def test_bad_cluster_files_are_explained(text: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(text)
+    with pytest.raises(WindfallError, match=what):
+        plan(cluster=Path("c.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (b"", "the price list is empty"),
+        (b"cloud,gpu,on_demand_usd_per_gpu_h\naws,H100,3\n", "line 2: the column spot_usd_per_gpu_h is missing"),
+        (f"{COLUMNS}aws,H100,-3,1\n".encode(), "on_demand_usd_per_gpu_h is -3, which is not above 0"),
+        (f"{COLUMNS}aws,H100,3,cheap\n".encode(), "spot_usd_per_gpu_h is 'cheap', not a number"),
+        (f"{COLUMNS}aws,,3,1\n".encode(), "line 2: not a row of prices: no GPU"),
+        (f"{COLUMNS}aws,V100,3,1\n".encode(), "no GPU of this list is known: V100"),
+        (f"{COLUMNS}aws,H100,,\n".encode(), "buys no GPU: no price is known"),
+        (b"\xff\xfe\x00", "not a CSV file"),
+    ],
+)
+def test_bad_price_lists_are_explained(text: bytes, what: str, tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_bytes(text)
+    with pytest.raises(WindfallError, match=what):
+        plan(budget="50/h", prices=tmp_path / "p.csv")
+
+
+def test_a_list_may_have_gpus_that_cannot_be_planned_and_offers_without_spot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"\ufeff{COLUMNS}aws,V100,3,1\naws,H100,4,2\nnebius,h100,3.5,\n"
+    (tmp_path / "p.csv").write_text(text, encoding="utf-8")
+    plan(budget="50/h", prices=tmp_path / "p.csv")
+    out = capsys.readouterr().out
+    assert "figures are not known: V100" in out
+    assert "$3.50" in out
+    assert "nebius" in out
+
+
+def test_a_recipe_is_not_overwritten_by_its_plan(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[model]\npath = 'tiny'\n")
+    with pytest.raises(WindfallError, match="the recipe itself"):
+        plan(str(recipe), gpus="8xH100", write=tmp_path / "." / "recipe.toml")
+
+
+def test_runs_without_their_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="no such run"):
+        command.check(tmp_path / "none")
+    with pytest.raises(WindfallError, match=r"has no recipe.toml"):
+        command.check(tmp_path)
+    (tmp_path / "recipe.toml").write_text("[plan]\nname = 'a plan'\n")
+    with pytest.raises(WindfallError, match=r"has no events.jsonl"):
+        command.check(tmp_path)
+    (tmp_path / "events.jsonl").write_bytes(b'{"t":1,"na')
+    with pytest.raises(WindfallError, match="no step of this run is complete"):
+        command.check(tmp_path)

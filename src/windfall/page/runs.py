@@ -64,10 +64,12 @@ class RunReader:
         return status(self.history, running=running)
 
     def snapshot(self) -> dict[str, Any] | None:
-        """The last state of the fleet."""
+        """The last state of the fleet. None if the file is missing or damaged."""
         if self.path.name != "events.jsonl":
             return None
-        return folders.read_json(self.folder / "fleet.json")
+        fleet = folders.read_json(self.folder / "fleet.json")
+        workers = fleet.get("workers", []) if fleet else None
+        return fleet if isinstance(workers, list) and all(isinstance(w, dict) for w in workers) else None
 
     def embedded_samples(self) -> list[dict[str, Any]]:
         """The newest samples with their tokens, as many as a file should contain."""
@@ -81,16 +83,16 @@ class RunReader:
                 out.append(sample)
         return out[::-1]
 
+    def _shown(self) -> dict[str, Any] | None:
+        snapshot = self.snapshot()
+        return shown(snapshot, shift_s=self.history.shift_s) if snapshot else None
+
     def describe(self, *, samples: bool = True) -> dict[str, Any]:
         return {
             "name": self.name, "status": self.status, "recipe": recipe_facts(self.folder),
-            "history": self.history.full(), "snapshot": _shown(self.snapshot()),
+            "history": self.history.full(), "snapshot": self._shown(),
             "samples": self.embedded_samples() if samples else [],
         }  # fmt: skip
-
-
-def _shown(snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
-    return shown(snapshot) if snapshot else None
 
 
 def status(history: History, *, running: bool) -> str:

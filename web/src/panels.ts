@@ -24,7 +24,7 @@ export function now(run: Run): [HTMLElement, HTMLElement] {
       card(running ? "workers" : "last workers", running ? workers : run.last("workers") ?? 0, `${number(lost)} lost so far`),
       card("responses open", running ? snapshot?.open ?? "–" : 0, `${running ? `${snapshot?.queued ?? 0} queued; ` : ""}${number(moved)} moved so far`),
       card("staleness", number(run.last("staleness_mean") ?? 0), `largest: ${number(run.last("staleness_max") ?? 0)}`),
-      card("trainer", running ? busy : run.status, wait !== null && step_s ? `waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "")),
+      card(running ? "trainer" : "run", running ? busy : run.status, wait !== null && step_s ? `${running ? "" : "trainer "}waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "")),
     h("section", {}, running && workers ? h("div", { class: "split" }, h("div", {}, h("h2", {}, "Workers by lease and state"), byLease(run)), h("div", {}, h("h2", {}, "Workers"), workerTable(run))) : null,
       h("h2", {}, "Last problems"), problems(run))];
 }
@@ -126,7 +126,7 @@ const LINES: Line[] = [
   { label: "tokens trained", value: (r) => r.history.money.trained, format: number },
   { label: "cost", value: (r) => r.history.money.usd || null, format: dollars },
   { label: "$ per hour", value: (r) => (r.history.money.usd && r.end_s ? (3600 * r.history.money.usd) / r.end_s : null), planned: (p) => p.usd_per_h, format: dollars },
-  { label: "$ per million trained tokens", value: (r) => r.history.money.usd_per_million, planned: (p) => p.usd_per_million, format: dollars },
+  { label: "$ per million trained tokens", value: (r) => perMillion(r), planned: (p) => p.usd_per_million, format: dollars },
   { label: "workers, mean", value: (r) => mean(r, "workers"), planned: (p) => p.workers, format: number },
   { label: "workers lost", value: (r) => r.history.lost, format: number },
   { label: "responses moved", value: (r) => r.sum("moved"), format: number },
@@ -145,7 +145,8 @@ export function compare(runs: Run[]): HTMLElement {
   const notes = [
     all.length > 1 ? `Percentages: relative to ${runs[0]!.name}${planned ? "; those of a plan: relative to its run" : ""}.` : "Give several runs to see them beside each other, for example a run, and a simulation or a plan that predicts it: windfall page RUN OTHER",
     simulated ? "A simulation predicts times and costs; it learns nothing, so it has no rewards." : "",
-    planned ? "A plan predicts the steps after the first one, which includes start-up. windfall plan --check RUN compares it part by part." : "",
+    "Means and rates leave out the first step, which includes start-up.",
+    planned ? "`windfall plan --check RUN` compares a plan part by part." : "",
   ];
   return h("section", {}, table(["", ...all.map((c) => c.title)], LINES.map((line) => [line.label, ...all.map((c) => cell(line, c))]), all.map((_, n) => n + 1), "compact"), notes.filter(Boolean).map((text) => h("p", { class: "dim" }, text)));
 }
@@ -154,4 +155,5 @@ const later = (r: Run, column: string): number[] => r.column(column).slice(r.his
 const total = (values: number[]): number => values.reduce((x, y) => x + y, 0);
 const mean = (r: Run, column: string): number | null => { const v = later(r, column); return v.length ? total(v) / v.length / (column === "s" ? r.history.stride : 1) : null; };
 const rate = (r: Run, column: string): number | null => { const s = total(later(r, "s")); return s ? total(later(r, column)) / s : null; };
+const perMillion = (r: Run): number | null => { const tokens = total(later(r, "trained")), usd = total(later(r, "usd")); return tokens && usd ? (1e6 * usd) / tokens : null; };
 const share = (r: Run): number | null => { const s = total(later(r, "s")); return s ? total(later(r, "train_wait_s")) / s : null; };

@@ -5,85 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from browser import MARKS, Served, append, written
 from run_case import event, sample, small_log, step, write_run
 
 from windfall.commands import page as pages
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [pytest.mark.page, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
+pytest.importorskip("playwright.sync_api")
+pytestmark = MARKS
 
 SHOTS = os.environ.get("WINDFALL_SHOTS", "")
 """Folder for screenshots of a real run, which WINDFALL_SHOTS_RUN names."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    tab = browser.new_page(viewport={"width": 1280, "height": 760})
-    errors: list[str] = []
-    tab.on("pageerror", lambda e: errors.append(str(e)))
-    # The server may end before the tab does. A violated content policy is a console message, too.
-    ended = "Failed to load resource"
-    tab.on("console", lambda m: errors.append(m.text) if m.type == "error" and ended not in m.text else None)
-    yield tab
-    tab.close()
-    assert errors == []
-
-
-class Served:
-    """`windfall page RUN` in a process of its own."""
-
-    def __init__(self, *runs: Path) -> None:
-        argv = [sys.executable, "-m", "windfall.cli", "page", *map(str, runs)]
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(10)
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    run = write_run(tmp_path / "case", small_log(5))
-    (run / "samples.jsonl").write_text(json.dumps(sample(1)) + "\n")
-    server = Served(run)
-    yield server
-    server.close()
-
-
-def append(run: Path, *events: dict[str, Any]) -> None:
-    with (run / "events.jsonl").open("a") as file:
-        file.write("".join(json.dumps(e) + "\n" for e in events))
-
-
-def written(tmp_path: Path, events: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None) -> str:
-    run = write_run(tmp_path / "case", events)
-    if samples:
-        (run / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
-    return pages.write([run], tmp_path / "page.html").as_uri()
 
 
 def test_live_updates_arrive(page: Any, served: Served, tmp_path: Path) -> None:
@@ -175,8 +115,8 @@ def test_ranks_and_lenders_have_rows(page: Any, tmp_path: Path) -> None:
     page.wait_for_function("window.windfall?.timeline?.drawn > 0")
     assert page.evaluate("windfall.runs[0].rows.map(r => r.name)")[:2] == ["rank 0", "rank 1"]
     assert page.evaluate("windfall.runs[0].rows.at(-1).name") == "chat-7"
-    rows = page.evaluate("windfall.runs[0].rows.length")
-    page.locator("canvas").hover(position={"x": 1000, "y": 26 + 20 * rows - 10})
+    y = page.evaluate("40 + windfall.timeline.row * (windfall.runs[0].rows.length - 0.5)")
+    page.locator("canvas").hover(position={"x": 1000, "y": y})
     assert "lends 70 % of its time to the run; serving holds 25 %" in page.locator(".tip").inner_text()
 
 

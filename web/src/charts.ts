@@ -3,6 +3,7 @@
 import uPlot from "uplot";
 import { h, number } from "./dom";
 import type { Run } from "./run";
+import type { Column } from "./types";
 
 export const RUN_COLORS = ["#3b82f6", "#f97316", "#16a34a", "#db2777", "#7c3aed", "#0891b2", "#ca8a04", "#dc2626"];
 export type X = "step" | "t";
@@ -14,6 +15,8 @@ export const LEARNING: Spec[] = [
   { title: "staleness (mean, max)", column: "staleness_mean", more: "staleness_max", unit: "versions" },
   { title: "throughput", column: "tok_per_s", unit: "tok/s" }, { title: "workers", column: "workers" },
 ];
+const HEIGHT = 180;
+const INTEGERS = [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6].map((power) => n * 10 ** power)).sort((a, b) => a - b);
 
 export class Chart {
   readonly element = h("figure", { class: "chart" });
@@ -22,41 +25,54 @@ export class Chart {
   constructor(private spec: Spec, private x: X) { new ResizeObserver(() => this.resize()).observe(this.element); }
 
   update(runs: Run[]): void {
-    const { spec } = this, tables: uPlot.AlignedData[] = [], lines: uPlot.Series[] = [{ label: this.x === "step" ? "step" : "hours" }];
+    const { spec } = this, [unit, scale] = this.unit(runs);
+    const tables: uPlot.AlignedData[] = [], lines: uPlot.Series[] = [{ label: unit, value: (_, v) => number(v) }];
+    const has = (column: Column): boolean => column.some((v) => v !== null);
     runs.forEach((run, n) => {
-      const color = RUN_COLORS[n % RUN_COLORS.length]!, name = runs.length > 1 ? run.name : spec.column.replaceAll("_", " ");
-      const xs = run.column(this.x).map((v) => (this.x === "t" ? (v ?? 0) / 3600 : v ?? 0));
-      const columns = [run.column(spec.column)];
-      lines.push({ label: name, stroke: color, width: 1.6, spanGaps: true, points: { show: xs.length < 2 } });
-      if (spec.more) { columns.push(run.column(spec.more)); lines.push({ label: `${name}, max`, stroke: color, dash: [3, 3], spanGaps: true, points: { show: false } }); }
-      if (xs.length) tables.push([xs, ...columns] as uPlot.AlignedData); else tables.push([[], ...columns.map(() => [])] as uPlot.AlignedData);
-      if (spec.evals) {
+      if (!has(run.column(spec.column)) && !(spec.evals && run.history.evals.length)) return; // such as a simulation, which learns nothing
+      const color = RUN_COLORS[n % RUN_COLORS.length]!, name = runs.length > 1 ? run.name : spec.more ? "mean" : spec.unit ?? spec.title;
+      const xs = run.column(this.x).map((v) => (v ?? 0) / scale), columns = [run.column(spec.column)];
+      lines.push({ label: name, stroke: color, width: 1.6, spanGaps: true, points: { show: xs.length < 2 }, value: shownValue });
+      if (spec.more) { columns.push(run.column(spec.more)); lines.push({ label: runs.length > 1 ? `${name}, max` : "max", stroke: color, dash: [3, 3], spanGaps: true, points: { show: false }, value: shownValue }); }
+      tables.push([xs, ...columns] as uPlot.AlignedData);
+      if (spec.evals && run.history.evals.length) {
         const evals = run.history.evals;
-        tables.push([evals.map((e) => (this.x === "step" ? e[0] : e[1] / 3600)), evals.map((e) => e[2])] as uPlot.AlignedData);
-        lines.push({ label: `${runs.length > 1 ? `${run.name}, ` : ""}held-out`, stroke: color, paths: () => null, points: { show: true, size: 9, fill: color } });
+        tables.push([evals.map((e) => (this.x === "step" ? e[0] : e[1]) / scale), evals.map((e) => e[2])] as uPlot.AlignedData);
+        lines.push({ label: `${runs.length > 1 ? `${run.name}, ` : ""}held-out`, stroke: color, paths: () => null, points: { show: true, size: 9, fill: color }, value: shownValue });
       }
     });
-    const values = tables.some((t) => t.slice(1).some((c) => (c as (number | null)[]).some((v) => v !== null)));
-    this.element.hidden = !values;
-    if (!values) return;
+    this.element.hidden = !tables.length;
+    if (!tables.length) return;
     const data = uPlot.join(tables), key = lines.map((l) => l.label).join("|") + document.documentElement.dataset.theme;
     if (this.plot && this.key === key) { this.plot.setData(data); this.showLast(this.plot); return; }
     this.key = key;
     this.plot?.destroy();
-    const ink = getComputedStyle(document.documentElement).getPropertyValue("--dim"), line = getComputedStyle(document.documentElement).getPropertyValue("--line");
-    const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
+    const style = getComputedStyle(document.documentElement), line = style.getPropertyValue("--line"), font = "12px system-ui, sans-serif";
+    const axis = { stroke: style.getPropertyValue("--dim"), grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1, size: 5 }, font };
     this.element.replaceChildren(h("figcaption", {}, spec.title, spec.unit ? h("span", { class: "dim" }, ` (${spec.unit})`) : null));
     this.plot = new uPlot({
-      width: this.width, height: 190, series: lines, scales: { x: { time: false } }, cursor: { sync: { key: this.x } }, legend: { live: true },
-      axes: [axis, { ...axis, size: 58, values: (_: uPlot, ticks: number[]) => ticks.map((v) => number(v)) }],
+      width: this.width, height: HEIGHT, series: lines, scales: { x: { time: false } }, cursor: { sync: { key: this.x } }, legend: { live: true }, padding: [8, 12, 0, 0],
+      axes: [{ ...axis, size: 28, ...(this.x === "step" ? { incrs: INTEGERS } : {}) }, { ...axis, size: 52, values: (_: uPlot, ticks: number[]) => ticks.map((v) => number(v)) }],
       hooks: { setCursor: [(plot: uPlot) => { if (plot.cursor.idx === null || plot.cursor.idx === undefined) this.showLast(plot); }] },
     }, data, this.element);
     this.showLast(this.plot);
   }
+  // What the horizontal axis counts: steps, or a unit of time in which the longest run is a readable number.
+  private unit(runs: Run[]): [string, number] {
+    if (this.x === "step") return ["step", 1];
+    const longest = Math.max(...runs.map((run) => run.end_s));
+    return longest >= 7200 ? ["hours", 3600] : longest >= 120 ? ["minutes", 60] : ["seconds", 1];
+  }
   // The legend has the last values while nothing is pointed at.
   private showLast(plot: uPlot): void { plot.setLegend({ idx: plot.data[0].length - 1 }); }
-  private get width(): number { return Math.max(200, this.element.clientWidth - 8); }
-  private resize(): void { if (this.plot && this.element.clientWidth) this.plot.setSize({ width: this.width, height: 190 }); }
+  private get width(): number { return Math.max(200, this.element.clientWidth - 16); }
+  private resize(): void { if (this.plot && this.element.clientWidth) this.plot.setSize({ width: this.width, height: HEIGHT }); }
+}
+
+// The value at this point, or the last one before it: evaluations are rare, and runs have their steps at different times.
+function shownValue(plot: uPlot, value: number | null | undefined, series: number, index: number | null): string {
+  for (let n = index ?? -1; (value === null || value === undefined) && n >= 0; n--) value = plot.data[series]?.[n];
+  return number(value);
 }
 
 export function histogram(counts: number[], name: string): HTMLElement {

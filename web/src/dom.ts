@@ -32,7 +32,9 @@ export function number(value: number | null | undefined, digits = 3): string {
 export function dollars(value: number | null | undefined): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value === 0) return "$0";
-  return `$${value.toLocaleString("en-US", { minimumFractionDigits: value < 1 ? 4 : 2, maximumFractionDigits: value < 1 ? 4 : 2 })}`;
+  if (value < 0.0001) return "< $0.0001";
+  const digits = value < 1 ? 4 : 2;
+  return `$${value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })}`;
 }
 
 export function duration(seconds: number): string {
@@ -43,11 +45,17 @@ export function duration(seconds: number): string {
   return `${Math.floor(m / 60)} h ${String(m % 60).padStart(2, "0")} m`;
 }
 
+// A time on an axis, without parts that are 0.
+export function moment(seconds: number): string {
+  const s = Math.round(seconds * 10) / 10, parts = [[Math.floor(s / 3600), "h"], [Math.floor(s / 60) % 60, "m"], [Math.round((s % 60) * 10) / 10, "s"]] as const;
+  return parts.filter(([count]) => count).map(([count, unit]) => `${count} ${unit}`).join(" ") || "0";
+}
+
 export const clip = (text: string, most: number): string => (text.length > most ? `${text.slice(0, most)}… (${text.length - most} more)` : text);
 
-export function table(head: string[], rows: (Child | Child[])[][], numeric: number[] = []): HTMLElement {
+export function table(head: string[], rows: (Child | Child[])[][], numeric: number[] = [], style = ""): HTMLElement {
   const cell = (tag: "td" | "th", content: Child | Child[], n: number) => h(tag, { class: numeric.includes(n) ? "num" : undefined }, content as Child);
-  return h("div", { class: "scroll" }, h("table", {},
+  return h("div", { class: "scroll" }, h("table", { class: style || undefined },
     h("thead", {}, h("tr", {}, head.map((text, n) => cell("th", text, n)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((content, n) => cell("td", content, n)))))));
 }

@@ -47,7 +47,12 @@ class Page {
     const stream = (this.stream = new EventSource(this.url("stream")));
     stream.addEventListener("full", (e) => { this.runs[0]!.replace(parse(e)); this.connection = ""; this.changed(); });
     stream.addEventListener("changes", (e) => { if (!this.runs[0]!.history || !this.runs[0]!.apply(parse(e))) this.reconnect(0); else this.changed(); });
-    stream.onerror = () => { this.connection = this.runs[0]!.status === "running" ? "connection lost; trying again" : "the controller has ended"; this.drawHeader(); if (stream.readyState === EventSource.CLOSED) this.reconnect(5000); };
+    stream.onerror = () => {
+      const ended = this.runs[0]!.history && this.runs[0]!.status !== "running";
+      this.connection = ended ? "the server has ended; this is the last state" : "connection lost; trying again";
+      this.drawHeader();
+      if (stream.readyState === EventSource.CLOSED) this.reconnect(5000);
+    };
   }
   private reconnect(ms: number): void { this.stream?.close(); setTimeout(() => this.connect(), ms); }
   private changed(): void {
@@ -72,7 +77,12 @@ class Page {
   private refresh(): void {
     const run = this.runs[this.shown];
     this.drawHeader();
-    if (!run?.history) { this.main.replaceChildren(h("p", { class: "dim" }, "Waiting for the run …")); return; }
+    if (!run?.history?.number) {
+      const text = !run?.history ? "Waiting for the run …" : `This log has no events yet.${run.status === "killed" ? " No process writes to it: the run ended before it began." : ""}`;
+      this.main.replaceChildren(h("p", { class: "dim" }, text));
+      this.timeline = null; this.responses = null; this.charts = [];
+      return;
+    }
     document.title = `${run.name} · windfall`;
     if (this.tab === "Now") this.now(run);
     else if (this.tab === "Money") this.main.replaceChildren(money(run));
@@ -80,7 +90,8 @@ class Page {
       if (!this.timeline) { this.timeline = new Timeline(run); this.main.replaceChildren(this.timeline.element); }
       this.timeline.update();
     } else if (this.tab === "Responses") {
-      if (!this.responses) { this.responses = new Responses(run, new Samples(run, this.live && !this.shown ? this.url : null)); this.main.replaceChildren(this.responses.element); }
+      if (this.responses) this.responses.update();
+      else { this.responses = new Responses(run, new Samples(run, this.live && !this.shown ? this.url : null)); this.main.replaceChildren(this.responses.element); }
     } else this.plots(this.tab === "Learning" ? "step" : "t");
   }
   private now(run: Run): void {
@@ -94,14 +105,14 @@ class Page {
     this.timeline.update();
   }
   private plots(x: X): void {
-    const runs = this.runs.filter((r) => r.history);
+    const runs = this.runs.filter((r) => r.history && r.status !== "planned");
     if (!this.charts.length) {
       this.charts = (x === "step" ? LEARNING : LEARNING.filter((s) => ["reward", "tok_per_s", "workers", "length"].includes(s.column))).map((spec) => new Chart(spec, x));
     }
     const extra = x === "step" ? runs.map((run) => histogram(run.history.staleness, runs.length > 1 ? run.name : "")) : [];
-    const head = x === "t" ? [compare(runs), runs.length < 2 ? h("p", { class: "dim" }, "Give several runs to see them beside each other, for example a simulation and the run it predicts: windfall page RUN OTHER") : h("p", { class: "dim" }, `Percentages: relative to ${runs[0]!.name}. Below: over the hours of each run.${runs.some((r) => r.status === "simulated") ? " A simulation predicts times and costs; it learns nothing, so it has no rewards." : ""}`)] : [];
+    const head = x === "t" ? [compare(this.runs.filter((r) => r.history))] : [];
     const grid = h("div", { class: "grid" }, this.charts.map((c) => c.element), extra);
-    this.main.replaceChildren(...head, grid);
+    this.main.replaceChildren(head.length ? h("div", { class: "beside" }, ...head, grid) : grid);
     for (const chart of this.charts) chart.update(runs);
   }
 
@@ -115,12 +126,12 @@ class Page {
   }
   private choice(): HTMLElement {
     const select = h("select", { "aria-label": "Run", change: () => { this.shown = select.selectedIndex; select.blur(); this.open(this.tab); } },
-      this.runs.map((run, n) => h("option", { selected: n === this.shown }, run.name || "…")));
+      this.runs.map((run, n) => h("option", { selected: n === this.shown, disabled: run.status === "planned" }, run.name || "…")));
     return h("h1", {}, select);
   }
   private drawTabs(): void {
     const { tab } = this;
-    this.tabs.replaceChildren(...TABS.map((name) => h("button", { role: "tab", "aria-selected": name === tab, class: name === tab ? "on" : undefined, click: () => this.open(name) }, name)),
+    this.tabs.replaceChildren(...TABS.map((name) => h("button", { role: "tab", "aria-selected": String(name === tab), class: name === tab ? "on" : undefined, click: () => this.open(name) }, name)),
       h("button", { title: "Light or dark (t)", "aria-label": "Light or dark", click: () => this.theme() }, "◐"));
     const on = this.tabs.querySelector<HTMLElement>(".on");
     if (on && this.tabs.scrollWidth > this.tabs.clientWidth) this.tabs.scrollLeft = on.offsetLeft - 60;

@@ -3,7 +3,7 @@
 import { card, clip, dollars, duration, h, number, table } from "./dom";
 import type { Run } from "./run";
 import { COLORS } from "./timeline";
-import type { Money } from "./types";
+import type { Money, Plan } from "./types";
 
 const STATE_OF: Record<string, string> = { paused: "training", prefill_again: "prefill again" };
 const HOLDER_STATES: Record<string, string> = { paused: "training or paused", prefill_again: "prefill again" };
@@ -24,7 +24,7 @@ export function now(run: Run): [HTMLElement, HTMLElement] {
       card(running ? "workers" : "last workers", running ? workers : run.last("workers") ?? 0, `${number(lost)} lost so far`),
       card("responses open", running ? snapshot?.open ?? "–" : 0, `${running ? `${snapshot?.queued ?? 0} queued; ` : ""}${number(moved)} moved so far`),
       card("staleness", number(run.last("staleness_mean") ?? 0), `largest: ${number(run.last("staleness_max") ?? 0)}`),
-      card("trainer", running ? busy : run.status, wait !== null && step_s ? `waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "")),
+      card(running ? "trainer" : "run", running ? busy : run.status, wait !== null && step_s ? `${running ? "" : "trainer "}waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "")),
     h("section", {}, running && workers ? h("div", { class: "split" }, h("div", {}, h("h2", {}, "Workers by lease and state"), byLease(run)), h("div", {}, h("h2", {}, "Workers"), workerTable(run))) : null,
       h("h2", {}, "Last problems"), problems(run))];
 }
@@ -48,16 +48,22 @@ function workerTable(run: Run): HTMLElement {
 
 function problems(run: Run): HTMLElement {
   const list = run.history.problems.slice(-15).reverse();
-  if (!list.length) return h("p", { class: "dim" }, "None.");
-  return table(["when", "what", "who", "why"], list.map((p) => [duration(p.t), p.name.replaceAll("_", " "), clip(String(p.worker ?? p.response ?? p.peer ?? p.sink ?? ""), 60), clip(String(p.why ?? p.error ?? ""), 300)]));
+  const unreadable = run.history.unreadable ? h("p", { class: "dim" }, `${run.history.unreadable} events in the log have fields that are not those of windfall. They are left out.`) : null;
+  if (!list.length) return unreadable ?? h("p", { class: "dim" }, "None.");
+  return h("div", {}, unreadable, table(["when", "what", "who", "why"], list.map((p) => [duration(p.t), p.name.replaceAll("_", " "), clip(String(p.worker ?? p.response ?? p.peer ?? p.sink ?? ""), 60), clip(String(p.why ?? p.error ?? ""), 300)])));
 }
 
 export function money(run: Run): HTMLElement {
-  const { money: m, advice } = run.history, holders = Object.entries(m.holders).sort(([a], [b]) => HOLDERS.indexOf(a) - HOLDERS.indexOf(b)), states = [...new Set(holders.flatMap(([, a]) => Object.keys({ ...a.usd, ...a.seconds })))];
+  const { money: m, advice } = run.history, holders = Object.entries(m.holders).sort(([a], [b]) => HOLDERS.indexOf(a) - HOLDERS.indexOf(b)), states = [...new Set(holders.flatMap(([, a]) => Object.keys({ ...a.usd, ...a.seconds })))].sort((a, b) => spent(m, b) - spent(m, a));
   const stateColor = (state: string) => COLORS[run.history.states.indexOf(STATE_OF[state] ?? state)] ?? "#94a3b8";
   const name = (state: string) => HOLDER_STATES[state] ?? state, total = m.usd || 0;
   const cell = (state: string, holder: string) => { const a = m.holders[holder]!, usd = a.usd[state]; return usd !== undefined ? dollars(usd) : a.seconds[state] ? duration(a.seconds[state]!) : ""; };
   const shares = states.map((s) => [s, holders.reduce((sum, [, a]) => sum + (a.usd[s] ?? 0), 0)] as const).filter(([, usd]) => usd > 0).sort((a, b) => b[1] - a[1]);
+  const seconds = holders.reduce((x, [, a]) => x + sum(a.seconds), 0);
+  const sums = (state: string): string[] => {
+    const usd = holders.reduce((x, [, a]) => x + (a.usd[state] ?? 0), 0), s = holders.reduce((x, [, a]) => x + (a.seconds[state] ?? 0), 0);
+    return total ? [dollars(usd), percent(usd / total)] : [duration(s), percent(s / (seconds || 1))];
+  };
   return h("section", {},
     h("div", { class: "cards wide" },
       card("cost", dollars(total || null), m.unpriced_s > 0 ? `a lower bound: ${duration(m.unpriced_s)} have no known price` : "every worker-second is priced"),
@@ -67,13 +73,18 @@ export function money(run: Run): HTMLElement {
       HOLDERS.filter((holder) => m.holders[holder]).map((holder) => holderCard(holder, m))),
     total ? h("div", { class: "stack" }, shares.map(([s, usd]) => h("i", { style: `width:${(100 * usd) / total}%;background:${stateColor(s)}`, title: `${name(s)}: ${dollars(usd)}` }, usd / total > 0.09 ? `${name(s)} ${((100 * usd) / total).toFixed(0)} %` : ""))) : null,
     h("h2", {}, "Where it went"),
-    holders.length ? table(["", ...holders.map(([holder]) => holder)], [...states.map((s) => [name(s), ...holders.map(([holder]) => cell(s, holder))]),
-      ["total", ...holders.map(([, a]) => (Object.keys(a.usd).length ? dollars(Object.values(a.usd).reduce((x, y) => x + y, 0)) : duration(Object.values(a.seconds).reduce((x, y) => x + y, 0))))],
-      ["tokens", ...holders.map(([, a]) => number(a.tokens))]], holders.map((_, n) => n + 1)) : h("p", { class: "dim" }, "No bill yet: the first one comes with the first step."),
+    holders.length ? table(["", ...holders.map(([holder]) => holder), "all", "share"], [
+      ...states.map((state) => [h("span", { class: "key" }, h("i", { style: `background:${stateColor(state)}` }), name(state)), ...holders.map(([holder]) => cell(state, holder)), ...sums(state)]),
+      [h("b", {}, "total"), ...holders.map(([, a]) => h("b", {}, Object.keys(a.usd).length ? dollars(sum(a.usd)) : duration(sum(a.seconds)))), h("b", {}, total ? dollars(total) : duration(seconds)), ""],
+      ["tokens generated", ...holders.map(([, a]) => number(a.tokens)), number(holders.reduce((x, [, a]) => x + a.tokens, 0)), ""]], [...holders.map((_, n) => n + 1), holders.length + 1, holders.length + 2], "compact") : h("p", { class: "dim" }, "No bill yet: the first one comes with the first step."),
     h("h2", {}, "Advice"),
-    Object.keys(advice).length ? table(["workers of kind", "now", "advised", "tokens per $ now", "tokens per $ then", "change", "why"], Object.entries(advice).map(([lease, a]) => [clip(lease, 40), number(a.now), number(a.count), number(a.tokens_per_usd_now), number(a.tokens_per_usd_best), change(a.tokens_per_usd_now, a.tokens_per_usd_best), clip(a.why, 300)]), [1, 2, 3, 4, 5]) : h("p", { class: "dim" }, "None."));
+    Object.keys(advice).length ? table(["workers of kind", "now", "advised", "why", "tokens per $ now", "then", "change"], Object.entries(advice).map(([lease, a]) => [clip(lease, 40), number(a.now), number(a.count), clip(a.why, 300), number(a.tokens_per_usd_now), number(a.tokens_per_usd_best), change(a.tokens_per_usd_now, a.tokens_per_usd_best)]), [1, 2, 4, 5, 6]) : h("p", { class: "dim" }, "None."));
 }
 
+// What was spent on a state, by which states are ordered: dollars, or seconds if nothing has a price.
+const spent = (m: Money, state: string): number => Object.values(m.holders).reduce((x, a) => x + ((m.usd ? a.usd : a.seconds)[state] ?? 0), 0);
+const sum = (amounts: Record<string, number>): number => Object.values(amounts).reduce((x, y) => x + y, 0);
+const percent = (share: number): string => `${(100 * share).toFixed(1)} %`;
 const change = (now: number | null, then: number | null): string => (now && then ? `${then >= now ? "+" : ""}${((100 * then) / now - 100).toFixed(0)} %` : "–");
 
 const HOLDERS = ["trainer", "reserved", "spot", "borrowed"];
@@ -82,21 +93,67 @@ const HOLDERS = ["trainer", "reserved", "spot", "borrowed"];
 function holderCard(holder: string, m: Money): HTMLElement {
   const a = m.holders[holder]!, seconds = Object.values(a.seconds).reduce((x, y) => x + y, 0), usd = Object.keys(a.usd).length ? Object.values(a.usd).reduce((x, y) => x + y, 0) : null;
   const lost = (a.seconds.lost ?? 0) / (seconds || 1), worked = (a.seconds.generating ?? 0) / (seconds || 1);
-  const facts = [`${number(a.tokens)} tokens in ${duration(seconds)} of machines; ${(100 * worked).toFixed(0)} % generating`, lost > 0 ? `${(100 * lost).toFixed(1)} % lost` : ""];
+  const busy = (a.seconds.training ?? 0) + (a.seconds.paused ?? 0), did = holder === "trainer" && !a.tokens ? `${duration(seconds)}; ${((100 * busy) / (seconds || 1)).toFixed(0)} % training` : `${number(a.tokens)} tokens in ${duration(seconds)} of machines; ${(100 * worked).toFixed(0)} % generating`;
+  const facts = [did, lost > 0 ? `${(100 * lost).toFixed(1)} % lost` : ""];
   if (holder === "borrowed" && m.borrowed) facts.push(`${(100 * m.borrowed.share).toFixed(0)} % of all tokens${m.borrowed.saved_usd !== null ? `; saved ${dollars(m.borrowed.saved_usd)} at the price of ${clip(m.borrowed.priced_as, 40)}` : ""}`);
   return card(holder === "trainer" ? "trainer's machine" : `${holder} workers`, usd === null ? "no price" : dollars(usd), facts.filter(Boolean).join("; "));
 }
 
-export function compare(runs: Run[]): HTMLElement {
-  const rows: [string, (run: Run) => number | null, (v: number | null) => string][] = [
-    ["steps", (r) => r.history.step, number], ["time", (r) => r.end_s, (v) => duration(v ?? 0)], ["reward of the last step", (r) => r.last("reward"), number],
-    ["reward on held-out tasks", (r) => r.history.evals.at(-1)?.[2] ?? null, number], ["tokens per second", (r) => mean(r, "made"), number],
-    ["tokens generated", (r) => r.sum("made"), number], ["tokens trained", (r) => r.history.money.trained, number], ["cost", (r) => r.history.money.usd || null, dollars],
-    ["$ per million trained tokens", (r) => r.history.money.usd_per_million, dollars], ["workers lost", (r) => r.history.lost, number], ["responses moved", (r) => r.sum("moved"), number],
-    ["tokens prefilled again", (r) => r.sum("prefilled_again"), number], ["trainer waited", (r) => share(r), (v) => (v === null ? "–" : `${(100 * v).toFixed(1)} %`)],
-  ];
-  const versus = (v: number | null, base: number | null) => (v !== null && base ? ` (${v >= base ? "+" : ""}${((100 * v) / base - 100).toFixed(1)} %)` : "");
-  return table(["", ...runs.map((r) => `${r.name} (${r.status})`)], rows.map(([label, value, format]) => [label, ...runs.map((r, n) => [format(value(r)), n ? h("span", { class: "dim" }, versus(value(r), value(runs[0]!))) : null])]), runs.map((_, n) => n + 1));
+// One column of the comparison: a run, or the plan of a run.
+interface Column { title: string; run: Run; plan: Plan | null; base: Column | null }
+
+function columns(runs: Run[]): Column[] {
+  const out: Column[] = [];
+  for (const run of runs) {
+    const base = out[0] ?? null, plan = run.recipe.plan ?? null;
+    const column = { title: `${run.name} (${run.status})`, run, plan: run.status === "planned" ? plan : null, base };
+    out.push(column);
+    if (plan && run.status !== "planned") out.push({ title: `${run.name} (planned)`, run, plan, base: column });
+  }
+  return out;
 }
-const mean = (r: Run, column: string): number | null => { const s = r.sum("s"); return s ? r.sum(column) / s : null; };
-const share = (r: Run): number | null => { const s = r.sum("s"); return s ? r.sum("train_wait_s") / s : null; };
+
+// `planned`: what a plan says about the same thing.
+interface Line { label: string; value: (run: Run) => number | null; planned?: (plan: Plan) => number | null; format: (v: number | null) => string }
+const LINES: Line[] = [
+  { label: "steps", value: (r) => r.history.step, format: number },
+  { label: "time", value: (r) => r.end_s, format: (v) => (v === null ? "–" : duration(v)) },
+  { label: "seconds per step", value: (r) => mean(r, "s"), planned: (p) => p.step_s, format: number },
+  { label: "reward of the last step", value: (r) => r.last("reward"), format: number },
+  { label: "reward on held-out tasks", value: (r) => r.history.evals.at(-1)?.[2] ?? null, format: number },
+  { label: "tokens generated per second", value: (r) => rate(r, "made"), format: number },
+  { label: "tokens trained per second", value: (r) => rate(r, "trained"), planned: (p) => p.tok_per_s, format: number },
+  { label: "tokens trained", value: (r) => r.history.money.trained, format: number },
+  { label: "cost", value: (r) => r.history.money.usd || null, format: dollars },
+  { label: "$ per hour", value: (r) => (r.history.money.usd && r.end_s ? (3600 * r.history.money.usd) / r.end_s : null), planned: (p) => p.usd_per_h, format: dollars },
+  { label: "$ per million trained tokens", value: (r) => perMillion(r), planned: (p) => p.usd_per_million, format: dollars },
+  { label: "workers, mean", value: (r) => mean(r, "workers"), planned: (p) => p.workers, format: number },
+  { label: "workers lost", value: (r) => r.history.lost, format: number },
+  { label: "responses moved", value: (r) => r.sum("moved"), format: number },
+  { label: "tokens prefilled again", value: (r) => r.sum("prefilled_again"), format: number },
+  { label: "trainer waited", value: (r) => share(r), format: (v) => (v === null ? "–" : percent(v)) },
+];
+
+export function compare(runs: Run[]): HTMLElement {
+  const all = columns(runs), simulated = runs.some((r) => r.status === "simulated"), planned = all.some((c) => c.plan);
+  const value = (line: Line, c: Column): number | null => (c.plan ? line.planned?.(c.plan) ?? null : line.value(c.run));
+  const cell = (line: Line, c: Column): (string | HTMLElement)[] => {
+    const v = value(line, c), base = c.base ? value(line, c.base) : null;
+    if (v === null && c.plan) return [""];
+    return [line.format(v), v !== null && base ? h("span", { class: "dim" }, ` (${v >= base ? "+" : ""}${((100 * v) / base - 100).toFixed(1)} %)`) : ""];
+  };
+  const notes = [
+    all.length > 1 ? `Percentages: relative to ${runs[0]!.name}${planned ? "; those of a plan: relative to its run" : ""}.` : "Give several runs to see them beside each other, for example a run, and a simulation or a plan that predicts it: windfall page RUN OTHER",
+    simulated ? "A simulation predicts times and costs; it learns nothing, so it has no rewards." : "",
+    "Means and rates leave out the first step, which includes start-up.",
+    planned ? "`windfall plan --check RUN` compares a plan part by part." : "",
+  ];
+  return h("section", {}, table(["", ...all.map((c) => c.title)], LINES.map((line) => [line.label, ...all.map((c) => cell(line, c))]), all.map((_, n) => n + 1), "compact"), notes.filter(Boolean).map((text) => h("p", { class: "dim" }, text)));
+}
+// Steps after the first one, which includes start-up. In a run that is so long that a point has several steps, that does not matter.
+const later = (r: Run, column: string): number[] => r.column(column).slice(r.history.stride === 1 && r.column("step").length > 1 ? 1 : 0).filter((v): v is number => v !== null);
+const total = (values: number[]): number => values.reduce((x, y) => x + y, 0);
+const mean = (r: Run, column: string): number | null => { const v = later(r, column); return v.length ? total(v) / v.length / (column === "s" ? r.history.stride : 1) : null; };
+const rate = (r: Run, column: string): number | null => { const s = total(later(r, "s")); return s ? total(later(r, column)) / s : null; };
+const perMillion = (r: Run): number | null => { const tokens = total(later(r, "trained")), usd = total(later(r, "usd")); return tokens && usd ? (1e6 * usd) / tokens : null; };
+const share = (r: Run): number | null => { const s = total(later(r, "s")); return s ? total(later(r, "train_wait_s")) / s : null; };

@@ -11,7 +11,8 @@ export class Responses {
   readonly element: HTMLElement;
   private list: SampleHead[] = [];
   private shown: SampleHead[] = [];
-  private chosen = -1;
+  private chosen: SampleHead | null = null;
+  private step = -1; // the step of the run when the list was loaded
   private sample: Sample | null = null;
   private coloring: Coloring = "worker";
   private sort = "newest"; private filter = "";
@@ -27,13 +28,17 @@ export class Responses {
   }
 
   async load(): Promise<void> {
+    this.step = this.run.history.step;
     this.list = await this.samples.list();
     this.show();
-    if (this.chosen < 0 && this.shown[0]) await this.choose(0);
+    if (!this.chosen && this.shown[0]) await this.choose(0);
   }
+  // The run has gone on: its newest responses join the list, and what is open stays open.
+  update(): void { if (this.run.history.step !== this.step) void this.load(); }
   key(key: string): boolean {
-    if (key === "j" || key === "ArrowDown") void this.choose(this.chosen + 1);
-    else if (key === "k" || key === "ArrowUp") void this.choose(this.chosen - 1);
+    const at = this.shown.findIndex((s) => same(s, this.chosen));
+    if (key === "j" || key === "ArrowDown") void this.choose(at + 1);
+    else if (key === "k" || key === "ArrowUp") void this.choose(at - 1);
     else if (key === "c") { this.coloring = this.coloring === "worker" ? "version" : this.coloring === "version" ? "log-prob" : "worker"; this.render(); }
     else return false;
     return true;
@@ -47,7 +52,7 @@ export class Responses {
     };
     const text = this.filter.toLowerCase();
     this.shown = this.list.filter((s) => !text || `${s.task} ${s.id} ${s.step}`.toLowerCase().includes(text)).sort(orders[this.sort]!).slice(0, 400);
-    this.rows.replaceChildren(...this.shown.map((s, n) => h("button", { role: "option", class: "item", click: () => void this.choose(n) },
+    this.rows.replaceChildren(...this.shown.map((s, n) => h("button", { role: "option", class: "item", "aria-selected": String(same(s, this.chosen)), click: () => void this.choose(n) },
       h("b", {}, number(s.reward)), h("span", {}, `step ${s.step}`), h("span", {}, `${s.length} tok`), h("span", { class: "dim" }, clip(s.task, 40)), s.turns > 1 ? h("span", {}, `${s.turns} turns`) : null, s.moved ? h("span", { class: "moved" }, "moved") : null)));
     if (!this.list.length) {
       const off = Number(this.run.recipe.samples ?? 1) === 0;
@@ -57,11 +62,13 @@ export class Responses {
   private async choose(n: number): Promise<void> {
     const head = this.shown[n];
     if (!head) return;
-    this.chosen = n;
+    this.chosen = head;
     [...this.rows.children].forEach((row, m) => row.setAttribute("aria-selected", String(m === n)));
     this.rows.children[n]?.scrollIntoView({ block: "nearest" });
-    this.sample = await this.samples.get(head.at ?? -1);
-    this.render();
+    const sample = await this.samples.get(head.at ?? -1);
+    if (!same(head, this.chosen)) return; // another one was chosen meanwhile
+    this.sample = sample;
+    if (sample) this.render(); else this.detail.replaceChildren(h("p", { class: "dim" }, "This response is no longer kept: the file of samples was full. Reload the list."));
   }
   private render(): void {
     const s = this.sample;
@@ -82,6 +89,8 @@ export class Responses {
       ...segments.flatMap((g, n) => [n ? h("h2", {}, `segment ${n + 1}: the agent changed its history`) : "", ...segment(g, s.turns > 1 || segments.length > 1, color)]));
   }
 }
+
+const same = (a: SampleHead, b: SampleHead | null): boolean => b !== null && a.id === b.id && a.step === b.step;
 
 interface Token { text: string; worker: string; version: number; logprob: number | null; position: number }
 

@@ -1,18 +1,19 @@
 // The timeline: one row per worker on a canvas. Only visible rows and changes are drawn.
 
-import { clip, duration, h } from "./dom";
+import { clip, duration, h, moment } from "./dom";
 import type { Row, Run } from "./run";
 
-const ROW = 20, HEAD = 26, LOST = 8;
+const ROW = 20, TALL = 34, HEAD = 40, LOST = 8; // heights in pixels: of a row among many, of one among few, of the axis
 export const COLORS = ["transparent", "#a78bfa", "#38bdf8", "#22c55e", "#f59e0b", "#94a3b8", "#64748b", "#eab308", "#ef4444", "#6366f1", "#ec4899", "#14b8a6", "#fb7185", "#86efac"];
-const STEPS_S = [0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400];
+const STEPS_S = [0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 
 export class Timeline {
   readonly element: HTMLElement;
   from = 0; to = 1; drawn = 0; drawMs = 0;
   private label = 110; // width of the names; a field, because inner loops read it
+  row = ROW; // height of a row: few rows are taller
   private follow = true; arcs = false; private scheduled = false;
-  private canvas = h("canvas", { tabindex: 0, "aria-label": "Timeline of workers. Arrow keys pan, plus and minus zoom, 0 shows everything." });
+  private canvas = h("canvas", { tabindex: 0, "aria-label": "Timeline of workers. Arrow keys pan, plus and minus zoom, 0 shows everything, m shows moves." });
   private box = h("div", { class: "timeline" }, this.canvas);
   private tip = h("div", { class: "tip", hidden: true });
   private space = h("div", {});
@@ -61,7 +62,7 @@ export class Timeline {
   key(key: string): boolean {
     const actions: Record<string, () => void> = {
       "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), "0": () => this.all(), m: () => this.toggleArcs(),
-      ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), ArrowUp: () => this.box.scrollBy(0, -3 * ROW), ArrowDown: () => this.box.scrollBy(0, 3 * ROW),
+      ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), ArrowUp: () => this.box.scrollBy(0, -3 * this.row), ArrowDown: () => this.box.scrollBy(0, 3 * this.row),
     };
     actions[key]?.();
     return key in actions;
@@ -89,7 +90,7 @@ export class Timeline {
     else { this.pan((before.x - here.x) / (this.width - this.label)); if (e.pointerType === "touch") this.box.scrollBy(0, before.y - here.y); }
     this.pointers.set(e.pointerId, here);
   }
-  private rowAt(y: number): Row | undefined { return y < HEAD ? undefined : this.run.rows[Math.floor((y - HEAD + this.box.scrollTop) / ROW)]; }
+  private rowAt(y: number): Row | undefined { return y < HEAD ? undefined : this.run.rows[Math.floor((y - HEAD + this.box.scrollTop) / this.row)]; }
 
   private hover(x: number, y: number, clientX: number, clientY: number): void {
     const row = this.rowAt(y), t = this.seconds(x), n = row && x >= this.label ? row.at(t) : -1;
@@ -119,9 +120,11 @@ export class Timeline {
     const began = performance.now(), { canvas, box, run } = this, width = box.clientWidth, height = box.clientHeight, ratio = window.devicePixelRatio || 1;
     if (!width) return;
     this.label = width < 600 ? 64 : 110;
-    const wanted = `${Math.round(Math.max(80, Math.min((this.small ? 0.3 : 0.72) * window.innerHeight, run.rows.length * ROW + HEAD + 8)))}px`;
+    const room = (this.small ? 0.3 : 0.72) * window.innerHeight, count = run.rows.length;
+    this.row = Math.round(Math.max(ROW, Math.min(this.small ? ROW + 4 : TALL, (room - HEAD - 8) / Math.max(1, count))));
+    const row = this.row, wanted = `${Math.round(Math.max(80, Math.min(room, count * row + HEAD + 8)))}px`;
     if (box.style.height !== wanted) { box.style.height = wanted; this.draw(); return; }
-    this.space.style.height = `${Math.max(0, run.rows.length * ROW + HEAD - height)}px`;
+    this.space.style.height = `${Math.max(0, count * row + HEAD - height)}px`;
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
       canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
       canvas.style.width = `${width}px`; canvas.style.height = `${height}px`;
@@ -131,14 +134,14 @@ export class Timeline {
     c.clearRect(0, 0, width, height);
     c.font = "12px system-ui, sans-serif";
     this.axis(c, width, height, ink, dim);
-    const first = Math.floor(box.scrollTop / ROW), last = Math.min(run.rows.length, Math.ceil((box.scrollTop + height - HEAD) / ROW));
+    const first = Math.floor(box.scrollTop / row), last = Math.min(count, Math.ceil((box.scrollTop + height - HEAD) / row));
     c.save(); c.beginPath(); c.rect(0, HEAD, width, height - HEAD); c.clip();
     for (let n = first; n < last; n++) {
-      const y = HEAD + n * ROW - box.scrollTop;
+      const y = HEAD + n * row - box.scrollTop;
       this.bars(c, run.rows[n]!, y, width);
       if (run.rows[n]!.lent.length) this.lentLine(c, run.rows[n]!, y, width, ink);
       c.fillStyle = ink;
-      c.fillText(clip(run.rows[n]!.name, 15).slice(0, 16), 4, y + 14, this.label - 8);
+      c.fillText(clip(run.rows[n]!.name, 15).slice(0, 16), 4, y + row / 2 + 4, this.label - 8);
     }
     if (this.arcs) this.paintArcs(c);
     c.restore();
@@ -147,17 +150,32 @@ export class Timeline {
   private axis(c: CanvasRenderingContext2D, width: number, height: number, ink: string, dim: string): void {
     const step = STEPS_S.find((s) => (this.to - this.from) / s < (width - this.label) / 90) ?? 86400;
     c.strokeStyle = dim; c.fillStyle = ink; c.lineWidth = 1;
-    for (let t = Math.ceil(this.from / step) * step; t <= this.to; t += step) { const x = this.x(t); c.fillText(duration(t), x + 3, 16); c.strokeRect(x, 0, 0, height); }
-    const steps = this.run.column("t").filter((t): t is number => t !== null && t >= this.from && t <= this.to);
-    if (steps.length && (width - this.label) / steps.length > 5) { c.strokeStyle = "#6366f199"; c.setLineDash([2, 3]); for (const t of steps) c.strokeRect(this.x(t), HEAD - 6, 0, height); c.setLineDash([]); }
+    for (let t = Math.ceil(this.from / step) * step; t <= this.to; t += step) {
+      const x = this.x(t), text = moment(t);
+      c.strokeRect(x, 0, 0, height);
+      if (x + 3 + c.measureText(text).width < width) c.fillText(text, x + 3, 14);
+    }
+    const ends = this.run.column("t"), numbers = this.run.column("step");
+    let shown = 0;
+    for (const t of ends) if (t !== null && t >= this.from && t <= this.to) shown++;
+    if (!shown || (width - this.label) / shown <= 5) return;
+    c.strokeStyle = "#6366f199"; c.fillStyle = "#6366f1"; c.setLineDash([2, 3]); c.textAlign = "right";
+    let free = this.label; // where the next number may begin
+    ends.forEach((t, n) => {
+      if (t === null || t < this.from || t > this.to) return;
+      const x = this.x(t), text = shown < 12 ? `step ${numbers[n]}` : String(numbers[n]), from = x - 4 - c.measureText(text).width;
+      c.strokeRect(x, HEAD - 20, 0, height);
+      if (from > free) { c.fillText(text, x - 4, HEAD - 10); free = x; }
+    });
+    c.setLineDash([]); c.textAlign = "left";
   }
   // Every pixel has one state: the one that lasts longest in it, or a loss. Equal neighbors are one bar.
   private bars(c: CanvasRenderingContext2D, row: Row, y: number, width: number): void {
-    const scale = (width - this.label) / (this.to - this.from), share = this.share.fill(0);
+    const scale = (width - this.label) / (this.to - this.from), share = this.share.fill(0), height = this.row - 4;
     let pixel = this.label, barFrom = this.label, barState = 0;
     const flush = (at: number, state: number) => {
       if (state === barState) return;
-      if (barState) { c.fillStyle = COLORS[barState]!; c.fillRect(barFrom, y + 2, at - barFrom, ROW - 4); }
+      if (barState) { c.fillStyle = COLORS[barState]!; c.fillRect(barFrom, y + 2, at - barFrom, height); }
       barFrom = at; barState = state;
     };
     const close = () => {
@@ -188,7 +206,7 @@ export class Timeline {
   }
   // The share of its time that a lender lends, as a line over its bars.
   private lentLine(c: CanvasRenderingContext2D, row: Row, y: number, width: number, ink: string): void {
-    const level = (percent: number) => y + ROW - 3 - ((ROW - 6) * percent) / 100;
+    const level = (percent: number) => y + this.row - 3 - ((this.row - 6) * percent) / 100;
     c.strokeStyle = ink; c.lineWidth = 1.5; c.beginPath();
     let last: number | null = null;
     for (const change of row.lent) {
@@ -200,7 +218,7 @@ export class Timeline {
     c.stroke();
   }
   private paintArcs(c: CanvasRenderingContext2D): void {
-    const place = new Map(this.run.rows.map((row, n) => [row.name, HEAD + n * ROW - this.box.scrollTop + ROW / 2]));
+    const place = new Map(this.run.rows.map((row, n) => [row.name, HEAD + n * this.row - this.box.scrollTop + this.row / 2]));
     const base = (name: string) => place.get(name) ?? place.get(name.replace(/[.#]\d+$/, ""));
     c.strokeStyle = "#f97316cc";
     for (const [t, source, target, count] of this.run.moves) {

@@ -17,7 +17,7 @@ export interface HistoryData {
   number: number; start_t: number | null; end_s: number; states: string[]; stride: number; step: number; lost: number; facts: Facts;
   ended: { step: number; finished: boolean } | null; evals: [number, number, number | null][]; problems: Problem[];
   moves: { from: number; list: Move[] }; advice: Record<string, Advice>; money: Money; staleness: number[];
-  dropped_rows: number; series: Series; rows: RowData[];
+  dropped_rows: number; unreadable: number; series: Series; rows: RowData[];
 }
 export interface WorkerNow {
   worker: string; lease: string; kind: string; device: string; state: string; running: number; slots: number;
@@ -38,8 +38,11 @@ export interface Segment {
   calls?: [number, string, string][];
 }
 export interface Sample extends SampleHead, Segment { more?: Segment[]; scores?: [string, number | null][] }
+// What `windfall plan` predicted of a step.
+export interface Plan { name: string; step_s: number | null; tok_per_s: number | null; usd_per_h: number | null; usd_per_million: number | null; workers: number | null }
+export interface Recipe { model?: string; env?: string; algorithm?: string; steps?: number; samples?: number; plan?: Plan }
 export interface RunData {
-  name: string; status: string; recipe: Record<string, string | number>; history: HistoryData;
+  name: string; status: string; recipe: Recipe; history: HistoryData;
   snapshot: Snapshot | null; samples: Sample[];
 }
 // After everything, a live page gets only what has changed.

@@ -11,14 +11,14 @@ from windfall.errors import WindfallError
 from windfall.link.listener import Listener
 from windfall.page import document
 from windfall.page.feed import TICK_S, Feed
-from windfall.page.runs import read_all, recipe_facts
+from windfall.page.runs import read_all, read_plans, recipe_facts
 from windfall.page.server import PageServer
 
 
 def write(runs: list[Path], out: Path, *, samples: bool = True) -> Path:
     """Write one self-contained file. `samples`: include the sampled responses."""
-    readers = read_all(runs)
-    data = {"live": False, "runs": [reader.describe(samples=samples) for reader in readers]}
+    readers, plans = read_all(runs), read_plans(runs)
+    data = {"live": False, "runs": [reader.describe(samples=samples) for reader in readers] + plans}
     text = document.html(data, f"{data['runs'][0]['name']} · windfall")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -39,8 +39,8 @@ def serve(runs: list[Path], *, host: str, port: int, open_browser: bool) -> None
 async def _serve(runs: list[Path], *, host: str, port: int, open_browser: bool) -> None:
     from aiohttp import web
 
-    (reader, *rest), key = read_all(runs), secrets.token_urlsafe(16)
-    others, name = [other.describe(samples=False) for other in rest], reader.name
+    (reader, *rest), plans, key = read_all(runs), read_plans(runs), secrets.token_urlsafe(16)
+    others, name = [other.describe(samples=False) for other in rest] + plans, reader.name
     feed = Feed(reader.history, name=name, recipe=recipe_facts(reader.folder), status=lambda: reader.status)
     feed.snapshot = reader.snapshot()
     listener = Listener()

@@ -8,10 +8,18 @@ from typing import Annotated
 import typer
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, in progress or ended.")]
+RunsAndPredictions = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN...",
+        help="Folders of runs, in progress or ended; then simulations (windfall sim --out) or recipes (windfall plan "
+        "--write) to compare with.",
+    ),
+]
 
 
 def page(
-    runs: Runs,
+    runs: RunsAndPredictions,
     out: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead of serving.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = 0,

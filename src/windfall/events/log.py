@@ -39,6 +39,8 @@ LINE_START = b'{"t":'
 """First bytes of every line that windfall writes, also of a line that a kill truncated."""
 MAX_LINE_BYTES = 1 << 26
 """Upper limit for a line in bytes. Longer lines were not written by windfall."""
+MAX_TIME_S = 1e12
+"""Times of events are smaller, also those of a simulation. NaN, which Python's parser accepts, is not."""
 TAIL_BYTES = 1 << 20
 """Bytes at the end of a log in which `last` looks for the last event."""
 
@@ -171,7 +173,7 @@ def parse(line: bytes) -> Event | None:
         return None
     if not isinstance(event, dict) or type(event.get("step", 0)) is not int:
         return None
-    has_times = all(type(event.get(key)) in (int, float) for key in ("t", "m"))
+    has_times = all(type(event.get(key)) in (int, float) and abs(event[key]) < MAX_TIME_S for key in ("t", "m"))
     has_names = all(type(event.get(key)) is str for key in ("kind", "name"))
     return event if has_times and has_names and (event["name"] != "resumed" or "step" in event) else None
 

@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 STATIC = Path(__file__).parent / "static"
+ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
+    "%3Cpath fill='%2322c55e' d='M1 2h9v3H1z'/%3E%3Cpath fill='%23ef4444' d='M11 2h2v3h-2z'/%3E"
+    "%3Cpath fill='%232563eb' d='M4 7h11v3H4zM1 12h7v3H1z'/%3E%3C/svg%3E"
+)
+"""The icon of the page. Without one, browsers ask the server for a file that it does not have."""
 
 
 @cache
@@ -49,6 +55,7 @@ def html(data: Any, title: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{escape(content_policy())}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer"><meta name="color-scheme" content="light dark">\n'
+        f'<link rel="icon" href="{ICON}">'
         f"<title>{escape(title)}</title>\n<style>{_asset('page.css')}</style></head>\n"
         '<body><div id="app"></div><noscript>This page needs JavaScript.</noscript>\n'
         f'<script id="data" type="application/json">{as_json(data)}</script>\n'

@@ -137,16 +137,16 @@ class Feed:
     def _encode(self, kind: str, history: dict[str, Any]) -> bytes:
         data = {"name": self._name, "status": self._status(), "history": history}
         if self.snapshot is not None:
-            many = len(self.snapshot.get("workers", ())) > FEW_WORKERS
-            complete = kind == "full" or not many or self._tick % WORKERS_TICKS == 0
-            data["snapshot"] = shown(self.snapshot, workers=complete)
+            due = kind == "full" or self._tick % WORKERS_TICKS == 0
+            data["snapshot"] = shown(self.snapshot, shift_s=self.history.shift_s, most=None if due else FEW_WORKERS)
         if kind == "full":
             data["recipe"] = self._recipe
         return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def shown(snapshot: dict[str, Any], *, workers: bool = True) -> dict[str, Any]:
-    """What the page shows of a snapshot of the fleet. `workers`: with a row for each of the first workers.
+def shown(snapshot: dict[str, Any], *, shift_s: float = 0.0, most: int | None = None) -> dict[str, Any]:
+    """What the page shows of a snapshot of the fleet, with a row for each of the first workers. `most`: no rows if
+    there are more workers than this. `shift_s`: see `History`.
 
     >>> shown({"open": 3, "pid": 7, "workers": [{"worker": "n1", "lease": "spot", "state": "ready", "why": ""}]})
     {'open': 3, 'leases': [['spot', 'ready', 1]], 'workers': [{'worker': 'n1', 'lease': 'spot', 'state': 'ready'}]}
@@ -155,10 +155,12 @@ def shown(snapshot: dict[str, Any], *, workers: bool = True) -> dict[str, Any]:
     counts = Counter((str(w.get("lease")), str(w.get("state"))) for w in here)
     keys = ("t", "step", "steps", "version", "queued", "open", "lost", "graders")
     out = {key: snapshot[key] for key in keys if snapshot.get(key) is not None}
+    if "t" in out:
+        out["t"] += shift_s
     if snapshot.get("counts"):
         out["moved"] = snapshot["counts"].get("moved", 0)
     out["leases"] = [[lease, state, count] for (lease, state), count in sorted(counts.items())]
-    if workers:
+    if most is None or len(here) <= most:
         out["workers"] = [{key: w[key] for key in SHOWN if key in w} for w in here[:MAX_SHOWN_WORKERS]]
     return out
 

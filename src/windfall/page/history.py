@@ -6,7 +6,9 @@
 
 Rules: memory does not grow with the run. The series have at most MAX_POINTS points; when there are more, two neighbors
 become one (`stride` steps per point). Lists of problems, moves and evaluations keep the newest. Steps that a resume
-made void are removed from the series, and their cost stays.
+made void are removed from the series, and their cost stays. An event whose fields have other types than windfall
+writes is left out and counted: a page must open whatever is in the log. Time never goes back, also if the wall clock
+is set: see `_corrected`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 import msgspec
 
 from windfall.cost.bill import Totals, borrowed_value, reserved_only
-from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, Timeline
+from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, Timeline, clean
 
 Event = dict[str, Any]
 
@@ -42,6 +44,12 @@ PROBLEMS = {
     "checkpoint_damaged", "journal_lost", "log_foreign", "log_gap", "eval_warning", "eval_abandoned", "sink_dropped",
 }  # fmt: skip
 MAX_SENT_MOVES = 2000
+MAX_EXACT = 1 << 53
+"""Numbers of this size and more are not exact in a browser, and longer ones cannot be encoded."""
+JUMP_S = 5.0
+"""If the two clocks of events differ by more than this about the time between two events, one of them was set."""
+MAX_GAP_S = 300.0
+"""A monotonic clock that goes back, or forward by more than this, is that of another start of a machine."""
 MAX_TEXT = 400
 """Characters of a text from the log that the page shows."""
 
@@ -53,6 +61,12 @@ class History:
         self.end_t = 0.0
         self.number = 0
         """Number of events so far."""
+        self.unreadable = 0
+        """Events that were left out because their fields are not those of windfall."""
+        self.shift_s = 0.0
+        """What to add to a wall time of now to get the time of the page: not 0 after the wall clock was set."""
+        self._clocks: tuple[float, float] | None = None
+        """Wall time and monotonic time of the last event, in seconds."""
         self.timeline = Timeline()
         self.series: dict[str, list[float | None]] = {name: [] for name in SERIES}
         self.stride = 1
@@ -91,19 +105,43 @@ class History:
         }  # fmt: skip
 
     def add(self, event: Event) -> None:
-        t = float(event["t"])
+        self.number += 1
+        try:
+            t = self._corrected(float(event["t"]), float(event["m"]))
+            self._add(event if t == event["t"] else {**event, "t": t})
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+        ):  # another version
+            self.unreadable += 1
+
+    def _add(self, event: Event) -> None:
+        t, name = event["t"], event["name"]
         if self.start_t is None:
             self.start_t = t
         self.end_t = max(self.end_t, t)
-        self.number += 1
-        name = event["name"]
+        if name in PROBLEMS:
+            self.problems.append({"t": self._seconds(t), "name": name, **_short(event)})
+        if event.get("bill"):
+            self._add_bill(event["bill"])
         handler = self._handlers.get(name)
         if handler is not None:
             handler(event)
-        if event.get("bill"):
-            self._add_bill(event["bill"])
-        if name in PROBLEMS:
-            self.problems.append({"t": self._seconds(t), "name": name, **_short(event)})
+
+    def _corrected(self, t: float, m: float) -> float:
+        """The time of an event with these clocks. If they disagree about the time since the last event, the wall clock
+        was set, or this machine slept, and the monotonic clock is right. After a restart of the machine only the wall
+        clock can say how long that took."""
+        if self._clocks is not None:
+            by_wall, by_monotonic = t - self._clocks[0], m - self._clocks[1]
+            if abs(by_wall - by_monotonic) > JUMP_S:
+                known = 0 <= by_monotonic <= MAX_GAP_S
+                self.shift_s += (by_monotonic if known else max(0.0, by_wall)) - by_wall
+        self._clocks = (t, m)
+        return t + self.shift_s
 
     @property
     def simulated(self) -> bool:
@@ -119,7 +157,7 @@ class History:
     # The run.
 
     def _start(self, e: Event) -> None:
-        self.facts = _short(e, limit=64) | {"parameters": e.get("parameters"), "steps": e.get("steps")}
+        self.facts = _short(e, limit=64) | {key: _number(e.get(key)) for key in ("parameters", "steps")}
         self.ended = None
 
     def _resumed(self, e: Event) -> None:
@@ -235,22 +273,22 @@ class History:
     def _activity(self, e: Event) -> None:
         now_s, lost, rows, code = e["t"] - (self.start_t or e["t"]), CODE["lost"], self.timeline.rows, CODE.get
         for worker, changes in (e.get("rows") or {}).items():
-            row = rows.get(worker) or self.timeline.row(_clean(worker, 80))
+            row = rows.get(worker) or self.timeline.row(worker)
             for ago_s, bucket in changes:
                 t = round((now_s - ago_s) * TENTHS)
                 if not bucket and abs(t - self._losses.get(row.name, -TENTHS)) <= TENTHS and row.state != lost:
                     row.put(t - 1, lost)  # it was lost right after its last frame: no time is lost
                 row.put(t, code(bucket, READY))
         for source, target, count, ago_s in e.get("moves") or ():
-            self.moves.append((self._seconds(e["t"] - ago_s), _clean(source, 64), _clean(target, 64), int(count)))
+            self.moves.append((self._seconds(e["t"] - ago_s), clean(source, 64), clean(target, 64), int(count)))
             self.moves_seen += 1
         for worker, (lent, use) in (e.get("lenders") or {}).items():
-            row = rows.get(worker) or self.timeline.row(_clean(worker, 80))
+            row = rows.get(worker) or self.timeline.row(worker)
             row.lend(self._tenths(e["t"]), float(lent))
             row.describe({**row.facts, "serving": _number(use)})
 
     def _trainer_ready(self, e: Event) -> None:
-        self.timeline.set_ranks(e.get("rank_pids") or [e.get("pid")])
+        self.timeline.set_ranks([_number(pid) for pid in e.get("rank_pids") or [e.get("pid")]])
         for row in self.timeline.trainer():
             row.put(self._tenths(e["t"]), CODE["waiting"])
 
@@ -271,7 +309,7 @@ class History:
         keys = ("now", "count", "tokens_per_usd_now", "tokens_per_usd_best")
         if len(self.advice) < 64 or e.get("lease") in self.advice:
             numbers = {key: _number(e.get(key)) for key in keys}
-            self.advice[_clean(e.get("lease"), 64)] = {**numbers, "why": _clean(e.get("why", ""), MAX_TEXT)}
+            self.advice[clean(e.get("lease"), 64)] = {**numbers, "why": clean(e.get("why", ""), MAX_TEXT)}
 
     # What viewers get.
 
@@ -333,6 +371,7 @@ class History:
             "stride": self.stride, "step": self.step, "lost": self.lost, "facts": self.facts, "ended": self.ended,
             "evals": list(self.evals), "problems": list(self.problems)[-50:], "advice": self.advice,
             "money": self.money(), "staleness": _trimmed(self.staleness), "dropped_rows": self.timeline.dropped,
+            "unreadable": self.unreadable,
         }  # fmt: skip
 
     def money(self) -> dict[str, Any]:
@@ -358,23 +397,18 @@ def _short(event: Event, limit: int = MAX_TEXT) -> dict[str, Any]:
         if key in ("t", "m", "kind", "name") or value is None:
             continue
         if isinstance(value, str):
-            out[_clean(key, 64)] = _clean(value, limit)
-        elif isinstance(value, int | float):
-            out[_clean(key, 64)] = value
+            out[clean(key, 64)] = clean(value, limit)
+        elif isinstance(value, bool) or _number(value) is not None:
+            out[clean(key, 64)] = value
         if len(out) >= 24:
             break
     return out
 
 
-def _clean(value: Any, limit: int) -> str:
-    """The beginning of a text, without the halves of surrogate pairs that a log may contain and UTF-8 cannot."""
-    return str(value)[:limit].encode("utf-8", "replace").decode()
-
-
 def _number(value: Any) -> float | None:
     """The value, if it is a finite number."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if number else None
+    return value if number and abs(value) < MAX_EXACT else None
 
 
 def _usd(bill: dict[str, Any] | None) -> float | None:

@@ -1,4 +1,8 @@
-"""From the folder of a run to what its page shows. `RunReader` follows a log that is still written."""
+"""From the folder of a run to what its page shows. `RunReader` follows a log that is still written.
+
+A prediction is shown beside what was measured: the folder of a simulation, a recipe that `windfall plan --write` has
+written, or the plan in the recipe of the run itself.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 from windfall import config
 from windfall import run_folder as folders
+from windfall.config import PlanSection, Recipe
 from windfall.errors import WindfallError
 from windfall.events.log import MAX_LINE_BYTES, parse
 from windfall.page.feed import shown
@@ -25,10 +30,36 @@ def read_all(runs: Sequence[Path]) -> list[RunReader]:
     """A reader for every run. A folder of `windfall sim --out` has one for each simulation, the first few of them."""
     out = []
     for run in runs:
+        if run.suffix == ".toml" and run.is_file():
+            continue  # a plan: see `read_plans`
         is_run = (run / "events.jsonl").is_file()
         simulations = [] if is_run else sorted(path for path in run.glob("*.jsonl") if path.name != FILE)
         out += [RunReader(path) for path in simulations[:MAX_SIMULATIONS]] or [RunReader(run)]
+    if not out:
+        fix = "Give a run, too: windfall page RUN PLANNED.toml"
+        raise WindfallError("a recipe is not a run", where=str(runs[0]), fix=fix)
     return out
+
+
+def read_plans(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """What the page shows of the planned recipes among these paths."""
+    out = []
+    for path in runs:
+        if path.suffix == ".toml" and path.is_file():
+            facts = _facts(config.load(path))
+            if "plan" not in facts:
+                fix = "Give the folder of a run, or a recipe from `windfall plan --write`."
+                raise WindfallError("this recipe has no [plan] section", where=str(path), fix=fix)
+            out.append(_described(path.stem, "planned", facts, History(), None))
+    return out
+
+
+def _described(
+    name: str, status: str, recipe: dict[str, Any], history: History, snapshot: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "name": name, "status": status, "recipe": recipe, "history": history.full(), "snapshot": snapshot, "samples": []
+    }  # fmt: skip
 
 
 class RunReader:
@@ -64,10 +95,12 @@ class RunReader:
         return status(self.history, running=running)
 
     def snapshot(self) -> dict[str, Any] | None:
-        """The last state of the fleet."""
+        """The last state of the fleet. None if the file is missing or damaged."""
         if self.path.name != "events.jsonl":
             return None
-        return folders.read_json(self.folder / "fleet.json")
+        fleet = folders.read_json(self.folder / "fleet.json")
+        workers = fleet.get("workers", []) if fleet else None
+        return fleet if isinstance(workers, list) and all(isinstance(w, dict) for w in workers) else None
 
     def embedded_samples(self) -> list[dict[str, Any]]:
         """The newest samples with their tokens, as many as a file should contain."""
@@ -81,16 +114,13 @@ class RunReader:
                 out.append(sample)
         return out[::-1]
 
+    def _shown(self) -> dict[str, Any] | None:
+        snapshot = self.snapshot()
+        return shown(snapshot, shift_s=self.history.shift_s) if snapshot else None
+
     def describe(self, *, samples: bool = True) -> dict[str, Any]:
-        return {
-            "name": self.name, "status": self.status, "recipe": recipe_facts(self.folder),
-            "history": self.history.full(), "snapshot": _shown(self.snapshot()),
-            "samples": self.embedded_samples() if samples else [],
-        }  # fmt: skip
-
-
-def _shown(snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
-    return shown(snapshot) if snapshot else None
+        described = _described(self.name, self.status, recipe_facts(self.folder), self.history, self._shown())
+        return described | {"samples": self.embedded_samples()} if samples else described
 
 
 def status(history: History, *, running: bool) -> str:
@@ -105,13 +135,27 @@ def status(history: History, *, running: bool) -> str:
 
 
 def recipe_facts(folder: Path) -> dict[str, Any]:
-    """The keys of the recipe that the page shows."""
+    """The keys of a run's recipe that the page shows."""
     try:
-        r = config.load(folder / "recipe.toml")
+        return _facts(config.load(folder / "recipe.toml"))
     except (WindfallError, OSError):
         return {}
-    return {
+
+
+def _facts(r: Recipe) -> dict[str, Any]:
+    facts = {
         "model": r.model.path, "env": r.env.name, "algorithm": r.algorithm.name, "steps": r.run.steps,
         "groups": r.rollout.groups, "group_size": r.rollout.group_size, "staleness": r.rollout.staleness,
         "samples": r.log.samples,
+    }  # fmt: skip
+    return facts | {"plan": _plan_facts(r.plan)} if r.plan.name else facts
+
+
+def _plan_facts(plan: PlanSection) -> dict[str, Any]:
+    """What a plan predicts. None: it does not say."""
+    per_million = plan.usd_per_h / 3600 / plan.tok_per_s * 1e6 if plan.tok_per_s else None
+    return {
+        "name": plan.name, "step_s": plan.step_s or None, "tok_per_s": plan.tok_per_s or None,
+        "usd_per_h": plan.usd_per_h or None, "usd_per_million": per_million or None,
+        "workers": sum(w.count for w in plan.workers),
     }  # fmt: skip

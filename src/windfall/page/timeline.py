@@ -29,9 +29,16 @@ MAX_ROWS = 1024
 MAX_LENT = 4096
 MAX_RANKS = 64
 """Upper limit for the ranks of a trainer that have a row."""
+MAX_NAME = 80
+"""Characters of the name of a row."""
 TENTHS = 10
 MAX_TENTHS = (1 << 28) - 1
 _RESTARTED = re.compile(r"(?<=.)[.#]\d+$")
+
+
+def clean(value: Any, limit: int) -> str:
+    """The beginning of a text, without the halves of surrogate pairs that a log may contain and UTF-8 cannot."""
+    return str(value)[:limit].encode("utf-8", "replace").decode()
 
 
 def row_name(worker: str) -> str:
@@ -40,7 +47,7 @@ def row_name(worker: str) -> str:
     >>> row_name("n1.2"), row_name("gpu-0#3"), row_name("local")
     ('n1', 'gpu-0', 'local')
     """
-    return _RESTARTED.sub("", worker.partition("#")[0])
+    return clean(_RESTARTED.sub("", worker.partition("#")[0]), MAX_NAME)
 
 
 @dataclass(slots=True)

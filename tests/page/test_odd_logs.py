@@ -1,0 +1,111 @@
+"""Logs that windfall did not write as they are: damaged, edited, of other versions, or with clocks that were set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from run_case import START_T, event, small_log, step, write_run
+
+from windfall.errors import WindfallError
+from windfall.events.log import parse
+from windfall.page.history import History
+from windfall.page.runs import RunReader, read_all
+from windfall.page.timeline import STATES
+
+ODD: list[Any] = [
+    None, "x", -1, 1e308, float("nan"), 10**30, True, [], {}, [1], [[1, 2]], [["a", "b", "c", "d"]], {"w": 5},
+    {"w": [[1]]}, "\ud800", {"holders": 3}, {"holders": {"a": None}},
+]  # fmt: skip
+
+
+def every_kind() -> list[dict[str, Any]]:
+    """One event of every kind that the page reads."""
+    found = {(e["name"], e["kind"]): e for e in small_log(2)}
+    more = [
+        event(30, "instant", "worker_suspect", worker="w1", s=4.0),
+        event(31, "instant", "worker_well", worker="w1"),
+        event(32, "instant", "worker_warned", worker="w1", s=30.0),
+        event(33, "instant", "worker_left", worker="w1"),
+        event(34, "scalar", "eval", step=2, reward=0.5),
+        event(34, "span", "eval", step=2, s=1.0),
+        event(35, "span", "checkpoint", step=2, s=1.0),
+        event(36, "instant", "advice", lease="spot", now=2, count=1, why="they wait"),
+        event(37, "instant", "trainer_lost", step=2, why="killed"),
+        event(38, "instant", "resumed", step=1),
+        event(39, "instant", "end", step=2, finished=True),
+        event(39, "instant", "activity", rows={"w2": [[1, "waiting"]]}, moves=[], lenders={"w2": [0.5, 0.1]}),
+    ]
+    return [*found.values(), *more]
+
+
+@pytest.mark.parametrize("kind", every_kind(), ids=lambda e: f"{e['kind']}-{e['name']}")
+def test_the_page_opens_whatever_the_fields_of_an_event_are(kind: dict[str, Any]) -> None:
+    for key in kind:
+        history = History()
+        for e in small_log(1):
+            history.add(e)
+        for value in (*ODD, ...):
+            changed = {k: v for k, v in kind.items() if k != key} if value is ... else {**kind, key: value}
+            if (read := parse(json.dumps(changed).encode())) is not None:
+                history.add(read)
+                msgspec.json.encode(history.changes())
+        history.add(step(60, 7))
+        assert json.loads(msgspec.json.encode(history.full()))["step"] == 7, key
+
+
+def test_unreadable_events_are_counted(tmp_path: Path) -> None:
+    log = small_log(3)
+    log.insert(5, event(3, "instant", "worker_joined", lease="spot"))
+    reader = RunReader(write_run(tmp_path / "run", log))
+    assert reader.history.step == 3
+    assert reader.describe()["history"]["unreadable"] == 1
+
+
+@pytest.mark.parametrize("jump_s", [-7200.0, 3600.0 * 24 * 365])
+def test_a_wall_clock_that_is_set_changes_nothing(jump_s: float) -> None:
+    """The machine's clock is set in the middle of the run. The monotonic clock goes on."""
+    log = small_log(8)
+    expected, history = History(), History()
+    for e in log:
+        expected.add(e)
+        history.add({**e, "t": e["t"] + jump_s} if e["m"] >= 43 else e)
+    assert history.series["t"] == pytest.approx(expected.series["t"], abs=0.02)
+    for name, row in expected.timeline.rows.items():
+        assert list(history.timeline.rows[name].changes) == list(row.changes), name
+    assert history.full()["end_s"] == pytest.approx(expected.full()["end_s"], abs=0.02)
+    assert history.shift_s == pytest.approx(-jump_s)
+
+
+def test_a_run_that_was_resumed_on_another_machine_goes_on_after_its_end() -> None:
+    """Its monotonic clock begins anew, and its wall clock may be behind."""
+    log = small_log(5)
+    later = [event(t, "scalar", "step", step=n) for n, t in ((6, 0.0), (7, 10.0))]
+    for e, wall in zip(later, (-30.0, -20.0), strict=True):
+        e["t"], e["m"] = START_T + wall, e["m"] + 1e6
+    history = History()
+    for e in [*log, *later]:
+        history.add(e)
+    assert history.series["t"][-2:] == pytest.approx([54.0, 64.0])
+    rows = history.timeline.rows["w1"]
+    assert STATES[rows.changes[-1] & 15] == "waiting"  # nothing of it was removed
+
+
+@pytest.mark.parametrize("fleet", ["[]", "{", '{"workers": 5}', '{"workers": [5]}'])
+def test_a_damaged_snapshot_is_left_out(tmp_path: Path, fleet: str) -> None:
+    run = write_run(tmp_path / "run", small_log(2))
+    (run / "fleet.json").write_text(fleet)
+    assert RunReader(run).describe()["snapshot"] is None
+
+
+def test_a_log_without_events_is_an_empty_page(tmp_path: Path) -> None:
+    described = RunReader(write_run(tmp_path / "run", [])).describe()
+    assert (described["history"]["number"], described["history"]["start_t"]) == (0, None)
+
+
+def test_a_folder_without_a_log_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="no event log"):
+        read_all([tmp_path / "nothing"])

@@ -1,8 +1,13 @@
-"""Fixtures for tests that run the command line, and the order of the test files."""
+"""Fixtures for tests that run the command line, the order of the test files, and what test processes share."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +15,7 @@ import hypothesis
 import pytest
 
 from windfall import cli
+from windfall.fleet import import_server, parent_death
 
 SMALL = """
 [run]
@@ -29,6 +35,29 @@ hypothesis.settings.register_profile("windfall", deadline=None)  # a busy machin
 hypothesis.settings.load_profile("windfall")
 
 HERE = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start an import server for all test processes, so that not every run of a test imports torch. Without `-n` there
+    is none, and every run starts as a user's run does."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        return
+    folder = tempfile.mkdtemp(prefix="windfall-tests-")
+    path = os.environ[import_server.VARIABLE] = f"{folder}/imports"
+    preload = "windfall.launch.processes.preload:preload_model:tiny"
+    command = [sys.executable, "-m", "windfall.fleet.fork_server", "--listen", path, preload]
+    server = subprocess.Popen(
+        [sys.executable, parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
+    )
+
+    def stop() -> None:
+        server.terminate()
+        server.wait(timeout=20)
+        shutil.rmtree(folder)
+
+    config.add_cleanup(stop)
+
+
 LONGEST_FIRST = (
     "train/test_checkpoint.py", "worker/engine_group", "train/test_ranks.py", "launch", "sim/chaos", "test_runs.py",
     "test_adapters.py", "engine/test_contract.py", "selftest", "envs/test_hostile_runs.py",

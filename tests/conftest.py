@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from _pytest.assertion import rewrite
 
 from windfall import cli
 from windfall.fleet import import_server, parent_death
@@ -64,6 +65,25 @@ LONGEST_FIRST = (
     "engine/cuda/test_engine.py", "train", "fleet", "envs/process_pool", "sim",
 )  # fmt: skip
 """Files and folders that take the most time. With `--dist loadfile`, one worker would run the last of them alone."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Compile a share of the test files before they are imported, and leave the others to the other test processes.
+
+    pytest compiles test files itself, to explain what was compared when an `assert` fails, which takes 10 s of CPU time
+    for all of them. In a new clone every process would do all of it, because all of them start at the same moment."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if count == 1 or sys.dont_write_bytecode or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    share = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    state = session.config.stash[rewrite.assertstate_key]
+    for path in sorted(HERE.rglob("test_*.py"))[share::count]:
+        folder = rewrite.get_cache_dir(path)
+        compiled = folder / f"{path.stem}{rewrite.PYC_TAIL}"
+        if rewrite.try_makedirs(folder) and rewrite._read_pyc(path, compiled) is None:
+            source, code = rewrite._rewrite_test(path, session.config)
+            rewrite._write_pyc(state, code, source, compiled)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -71,7 +71,7 @@ def parents(tmp_path: Path, env: dict[str, str]) -> tuple[list[int], str]:
         assert await worker.wait() == 0
 
     log = with_client(tmp_path, env, test)
-    return [int(word) for word in (tmp_path / "w.log").read_text().split()], log
+    return [int(word) for word in (tmp_path / "w.log").read_text().splitlines()[-1].split()], log
 
 
 def test_workers_have_what_the_import_server_imported(
@@ -82,13 +82,35 @@ def test_workers_have_what_the_import_server_imported(
     assert log == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("OMP_NUM_THREADS", "7"), ("PYTHONPATH", None), ("HF_HOME", "/elsewhere"), ("HOME", "/other")]
-)
-def test_process_with_other_variables_starts_its_own_fork_server(
-    tmp_path: Path, toy_env: dict[str, str], toy_import_server: Server, name: str, value: str | None
+def test_more_folders_in_front_of_pythonpath(
+    tmp_path: Path, toy_env: dict[str, str], toy_import_server: Server
 ) -> None:
-    (fork_server, above, imported_by), log = parents(tmp_path, {**toy_env, name: value or f"{toy_env[name]}:/more"})
+    """A module from such a folder can be imported; one that would replace an imported module cannot."""
+    more = tmp_path / "more"
+    more.mkdir()
+    (more / "extra.py").write_text("")
+    env = {**toy_env, "PYTHONPATH": f"{more}:{toy_env['PYTHONPATH']}"}
+
+    async def test(client: ForkClient) -> None:
+        worker = await client.start(name="w", argv=["x", "import extra"], env={}, log=tmp_path / "w.log")
+        assert await worker.wait() == 0, (tmp_path / "w.log").read_text()
+
+    assert with_client(tmp_path, env, test) == ""
+    for name in ("toy", "sitecustomize"):
+        (more / f"{name}.py").write_text((tmp_path / "toy.py").read_text())
+        (fork_server, _, imported_by), log = parents(tmp_path, env)
+        assert fork_server == imported_by
+        assert f"another PYTHONPATH, with its own {name} in {more}" in log
+        (more / f"{name}.py").unlink()
+    _, log = parents(tmp_path, {**toy_env, "PYTHONPATH": f"{toy_env['PYTHONPATH']}:/more"})
+    assert "this process has another PYTHONPATH: [" in log
+
+
+@pytest.mark.parametrize(("name", "value"), [("OMP_NUM_THREADS", "7"), ("HF_HOME", "/elsewhere"), ("HOME", "/other")])
+def test_process_with_other_variables_starts_its_own_fork_server(
+    tmp_path: Path, toy_env: dict[str, str], toy_import_server: Server, name: str, value: str
+) -> None:
+    (fork_server, above, imported_by), log = parents(tmp_path, {**toy_env, name: value})
     assert fork_server == imported_by
     assert above == os.getpid()
     assert log == f"The import server {tmp_path}/imports is not used: this process has other variables: {name}\n"

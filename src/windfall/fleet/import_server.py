@@ -14,6 +14,7 @@ start on one machine, such as a sweep of small runs or the tests of windfall, th
 - Only the same user may connect. The socket should be in a folder of that user.
 - The client must be a process like the import server: the same program, rights, limits and namespaces, and the same
   values of the environment variables that imports read. Otherwise it is refused, and starts a fork server of its own.
+  PYTHONPATH may have more folders in front, with modules that are not imported yet.
 - A fork server ends when its connection closes, as always, and on SIGTERM when the import server ends.
 - Files that changed after the import server read them stay as they were: start it anew after an update of windfall.
 """
@@ -58,11 +59,29 @@ class Refused(ConnectionError):
 
 def _program(env: Mapping[str, str]) -> dict[str, Any]:
     """What a client says about itself: the program, and the variables that its imports would have read."""
-    names = sorted(name for name in env if name.startswith(READ_BY_IMPORTS) and name not in SET_BY_IMPORTS)
+    apart = (*SET_BY_IMPORTS, "PYTHONPATH")
+    names = sorted(name for name in env if name.startswith(READ_BY_IMPORTS) and name not in apart)
     return {
         "program": [sys.executable, sys.version, str(Path(__file__).resolve())],
         "variables": {name: env[name] for name in names},
     }
+
+
+def _python_path(env: Mapping[str, str]) -> list[str]:
+    return [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def _new_folders(mine: list[str], yours: list[str]) -> list[str]:
+    """The folders that PYTHONPATH has in front of mine. Raises a ValueError if an import that was made without them
+    could differ from one with them."""
+    count = max(0, len(yours) - len(mine))
+    if yours[count:] != mine:
+        raise ValueError(f"this process has another PYTHONPATH: {mine} there, {yours} here")
+    for folder in map(Path, yours[:count]):
+        names = {path.name.partition(".")[0] for path in folder.iterdir()} if folder.is_dir() else set()
+        if found := sorted(names & {*sys.modules, "sitecustomize", "usercustomize"}):
+            raise ValueError(f"this process has another PYTHONPATH, with its own {found[0]} in {folder}")
+    return yours[:count]
 
 
 def _surroundings(pid: int) -> dict[str, Any]:
@@ -146,6 +165,7 @@ class ImportServer:
         """Listen. Clients that connect before `serve` wait for it."""
         self._pid = os.getpid()
         self._program = json.loads(json.dumps(_program(os.environ)))
+        self._python_path = _python_path(os.environ)
         self._forked: dict[int, socket.socket] = {}
         """The connections of the fork servers, by pid: the end of each is reported there."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -196,6 +216,7 @@ class ImportServer:
         for what, mine in {**self._program, **self._surroundings}.items():
             if yours[what] != mine:
                 raise ValueError(f"this process has other {what}: {_differences(mine, yours[what])}")
+        _new_folders(self._python_path, _python_path(request["env"]))  # refuses some
         return request
 
     def _become_fork_server(self, connection: socket.socket, request: dict[str, Any]) -> list[str]:
@@ -207,6 +228,7 @@ class ImportServer:
             os.chdir(request["cwd"])
             if not sys.flags.safe_path:
                 sys.path[0] = request["cwd"]
+            sys.path[1:1] = _new_folders(self._python_path, _python_path(request["env"]))
             os.environ.clear()
             os.environ.update(request["env"])
             Path("/proc/self/comm").write_text("fork server")

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -37,6 +38,30 @@ hypothesis.settings.register_profile("windfall", deadline=None)  # a busy machin
 hypothesis.settings.load_profile("windfall")
 
 HERE = Path(__file__).parent
+
+FORKED_RANKS = (
+    "launch/test_adapter_ranks.py", "launch/test_rank_exchanges.py", "test_benchmarks.py", "train/test_layer_choice.py",
+    "train/test_ranks.py", "train/test_remote_ranks.py", "train/test_sharded_layers.py", "weights/test_adapter_base.py",
+    "weights/test_publish_ranks.py", "weights/test_pull_sources.py", "weights/test_update_bytes.py",
+)  # fmt: skip
+"""Files whose tests fork processes from multiprocessing's server, which imports torch in every test process that has
+such tests. With `--dist loadfile`, they are treated as one file, so that a single test process runs them."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    together = {f"{HERE.name}/{name}" for name in FORKED_RANKS}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "forked ranks" if file in together else file
+
+    return Scheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:

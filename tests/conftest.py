@@ -86,9 +86,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST_FIRST = (
-    "train/test_checkpoint.py", "worker/engine_group", "train/test_ranks.py", "launch", "sim/chaos", "test_runs.py",
-    "test_adapters.py", "engine/test_contract.py", "selftest", "envs/test_hostile_runs.py",
-    "engine/cuda/test_engine.py", "train", "fleet", "envs/process_pool", "sim",
+    "launch", "train/test_checkpoint.py", "worker/engine_group", "test_runs.py", "engine/test_contract.py", "selftest",
+    "engine/cuda/test_engine.py", "sim/chaos", "envs/process_pool", "sim/core", "sim/replay", "test_adapters.py",
+    "gateway/test_agent_runs.py", "envs/test_hostile_runs.py", "train", "sim", "rollout/test_kill_everywhere.py",
+    "fleet",
 )  # fmt: skip
 """Files and folders that take the most time. With `--dist loadfile`, one worker would run the last of them alone."""
 

@@ -1,15 +1,24 @@
-"""Fixtures for tests that run the command line, and the order of the test files."""
+"""Fixtures for tests that run the command line, the order of the test files, and what test processes share."""
 
 from __future__ import annotations
 
+import gc
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+from _pytest.assertion import rewrite
 
 from windfall import cli
+from windfall.fleet import import_server, parent_death
 
 SMALL = """
 [run]
@@ -29,12 +38,88 @@ hypothesis.settings.register_profile("windfall", deadline=None)  # a busy machin
 hypothesis.settings.load_profile("windfall")
 
 HERE = Path(__file__).parent
+
+FORKED_RANKS = (
+    "launch/test_adapter_ranks.py", "launch/test_rank_exchanges.py", "test_benchmarks.py", "train/test_layer_choice.py",
+    "train/test_ranks.py", "train/test_remote_ranks.py", "train/test_sharded_layers.py", "weights/test_adapter_base.py",
+    "weights/test_publish_ranks.py", "weights/test_pull_sources.py", "weights/test_update_bytes.py",
+)  # fmt: skip
+"""Files whose tests fork processes from multiprocessing's server, which imports torch in every test process that has
+such tests. With `--dist loadfile`, they are treated as one file, so that a single test process runs them."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    together = {f"{HERE.name}/{name}" for name in FORKED_RANKS}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "forked ranks" if file in together else file
+
+    return Scheduling(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start an import server for all test processes, so that not every run of a test imports torch. Without `-n` there
+    is none, and every run starts as a user's run does."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        return
+    folder = tempfile.mkdtemp(prefix="windfall-tests-")
+    path = os.environ[import_server.VARIABLE] = f"{folder}/imports"
+    preload = "windfall.launch.processes.preload:preload_model:tiny"
+    command = [sys.executable, "-m", "windfall.fleet.fork_server", "--listen", path, preload]
+    server = subprocess.Popen(
+        [sys.executable, parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
+    )
+
+    def stop() -> None:
+        server.terminate()
+        server.wait(timeout=20)
+        shutil.rmtree(folder)
+
+    config.add_cleanup(stop)
+
+
 LONGEST_FIRST = (
-    "train/test_checkpoint.py", "worker/engine_group", "train/test_ranks.py", "launch", "sim/chaos", "test_runs.py",
-    "test_adapters.py", "engine/test_contract.py", "selftest", "envs/test_hostile_runs.py",
-    "engine/cuda/test_engine.py", "train", "fleet", "envs/process_pool", "sim",
+    "launch", "train/test_checkpoint.py", "worker/engine_group", "test_runs.py", "engine/test_contract.py", "selftest",
+    "engine/cuda/test_engine.py", "sim/chaos", "envs/process_pool", "sim/core", "sim/replay", "test_adapters.py",
+    "gateway/test_agent_runs.py", "envs/test_hostile_runs.py", "train", "sim", "rollout/test_kill_everywhere.py",
+    "fleet",
 )  # fmt: skip
 """Files and folders that take the most time. With `--dist loadfile`, one worker would run the last of them alone."""
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # nothing that collecting the tests makes is garbage; looking for it takes a tenth of the time
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the garbage collector need not look at the imported libraries again and again
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Compile a share of the test files before they are imported, and leave the others to the other test processes.
+
+    pytest compiles test files itself, to explain what was compared when an `assert` fails, which takes 10 s of CPU time
+    for all of them. In a new clone every process would do all of it, because all of them start at the same moment."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if count == 1 or sys.dont_write_bytecode or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    share = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    state = session.config.stash[rewrite.assertstate_key]
+    for path in sorted(HERE.rglob("test_*.py"))[share::count]:
+        folder = rewrite.get_cache_dir(path)
+        compiled = folder / f"{path.stem}{rewrite.PYC_TAIL}"
+        if rewrite.try_makedirs(folder) and rewrite._read_pyc(path, compiled) is None:
+            source, code = rewrite._rewrite_test(path, session.config)
+            rewrite._write_pyc(state, code, source, compiled)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,32 @@ from windfall import config
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "windfall"
-FILES = {str(p.relative_to(SRC)): ast.parse(p.read_text()) for p in sorted(SRC.rglob("*.py"))}
+
+
+class Files(Mapping[str, ast.Module]):
+    """The files of windfall by their names. Each is parsed when a test first reads it: every test process imports this
+    module, but only one runs its tests."""
+
+    def __init__(self) -> None:
+        self._trees: dict[str, ast.Module | None] = {str(p.relative_to(SRC)): None for p in sorted(SRC.rglob("*.py"))}
+
+    def __getitem__(self, name: str) -> ast.Module:
+        tree = self._trees[name]
+        if tree is None:
+            tree = self._trees[name] = ast.parse((SRC / name).read_text())
+        return tree
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._trees
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trees)
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+
+FILES = Files()
 
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [

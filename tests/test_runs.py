@@ -24,6 +24,7 @@ from windfall.cost.bill import Totals
 from windfall.envs.arithmetic import Arithmetic
 from windfall.envs.base import HELD_OUT
 from windfall.events.log import read
+from windfall.fleet import import_server
 
 Windfall = Callable[..., tuple[int, str, str]]
 
@@ -34,14 +35,16 @@ def steps_of(run: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, small_recipe: str) -> tuple[Path, str]:
-    """The folder of a finished run, and what it printed."""
+    """The folder of a finished run, and what it printed. It starts as a user's run does, without an import server."""
     folder = tmp_path_factory.mktemp("trained")
+    environment = {k: v for k, v in os.environ.items() if k != import_server.VARIABLE}
     (folder / "small.toml").write_text(small_recipe)
     done = subprocess.run(
         [sys.executable, "-m", "windfall.cli", "train", "small.toml"], cwd=folder, capture_output=True, text=True,
-        timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        timeout=120, env=environment | {"OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+    assert (folder / "runs" / "small" / "fork_server.log").read_text() == ""
     return folder / "runs" / "small", done.stdout
 
 

@@ -197,12 +197,12 @@ class Response:
     def oldest_version(self) -> int | None:
         """The oldest version that sampled one of its tokens. None: no token was sampled, as for an agent that ended
         without a call."""
-        return min((v for segment in self.segments for v in segment.versions if v >= 0), default=None)
+        return min((v for segment in self.segments for v in set(segment.versions) if v >= 0), default=None)
 
     @property
     def newest_version(self) -> int | None:
         """The newest version that sampled one of its tokens. None: no token was sampled."""
-        return max((v for segment in self.segments for v in segment.versions if v >= 0), default=None)
+        return max((v for segment in self.segments for v in set(segment.versions) if v >= 0), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

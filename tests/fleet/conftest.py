@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 import windfall
+from windfall.fleet import import_server
 
 TOY = """
 import os, sys
@@ -71,3 +74,25 @@ def toy_env(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "toy.py").write_text(TOY)
     source = Path(windfall.__file__).parent.parent
     return {"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}:{source}"}
+
+
+@pytest.fixture
+def toy_import_server(tmp_path: Path, toy_env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """An import server that has imported the module `toy`. From now on `toy_env` names it."""
+    path = tmp_path / "imports"
+    with (tmp_path / "import_server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "windfall.fleet.fork_server", "--listen", str(path), "toy"],
+            env=toy_env, cwd=tmp_path, stdout=log, stderr=log,
+        )  # fmt: skip
+    toy_env[import_server.VARIABLE] = str(path)
+    try:
+        until = time.monotonic() + 20.0
+        while not path.exists():
+            assert server.poll() is None, (tmp_path / "import_server.log").read_text()
+            assert time.monotonic() < until, "waited 20 s for the socket of the import server"
+            time.sleep(0.01)
+        yield server
+    finally:
+        server.kill()
+        server.wait()

@@ -1,5 +1,7 @@
 """The fork server: forked workers are like fresh processes, and no process is left behind when another one dies.
 
+Every test runs twice: the fork server is started as a program, or forked by an import server.
+
 The workers here run small pieces of code, except in the test with a real run. `python benchmarks/start_time.py`
 tests torch in a forked worker.
 """
@@ -48,6 +50,13 @@ print(json.dumps(report))
 print("and this", file=sys.stderr)
 """
 Start = Callable[..., Awaitable[Handle]]
+
+
+@pytest.fixture(autouse=True, params=["started", "forked"])
+def how(request: pytest.FixtureRequest) -> str:
+    if request.param == "forked":
+        request.getfixturevalue("toy_import_server")
+    return request.param
 
 
 @pytest.fixture

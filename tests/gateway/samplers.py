@@ -12,6 +12,7 @@ from aiohttp import web
 
 from windfall.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.gateway.server import Gateway
+from windfall.gateway.session import GatewaySession
 from windfall.models import tokenizer
 from windfall.models.chat import Chat
 from windfall.models.load import TINY
@@ -104,8 +105,24 @@ async def serving(sampler: Any) -> Any:
         await runner.cleanup()
 
 
+def openai_client(url: str, session: GatewaySession, **more: Any) -> Any:
+    """OpenAI's client, which `run` closes. One that is not closed closes itself when it is collected as garbage: in the
+    event loop of whatever test runs then, where it logs an error."""
+    import openai
+
+    _CLIENTS.append(openai.AsyncOpenAI(base_url=url, api_key=session.key, **{"max_retries": 0, **more}))
+    return _CLIENTS[-1]
+
+
+_CLIENTS: list[Any] = []
+
+
 def run(main: Callable[[], Any]) -> None:
     async def limited() -> None:
-        await asyncio.wait_for(main(), 60)
+        try:
+            await asyncio.wait_for(main(), 60)
+        finally:
+            while _CLIENTS:
+                await _CLIENTS.pop().close()
 
     asyncio.run(limited())

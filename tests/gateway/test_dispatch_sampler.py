@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from agent_scene import Made, Recording
-from samplers import EOS, TOKENIZER, run, serving
+from samplers import EOS, TOKENIZER, openai_client, run, serving
 from small_models import engine as new_engine
 
 from windfall.engine.torch import attention
@@ -23,7 +23,7 @@ from windfall.rollout.dispatch import Dispatch
 from windfall.types import Response, Sampling
 from windfall.worker.in_process import in_process_worker, weights_already_loaded
 
-openai = pytest.importorskip("openai", reason="the gateway is tested with OpenAI's client")
+pytest.importorskip("openai", reason="the gateway is tested with OpenAI's client")
 
 
 @asynccontextmanager
@@ -51,7 +51,7 @@ async def talk(gateway: Any, sampler: DispatchSampler, url: str, n: int) -> list
     id = f"{n}/0"
     sampler.open(id, seed=100 + n)
     session = gateway.open(id, max_tokens=200)
-    api = openai.AsyncOpenAI(base_url=url, api_key=session.key, max_retries=0)
+    api = openai_client(url, session)
     messages: list[Any] = [{"role": "user", "content": f"{n}+4="}]
     for _ in range(3):
         answer = await api.chat.completions.create(model="any", messages=messages, max_tokens=12)

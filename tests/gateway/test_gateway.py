@@ -7,19 +7,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from samplers import EOS, TOKENIZER, OnEngine, Scripted, run, serving
-
-from windfall.gateway.session import GatewaySession
+from samplers import EOS, TOKENIZER, OnEngine, Scripted, openai_client, run, serving
 
 openai = pytest.importorskip("openai", reason="the gateway is tested with OpenAI's client")
 
 USER = {"role": "user", "content": "What is 3+4?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = 'Let me see.<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
-
-
-def client(url: str, session: GatewaySession, **more: Any) -> Any:
-    return openai.AsyncOpenAI(base_url=url, api_key=session.key, **{"max_retries": 0, **more})
 
 
 def ids(text: str) -> list[int]:
@@ -31,7 +25,7 @@ def test_chat_of_several_turns_is_one_segment() -> None:
         sampler = Scripted("It is 7.", "Sure.")
         async with serving(sampler) as (gateway, url):
             session = gateway.open("7/0", max_tokens=100)
-            api = client(url, session)
+            api = openai_client(url, session)
             answer = await api.chat.completions.create(
                 model="any", messages=[USER], logprobs=True, extra_body={"return_token_ids": True}
             )
@@ -59,7 +53,7 @@ def test_streams_have_the_same_content() -> None:
         text = "It is 7, I think."
         async with serving(Scripted(text, text)) as (gateway, url):
             session = gateway.open("7/0", max_tokens=100)
-            stream = await client(url, session).chat.completions.create(
+            stream = await openai_client(url, session).chat.completions.create(
                 model="any", messages=[USER], stream=True, logprobs=True, stream_options={"include_usage": True},
                 extra_body={"return_token_ids": True},
             )  # fmt: skip
@@ -72,7 +66,7 @@ def test_streams_have_the_same_content() -> None:
             assert tokens == [*ids(text), EOS]
             assert chunks[-1].usage.completion_tokens == len(tokens)
             assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
-            parts = await client(url, session).completions.create(
+            parts = await openai_client(url, session).completions.create(
                 model="any", prompt="3+4=", max_tokens=30, stream=True
             )
             assert "".join([p.choices[0].text async for p in parts]) == text
@@ -86,7 +80,7 @@ def test_tool_calls_go_back_and_forth(stream: bool) -> None:
         sampler = Scripted(CALL, "It is 7.")
         async with serving(sampler) as (gateway, url):
             session = gateway.open("7/0", max_tokens=200)
-            api = client(url, session)
+            api = openai_client(url, session)
             asked: dict[str, Any] = {"model": "any", "messages": [USER], "tools": TOOLS}
             if stream:
                 async with api.chat.completions.stream(**asked) as events:
@@ -112,7 +106,7 @@ def test_edited_history_is_a_second_segment() -> None:
     async def main() -> None:
         async with serving(Scripted("one", "two")) as (gateway, url):
             session = gateway.open("7/0", max_tokens=100)
-            api = client(url, session)
+            api = openai_client(url, session)
             await api.chat.completions.create(model="any", messages=[USER])
             messages = [{"role": "system", "content": "brief"}, USER, {"role": "assistant", "content": "one"}, USER]
             await api.chat.completions.create(model="any", messages=messages)
@@ -128,7 +122,7 @@ def test_stop_strings_end_the_turn_and_are_not_returned(stream: bool) -> None:
         async with serving(Scripted("Thought: x; Observation: y")) as (gateway, url):
             session = gateway.open("7/0", max_tokens=100)
             asked: dict[str, Any] = {"model": "any", "messages": [USER], "stop": ["Observation:", "zzz"]}
-            api = client(url, session)
+            api = openai_client(url, session)
             if stream:
                 chunks = [c async for c in await api.chat.completions.create(stream=True, **asked)]
                 text = "".join(c.choices[0].delta.content or "" for c in chunks)
@@ -147,7 +141,7 @@ def test_budgets() -> None:
     async def main() -> None:
         async with serving(Scripted("a" * 50, "b" * 50)) as (gateway, url):
             session = gateway.open("7/0", max_tokens=12)
-            api = client(url, session)
+            api = openai_client(url, session)
             cut = await api.chat.completions.create(model="any", messages=[USER], max_tokens=5)
             assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("aaaaa", "length")
             rest = await api.chat.completions.create(model="any", messages=[USER])
@@ -166,11 +160,11 @@ def test_a_repeated_call_joins_the_one_in_flight() -> None:
         sampler = Scripted("It is 7.", "Another.", step_s=0.02)
         async with serving(sampler) as (gateway, url):
             session = gateway.open("7/0", max_tokens=100)
-            impatient = client(url, session, timeout=0.05, max_retries=5)  # the client gives up and asks again
+            impatient = openai_client(url, session, timeout=0.05, max_retries=5)  # the client gives up and asks again
             answer = await impatient.chat.completions.create(model="any", messages=[USER])
             assert answer.choices[0].message.content == "It is 7."
             assert len(sampler.requests) == 1
-            api = client(url, session)
+            api = openai_client(url, session)
             two = await asyncio.gather(*(api.chat.completions.create(model="any", messages=[USER]) for _ in range(2)))
             assert [a.choices[0].message.content for a in two] == ["Another."] * 2
             assert [s.tokens for s in await gateway.close(session)] == [
@@ -186,7 +180,7 @@ def test_an_answer_that_no_client_received_is_not_trained() -> None:
         async with serving(sampler) as (gateway, url):
             session = gateway.open("7/0", max_tokens=100)
             with pytest.raises(openai.APITimeoutError):
-                await client(url, session, timeout=0.05).chat.completions.create(model="any", messages=[USER])
+                await openai_client(url, session, timeout=0.05).chat.completions.create(model="any", messages=[USER])
             while not sampler.turns:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0)
@@ -200,15 +194,17 @@ def test_keys_are_bound_to_one_open_session() -> None:
         async with serving(Scripted("one", "two", step_s=0.05)) as (gateway, url):
             first, second = gateway.open("7/0", max_tokens=100), gateway.open("7/1", max_tokens=100)
             assert first.key != second.key
-            assert [m.id async for m in client(url, first).models.list()] == ["scripted"]
-            await client(url, first).chat.completions.create(model="any", messages=[USER])
+            assert [m.id async for m in openai_client(url, first).models.list()] == ["scripted"]
+            await openai_client(url, first).chat.completions.create(model="any", messages=[USER])
             assert (first.calls, second.calls) == (1, 0)
-            waiting = asyncio.create_task(client(url, second).chat.completions.create(model="any", messages=[USER]))
+            waiting = asyncio.create_task(
+                openai_client(url, second).chat.completions.create(model="any", messages=[USER])
+            )
             await asyncio.sleep(0.05)
             for session in (first, second):
                 await gateway.close(session)
                 with pytest.raises(openai.AuthenticationError):
-                    await client(url, session).chat.completions.create(model="any", messages=[USER])
+                    await openai_client(url, session).chat.completions.create(model="any", messages=[USER])
             with pytest.raises(openai.AuthenticationError):
                 await waiting
             async with aiohttp.ClientSession() as http, http.get(f"{url}/models") as got:
@@ -257,7 +253,7 @@ def test_every_token_of_a_session_is_what_the_engine_sampled() -> None:
 
     async def talk(gateway: Any, url: str, n: int, sampler: OnEngine) -> None:
         session = gateway.open(f"{n}/0", max_tokens=60)
-        api, messages = client(url, session), [{"role": "user", "content": f"{n}+4="}]
+        api, messages = openai_client(url, session), [{"role": "user", "content": f"{n}+4="}]
         for _ in range(3):
             answer = await api.chat.completions.create(model="any", messages=messages, max_tokens=12)
             messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]

@@ -360,8 +360,7 @@ def test_openais_client() -> None:
     openai = pytest.importorskip("openai")
 
     async def main() -> None:
-        async with serving() as s:
-            api = openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key="none", max_retries=0)
+        async with serving() as s, openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key="none", max_retries=0) as api:
             answer = await api.chat.completions.create(**CHAT, max_tokens=5, seed=1, temperature=0.5, logprobs=True)
             assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens <= 5
             stream = await api.chat.completions.create(**CHAT, max_tokens=5, stream=True)

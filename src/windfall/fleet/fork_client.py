@@ -7,6 +7,7 @@ its `argv` becomes the worker's `sys.argv`. fork_server.py is the other side, wi
 - The first request starts the fork server. If it has died, the next request starts another.
 - If it dies, its workers die: the kernel kills them, and we kill their process groups before we report their end.
 - It is pinged. A fork server that does not respond (SIGSTOP, a debugger) is killed, and so is one that does not fork.
+- If WINDFALL_IMPORT_SERVER names an import server (import_server.py), it forks the fork server: no imports.
 - If we die, its input closes and it gets SIGTERM: it kills the process groups of all workers and exits.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from windfall.errors import WindfallError
-from windfall.fleet import process
+from windfall.fleet import import_server, process
 from windfall.fleet.base import KILL_TIMEOUT_S, Handle
 
 _LOG = logging.getLogger(__name__)
@@ -35,9 +36,7 @@ PING_S = 5.0
 MAX_UNANSWERED = 6
 """Number of unanswered pings before the fork server is killed. It is not a time: while this process is itself stopped,
 it sends no pings, so a late answer does not count against the fork server."""
-FORKABLE = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Environment variables that keep the fork server able to fork. Without the first, importing numpy starts threads.
-Without the second, a library that asks torch for a GPU initializes CUDA, which a forked process cannot use."""
+_Connected = tuple[Handle, asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class ForkServerLost(ConnectionError):
@@ -54,7 +53,7 @@ class ForkClient:
         import_timeout_s: float = 180.0,
     ) -> None:  # fmt: skip
         self._entry, self._modules, self._log = entry, list(modules), log
-        self._env = {**(os.environ if env is None else env), **FORKABLE}
+        self._env = {**(os.environ if env is None else env), **import_server.FORKABLE}
         self._import_timeout_s = import_timeout_s
         self._link: asyncio.Task[_Link] | None = None
 
@@ -119,6 +118,30 @@ class ForkClient:
             return await self._launch_with(imports)
 
     async def _launch_with(self, modules: Sequence[str]) -> _Link:
+        server, reader, writer = await self._forked(modules) or await self._started(modules)
+        link = _Link(server, reader, writer)
+        try:
+            await link.wait_until_ready(self._import_timeout_s, self._log)
+        except BaseException:  # also when canceled: an unused fork server must not stay
+            server.kill()
+            await link.close()
+            raise
+        return link
+
+    async def _forked(self, modules: Sequence[str]) -> _Connected | None:
+        """A fork server from the import server of this machine, if there is one that can fork it."""
+        path = self._env.get(import_server.VARIABLE)
+        if not path:
+            return None
+        try:
+            return await import_server.connect(path, argv=[self._entry, *modules], env=self._env, log=self._log)
+        except OSError as e:
+            with self._log.open("a") as log:
+                log.write(f"The import server {path} is not used: {e}\n")
+            return None
+
+    async def _started(self, modules: Sequence[str]) -> _Connected:
+        """A fork server that imports everything itself."""
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -132,14 +155,7 @@ class ForkClient:
             except BaseException:  # close the connection and raise again
                 writer.close()
                 raise
-        link = _Link(server, reader, writer)
-        try:
-            await link.wait_until_ready(self._import_timeout_s, self._log)
-        except BaseException:  # also when canceled: an unused fork server must not stay
-            server.kill()
-            await link.close()
-            raise
-        return link
+        return server, reader, writer
 
 
 class _Link:
@@ -238,6 +254,8 @@ class _Link:
                 self._import_error.set_result(why)
             case {"pong": _}:
                 self._unanswered = 0
+            case {"ended": code}:  # from the import server
+                self.process.ended(code)
             case {"pid": pid, "exit": code}:
                 self._workers.pop(pid).ended(code)
             case {"name": name, "pid": pid}:

@@ -3,6 +3,8 @@
     python -m windfall.fleet.fork_server ENTRY MODULE ...   ENTRY is module:function, called like a command;
                                                             MODULE may be module:function:argument, called once
 
+    python -m windfall.fleet.fork_server --listen SOCKET MODULE ...     the import server (import_server.py)
+
     in    one line of JSON per request: {"name", "argv", "env", "log"} forks a worker, {"pid", "signal"} sends a signal
           to a worker, {"ping"} asks for a pong
     out   {"ready"} or {"failed"} once; {"name", "pid"} or {"name", "error"} per fork; {"name", "pid", "exit"} when a
@@ -32,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windfall.fleet import process
+from windfall.fleet import import_server, process
 from windfall.fleet.parent_death import die_with_parent
 
 Request = dict[str, Any]
@@ -203,7 +205,34 @@ def _import(entry: str, modules: list[str]) -> Callable[[], Any]:
     return called
 
 
+def _import_for_forks(entry: str, modules: list[str]) -> Callable[[], Any]:
+    """Like `_import`; afterwards this process can fork, and its memory stays shared with what it forks."""
+    gc.disable()  # nothing that an import makes is garbage; looking for it takes a seventh of the time
+    run = _import(entry, modules)
+    if (threads := _count_threads()) != 1:
+        raise ImportError(f"after importing {', '.join(modules)} there are {threads} threads; forking needs one")
+    gc.collect()
+    gc.freeze()  # otherwise a worker's garbage collections would write to every shared page, and so copy it
+    gc.enable()
+    return run
+
+
+def _listen(path: str, modules: list[str]) -> list[str]:
+    """Be the import server. Returns in a forked fork server, with its arguments."""
+    os.environ.update(import_server.FORKABLE)
+    server = import_server.ImportServer(path)
+    try:
+        _import_for_forks("windfall.fleet.fork_server", modules)
+    except ImportError as e:
+        sys.exit(f"the import server did not start: {e}")
+    return server.serve()
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--listen"]:
+        path, *modules = sys.argv[2:]
+        # Returns in every fork server that the import server forks, with the arguments of that fork server.
+        sys.argv[1:] = _listen(path, modules)
     began = time.monotonic()
     entry, *modules = sys.argv[1:]
     # Output of an import must not be mixed with the answers.
@@ -212,17 +241,11 @@ def main() -> None:
     requests = os.dup(0)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    gc.disable()  # nothing that an import makes is garbage; looking for it takes a seventh of the time
     try:
-        run = _import(entry, modules)
-        if (threads := _count_threads()) != 1:
-            raise ImportError(f"after importing {', '.join(modules)} there are {threads} threads; forking needs one")
+        run = _import_for_forks(entry, modules)
     except ImportError as e:
         _write_answer(answers, failed=str(e))
         sys.exit(1)
-    gc.collect()
-    gc.freeze()  # otherwise a worker's garbage collections would write to every shared page, and so copy it
-    gc.enable()
     _write_answer(answers, ready=time.monotonic() - began)
     # Signals are handled only from here on. Before, SIGTERM, which is also sent when our parent dies, ends us at once.
     request = ForkServer(requests, answers).serve()

@@ -133,7 +133,8 @@ time.sleep(600)
 
 
 def test_processes_die_with_the_trainer(tmp_path: Path) -> None:
-    path = os.pathsep.join(p for p in sys.path if p)
+    tests = str(Path(__file__).parent.parent.parent)
+    path = os.pathsep.join([*(p for p in sys.path if p.startswith(tests)), os.environ.get("PYTHONPATH", "")])
     trainer = subprocess.Popen(
         [sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
     )

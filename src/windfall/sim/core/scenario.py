@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -174,10 +175,18 @@ def changes(recipe: Recipe) -> list[Change]:
             fix = "Set it to the number of machines that arrive per hour."
             raise WindfallError("no machine would ever arrive", where="sim.arrivals_per_h", fix=fix)
         # The run's seed is part of the trace's seed, so each seed of a simulation gets its own trace.
-        return market.generate(s.market, rates, seconds=_trace_length_s(recipe), seed=t.seed + 7919 * recipe.run.seed)
+        return list(_generated(s.market, rates, _trace_length_s(recipe), t.seed + 7919 * recipe.run.seed))
 
     events = trace.resolve(nodes=t.nodes, file=t.file, start_s=t.start_s, generate=generate)
+    if t.speedup == 1:
+        return events
     return [Change(at_s=c.at_s / t.speedup, node=c.node, up=c.up) for c in events]
+
+
+@functools.lru_cache(maxsize=16)
+def _generated(kind: str, rates: MarketRates, seconds: float, seed: int) -> tuple[Change, ...]:
+    """A generated trace. It is kept, because runs that are compared have the same one."""
+    return tuple(market.generate(kind, rates, seconds=seconds, seed=seed))
 
 
 def _trace_length_s(recipe: Recipe) -> float:

@@ -63,7 +63,8 @@ def evicting(engine: GraphEngine) -> list[str]:
 
 
 def run(engine: GraphEngine, made: dict[str, list[Chunk]], *limits: int) -> None:
-    for chunk in engine.step(*limits):
+    rows, steps = limits or (None, None)
+    for chunk in engine.step(rows, steps):
         made.setdefault(chunk.id, []).append(chunk)
     engine.check()
 
@@ -157,6 +158,22 @@ def test_rows_and_steps_are_limited(serving: Case) -> None:
     assert {c.id for c in chunks} == {"0", "1", "2", "3"}, "the oldest come first"
     assert engine.last_steps == 3
     assert not engine.last_step[2]
+    drain(engine)
+
+
+def test_a_step_without_a_prefill_only_decodes(serving: Case) -> None:
+    """Also when a response that is planned to its end needs none of the rows, and for as many steps as are asked."""
+    engine = join(new_arena(serving.model, 2048), "serving", serving.model)
+    for n, most in enumerate((6, 60, 60)):
+        engine.add(Request(id=str(n), prompt=tuple(range(3 + n, 13 + n)), seed=n, max_tokens=most))
+    engine.step(64, 1)
+    engine.step(64, 8)
+    engine.add(Request(id="3", prompt=tuple(range(9, 39)), seed=3, max_tokens=5))
+    engine.step(3, 4, False)
+    assert [(shape[0], shape[2], steps) for shape, steps in engine.launched] == [(2, False, 4)]
+    engine.step(64, 4)
+    assert [shape[2] for shape, _ in engine.launched] == [True]
+    engine.check()
     drain(engine)
 
 

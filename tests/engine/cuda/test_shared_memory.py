@@ -4,6 +4,7 @@ them and graphs stay. On the CPU with the reference kernels, and on a GPU if the
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -175,6 +176,23 @@ def test_a_step_without_a_prefill_only_decodes(serving: Case) -> None:
     assert [shape[2] for shape, _ in engine.launched] == [True]
     engine.check()
     drain(engine)
+
+
+def test_the_time_of_a_launch_is_that_of_its_own_rows(serving: Case) -> None:
+    """A step returns the tokens of the launch before, and says how long that one took."""
+    engine = join(new_arena(serving.model, 2048), "serving", serving.model)
+    decoder: Any = engine._device.decoder
+    if serving.model.device.type == "cpu":  # a GPU measures itself
+        prefill = decoder.prefill
+        decoder.prefill = lambda *args: (time.sleep(0.2), prefill(*args))[1]
+    engine.add(Request(id="0", prompt=tuple(range(3, 43)), seed=0, max_tokens=9))
+    took_s = dict[bool, float]()
+    while len(engine):
+        engine.step(64, 1)
+        if engine.device_s is not None:
+            took_s[engine.last_step[2]] = min(engine.device_s, took_s.get(engine.last_step[2], 9.0))
+    assert took_s[True] > 0.2 > took_s[False] > 0 or serving.model.device.type != "cpu"
+    assert min(took_s.values()) > 0
 
 
 def test_pages_of_a_gpu_engine_lie_beside_those_of_the_other_engine(serving: Case) -> None:

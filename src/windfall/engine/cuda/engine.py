@@ -103,7 +103,7 @@ class GraphEngine:
         self.last_steps = 1
         """Number of steps of that launch."""
         self.device_s: float | None = None
-        """How long the device took for that launch (seconds); None: no launch, or no GPU."""
+        """How long the device took for that launch (seconds); None: no launch."""
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, DeviceSequence] = {}
         self._pending: deque[PendingLaunch] = deque()

@@ -86,3 +86,21 @@ def test_freed_page_stays_cached_until_it_is_allocated() -> None:
 def test_keys_depend_on_all_previous_tokens() -> None:
     assert key_of(key_of(ROOT, [1]), [2]) != key_of(key_of(ROOT, [3]), [2])
     assert key_of(ROOT, [1, 2]) != key_of(ROOT, [2, 1])
+
+
+def test_plan_without_a_prefill_has_only_sequences_that_decode() -> None:
+    s = Scheduler(Pages(20, 4), max_running=4, max_rows=8)
+    short, long, late = (
+        Sequence(Request(id=str(n), prompt=tuple(range(3, 3 + n)), seed=n, max_tokens=9), list(range(3, 3 + n)))
+        for n in (4, 12, 2)
+    )
+    for sequence in (long, short):
+        s.add(sequence)
+    s.complete(s.plan(10))  # eight rows of the longer one
+    s.complete(s.plan(8))  # the rest of both
+    for sequence in (long, short):
+        sequence.tokens.append(7)
+    long.tokens += [8, 9]  # as if it were continued: it must be prefilled again
+    s.add(late)
+    assert [(r.sequence, r.stop - r.start) for r in s.plan(2, prefill=False)] == [(short, 1)]
+    assert len(s.plan(8)) == 3

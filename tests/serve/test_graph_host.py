@@ -164,6 +164,55 @@ def test_tokens_in_flight_arrive_although_serving_needs_the_device() -> None:
     assert sum(map(len, frames.tokens.values())) == host.metrics.rollout_tokens
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_tokens_arrive_although_nothing_can_be_launched(paused: bool) -> None:
+    """All tokens of a response are in flight when the rollout is paused, or were collected for a swap when it has
+    nothing else to do."""
+    answers, frames = Answers(), Frames()
+    objectives = Objectives(ttft_s=60.0, tpot_s=20.0, max_slowdown=1e-9)
+    with graph_host(objectives=objectives) as host, rollout(host, frames) as tenant:
+        engine: Any = tenant.engine
+        step = host.engine.step
+        host.engine.step = lambda *limits: (time.sleep(0.02), step(*limits))[1]
+        ask(host, answers, range(1), max_tokens=150)
+        until(lambda: answers.tokens, "serving is busy")
+
+        def launch() -> None:
+            tenant.pause(True)
+            tenant.add([work(0, 4)])
+            tenant.run_orders()
+            engine.prefill_alone(False)
+            assert not engine.step(64, 8)
+            if not paused:
+                tenant.finish_launches()
+                tenant.pause(False)
+
+        host.call(launch).result()
+        until(lambda: frames.ended == {0}, "its tokens have arrived")
+        assert not answers.ended
+        assert not len(engine)
+    assert frames.tokens == generated(range(1), 4)
+
+
+def test_prompts_that_have_waited_come_before_decode_steps() -> None:
+    with graph_host() as host, rollout(host, Frames()) as tenant:
+        tenant.pause(True)
+        tenant.add([work(0)])
+        until(lambda: len(tenant.engine), "the order has run")
+
+        def due(now_s: float) -> bool:
+            return host.call(lambda: tenant.load(now_s).prefill_due).result()
+
+        limit_s = rollout_tenant.PREFILL_S
+        times = (0.0, 0.9 * limit_s, 1.1 * limit_s, 1.9 * limit_s, 2.1 * limit_s)
+        assert [due(t) for t in times] == [False, False, True, True, False], "in turn, if there is never enough time"
+        host.call(lambda: tenant.advance(8, prefill=False)).result()
+        assert due(3.1 * limit_s), "nothing was prefilled"
+        host.call(lambda: tenant.advance(8, prefill=True)).result()
+        assert not due(3.1 * limit_s)
+        assert due(4.2 * limit_s), "there is more to prefill"
+
+
 def generated(handles: range, max_tokens: int = 60) -> dict[int, list[int]]:
     """What the rollout's model generates without a host."""
     reference = GraphEngine(rollout_model(), kv_tokens=2048, page_size=8)

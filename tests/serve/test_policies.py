@@ -290,12 +290,8 @@ def test_credit_is_not_spent_on_a_prefill_of_few_rows() -> None:
 
 
 def test_without_time_for_a_prefill_the_rollout_decodes() -> None:
-    """As on a GPU: a decode step of 100 rows takes 3 ms, and a prefill 11 ms more."""
-    time = StepTime()
-    for n in range(40):
-        time.observe(StepShape(90 + n % 20, 0), 0.001 + 0.00002 * (90 + n % 20))
-        if n % 4 == 0:
-            time.observe(StepShape(100 + 20 * n, 0, True), 0.014 + 0.000005 * (20 * n))
+    """As on a GPU: a prefill takes 11 ms more."""
+    time = on_a_gpu()
     assert time.predict_s(100, 0) == pytest.approx(0.003, rel=0.05)
     assert time.predict_s(400, 0, True) == pytest.approx(0.0155, rel=0.05)
     load = RolloutLoad(running=110, waiting=0, prefilling=10, context=0, prefill=600)
@@ -305,6 +301,48 @@ def test_without_time_for_a_prefill_the_rollout_decodes() -> None:
     few = RolloutLoad(running=110, waiting=0, prefilling=80, context=0, prefill=6000)
     assert rows_allowed(0.008, SLO, time, few) == 30
     assert rows_allowed(0.008, SLO, time, few, growing=True) == 0, "with more credit, the others can be prefilled"
+
+
+def on_a_gpu(prefill_s: float = 0.014) -> StepTime:
+    """A decode step of 100 rows takes 3 ms."""
+    time = StepTime()
+    for n in range(40):
+        time.observe(StepShape(90 + n % 20, 0), 0.001 + 0.00002 * (90 + n % 20))
+        if n % 4 == 0:
+            time.observe(StepShape(100 + 20 * n, 0, True), prefill_s + 0.000005 * (20 * n))
+    return time
+
+
+def test_credit_is_left_to_a_prefill_that_is_due() -> None:
+    """Otherwise decode steps spend all credit, and a prompt waits until half of the other responses have ended."""
+    time = on_a_gpu()
+    load = RolloutLoad(running=100, waiting=10, context=0, prefill=600)
+    assert rows_allowed(0.008, SLO, time, load, growing=True) == 100
+    due = replace(load, prefill_due=True)
+    assert rows_allowed(0.008, SLO, time, due, growing=True) == 0
+    assert rows_allowed(0.03, SLO, time, due, growing=True) > 400
+    assert rows_allowed(0.008, SLO, time, due) == 100, "slack of an objective does not grow"
+
+
+def test_an_idle_server_prefills_although_it_takes_long() -> None:
+    slo, time = Objectives(ttft_s=0.5, tpot_s=0.01, reserve=0.0), on_a_gpu()
+    load = RolloutLoad(running=0, waiting=10, context=0, prefill=3000)
+    assert rows_allowed(math.inf, slo, time, load) == CHUNK, "not row by row: almost all of the time is fixed"
+    busy = replace(load, running=100)
+    assert rows_allowed(math.inf, slo, time, busy) == 100
+    due = replace(busy, prefill_due=True)
+    assert rows_allowed(math.inf, slo, time, due, ahead_s=0.003) == 0, "it comes when nothing is in flight"
+    assert rows_allowed(math.inf, slo, time, due) == 100 + CHUNK
+    assert rows_allowed(0.008, slo, time, due) == 100
+
+
+def test_launches_of_an_idle_server_together_leave_a_new_request_its_time() -> None:
+    time = learned(fixed=0.004, each=0.0002)
+    load = RolloutLoad(running=400, waiting=0, context=0)
+    for ahead_s in (0.0, 0.05, 0.1, 0.14):
+        rows = rows_allowed(math.inf, SLO, time, load, ahead_s=ahead_s)
+        assert ahead_s + time.upper_s(rows, 0) <= SLO.idle_s
+    assert rows_allowed(math.inf, SLO, time, load, ahead_s=SLO.idle_s) == 0
 
 
 def test_steps_of_a_launch_fit_into_the_slack() -> None:

@@ -78,14 +78,17 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def plan(self, most: int | None = None) -> list[ScheduledRows]:
-        """The rows of the next step, at most `most`. Call `complete` with them when they have run."""
+    def plan(self, most: int | None = None, *, prefill: bool = True) -> list[ScheduledRows]:
+        """The rows of the next step, at most `most`, without `prefill` only of sequences that decode. Call `complete`
+        with them when they have run."""
         rows: list[ScheduledRows] = []
         left = self.max_rows if most is None else min(most, self.max_rows)
         for sequence in list(self.running):
-            if sequence in self.running:  # otherwise an older sequence has just preempted it
+            decodes = len(sequence.tokens) - sequence.computed == 1
+            if sequence in self.running and (prefill or decodes):  # or an older sequence has just preempted it
                 left -= self._add_rows(sequence, left, rows, may_preempt=True)
-        while left > 0 and self.waiting and len(self.running) < self.max_running and self._admit(self.waiting[0]):
+        room = self.max_running if prefill else 0
+        while left > 0 and self.waiting and len(self.running) < room and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running[sequence] = None
             count = self._add_rows(sequence, left, rows, may_preempt=False)

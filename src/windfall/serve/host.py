@@ -188,7 +188,8 @@ class Host:
         """Run all orders; wait for one if there is nothing to do. False: the host is closed."""
         while True:
             try:
-                idle = not len(self.engine) and not (self.rollout is not None and self.rollout.runnable)
+                lends = self.rollout is not None and (self.rollout.runnable or self.rollout.unread)
+                idle = not len(self.engine) and not lends
                 if idle:
                     order = self._orders.get(timeout=LOOK_S if self.rollout is not None else None)
                 else:
@@ -315,26 +316,34 @@ class Host:
         if self.policy.thaw(self._unlent, self._clock()):
             tenant.pages.limit = self.policy.budget
         tenant.report(self._clock())
-        if tenant.runnable:
-            now_s = self._clock()
-            serving, lent = self._serving_load(now_s), tenant.load()
-            self.slack_s = slack_s(serving, self.objectives, self.serving_time, now_s)
-            growing = self.slack_s == credit_s(serving, self.objectives) < math.inf
-            rows = rows_allowed(self.slack_s, self.objectives, self.rollout_time, lent, growing=growing)
-            self.metrics.rollout_steps += rows > 0
-            self.metrics.rollout_waits += rows == 0
-            if rows or tenant.in_flight:
-                most_s = min(self.slack_s, self.objectives.idle_s)
-                shape = (min(rows, lent.running - lent.prefilling), lent.context)
-                steps = steps_allowed(most_s, LAUNCH_S, self.rollout_time, *shape, tenant.burst)
-                made = tenant.advance(rows, steps, depth=AHEAD, short=bool(len(self.engine)))
-                took_s = tenant.device_s or self._clock() - now_s
-                self.rollout_time.observe(StepShape(*tenant.last_step), took_s / tenant.last_steps)
-                self.metrics.rollout_seconds += took_s
-                self.metrics.rollout_tokens += made
+        rows, steps, prefill = self._lend(tenant) if tenant.runnable else (0, 1, False)
+        if rows or tenant.unread:  # launches in flight are collected in any case: their time is counted here
+            began_s, short = self._clock(), bool(len(self.engine))
+            made = tenant.advance(rows, steps, depth=AHEAD, short=short, prefill=prefill)
+            took_s = tenant.device_s or self._clock() - began_s
+            self.rollout_time.observe(StepShape(*tenant.last_step), took_s / tenant.last_steps)
+            self.metrics.rollout_seconds += took_s
+            self.metrics.rollout_tokens += made
         self.metrics.returned("memory", tenant.return_evicted())
         for why, count in tenant.return_starved(self._clock()).items():
             self.metrics.returned(why, count)
+
+    def _lend(self, tenant: RolloutTenant) -> tuple[int, int, bool]:
+        """Rows and steps of the next rollout launch, and whether it may prefill. 0 rows: it must wait."""
+        now_s = self._clock()
+        serving, lent = self._serving_load(now_s), tenant.load(now_s)
+        self.slack_s = slack_s(serving, self.objectives, self.serving_time, now_s)
+        growing = self.slack_s == credit_s(serving, self.objectives) < math.inf
+        ahead_s = serving.rollout_ahead_s
+        rows = rows_allowed(
+            self.slack_s, self.objectives, self.rollout_time, lent, growing=growing, ahead_s=ahead_s
+        )  # fmt: skip
+        self.metrics.rollout_steps += rows > 0
+        self.metrics.rollout_waits += rows == 0
+        decoding = lent.running - lent.prefilling
+        most_s, shape = min(self.slack_s, self.objectives.idle_s), (min(rows, decoding), lent.context)
+        steps = steps_allowed(most_s, LAUNCH_S, self.rollout_time, *shape, tenant.burst)
+        return rows, steps, rows > decoding
 
     def slack_now(self, now_s: float) -> float:
         """The smallest slack of the objectives. Credit is left out: it limits how often the rollout has a step, not how

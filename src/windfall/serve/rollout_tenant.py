@@ -23,6 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -38,6 +39,8 @@ from windfall.types import Chunk
 from windfall.worker.engine_thread import Emit, EngineThread, Make, order
 
 STARVED_S = 2.0
+PREFILL_S = 0.5
+"""Prompts that have waited for this long come before decode steps, for at most as long (seconds)."""
 REST_S = 10.0
 RESTORE_S = 10.0
 MAX_UNSENT = 64
@@ -103,6 +106,8 @@ class RolloutTenant(EngineThread):
         """Number of responses that ever lost their pages."""
         self._without_pages_s: dict[str, float] = {}
         """When each response without pages lost them, by its id."""
+        self._prompts_wait_s: float | None = None
+        """Since when prompts wait without any prefill; None: there are none, or one was launched."""
         self._looked_s = 0.0
         self._rests_until_s = -math.inf
         """Until this time it reports no slots, because serving leaves it too little time for any response."""
@@ -313,6 +318,12 @@ class RolloutTenant(EngineThread):
         engine: Any = self.engine
         return engine.in_flight
 
+    @property
+    def unread(self) -> bool:
+        """Whether the engine has tokens, or launches in flight, that were not collected."""
+        engine: Any = self.engine
+        return engine.unread
+
     def finish_launches(self) -> None:
         """Wait until the device has run all launches of this tenant."""
         engine: Any = self.engine
@@ -326,8 +337,14 @@ class RolloutTenant(EngineThread):
     def _idle(self) -> bool:
         return self._swapping or self.weightless_s is not None or super()._idle()
 
-    def load(self) -> RolloutLoad:
-        return rollout_load(self.engine)
+    def load(self, now_s: float) -> RolloutLoad:
+        load = rollout_load(self.engine)
+        if not load.prefill:
+            self._prompts_wait_s = None
+        elif self._prompts_wait_s is None:
+            self._prompts_wait_s = now_s
+        waited_s = 0.0 if self._prompts_wait_s is None else now_s - self._prompts_wait_s
+        return replace(load, prefill_due=waited_s % (2 * PREFILL_S) >= PREFILL_S)
 
     def run_orders(self) -> bool:
         """Run all orders. False: the tenant is closed."""
@@ -338,14 +355,19 @@ class RolloutTenant(EngineThread):
                     given()
         return not self._closed
 
-    def advance(self, rows: int, steps: int = 1, *, depth: int = 1, short: bool = True) -> int:
+    def advance(
+        self, rows: int, steps: int = 1, *, depth: int = 1, short: bool = True, prefill: bool = True
+    ) -> int:  # fmt: skip
         """Launch at most this many steps, of at most this many rows each, or nothing with 0 rows; `depth` launches may
-        be in flight. `short`: a launch with a prefill has only one step. Returns the number of new tokens."""
+        be in flight. `short`: a launch with a prefill has only one step. `prefill`: prompts may be computed. Returns
+        the number of new tokens."""
         engine: Any = self.engine
+        if rows and prefill:
+            self._prompts_wait_s = None
         before, began_s = self._generated, time.monotonic()
         engine.depth = depth
         engine.prefill_alone(short)
-        chunks: list[Chunk] = engine.step(rows, steps)
+        chunks: list[Chunk] = engine.step(rows, steps, prefill)
         if self._meter is not None:
             self._meter.stepped(time.monotonic() - began_s)
         self._stepped(chunks)

@@ -14,11 +14,13 @@ objective is: of a request's time, the rollout gets at most the share `max_slowd
 The rollout may run the largest number of rows whose predicted time fits into the smallest slack (ROSE names no rule).
 Rules:
 - if any slack is not positive, the rollout runs nothing: serving is late already, and every row would make it later;
-- without serving requests a rollout step takes at most `idle_s`, because a request may arrive just after its start;
+- without serving requests the rollout's launches in flight take at most `idle_s`, because a request may arrive just
+  after their start. A step that takes longer by itself comes when none is in flight;
 - before any rollout step was measured the rollout gets `FIRST_ROWS` if serving is idle, and otherwise one row, provided
   that the slack is at least half of `idle_s`;
 - a rollout step prefills at most `CHUNK` rows, so its time changes little from step to step. If a step with a prefill
-  takes too long, there is one without;
+  takes too long, there is one without. But decode steps would spend all credit before there is enough for a prefill: if
+  it is due (`prefill_due`), they wait until there is;
 - credit grows with time, so it is not spent on a step of few rows, which costs almost as much as one of many. A step
   with a prefill must have a row for half of the running responses, and half of the prefill's rows or so many more that
   they take as long as the fixed part of the step; a step without, a row for half of all responses.
@@ -122,18 +124,23 @@ class RolloutLoad:
     """How many of the running responses are being prefilled."""
     prefill: int = 0
     """Rows that are still to be prefilled, those of waiting responses included."""
+    prefill_due: bool = False
+    """Whether they have waited so long that decode steps must leave the time to them."""
 
 
 def rows_allowed(
-    slack: float, objectives: Objectives, rollout: StepTime, load: RolloutLoad, *, growing: bool = False
-) -> int:
-    """How many rows the next rollout step may have; 0: it must wait. `growing`: the slack is credit."""
+    slack: float, objectives: Objectives, rollout: StepTime, load: RolloutLoad, *, growing: bool = False,
+    ahead_s: float = 0.0,
+) -> int:  # fmt: skip
+    """How many rows the next rollout step may have; 0: it must wait. If they are no more than the responses that
+    decode, there is no time for a prefill. `growing`: the slack is credit. `ahead_s`: predicted time of the rollout's
+    launches in flight, which the slack of a request contains already."""
     if slack <= 0.0 or not load.running + load.waiting:
         return 0
     idle = math.isinf(slack)
     if not rollout.known:
         return FIRST_ROWS if idle else int(slack >= objectives.idle_s / 2)
-    each, most_s = load.context / max(1, load.running), min(slack, objectives.idle_s)
+    each, most_s = load.context / max(1, load.running), min(slack, objectives.idle_s - (ahead_s if idle else 0.0))
     decoding = load.running - load.prefilling
     if load.prefill:
         rows = rollout.most_rows(most_s, context_per_row=each, prefill=True)
@@ -143,8 +150,14 @@ def rows_allowed(
             needed = max(needed, load.running / 2 + half)
         if rows >= needed:
             return min(rows, load.running + CHUNK)
+        if load.prefill_due or not decoding:
+            if growing or (idle and ahead_s > 0.0):
+                return 0
+            if idle:
+                worthwhile = rollout.worthwhile_rows(context_per_row=each, prefill=True)
+                return decoding + max(1, int(min(load.prefill, CHUNK, worthwhile)))
     rows = min(decoding, rollout.most_rows(most_s, context_per_row=each))
-    if rows == 0 and idle:
+    if rows == 0 and idle and ahead_s <= 0.0:
         return 1  # a single row takes longer than `idle_s`; without requests the rollout still makes progress
     return 0 if growing and 2 * rows < load.running + load.waiting else rows
 

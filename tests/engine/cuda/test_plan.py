@@ -73,8 +73,8 @@ class FinishedLaunch:
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens, self.tokens.astype(np.float32)
 
-    def device_s(self) -> float | None:
-        return None
+    def device_s(self) -> float:
+        return 0.0
 
 
 class Emulated:

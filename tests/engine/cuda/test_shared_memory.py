@@ -4,6 +4,7 @@ them and graphs stay. On the CPU with the reference kernels, and on a GPU if the
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +64,8 @@ def evicting(engine: GraphEngine) -> list[str]:
 
 
 def run(engine: GraphEngine, made: dict[str, list[Chunk]], *limits: int) -> None:
-    for chunk in engine.step(*limits):
+    rows, steps = limits or (None, None)
+    for chunk in engine.step(rows, steps):
         made.setdefault(chunk.id, []).append(chunk)
     engine.check()
 
@@ -158,6 +160,39 @@ def test_rows_and_steps_are_limited(serving: Case) -> None:
     assert engine.last_steps == 3
     assert not engine.last_step[2]
     drain(engine)
+
+
+def test_a_step_without_a_prefill_only_decodes(serving: Case) -> None:
+    """Also when a response that is planned to its end needs none of the rows, and for as many steps as are asked."""
+    engine = join(new_arena(serving.model, 2048), "serving", serving.model)
+    for n, most in enumerate((6, 60, 60)):
+        engine.add(Request(id=str(n), prompt=tuple(range(3 + n, 13 + n)), seed=n, max_tokens=most))
+    engine.step(64, 1)
+    engine.step(64, 8)
+    engine.add(Request(id="3", prompt=tuple(range(9, 39)), seed=3, max_tokens=5))
+    engine.step(3, 4, False)
+    assert [(shape[0], shape[2], steps) for shape, steps in engine.launched] == [(2, False, 4)]
+    engine.step(64, 4)
+    assert [shape[2] for shape, _ in engine.launched] == [True]
+    engine.check()
+    drain(engine)
+
+
+def test_the_time_of_a_launch_is_that_of_its_own_rows(serving: Case) -> None:
+    """A step returns the tokens of the launch before, and says how long that one took."""
+    engine = join(new_arena(serving.model, 2048), "serving", serving.model)
+    decoder: Any = engine._device.decoder
+    if serving.model.device.type == "cpu":  # a GPU measures itself
+        prefill = decoder.prefill
+        decoder.prefill = lambda *args: (time.sleep(0.2), prefill(*args))[1]
+    engine.add(Request(id="0", prompt=tuple(range(3, 43)), seed=0, max_tokens=9))
+    took_s = dict[bool, float]()
+    while len(engine):
+        engine.step(64, 1)
+        if engine.device_s is not None:
+            took_s[engine.last_step[2]] = min(engine.device_s, took_s.get(engine.last_step[2], 9.0))
+    assert took_s[True] > 0.2 > took_s[False] > 0 or serving.model.device.type != "cpu"
+    assert min(took_s.values()) > 0
 
 
 def test_pages_of_a_gpu_engine_lie_beside_those_of_the_other_engine(serving: Case) -> None:

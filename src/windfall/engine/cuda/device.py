@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ class PendingLaunch:
     sampled: Tensor  # (1 + steps, 2, batch) int32 in host memory; valid only after `wait`
     began: Any  # event before the launch; None without a GPU
     event: Any
+    launch_s: float  # how long the host took for the launch; without a GPU, this is all of it
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the launch. Returns tokens and log-probs, (1 + steps, batch) each."""
@@ -51,9 +53,9 @@ class PendingLaunch:
         both = self.sampled.numpy()
         return both[:, 0], both[:, 1].view(np.float32)
 
-    def device_s(self) -> float | None:
-        """How long the device took, after `wait` (seconds); None without a GPU."""
-        return None if self.event is None else self.began.elapsed_time(self.event) / 1000
+    def device_s(self) -> float:
+        """How long the device took, after `wait` (seconds)."""
+        return self.launch_s if self.event is None else self.began.elapsed_time(self.event) / 1000
 
 
 class DeviceRunner:
@@ -92,7 +94,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def launch(self, work: Launch, version: int) -> PendingLaunch:
-        ring_index = self._launches % (DEPTH + 1)
+        began_s, ring_index = time.monotonic(), self._launches % (DEPTH + 1)
         self._launches += 1
         row = ring_index * (1 + self.burst)
         key = self.graph_key(work)
@@ -117,7 +119,10 @@ class DeviceRunner:
         if self._pinned:
             event = torch.cuda.Event(enable_timing=True, blocking=True)
             event.record()
-        return PendingLaunch(work=work, version=version, sampled=sampled, began=began, event=event)
+        launch_s = time.monotonic() - began_s
+        return PendingLaunch(
+            work=work, version=version, sampled=sampled, began=began, event=event, launch_s=launch_s
+        )  # fmt: skip
 
     def graph_key(self, work: Launch) -> GraphKey:
         truncate = any(truncates(s.request.sampling) for s in work.rows)

@@ -103,7 +103,7 @@ class GraphEngine:
         self.last_steps = 1
         """Number of steps of that launch."""
         self.device_s: float | None = None
-        """How long the device took for that launch (seconds); None: no launch, or no GPU."""
+        """How long the device took for that launch (seconds); None: no launch."""
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, DeviceSequence] = {}
         self._pending: deque[PendingLaunch] = deque()
@@ -166,19 +166,33 @@ class GraphEngine:
         return bool(self._pending)
 
     @property
+    def unread(self) -> bool:
+        """Whether there may be tokens that `step` has not returned: of launches in flight, or of finished ones."""
+        return bool(self._pending or self._ready)
+
+    @property
     def launched(self) -> list[tuple[tuple[int, int, bool], int]]:
-        """For every launch in flight, its shape as in `last_step`, and its steps."""
-        return [(p.work.shape, max(1, p.work.steps)) for p in self._pending]
+        """For the launches in flight, the shapes of their steps as in `last_step`, and the number of such steps."""
+        out: list[tuple[tuple[int, int, bool], int]] = []
+        for work in (p.work for p in self._pending):
+            if work.prefill and work.steps > 1:  # the prefill comes with the first step
+                out += [(work.shape, 1), ((len(work.rows), work.shape[1], False), work.steps - 1)]
+            else:
+                out.append((work.shape, max(1, work.steps)))
+        return out
 
     def prefill_alone(self, alone: bool) -> None:
         """Whether a launch with a prefill has only one decode step: its tokens come sooner. The default with `kv`."""
         self._plan.single_step_with_prefill = alone
 
-    def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
+    def step(
+        self, most_rows: int | None = None, most_steps: int | None = None, prefill: bool = True
+    ) -> list[Chunk]:  # fmt: skip
         """Launch at most `most_steps` decode steps, of at most `most_rows` rows each, prefill included. 0 rows: launch
-        nothing, and return the tokens of the oldest launch in flight."""
+        nothing, and return the tokens of the oldest launch in flight. `prefill`: whether prompts may be computed."""
         self.last_step, self.last_steps, self.device_s = (0, 0, False), 1, None
-        launched = most_rows != 0 and len(self._pending) < self.depth and self._launch(most_rows, most_steps)
+        may_launch = most_rows != 0 and len(self._pending) < self.depth
+        launched = may_launch and self._launch(most_rows, most_steps, prefill)
         if self._ready:
             self._ready_finished -= sum(c.finish is not None for c in self._ready[0])
             return self._ready.popleft()
@@ -229,12 +243,14 @@ class GraphEngine:
         batches = self._device.batches = sorted({batch_for(size) for size in [*sizes, slots * 3 // 4, slots] if size})
         self._device.warm(batches, min(longest, self.limit), shorter=True)
 
-    def _launch(self, most_rows: int | None, most_steps: int | None) -> bool:
+    def _launch(self, most_rows: int | None, most_steps: int | None, prefill: bool) -> bool:
         if not self._sequences:
             return False
         if self.asleep:
             self.wake()
-        work = self._plan.next(in_flight=bool(self._pending), most_rows=most_rows, most_steps=most_steps)
+        work = self._plan.next(
+            in_flight=bool(self._pending), most_rows=most_rows, most_steps=most_steps, may_prefill=prefill
+        )
         if self.kv is not None:
             self.kv.clear_moved()  # on the stream of all launches: those in flight have written what they had to
         if work is None:

@@ -120,11 +120,13 @@ class BatchPlanner:
             self._release(sequence, keep=ended and bool(sequence.request.session) and sequence.request.keep_s > 0)
 
     def next(
-        self, *, in_flight: bool, most_rows: int | None = None, most_steps: int | None = None
+        self, *, in_flight: bool, most_rows: int | None = None, most_steps: int | None = None, may_prefill: bool = True
     ) -> Launch | None:  # fmt: skip
         """The next launch; None if a launch in flight must be collected first, or if there is no work. `most_rows`:
         upper limit for the rows of a step and of the prefill together; if fewer than decode, the oldest do."""
-        prefill, crowded = self._plan_prefill(self.max_rows if most_rows is None else min(most_rows, self.max_rows))
+        prefill, crowded = list[PrefillChunk](), False
+        if may_prefill:
+            prefill, crowded = self._plan_prefill(self.max_rows if most_rows is None else min(most_rows, self.max_rows))
         steps = self.burst if most_steps is None else min(self.burst, most_steps)
         if crowded or (prefill and self.single_step_with_prefill):
             steps = 1

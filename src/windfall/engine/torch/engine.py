@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 class TorchEngine:
     capabilities = Capabilities(name="torch")
-    burst, depth, last_steps, in_flight, launched, device_s = 1, 1, 1, False, (), None
+    burst, depth, last_steps, in_flight, unread, launched, device_s = 1, 1, 1, False, False, (), None
     """Like GraphEngine's: every step is one launch, which is waited for."""
 
     def __init__(
@@ -111,10 +111,12 @@ class TorchEngine:
         """Running responses that are being prefilled."""
         return sum(len(s.tokens) - s.computed > 1 for s in self._scheduler.running)
 
-    def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
-        """One step of at most `most_rows` rows."""
+    def step(
+        self, most_rows: int | None = None, most_steps: int | None = None, prefill: bool = True
+    ) -> list[Chunk]:  # fmt: skip
+        """One step of at most `most_rows` rows. `prefill`: whether prompts may be computed."""
         del most_steps
-        rows = self._scheduler.plan(most_rows)
+        rows = self._scheduler.plan(most_rows, prefill=prefill)
         counts = [r.stop - r.start for r in rows]
         self.last_step = (sum(counts), sum(r.stop for r in rows), max(counts, default=0) > 1)
         if not rows:

@@ -143,6 +143,8 @@ class Bench:
     """The lenders have no requests."""
     groups: int = 1
     """Groups of a step, as a multiple of the setting's."""
+    spot_policy: str = "algorithm2"
+    """How spot workers are used: a name of windfall.sim.report.variants."""
     peak: float = PEAK
     """Largest rate of the requests, as a multiple of the mean."""
 
@@ -157,7 +159,7 @@ class Bench:
                 r = scenario.with_keys(r, {"sim": {"lenders": r.sim.lenders.model_copy(update=load)}})
             if where != "lent":
                 r = scenario.with_keys(r, {"sim": {"lenders": None}})
-            w = scenario.build(variants.apply(r, "algorithm2" if where in self.spot else "windfall"))
+            w = scenario.build(variants.apply(r, self.spot_policy if where in self.spot else "windfall"))
             if where in self.spot:
                 w = replace(w, changes=tuple(at_most(thinned(self.spot[where], self.scale), s.borrowed // s.gpus)))
             began_s, log = time.perf_counter(), self.folder / "events.jsonl"
@@ -196,6 +198,8 @@ def main() -> None:
     parser.add_argument("--only", choices=list(SETTINGS), help="Only this model.")
     parser.add_argument("--idle", action="store_true", help="Lenders have no requests: what the service takes.")
     parser.add_argument("--peak", type=float, default=PEAK, help="Largest rate of the requests, in means. 1: no peaks.")
+    policies = ("algorithm2", "windfall")
+    parser.add_argument("--spot-policy", choices=policies, default=policies[0], help="Policy of the spot workers.")
     parser.add_argument("--groups", type=int, default=1, help="Multiply the groups of a step by this number.")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
@@ -207,6 +211,7 @@ def main() -> None:
         bench = Bench(
             folder=Path(temporary), steps=args.steps, seeds=args.seeds, requests=args.requests, spot=windows,
             scale=4 if args.quick else args.scale, idle=args.idle, groups=args.groups, peak=args.peak,
+            spot_policy=args.spot_policy,
         )  # fmt: skip
         report(bench, ["8B"] if args.quick else [args.only] if args.only else list(SETTINGS))
 

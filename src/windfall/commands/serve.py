@@ -30,7 +30,9 @@ def serve(
     api_key: Annotated[
         str, typer.Option(envvar="WINDFALL_API_KEY", help="Key that clients must send. Default: none is needed.")
     ] = "",
-    max_requests: Annotated[int, typer.Option(min=1, help="Upper limit for requests in flight; more get 429.")] = 256,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Upper limit for choices in flight (n per prompt); more get 429.")
+    ] = 256,
     max_running: Annotated[int, typer.Option(min=1, help="Upper limit for requests that are decoded at once.")] = 64,
     kv_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of the model that fit into the KV cache. 0: by the free memory.")

@@ -18,11 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from windfall.gateway import protocol
-from windfall.gateway.protocol import CallOptions
+from windfall.gateway.protocol import UNFINISHED, CallOptions
 from windfall.gateway.session import CallInFlight
 
-UNFINISHED = "\ufffd"
-"""What a tokenizer decodes an incomplete character to."""
 MAX_HELD = 8
 """Largest number of tokens that are held back for a character to be completed. A character has at most four bytes."""
 

@@ -19,6 +19,8 @@ from windfall.models.tool_calls import ParsedTurn
 
 MAX_STOP = 16
 """Largest number of stop strings of a request."""
+UNFINISHED = "\ufffd"
+"""What a tokenizer decodes an incomplete character to."""
 MAX_ECHO = 100
 """Characters of a client's text that an error repeats at most."""
 
@@ -198,8 +200,18 @@ def envelope(kind: str, id: str, model: str) -> dict[str, Any]:
 
 
 def chat_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+    """The bytes of a token that is only a part of a character are not known from its text: they are null.
+
+    >>> [token["bytes"] for token in chat_logprobs(["é", UNFINISHED], [-0.5, -0.1])["content"]]
+    [[195, 169], None]
+    """
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if UNFINISHED in text else list(text.encode()),
+            "top_logprobs": [],
+        }
         for text, logprob in zip(texts, logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}

@@ -5,7 +5,7 @@ It uses the standard library only.
 Arrivals and lengths come from a trace with the columns of Azure's (TIMESTAMP, ContextTokens, GeneratedTokens; not
 shipped: github.com/Azure/AzurePublicDataset), or from a generator with the quantiles of its 19,366 conversations of
 November 2023. The order and the relative distances of the arrivals are kept; the rate is scaled to the wanted load.
-The first requests of the trace are left out: it begins almost idle.
+The first twentieth of the trace is left out: it begins almost idle.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import random
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 CONTEXT = ((0.0, 10), (0.01, 29), (0.1, 207), (0.25, 396), (0.5, 1020), (0.75, 1189), (0.9, 2734), (0.99, 4142))
 GENERATED = ((0.0, 5), (0.01, 16), (0.1, 54), (0.25, 85), (0.5, 129), (0.75, 395), (0.9, 424), (0.99, 601))
 """Quantiles of the conversations: (share, tokens). Between two of them, lengths are equally likely."""
-SKIPPED = 1000
-"""Requests at the beginning of a trace that are left out."""
+SKIPPED = 0.05
+"""Share of the requests at the beginning of a trace that are left out."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,14 @@ def requests(trace: Path | None, count: int, *, max_prompt: int, max_output: int
     if trace is not None:
         first: datetime | None = None
         with trace.open() as file:
-            for row in islice(csv.DictReader(file), SKIPPED, None):
-                when = datetime.fromisoformat(row["TIMESTAMP"][:26])
-                first = first or when
-                at_s = (when - first).total_seconds()
-                out.append(Arrival(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
-                if len(out) == count:
-                    break
+            rows = list(csv.DictReader(file))
+        for row in rows[int(SKIPPED * len(rows)) :][:count]:
+            when = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            first = first or when
+            at_s = (when - first).total_seconds()
+            out.append(Arrival(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
         if not out:
-            raise SystemExit(f"{trace} has no more than {SKIPPED} requests; the first {SKIPPED} are left out")
+            raise SystemExit(f"{trace} has no requests")
     else:
         for _ in range(count):
             at_s += rng.expovariate(1.0)

@@ -40,8 +40,10 @@ from windfall.fleet.parent_death import die_with_parent
 
 VARIABLE = "WINDFALL_IMPORT_SERVER"
 READ_BY_IMPORTS = ("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "HF_", "TRITON",
-                   "TRANSFORMERS_", "TOKENIZERS_", "NVIDIA_", "XDG_", "TMPDIR", "HOME")  # fmt: skip
-"""How the names of environment variables begin that a library may read while it is imported."""
+                   "TRANSFORMERS_", "TOKENIZERS_", "NVIDIA_", "MALLOC_", "MIMALLOC_", "XDG_", "TMPDIR",
+                   "HOME")  # fmt: skip
+"""How the names of environment variables begin that a library may read while it is imported. MIMALLOC_ is for torch's
+allocator on aarch64."""
 SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)
 """Environment variables that torch sets when it is imported, if they are not set."""
 FORKABLE = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -171,9 +171,10 @@ class ImportServer:
         self._forked: dict[int, socket.socket] = {}
         """The connections of the fork servers, by pid: the end of each is reported there."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        Path(path).unlink(missing_ok=True)
-        self._listener.bind(path)
+        hidden = f"{path}.{self._pid}"  # the name appears when a client can connect, not earlier
+        self._listener.bind(hidden)
         self._listener.listen()
+        os.rename(hidden, path)
 
     def serve(self) -> list[str]:
         """Serve until a signal ends this process. In a forked fork server, return its arguments immediately."""

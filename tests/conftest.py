@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
     preload = "windfall.launch.processes.preload:preload_model:tiny"
     command = [sys.executable, "-m", "windfall.fleet.fork_server", "--listen", path, preload]
     server = subprocess.Popen(
-        [sys.executable, parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
+        [sys.executable, parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command],
+        start_new_session=True,  # Ctrl-C is for the tests; it ends with them
     )
 
     def stop() -> None:
@@ -94,31 +95,32 @@ LONGEST_FIRST = (
 """Files and folders that take the most time. With `--dist loadfile`, one worker would run the last of them alone."""
 
 
-def pytest_sessionstart() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    _compile_share(session.config)
     gc.disable()  # nothing that collecting the tests makes is garbage; looking for it takes a tenth of the time
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # the garbage collector need not look at the imported libraries again and again
+        gc.enable()
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # the garbage collector need not look at the imported libraries again and again
-    gc.enable()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
+def _compile_share(config: pytest.Config) -> None:
     """Compile a share of the test files before they are imported, and leave the others to the other test processes.
 
     pytest compiles test files itself, to explain what was compared when an `assert` fails, which takes 10 s of CPU time
     for all of them. In a new clone every process would do all of it, because all of them start at the same moment."""
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if count == 1 or sys.dont_write_bytecode or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+    if count == 1 or sys.dont_write_bytecode or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
     share = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-    state = session.config.stash[rewrite.assertstate_key]
+    state = config.stash[rewrite.assertstate_key]
     for path in sorted(HERE.rglob("test_*.py"))[share::count]:
         folder = rewrite.get_cache_dir(path)
         compiled = folder / f"{path.stem}{rewrite.PYC_TAIL}"
         if rewrite.try_makedirs(folder) and rewrite._read_pyc(path, compiled) is None:
-            source, code = rewrite._rewrite_test(path, session.config)
+            source, code = rewrite._rewrite_test(path, config)
             rewrite._write_pyc(state, code, source, compiled)
 
 

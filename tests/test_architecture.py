@@ -17,27 +17,29 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "windfall"
 
 
-class Files(Mapping[str, ast.Module]):
-    """The files of windfall by their names. Each is parsed when a test first reads it: every test process imports this
-    module, but only one runs its tests."""
+class Files(Mapping[str, list[ast.AST]]):
+    """The files of windfall by their names, each with all nodes of its syntax tree. A file is parsed when a test first
+    reads it: every test process imports this module, but only one runs its tests."""
 
     def __init__(self) -> None:
-        self._trees: dict[str, ast.Module | None] = {str(p.relative_to(SRC)): None for p in sorted(SRC.rglob("*.py"))}
+        self._nodes: dict[str, list[ast.AST] | None] = {
+            str(p.relative_to(SRC)): None for p in sorted(SRC.rglob("*.py"))
+        }
 
-    def __getitem__(self, name: str) -> ast.Module:
-        tree = self._trees[name]
-        if tree is None:
-            tree = self._trees[name] = ast.parse((SRC / name).read_text())
-        return tree
+    def __getitem__(self, name: str) -> list[ast.AST]:
+        nodes = self._nodes[name]
+        if nodes is None:
+            nodes = self._nodes[name] = list(ast.walk(ast.parse((SRC / name).read_text())))
+        return nodes
 
     def __contains__(self, name: object) -> bool:
-        return name in self._trees
+        return name in self._nodes
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._trees)
+        return iter(self._nodes)
 
     def __len__(self) -> int:
-        return len(self._trees)
+        return len(self._nodes)
 
 
 FILES = Files()
@@ -162,7 +164,7 @@ def part(file: str) -> str:
 
 def imports(file: str) -> Iterator[str]:
     """Every module a file imports, at its top or in a function, as far as files of windfall are concerned."""
-    for node in ast.walk(FILES[file]):
+    for node in FILES[file]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -194,8 +196,8 @@ def test_imports_point_one_way(file: str) -> None:
 
 
 def test_imported_names_exist() -> None:
-    for file, tree in FILES.items():
-        for node in ast.walk(tree):
+    for file, nodes in FILES.items():
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "windfall":
                 source = (SRC / str(_module(str(node.module)))).read_text()
                 for alias in node.names:
@@ -208,7 +210,7 @@ def test_policies_are_pure(file: str) -> None:
     for name in imports(file):
         pure = name in ("windfall.types", "windfall.errors") or _module(name) in PURE
         assert pure or name.partition(".")[0] in PURE_MAY_IMPORT, f"{file} imports {name}"
-    called = {n.func.id for n in ast.walk(FILES[file]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    called = {n.func.id for n in FILES[file] if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     assert not called & {"open", "print", "input", "__import__"}
 
 
@@ -225,8 +227,8 @@ def test_sizes() -> None:
     assert {f: n for f, n in lines.items() if n > 500} == {}
     long = {
         f"{file}: {node.name}": node.end_lineno - node.lineno + 1  # pyright: ignore
-        for file, tree in FILES.items()
-        for node in ast.walk(tree)
+        for file, nodes in FILES.items()
+        for node in nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: n for name, n in long.items() if n > 80} == {}
@@ -251,19 +253,19 @@ def _names_all(node: ast.AST) -> bool:
 
 
 def test_whoever_catches_everything_says_why() -> None:
-    for file, tree in FILES.items():
+    for file, nodes in FILES.items():
         text = (SRC / file).read_text().splitlines()
-        for node in ast.walk(tree):
+        for node in nodes:
             if _broad(node):
                 why = text[node.lineno - 1].partition("#")[2].strip()  # pyright: ignore
                 assert len(why.split()) >= 3, f"{file} line {node.lineno}: say on this line why"  # pyright: ignore
 
 
 def test_nothing_is_unpickled() -> None:
-    for file, tree in FILES.items():
+    for file, nodes in FILES.items():
         roots = {name.partition(".")[0] for name in imports(file)}
         assert not roots & {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}, file
-        calls = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        calls = {ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute)}
         assert not calls & {"torch.load", "numpy.load", "np.load"}, file
 
 

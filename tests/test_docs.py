@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -82,11 +83,15 @@ def commands(text: str) -> Iterator[list[str]]:
         yield shlex.split(code[code.index("windfall ") :])
 
 
+@functools.cache
+def command_line() -> Any:
+    return typer.main.get_command(app)  # takes 40 ms
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands_and_their_options_exist(page: Path) -> None:
     for words in commands(page.read_text()):
-        command: Any = typer.main.get_command(app)
-        rest = words[1:]
+        command, rest = command_line(), words[1:]
         while rest and rest[0] in getattr(command, "commands", {}):
             command, rest = command.commands[rest[0]], rest[1:]
         known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}

@@ -106,7 +106,9 @@ def test_more_folders_in_front_of_pythonpath(
     assert "this process has another PYTHONPATH: [" in log
 
 
-@pytest.mark.parametrize(("name", "value"), [("OMP_NUM_THREADS", "7"), ("HF_HOME", "/elsewhere"), ("HOME", "/other")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("OMP_NUM_THREADS", "7"), ("HF_HOME", "/elsewhere"), ("MIMALLOC_PURGE_DELAY", "0")]
+)
 def test_process_with_other_variables_starts_its_own_fork_server(
     tmp_path: Path, toy_env: dict[str, str], toy_import_server: Server, name: str, value: str
 ) -> None:

@@ -40,8 +40,10 @@ from windfall.fleet.parent_death import die_with_parent
 
 VARIABLE = "WINDFALL_IMPORT_SERVER"
 READ_BY_IMPORTS = ("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "HF_", "TRITON",
-                   "TRANSFORMERS_", "TOKENIZERS_", "NVIDIA_", "XDG_", "TMPDIR", "HOME")  # fmt: skip
-"""How the names of environment variables begin that a library may read while it is imported."""
+                   "TRANSFORMERS_", "TOKENIZERS_", "NVIDIA_", "MALLOC_", "MIMALLOC_", "XDG_", "TMPDIR",
+                   "HOME")  # fmt: skip
+"""How the names of environment variables begin that a library may read while it is imported. MIMALLOC_ is for torch's
+allocator on aarch64."""
 SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)
 """Environment variables that torch sets when it is imported, if they are not set."""
 FORKABLE = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -169,9 +171,10 @@ class ImportServer:
         self._forked: dict[int, socket.socket] = {}
         """The connections of the fork servers, by pid: the end of each is reported there."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        Path(path).unlink(missing_ok=True)
-        self._listener.bind(path)
+        hidden = f"{path}.{self._pid}"  # the name appears when a client can connect, not earlier
+        self._listener.bind(hidden)
         self._listener.listen()
+        os.rename(hidden, path)
 
     def serve(self) -> list[str]:
         """Serve until a signal ends this process. In a forked fork server, return its arguments immediately."""

@@ -398,8 +398,9 @@ def test_counters_of_all_children_are_added(case: Case, models: list[Any]) -> No
     assert seen[-1].waiting == 0
 
 
-def test_sleep_gives_memory_back(case: Case) -> None:
+def test_sleep_gives_memory_back(case_without_free_memory: Case) -> None:
     """Weights of 50 MB in each child. Pages of the KV cache take no memory on a CPU before they are used."""
+    case = case_without_free_memory
     shape: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
     config = LlamaConfig(
         vocab_size=4000, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True, **shape

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -132,3 +138,72 @@ def test_mlflow_keeps_every_value_and_a_resume_continues_the_run(tmp_path: Path)
     history = client.get_metric_history(run.info.run_id, "step/reward")
     assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 1.0)]
     assert (run.info.status, run.data.metrics["step/x_"]) == ("FINISHED", 1.0)
+
+
+def test_prometheus_own_parser_reads_what_is_served() -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    tool = Prometheus("127.0.0.1:0", 'run {"a"}\\\n')
+    try:
+        tool.write("step", {"reward": 0.5, "rewards/math{x}": 1e-9, "9 lives": float("inf")}, 3, 10.0)
+        with urllib.request.urlopen(f"http://127.0.0.1:{tool.port}/metrics", timeout=5) as answer:
+            families = {f.name: f for f in parser.text_string_to_metric_families(answer.read().decode())}
+    finally:
+        tool.close()
+    assert {name: f.samples[0].value for name, f in families.items()} == {
+        "windfall_step_reward": 0.5, "windfall_step_rewards_math_x_": 1e-9, "windfall_step_9_lives": float("inf"),
+        "windfall_step_step": 3, "windfall_step_time_seconds": 10.0,
+    }  # fmt: skip
+    assert {f.type for f in families.values()} == {"gauge"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path) -> Iterator[str]:
+    """A real server of MLflow on this machine."""
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")  # mlflow-skinny reaches servers only
+    url = f"http://127.0.0.1:{free_port()}"
+    argv = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", url.rpartition(":")[2],
+            "--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]  # fmt: skip
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(argv, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 150
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=2).close()
+                break
+            except OSError:
+                assert server.poll() is None, (tmp_path / "server.log").read_text()[-2000:]
+                assert time.monotonic() < deadline, "MLflow's server did not answer within 150 s"
+                time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(10)
+
+
+def test_mlflow_over_http_and_a_server_that_goes_down(tmp_path: Path, mlflow_server: str) -> None:
+    import mlflow  # pyright: ignore[reportMissingImports]
+
+    (sink,) = make_sinks(folder=tmp_path / "a", run="demo", mlflow=mlflow_server)
+    for step in (1, 2):
+        sink({"t": float(step), "kind": "scalar", "name": "step", "step": step, "reward": step / 2})
+    assert sink.close(60) == ""
+    client = mlflow.MlflowClient(tracking_uri=mlflow_server)
+    (run,) = client.search_runs([client.get_experiment_by_name("windfall").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "step/reward")
+    assert ([(m.step, m.value) for m in history], run.info.status) == ([(1, 0.5), (2, 1.0)], "FINISHED")
+
+    (sink,) = make_sinks(folder=tmp_path / "b", run="gone", mlflow="http://127.0.0.1:9")
+    log = EventLog(tmp_path / "events.jsonl", [sink])
+    began = time.monotonic()
+    for step in range(50):
+        log.scalar("step", step=step, reward=0.5)
+    assert time.monotonic() - began < 1.0
+    assert "too slow" in sink.close(0.5)  # its client still tries to connect

@@ -222,7 +222,7 @@ def test_pictures_of_a_real_run(page: Any) -> None:
     out = Path(SHOTS)
     out.mkdir(parents=True, exist_ok=True)
     html = pages.write([Path(os.environ["WINDFALL_SHOTS_RUN"])], out / ".page.html")
-    heights = {"now": 620, "timeline": 270, "learning": 640, "money": 640, "responses": 430}
+    heights = {"now": 660, "timeline": 330, "learning": 640, "money": 640, "responses": 430}
     for n, (name, height) in enumerate(heights.items(), 1):
         page.set_viewport_size({"width": 1180, "height": height})
         page.goto(f"{html.resolve().as_uri()}?{n}")  # a new page: nothing is left of the last picture

@@ -94,6 +94,36 @@ def test_a_run_that_was_resumed_on_another_machine_goes_on_after_its_end() -> No
     assert STATES[rows.changes[-1] & 15] == "waiting"  # nothing of it was removed
 
 
+def test_nothing_works_between_a_kill_and_a_resume() -> None:
+    """The controller was killed at 53 s. The run was resumed an hour later, and one worker came before the trainer."""
+    history = History()
+    for e in [
+        *small_log(5)[:-1],
+        event(3600, "instant", "recipe", changed={}),
+        event(3610, "instant", "worker_joined", worker="w1#2", lease="spot", device="cpu", age_s=2.0),
+        event(3620, "instant", "resumed", step=3),
+        event(3620, "instant", "trainer_ready", step=3, pid=2),
+    ]:
+        history.add(e)
+    rows = {n: [((c >> 4) / 10, STATES[c & 15]) for c in row.changes] for n, row in history.timeline.rows.items()}
+    assert rows["w0"][-2:] == [(7.0, "waiting"), (53.0, "absent")]
+    assert rows["w1"][-2:] == [(53.0, "absent"), (3608.0, "booting")]
+    assert rows["trainer"][-2:] == [(53.0, "absent"), (3620.0, "waiting")]
+
+
+def test_workers_go_on_while_only_the_trainer_is_away() -> None:
+    history = History()
+    for e in [
+        *small_log(5)[:-1],
+        event(54, "instant", "trainer_lost", step=5, why="killed"),
+        event(60, "instant", "resumed", step=5),
+        event(60, "instant", "trainer_ready", step=5, pid=2),
+    ]:
+        history.add(e)
+    assert [STATES[history.timeline.rows[f"w{n}"].state] for n in range(3)] == ["waiting"] * 3
+    assert STATES[history.timeline.rows["trainer"].state] == "waiting"
+
+
 @pytest.mark.parametrize("fleet", ["[]", "{", '{"workers": 5}', '{"workers": [5]}'])
 def test_a_damaged_snapshot_is_left_out(tmp_path: Path, fleet: str) -> None:
     run = write_run(tmp_path / "run", small_log(2))

@@ -34,6 +34,7 @@ class Page {
     document.getElementById("app")!.append(this.header, this.main, h("footer", {}, "Keys: 1–6 tabs, arrows and + – 0 in the timeline, m moves, j k c in responses, t light or dark"));
     document.addEventListener("keydown", (e) => this.key(e));
     window.addEventListener("hashchange", () => this.fromHash());
+    document.addEventListener("visibilitychange", () => { if (!document.hidden) this.refresh(); }); // what came while nobody looked
     const theme = remembered("theme");
     if (theme) document.documentElement.dataset.theme = theme;
     this.drawTabs();

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.page.runs import RunReader, read_all
-from windfall.page.timeline import STATES, TENTHS
+from windfall.page.timeline import STATES, TENTHS, Row
 
 PANELS = {
     "reward": ("reward", ""),
@@ -33,7 +34,8 @@ MAX_ROWS = 60
 def main(runs: list[Path], out: Path, *, panels: list[str], by_time: bool) -> Path:
     """Draw these panels, with a line per run. The panel "timeline" shows the workers of the first run."""
     if out.suffix.lower() not in FORMATS:
-        raise WindfallError(f"unknown format {out.suffix!r}", where=str(out), fix=f"Use one of {', '.join(FORMATS)}.")
+        fix = f"Let its name end with {', '.join(FORMATS[:-1])} or {FORMATS[-1]}."
+        raise WindfallError(f"unknown format {out.suffix!r}", where=str(out), fix=fix)
     unknown = [name for name in panels if name not in (*PANELS, "timeline")]
     if unknown:
         fix = f"Use some of: {', '.join((*PANELS, 'timeline'))}."
@@ -46,7 +48,7 @@ def main(runs: list[Path], out: Path, *, panels: list[str], by_time: bool) -> Pa
         raise WindfallError("plots need matplotlib, which is not installed", where="windfall plot", fix=fix) from e
     readers = read_all(runs)
     panels = panels or [name for name in PANELS if any(_has(r, name) for r in readers)]
-    if not panels:
+    if not any(_has(r, name) for r in readers for name in panels):
         raise WindfallError("there is nothing to plot yet: no step is complete", where=str(runs[0]))
     columns = 1 if len(panels) == 1 or "timeline" in panels else 2
     rows = -(-len(panels) // columns)
@@ -60,15 +62,22 @@ def main(runs: list[Path], out: Path, *, panels: list[str], by_time: bool) -> Pa
                 _lines(ax, readers, name, by_time)
         for ax in axes[len(panels) :]:
             ax.set_axis_off()
-        if len(readers) > 1:
-            next(ax for ax, name in zip(axes, panels, strict=False) if name != "timeline").legend(frameon=False)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        lines = [ax for ax, name in zip(axes, panels, strict=False) if name != "timeline"]
+        if len(readers) > 1 and lines:
+            lines[0].legend(frameon=False)
         metadata = {"Date": None} if out.suffix.lower() == ".svg" else {}
-        figure.savefig(out, dpi=200, metadata=metadata)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(out, dpi=200, metadata=metadata)
+        except OSError as e:
+            raise WindfallError(f"cannot write the figure: {e.strerror or e}", where=str(out), fix="Set --out.") from e
     return out
 
 
 def _has(reader: RunReader, name: str) -> bool:
+    """Whether a run has something to show in this panel."""
+    if name == "timeline":
+        return any(row.changes for row in reader.history.timeline.rows.values())
     return any(value is not None for value in reader.history.series[name])
 
 
@@ -86,12 +95,21 @@ def _lines(ax: Any, readers: list[RunReader], name: str, by_time: bool) -> None:
             evals = [(t / 3600 if by_time else step, r) for step, t, r in history.evals if r is not None]
             ax.plot(*zip(*evals, strict=True) if evals else ([], []), "o", color=color, ms=4)
     ax.set(xlabel="hours" if by_time else "step", ylabel=f"{title} ({unit})" if unit else title)
+    if not by_time:
+        ax.xaxis.get_major_locator().set_params(integer=True)
     ax.grid(axis="y", alpha=0.3)
+
+
+def _order(row: Row) -> tuple[bool, list[tuple[int, str]]]:
+    """The trainer first, then workers by name, in which numbers are compared as numbers."""
+    parts = re.findall(r"\d+|\D+", row.name)
+    first = row.facts.get("lease") == "trainer" or row.name == "trainer"
+    return not first, [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
 
 def _timeline(ax: Any, reader: RunReader) -> None:
     history, used = reader.history, set[int]()
-    rows = list(history.timeline.rows.values())[:MAX_ROWS]
+    rows = sorted(history.timeline.rows.values(), key=_order)[:MAX_ROWS]
     end = (history.end_t - (history.start_t or 0.0)) if history.number else 0.0
     for n, row in enumerate(rows):
         starts = [c >> 4 for c in row.changes] + [round(end * TENTHS)]

@@ -39,10 +39,12 @@ class LivePage:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
         self._failed: set[str] = set()
+        self._how = ""
+        """How the run has ended."""
         name = recipe.run.name
         self.feed = Feed(
             self._history, name=folder.resolve().name, recipe=recipe_facts(folder),
-            status=lambda: status(self._history, running=self._history.ended is None),
+            status=lambda: self._how or status(self._history, running=self._history.ended is None),
         )  # fmt: skip
         key = auth.page_key(auth.read_token(folder / "token"))
         self.server = PageServer(self.feed, self._samples, key, title=f"{name} · windfall")
@@ -82,8 +84,10 @@ class LivePage:
             self.feed.snapshot = snapshot()
             self._guard("page", self.feed.tick)
 
-    async def close(self) -> None:
-        """Let the last sample be written, and viewers see the end."""
+    async def close(self, how: str) -> None:
+        """Let the last sample be written, and viewers see `how` the run has ended: the event `end` comes later, when
+        nobody can be told any more."""
+        self._how = how
         self._guard("page", self.feed.tick)
         await asyncio.sleep(0.05 if self.feed.viewers else 0)
         await asyncio.to_thread(self._thread.shutdown)

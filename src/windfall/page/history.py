@@ -43,6 +43,11 @@ PROBLEMS = {
     "no_room", "work_rejected", "engine_gap", "reward_missing", "task_skipped", "update_skipped", "refused",
     "checkpoint_damaged", "journal_lost", "log_foreign", "log_gap", "eval_warning", "eval_abandoned", "sink_dropped",
 }  # fmt: skip
+ALIVE = {
+    "activity", "advice", "checkpoint", "eval", "plan", "rollout", "step", "train", "trainer_lost", "trainer_ready",
+    "worker_lost", "worker_ready", "worker_suspect", "worker_well",
+}  # fmt: skip
+"""Events of a controller that has a trainer. The last one before a resume says how long the previous one lived."""
 MAX_SENT_MOVES = 2000
 MAX_EXACT = 1 << 53
 """Numbers of this size and more are not exact in a browser, and longer ones cannot be encoded."""
@@ -89,6 +94,9 @@ class History:
         """The event `end`."""
         self._losses: dict[str, int] = {}
         """By row: when its worker was lost last (tenths of a second)."""
+        self._alive_t: float | None = None
+        """Time of the last event that only a controller with a trainer writes, in seconds."""
+        self._trainer_away = False
         self._merging = 0
         """Steps in the last point of the series."""
         self._changed_from = 0
@@ -130,6 +138,8 @@ class History:
         handler = self._handlers.get(name)
         if handler is not None:
             handler(event)
+        if name in ALIVE:
+            self._alive_t = t
 
     def _corrected(self, t: float, m: float) -> float:
         """The time of an event with these clocks. If they disagree about the time since the last event, the wall clock
@@ -162,8 +172,9 @@ class History:
 
     def _resumed(self, e: Event) -> None:
         self.step, self.ended = e["step"], None
-        self.timeline.absent(self._tenths(e["t"]))
-        self._losses.clear()
+        if not self._trainer_away:  # a new controller; otherwise the workers have gone on without a trainer
+            self.timeline.absent(self._tenths(self._alive_t if self._alive_t is not None else e["t"]))
+            self._losses.clear()
         steps = self.series["step"]
         keep = len(steps)
         while keep and (steps[keep - 1] or 0) > e["step"]:
@@ -288,11 +299,13 @@ class History:
             row.describe({**row.facts, "serving": _number(use)})
 
     def _trainer_ready(self, e: Event) -> None:
+        self._trainer_away = False
         self.timeline.set_ranks([_number(pid) for pid in e.get("rank_pids") or [e.get("pid")]])
         for row in self.timeline.trainer():
             row.put(self._tenths(e["t"]), CODE["waiting"])
 
     def _trainer_lost(self, e: Event) -> None:
+        self._trainer_away = True
         for row in self.timeline.trainer():
             row.put(self._tenths(e["t"]) - 1, CODE["lost"])
             row.put(self._tenths(e["t"]), ABSENT)

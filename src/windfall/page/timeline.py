@@ -190,6 +190,13 @@ class Timeline:
         self.dropped += 1
 
     def absent(self, tenths: int) -> None:
-        """All workers are gone: the controller that saw them has ended."""
+        """All workers are gone from this time on: the controller that saw them has ended. What rows have after that
+        time, from the next controller, remains."""
         for row in self.rows.values():
+            first = len(row.changes)
+            while first and row.changes[first - 1] >> 4 > tenths:
+                first -= 1
+            later = row.changes[first:]
             row.put(tenths, ABSENT)
+            for change in later:
+                row.put(change >> 4, change & 15)

@@ -146,10 +146,10 @@ class ControllerProcess:
         finally:
             await self._drain_workers()
             self.life.log_activity(asyncio.get_running_loop().time())
-            await self.page.close()
+            how = "failed" if self._end is None else "finished" if self._end["finished"] else "stopped"
+            await self.page.close(how)
             await port.close()
             with contextlib.suppress(OSError):  # the disk is full: that is already reported, or no longer matters
-                how = "failed" if self._end is None else "finished" if self._end["finished"] else "stopped"
                 self._snapshot(ended=how)
             self.journal.close()
             await self._close_sinks()

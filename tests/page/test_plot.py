@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_case import event, small_log, write_run
+
+from windfall.commands.plot import main
+from windfall.errors import WindfallError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    log = small_log(5)
+    for name in ("w10", "w3"):
+        log.insert(6, event(1, "instant", "worker_joined", worker=name, lease="spot", device="cpu", age_s=0.5))
+    return write_run(tmp_path / "run", log)
+
+
+def test_runs_are_lines_of_one_figure(run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", small_log(3))
+    text = main([run, other], tmp_path / "figure.svg", panels=[], by_time=False).read_text()
+    for word in ("run", "other", "reward", "throughput (tok/s)", "cost so far ($)"):
+        assert f">{word}</text>" in text, word
+    assert ">2.5</text>" not in text  # half a step
+    assert "staleness" not in text  # no run has it
+
+
+def test_the_timeline_of_several_runs_is_that_of_the_first(run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", small_log(3))
+    text = main([run, other], tmp_path / "figure.svg", panels=["timeline"], by_time=False).read_text()
+    names = [text.index(f">{name}</text>") for name in ("trainer", "w0", "w1", "w2", "w3", "w10")]
+    assert names == sorted(names)
+
+
+def test_png_and_pdf(run: Path, tmp_path: Path) -> None:
+    for suffix, begin in ((".png", b"\x89PNG"), (".pdf", b"%PDF")):
+        assert main([run], tmp_path / f"f{suffix}", panels=["reward"], by_time=True).read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("out", "panels", "error"),
+    [
+        ("a.jpg", [], "unknown format '.jpg'"),
+        ("a.png", ["rewrd"], "unknown panel 'rewrd'"),
+        ("file/a.png", [], "cannot write the figure"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(run: Path, tmp_path: Path, out: str, panels: list[str], error: str) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(WindfallError, match=error):
+        main([run], tmp_path / out, panels=panels, by_time=False)
+
+
+@pytest.mark.parametrize("panels", [[], ["timeline"], ["reward"]])
+def test_a_run_without_steps_is_refused(tmp_path: Path, panels: list[str]) -> None:
+    with pytest.raises(WindfallError, match="nothing to plot yet"):
+        main([write_run(tmp_path / "run", [])], tmp_path / "a.png", panels=panels, by_time=False)

@@ -116,6 +116,21 @@ def test_plans_on_machines_that_differ_in_price_only_are_told_apart(objective: s
         assert {p.machine.kind.usd_per_h for p in found[0].placed if p.training or p.replicas} == {3.0}
 
 
+@pytest.mark.slow
+def test_a_deadline_is_met_in_the_simulation_not_only_in_the_cost_model() -> None:
+    """With few responses the cost model is too optimistic."""
+    asked = replace(request("16xH100", top=1, objective="deadline", deadline_h=0.3), work=replace(WORK, groups=16))
+    (first, figures), *_ = command.rank(planner.plans(asked), asked, None, simulate=True)
+    predicted, simulated = report.run_hours(first, None), report.run_hours(first, figures)
+    assert predicted < 0.97 * simulated
+    asked = replace(asked, deadline_h=0.98 * simulated)
+    (found, seen), *_ = command.best(asked, None, simulate=True)[0]
+    assert not report.is_late(found, seen, asked)
+    assert found.usd_per_h >= first.usd_per_h
+    never = replace(asked, deadline_h=1e-4)
+    assert "later than the deadline" in "\n".join(report.report("8B", never, [(found, seen)]))
+
+
 def test_a_trainer_stays_in_one_zone_if_the_link_to_the_other_is_slow() -> None:
     machine = {"gpu": "H100", "count": 4, "price_usd_per_gpu_h": 4.0}
     rows = [{**machine, "zone": zone} for zone in ("a", "b", "a", "b")]

@@ -117,7 +117,7 @@ def test_plans_on_machines_that_differ_in_price_only_are_told_apart() -> None:
 @pytest.mark.slow
 def test_a_deadline_is_met_in_the_simulation_not_only_in_the_cost_model() -> None:
     """With few responses the cost model is too optimistic."""
-    asked = replace(request("16xH100", top=1, objective="deadline", deadline_h=0.3), work=replace(WORK, groups=16))
+    asked = replace(request("16xH100", top=1, objective="deadline", deadline_h=0.4), work=replace(WORK, groups=16))
     (first, figures), *_ = command.rank(planner.plans(asked), asked, None, simulate=True)
     predicted, simulated = report.run_hours(first, None), report.run_hours(first, figures)
     assert predicted < 0.97 * simulated

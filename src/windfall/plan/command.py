@@ -36,6 +36,8 @@ BUDGET_MACHINE = 8
 """GPUs of a machine if only a budget is given."""
 MORE = 12
 """Plans beyond those to show, in case some cannot run."""
+SEARCHES = 4
+"""Further searches if all plans miss the deadline in the simulation."""
 MOST_PER_KIND = 128
 """GPUs of one kind that a budget may buy."""
 
@@ -78,8 +80,7 @@ def main(
         cluster=made, work=work, efficiency=measured.efficiency(), objective=objective, budget_usd_per_h=usd,  # pyright: ignore
         deadline_h=deadline if objective == "deadline" else 0.0, spot=_spot(spot), top=top,
     )  # fmt: skip
-    found, refused = runnable(request, base)
-    ranked = rank(found, request, base, simulate=simulate)
+    ranked, refused = best(request, base, simulate=simulate)
     print("\n".join(report.report(name, request, ranked)))
     for line in refused:
         print(f"refused: {line}")
@@ -94,6 +95,31 @@ def main(
         print(f"\nwritten: {write}; start it with: windfall train {write}")
         for line in recipe.commands(ranked[0][0], name):
             print(f"  then on {line}")
+
+
+def best(
+    request: Request, base: Recipe | None, *, simulate: bool
+) -> tuple[list[tuple[Plan, Simulated | None]], list[str]]:
+    """The best plans that can run, ranked, and what was refused. If all of them miss the deadline in the simulation,
+    the search is repeated with less time, as far as there are faster plans."""
+    found, refused = runnable(request, base)
+    ranked = rank(found, request, base, simulate=simulate)
+    hours = request.deadline_h
+    for _ in range(SEARCHES):
+        plan, figures = ranked[0]
+        if figures is None or not report.is_late(plan, figures, request):
+            break
+        hours *= 0.99 * min(1.0, request.deadline_h / report.run_hours(plan, figures))
+        try:
+            faster, refused = runnable(replace(request, deadline_h=hours), base)
+        except WindfallError:  # nothing is that fast by the cost model
+            faster, refused = runnable(replace(request, objective="throughput"), base)
+        known = {p.counts for p, _ in ranked}
+        more = rank([p for p in faster if p.counts not in known], request, base, simulate=True)
+        if not more:
+            break
+        ranked = sorted([*ranked, *more], key=lambda row: _key(request, *row))
+    return ranked[: request.top], refused
 
 
 def runnable(request: Request, base: Recipe | None) -> tuple[list[Plan], list[str]]:
@@ -144,19 +170,20 @@ def rank(
         return [(plan, None) for plan in plans]
     rows: list[tuple[Plan, Simulated | None]] = [(plan, recipe.simulate(plan, request, base)) for plan in plans]
 
-    def key(row: tuple[Plan, Simulated | None]) -> float:
-        plan, figures = row
-        tok_per_s = figures.tok_per_s if figures else plan.tok_per_s
-        match request.objective:
-            case "throughput":
-                return -tok_per_s
-            case "cost":
-                return plan.usd_per_h / tok_per_s
-            case "deadline":
-                late = plan.work.steps * plan.work.tokens / tok_per_s > 3600 * request.deadline_h
-                return plan.usd_per_h + (1e9 if late else 0.0)
+    return sorted(rows, key=lambda row: _key(request, *row))
 
-    return sorted(rows, key=key)
+
+def _key(request: Request, plan: Plan, figures: Simulated | None) -> tuple[float, ...]:
+    """Smaller is better. Plans that miss the deadline come last, the fastest of them first."""
+    tok_per_s = figures.tok_per_s if figures else plan.tok_per_s
+    match request.objective:
+        case "throughput":
+            return (-tok_per_s,)
+        case "cost":
+            return (plan.usd_per_h / tok_per_s,)
+        case "deadline":
+            late = report.is_late(plan, figures, request)
+            return late, report.run_hours(plan, figures) if late else plan.usd_per_h
 
 
 # inputs

@@ -43,12 +43,19 @@ def _assumptions(request: Request) -> list[str]:
 
 
 def _price(kind: Kind) -> str:
-    gpu, spot = kind.gpu, kind.lease == "spot"
     if kind.lease == "borrowed":
         return "free (lent)"
-    cloud = gpu.spot_cloud if spot else gpu.reserved_cloud
-    source = f"{gpu.price_source}, {cloud}" if cloud else gpu.price_source
+    source = kind.gpu.spot_source if kind.lease == "spot" else kind.gpu.reserved_source
     return f"${kind.usd_per_h:.2f}" + (f" ({source})" if source else "")
+
+
+def run_hours(plan: Plan, figures: Simulated | None) -> float:
+    """Hours of all steps: simulated, or predicted."""
+    return plan.work.steps * plan.work.tokens / (figures.tok_per_s if figures else plan.tok_per_s) / 3600
+
+
+def is_late(plan: Plan, figures: Simulated | None, request: Request) -> bool:
+    return request.objective == "deadline" and run_hours(plan, figures) > request.deadline_h * 1.001
 
 
 def duration(hours: float) -> str:
@@ -61,20 +68,16 @@ def duration(hours: float) -> str:
 
 def _plan_lines(plan: Plan, figures: Simulated | None, request: Request) -> list[str]:
     predicted = f"{plan.tok_per_s:,.0f} tok/s, ${plan.usd_per_mtok:.3f} per million tokens, ${plan.usd_per_h:.2f}/h"
-    hours = plan.work.steps * plan.step_s / 3600
-    lines = []
+    lines, hours = [], run_hours(plan, figures)
     if figures is not None:
         usd = plan.usd_per_h / 3600 / figures.tok_per_s * 1e6
         lines.append(
             f"   simulated   {figures.tok_per_s:,.0f} tok/s, ${usd:.3f} per million tokens; idle: trainer "
             f"{figures.trainer_idle:.0%}, workers {figures.workers_idle:.0%}"
         )
-        hours = plan.work.steps * plan.work.tokens / figures.tok_per_s / 3600
     gb = f"{plan.training.memory_bytes / 1e9:.3g} GB per GPU"
     engines = ", ".join(f"{e.memory_bytes / 1e9:.3g} GB ({kind.name})" for kind, e, _, _ in plan.replicas)
-    late = ""
-    if request.objective == "deadline" and hours > request.deadline_h * 1.001:
-        late = f": later than the deadline of {duration(request.deadline_h)}"
+    late = ": later than the deadline" if is_late(plan, figures, request) else ""
     return [
         *lines,
         f"   predicted   {predicted}; idle: trainer {plan.trainer_idle:.0%}, workers {plan.rollout_idle:.0%}",

@@ -254,8 +254,8 @@ def _machines(
     lease = _choice(row, "lease", get_args(Terms), where, "reserved")
     if "price_usd_per_gpu_h" in row:
         usd = _number(row, "price_usd_per_gpu_h", where, 0.0)
-        field = "spot_usd_per_h" if lease == "spot" else "reserved_usd_per_h"
-        gpu = replace(gpu, **{field: usd}, price_source=where)
+        terms = "spot" if lease == "spot" else "reserved"
+        gpu = replace(gpu, **{f"{terms}_usd_per_h": usd, f"{terms}_source": where})
     lent = _number(row, "lent", where, LENT)
     if lent > 1 or ("lent" in row and lease != "borrowed"):
         fix = 'Give a share of at most 1, and only with lease = "borrowed".'
@@ -372,7 +372,7 @@ def dump(cluster: Cluster) -> dict[str, Any]:
 
 
 def _unpriced(gpu: Gpu) -> Gpu:
-    return replace(gpu, reserved_usd_per_h=None, spot_usd_per_h=None, price_source="", reserved_cloud="", spot_cloud="")
+    return replace(gpu, reserved_usd_per_h=None, spot_usd_per_h=None, reserved_source="", spot_source="")
 
 
 def _times(gpu: Gpu) -> dict[str, Any]:

@@ -36,6 +36,9 @@ ALL_REDUCE_S = 12e-6
 """Latency of one all-reduce among the GPUs of a machine. Assumed."""
 LINK_SHARE = 0.8
 """Share of a link's bandwidth that collectives reach. Assumed."""
+LOOPBACK = 16e9
+"""Bytes per second at which all engines on the trainer's machine pull together: 4 to 16 readers on 16 cores beside an
+H200 (docs/weights.md)."""
 HOST_BYTES_PER_S = 50e9
 """Bytes per second between a GPU and the memory of its host, with `train.offload`. Assumed."""
 RECOMPUTE = 4 / 3
@@ -276,19 +279,18 @@ def megatron(
     )  # fmt: skip
 
 
-def pull_s(work: Workload, workers: Sequence[float], sources: int) -> float:
-    """Seconds until all workers hold new weights. `workers`: of every machine with workers that does not train, bytes
-    per second of its link to the trainer. Each pulls one copy, and the trainer's machines share the sending. A delta
-    would be shorter; it is not assumed.
+def pull_s(work: Workload, away: Sequence[tuple[float, float]], sources: int, local: int = 0) -> float:
+    """Seconds until all engines hold new weights, if all pull at once. `away`: of every machine, bytes per second of
+    its link to the trainer, and its engines. Every engine pulls a copy of its own; the `sources`, the trainer's
+    machines, share the sending. `local`: engines on the trainer's machine, which do not need the network. A delta would
+    be shorter; it is not assumed.
 
     >>> from windfall.plan.model.workload import MODELS
     >>> work = Workload(shape=MODELS["Qwen3-8B"])
-    >>> round(pull_s(work, [12.5e9] * 4, 1) / pull_s(work, [12.5e9] * 4, 4), 3)
+    >>> round(pull_s(work, [(12.5e9, 1)] * 4, 1) / pull_s(work, [(12.5e9, 1)] * 4, 4), 3)
     4.0
-    >>> pull_s(work, [12.5e9, 1e9], 2) == pull_s(work, [1e9], 1)
+    >>> pull_s(work, [(12.5e9, 1), (1e9, 2)], 2) == pull_s(work, [(1e9, 2)], 1)
     True
     """
-    if not workers:
-        return 0.0
-    seconds = [work.update_bytes / (bandwidth * LINK_SHARE) for bandwidth in workers]
-    return max(max(seconds), sum(seconds) / sources)
+    seconds = [n * work.update_bytes / (bandwidth * LINK_SHARE) for bandwidth, n in away]
+    return max([local * work.update_bytes / LOOPBACK, sum(seconds) / sources, *seconds])

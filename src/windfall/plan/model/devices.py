@@ -38,10 +38,9 @@ class Gpu:
     source: str
     reserved_usd_per_h: float | None = None
     spot_usd_per_h: float | None = None
-    price_source: str = ""
-    reserved_cloud: str = ""
-    """The cloud with this price, from a price list. It does not matter to a plan."""
-    spot_cloud: str = ""
+    reserved_source: str = ""
+    """Where the price comes from, for people."""
+    spot_source: str = ""
     worker: Service | None = None
     """Measured step times of an engine on one of these, for one model; instead of the cost model's."""
     trainer: Service | None = None
@@ -85,8 +84,8 @@ TABLE: dict[str, Gpu] = {
         _gpu("L4", 24, 0.3, 121, PCIE4, "NVIDIA L4 data sheet, 2023-03"),
         _gpu("RTX4090", 24, 1.008, 165, PCIE4, "NVIDIA Ada white paper 2.01, 2023-03; accumulation in float32"),
         _gpu("H800-SXM", 80, 3.35, 989, 200e9, "NVIDIA H100 SXM5 data sheet, 2022-09; 400 GB/s NVLink, 2023-03"),
-        replace(_gpu("H800", 80, 2.0, 756, 200e9, HEX), reserved_usd_per_h=5.28, price_source=HEX),
-        replace(_gpu("H20", 96, 4.0, 148, 450e9, HEX), reserved_usd_per_h=1.85, price_source=HEX),
+        replace(_gpu("H800", 80, 2.0, 756, 200e9, HEX), reserved_usd_per_h=5.28, reserved_source=HEX),
+        replace(_gpu("H20", 96, 4.0, 148, 450e9, HEX), reserved_usd_per_h=1.85, reserved_source=HEX),
         replace(_gpu("cpu", 16, 0.02, 0.1, 1e9, "no data sheet: measured times only"), measured_only=True),
     )
 }
@@ -113,7 +112,8 @@ def _priced(gpu: Gpu) -> Gpu:
     reserved, spot = (prices.lookup(gpu.name, kind=kind) for kind in ("reserved", "spot"))
     return replace(
         gpu, reserved_usd_per_h=reserved.usd_per_h if reserved else None,
-        spot_usd_per_h=spot.usd_per_h if spot else None, price_source=reserved.said if reserved else "",
+        spot_usd_per_h=spot.usd_per_h if spot else None, reserved_source=reserved.said if reserved else "",
+        spot_source=spot.said if spot else "",
     )  # fmt: skip
 
 
@@ -147,12 +147,12 @@ def priced(rows: Iterable[Mapping[str, str | None]], where: str) -> PriceList:
         if found is None:
             unknown[name] = None
             continue
-        gpu = out.get(found.name) or replace(found, reserved_usd_per_h=None, spot_usd_per_h=None, price_source=where)
-        cloud = (row.get("cloud") or "").strip()
+        gpu = out.get(found.name) or replace(found, reserved_usd_per_h=None, spot_usd_per_h=None)
+        source = ", ".join(filter(None, ((row.get("cloud") or "").strip(), where.rpartition("/")[2])))
         if reserved is not None and reserved < (gpu.reserved_usd_per_h or math.inf):
-            gpu = replace(gpu, reserved_usd_per_h=reserved, reserved_cloud=cloud)
+            gpu = replace(gpu, reserved_usd_per_h=reserved, reserved_source=source)
         if spot is not None and spot < (gpu.spot_usd_per_h or math.inf):
-            gpu = replace(gpu, spot_usd_per_h=spot, spot_cloud=cloud)
+            gpu = replace(gpu, spot_usd_per_h=spot, spot_source=source)
         out[found.name] = gpu
     if not out:
         what = f"no GPU of this list is known: {', '.join(unknown)}" if unknown else "the price list is empty"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from windfall.plan.model import cluster as clusters
 from windfall.plan.model.cluster import PROVIDERS, Kind
 from windfall.plan.model.workload import Workload, hub_id
 from windfall.plan.search.request import Request
-from windfall.plan.search.scoring import Placed, Plan, pull_rates
+from windfall.plan.search.scoring import Placed, Plan, pull_alone
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.core.scenario import with_keys
@@ -64,14 +63,14 @@ def _engine_keys(service: Any) -> dict[str, float]:
 
 def sim_keys(plan: Plan, request: Request) -> dict[str, Any]:
     """Section [sim]."""
-    work, links = plan.work, request.cluster.links
-    first = plan.replicas[0][1]
-    sources = sum(1 for p in plan.placed if p.training)
-    rates = pull_rates(request, plan.placed) or [links.pull or links.across_types]
+    work, first = plan.work, plan.replicas[0][1]
+    # If all engines pull at once, that takes as long as planned; one alone has all that its link has.
+    together = sum(n for _, _, n, _ in plan.replicas) * work.update_bytes / plan.pull_s
+    alone = pull_alone(request, plan.placed)
     return {
         "trainer": trainer_keys(plan), "worker": _engine_keys(first.service), "worker_slots": first.slots,
         "trainer_slots": first.slots, "worker_kv_tokens": first.kv_tokens, "weights_bytes": float(work.update_bytes),
-        "egress_bytes_per_s": sources * statistics.harmonic_mean(rates), "ingress_bytes_per_s": min(rates),
+        "egress_bytes_per_s": together, "ingress_bytes_per_s": min(together, alone),
         "prompt_tokens": work.prompt_tokens, "median_tokens": work.median_tokens, "sigma": work.sigma,
         "reward_s": work.reward_s,
     }  # fmt: skip

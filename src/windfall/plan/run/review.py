@@ -22,7 +22,6 @@ from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.plan.model import cluster as clusters
 from windfall.plan.model import measured
-from windfall.plan.model.cost_model import LINK_SHARE
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.run import run_log
 from windfall.plan.run.recipe import simulate
@@ -124,8 +123,8 @@ def parts(recipe: Recipe, events: Sequence[Event]) -> list[Part]:
         out.append(Part(f"engine step, {kind}, batch {busiest.batch:.0f}", step_s * 1e3, busiest.step_s * 1e3, "ms"))
     pulled = [e["s"] for e in events if e["name"] == "worker_ready" and e.get("version", 0) > 0 and e.get("s", 0) > 0]
     if pulled:
-        rate = LINK_SHARE * min(recipe.sim.egress_bytes_per_s, recipe.sim.ingress_bytes_per_s)
-        planned_s = recipe.sim.weights_bytes / rate
+        share = recipe.sim.egress_bytes_per_s / max(1, sum(w.count for w in plan.workers))
+        planned_s = recipe.sim.weights_bytes / min(share, recipe.sim.ingress_bytes_per_s)
         out.append(Part("pull of new weights, one worker", planned_s, statistics.median(pulled), "s"))
     return out
 

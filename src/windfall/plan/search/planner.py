@@ -33,6 +33,8 @@ ROUNDS = 3
 """Repetitions of search with the batches of the last solution."""
 CANDIDATES = 24
 """Solutions that are placed and scored where they are enumerated anyway."""
+MOST_ZONES = 4
+"""Zones that are tried together are fewer than this."""
 IMPROVED = 3
 """Plans that are improved."""
 CHANGES = 300
@@ -42,8 +44,8 @@ STEPS = (1, 2, 4, 8)
 """Numbers of engines that a change adds or removes."""
 
 
-def plans(request: Request) -> list[Plan]:
-    """The best plans, best first; raises WindfallError if there is none."""
+def plans(request: Request, *, near: bool = True) -> list[Plan]:
+    """The best plans, best first; raises WindfallError if there is none. `near`: also try to use only some zones."""
     options = Options(request)
     found: dict[frozenset[tuple[Kind, int, int]], Plan] = {}
     exact = solvers.combinations(options.problem(1.0)) <= solvers.EXACT_LIMIT
@@ -58,6 +60,8 @@ def plans(request: Request) -> list[Plan]:
             if not new:
                 break
             step_s = max(step_time(engine, batch, request.work) for _, engine, _, batch in made[0].replicas)
+    for plan in _near(request, options) if near else ():
+        found.setdefault(plan.counts, plan)
     problem = options.problem(options.first_step_s(True))
     if not found:  # the search's speeds are estimates: limits that it cannot meet may still be met
         fastest = replace(problem, objective="throughput", budget_usd_per_h=math.inf)
@@ -68,6 +72,31 @@ def plans(request: Request) -> list[Plan]:
     if not allowed:
         raise _nothing(request, problem)
     return sorted(allowed, key=lambda p: problem.key(1 / p.step_s, p.usd_per_h))[: request.top]
+
+
+def _near(request: Request, options: Options) -> Iterator[Plan]:
+    """Plans that use only some zones: each zone alone, then with the nearest other ones. The search for the highest
+    throughput uses all GPUs, also those that new weights reach so late that they are better left out."""
+    links = request.cluster.links
+    zones = list(dict.fromkeys(m.zone for m in request.cluster.machines))
+    tried = {frozenset(zones)}
+    for zone in zones:
+        order = sorted(zones, key=lambda z: (z != zone, -links.between(zone, z, same_type=True)))
+        for n in range(1, min(len(zones), MOST_ZONES)):
+            chosen = frozenset(order[:n])
+            if chosen in tried:
+                continue
+            tried.add(chosen)
+            machines = tuple(m for m in request.cluster.machines if m.zone in chosen)
+            part = replace(request, cluster=replace(request.cluster, machines=machines))
+            try:
+                made = plans(part, near=False)
+            except WindfallError:  # too few GPUs for the model, the budget or the deadline
+                continue
+            for plan in made:
+                placed = fixed_in(request, options, plan)
+                if placed is not None:
+                    yield placed
 
 
 def _improved(request: Request, options: Options, problem: Problem, found: list[Plan]) -> Iterator[Plan]:
@@ -138,11 +167,25 @@ def fixed(request: Request, device: str, gpus: int, counts: Mapping[tuple[Kind, 
     """The plan in which this many GPUs of a device train, with these numbers of engines by kind and size. None: it
     cannot be placed."""
     options = Options(request)
-    number = {kind: k for k, (kind, _) in enumerate(options.kinds)}
     trains = [k for k, n in options.trainers if n == gpus and options.kinds[k][0].gpu.name == device]
-    if not trains or not counts or any((number[kind], tp) not in options.replicas for kind, tp in counts):
+    return _placed(request, options, trains[0], gpus, counts) if trains else None
+
+
+def fixed_in(request: Request, options: Options, plan: Plan) -> Plan | None:
+    """A plan for a part of the cluster, in all of it."""
+    trains = [k for k, (kind, _) in enumerate(options.kinds) if kind == plan.training_kind]
+    counts = {(kind, engine.tp): n for kind, engine, n, _ in plan.replicas}
+    return _placed(request, options, trains[0], plan.training.gpus, counts)
+
+
+def _placed(
+    request: Request, options: Options, trains: int, gpus: int, counts: Mapping[tuple[Kind, int], int]
+) -> Plan | None:
+    number = {kind: k for k, (kind, _) in enumerate(options.kinds)}
+    known = (trains, gpus) in options.trainers
+    if not known or not counts or any((number[kind], tp) not in options.replicas for kind, tp in counts):
         return None
-    trainer = TrainOption(trains[0], gpus, options.trainers[trains[0], gpus].step_s)
+    trainer = TrainOption(trains, gpus, options.trainers[trains, gpus].step_s)
     replicas = {ReplicaOption(number[kind], tp, 1.0): n for (kind, tp), n in counts.items()}
     return place(request, options, Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0, method="fixed"))
 
@@ -208,7 +251,7 @@ class Options:
             replicas.append(ReplicaOption(k, tp, engine.tok_per_s(batch, w) * useful_share(r, self.kinds[k][0])))
             tail_s = min(tail_s, w.longest_tokens * step_time(engine, 1.0, w) / (w.staleness + 1))
         links = r.cluster.links
-        pull_s = cost_model.pull_s(w, [links.pull or links.across_types], 1)
+        pull_s = cost_model.pull_s(w, [(links.pull, 1)] if links.pull else [], 1, local=0 if links.pull else 1)
         return Problem(
             have=tuple(sum(m.count for m in ms) for _, ms in self.kinds),
             usd_per_h=tuple(price(r, kind) for kind, _ in self.kinds),

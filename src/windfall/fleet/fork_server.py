@@ -158,17 +158,11 @@ class ForkServer:
             os.close(fd)
 
     def _reap(self, options: int) -> None:
-        """Reap the workers that ended. First kill the rest of their groups, while the pids still belong to them."""
-        while self._workers:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | options)
-            if ended is None:
-                return
-            name = self._workers.pop(ended.si_pid, None)
-            if name is not None:
-                process.send_signal(ended.si_pid, signal.SIGKILL)
-            _, status = os.waitpid(ended.si_pid, 0)
-            if name is not None:  # otherwise it was a child that an import started
-                self.answer(name=name, pid=ended.si_pid, exit=os.waitstatus_to_exitcode(status))
+        """Report the workers that ended."""
+        while self._workers and (ended := process.reap(self._workers, options)) is not None:
+            pid, code = ended
+            if (name := self._workers.pop(pid, None)) is not None:  # otherwise it was a child that an import started
+                self.answer(name=name, pid=pid, exit=code)
 
 
 def _write_answer(fd: int, **fields: Any) -> None:

@@ -250,21 +250,12 @@ class ImportServer:
         return list(request["argv"])
 
     def _reap(self) -> None:
-        """Report the fork servers that ended. First kill the rest of their groups, while the pids belong to them."""
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            connection = self._forked.pop(ended.si_pid, None)
-            if connection is not None:
-                process.send_signal(ended.si_pid, signal.SIGKILL)
-            _, status = os.waitpid(ended.si_pid, 0)
-            if connection is not None:
+        """Report the fork servers that ended."""
+        while (ended := process.reap(self._forked, os.WNOHANG)) is not None:
+            pid, code = ended
+            if (connection := self._forked.pop(pid, None)) is not None:
                 with connection, contextlib.suppress(OSError):  # the client may be gone
-                    connection.sendall(json.dumps({"ended": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
+                    connection.sendall(json.dumps({"ended": code}).encode() + b"\n")
 
 
 def _differences(mine: Any, yours: Any) -> str:

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 from windfall.errors import WindfallError
@@ -75,6 +75,21 @@ def send_signal(pid: int, number: int) -> None:
     The leader must not have been reaped yet."""
     with contextlib.suppress(ProcessLookupError):
         (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+
+
+def reap(known: Container[int], options: int = 0) -> tuple[int, int] | None:
+    """Reap a child that has ended. Returns its pid and exit code, or None if there is none. `known`: the children that
+    have a process group of their own; the rest of it is killed first, while the pid still belongs to it."""
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | options)
+    except ChildProcessError:
+        return None
+    if ended is None:
+        return None
+    if ended.si_pid in known:
+        send_signal(ended.si_pid, signal.SIGKILL)
+    _, status = os.waitpid(ended.si_pid, 0)
+    return ended.si_pid, os.waitstatus_to_exitcode(status)
 
 
 def open_log(path: Path) -> int:

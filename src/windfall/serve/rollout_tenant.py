@@ -107,10 +107,10 @@ class RolloutTenant(EngineThread):
         self._without_pages_s: dict[str, float] = {}
         """When each response without pages lost them, by its id."""
         self._prompts_wait_s: float | None = None
-        """Since when prompts wait without any prefill; None: there are none, or one was launched."""
+        """When the prompts that wait began to wait for a prefill. None: there are none, or a prefill was launched."""
         self._looked_s = 0.0
         self._rests_until_s = -math.inf
-        """Until this time it reports no slots, because serving leaves it too little time for any response."""
+        """When it reports slots again. Until then it has none: serving leaves too little time for any response."""
         self.response_tokens = 0
         """Tokens of the longest possible response; 0: not known, and the slots divide the memory."""
         self._meter: CapacityMeter | None = None

@@ -125,7 +125,7 @@ class RolloutLoad:
     prefill: int = 0
     """Rows that are still to be prefilled, those of waiting responses included."""
     prefill_due: bool = False
-    """Whether they have waited so long that decode steps must leave the time to them."""
+    """Whether these rows have waited so long that decode steps must leave the time to them."""
 
 
 def rows_allowed(

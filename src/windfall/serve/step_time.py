@@ -46,12 +46,12 @@ class StepShape:
 
 
 class _Estimate:
-    """Of one kind of steps."""
+    """The estimate for steps of one kind: with a prefill, or without."""
 
     def __init__(self) -> None:
         self._products: dict[int, np.ndarray] = {}
         self._weights: dict[int, float] = {}
-        """Both by the size of the steps."""
+        """Products and weights of the steps seen, by their size."""
         self._fixed = self._each = self._attended = 0.0
         self.steps = 0
         """Number of steps learned from."""

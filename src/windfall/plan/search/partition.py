@@ -45,7 +45,7 @@ class Graph:
         return cls(machines=tuple(machines), zones=(0,) * len(machines), link=link, network=((network,),))
 
     def score(self, training: Sequence[int]) -> tuple[float, float]:
-        """Of the links between training GPUs: the slowest bandwidth, and the mean over all pairs.
+        """The slowest bandwidth of the links between training GPUs, and the mean over all pairs.
 
         >>> two = Graph.uniform([2, 2], 100.0, 10.0)
         >>> two.score([2, 0]), two.score([1, 1]), two.score([1, 0])

@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Such as "train 4 H100; roll out 4 H100 + 2 x 4 L40S spot": the last are two engines of four GPUs each."""
+        """The plan in words. "roll out 4 H100 + 2 x 4 L40S spot" ends with two engines of four GPUs each."""
         made = [f"{n} x {r.tp} {kind.name}" if r.tp > 1 else f"{n} {kind.name}" for kind, r, n, _ in self.replicas]
         return f"train {self.training.gpus} {self.training.gpu.name}; roll out {' + '.join(made)}"
 

@@ -21,10 +21,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from windfall.devices import Place
-from windfall.errors import describe_exit
+from windfall.errors import describe_exit, run_until_first
 from windfall.fleet.base import Handle
 from windfall.fleet.fork_client import ForkClient
 from windfall.fleet.restart import RestartDelay
@@ -100,18 +100,10 @@ class EngineProcesses:
         )  # fmt: skip
         self._folder.mkdir(parents=True, exist_ok=True)
         server = await asyncio.start_unix_server(self._accept, path=f"\0{self._address}")
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._closing.wait())]
         async with client, server:
-            try:
-                tasks += [asyncio.create_task(self._keep_running(client, n)) for n in range(len(self._places))]
-                await client.ready()
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await client.ready()
+            children = (self._keep_running(client, n) for n in range(len(self._places)))
+            await run_until_first(self._closing.wait(), *children)
 
     async def _keep_running(self, client: ForkClient, child: int) -> None:
         delay, generation = RestartDelay(), 0

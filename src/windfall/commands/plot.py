@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 from windfall.page.runs import RunReader, read_all
 from windfall.page.timeline import STATES, TENTHS, Row
 
@@ -44,7 +44,7 @@ def main(runs: list[Path], out: Path, *, panels: list[str], by_time: bool) -> Pa
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as e:
-        fix = "Install it with: pip install 'windfall[plot]'"
+        fix = f"Install it: {install_command('plot')}"
         raise WindfallError("plots need matplotlib, which is not installed", where="windfall plot", fix=fix) from e
     readers = read_all(runs)
     panels = panels or [name for name in PANELS if any(_has(r, name) for r in readers)]

@@ -141,10 +141,10 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
     return f"'{name}' = {error['input']!r}: {message}" if path else message
 
 
-def dump(recipe: Recipe) -> str:
-    """The complete recipe as TOML. `load` reads it back to an equal recipe."""
+def dump(recipe: Recipe, *, all_keys: bool = True) -> str:
+    """The recipe as TOML. `load` reads it back to an equal recipe. `all_keys`: also those that have their defaults."""
     lines: list[str] = []
-    for section, values in recipe.model_dump(exclude_none=True).items():
+    for section, values in recipe.model_dump(exclude_none=True, exclude_defaults=not all_keys).items():
         lines.append(f"[{section}]")
         lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
         lines.append("")

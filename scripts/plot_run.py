@@ -1,5 +1,5 @@
 """Plot the reward of one or several runs as an SVG, from their event logs:
-`python scripts/plot_run.py runs/NAME [runs/OTHER ...] OUT.svg`. Needs matplotlib (`windfall[plot]`)."""
+`python scripts/plot_run.py runs/NAME [runs/OTHER ...] OUT.svg`. Needs matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 

@@ -9,10 +9,11 @@ from windfall.config.worker_sources import SOURCES
 
 HEAD = """# Recipes
 
-One TOML file describes a run. `windfall train RECIPE.toml --dry-run` checks it and prints it with all defaults filled
-in; `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before any
-work starts. `-` in the default column means that the key is not set. This page is generated from
-`src/windfall/config/` by `scripts/recipe_reference.py`.
+One TOML file describes a run. `windfall train RECIPE.toml --dry-run` checks it and prints what differs from the
+defaults, and what that amounts to: size of the model, devices, batch, fleet. With `--all` it prints every key.
+`--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before any work
+starts. Some keys need an extra, such as `wandb`: run `pip install -e '.[wandb]'` in a clone. `-` in the default column
+means that the key is not set. This page is generated from `src/windfall/config/` by `scripts/recipe_reference.py`.
 """
 RESUME = """## What may change on resume
 

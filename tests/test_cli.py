@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 import typer
 from hostile.files import DAMAGES, damage
+from rich.text import Text
 from typer.testing import CliRunner
 
 from windfall import __version__, cli, config
 from windfall.errors import WindfallError
-from windfall.launch import invitation, start
+from windfall.launch import dry_run, invitation, start
 from windfall.launch.processes import trainer
 from windfall.models import load
 
@@ -55,6 +57,22 @@ def test_help_has_a_valid_example(path: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli.app, [*path, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert command.epilog in result.output
+    for text in (command.help, *(getattr(p, "help", None) or "" for p in command.params)):
+        brackets = set(re.findall(r"\[[^]]*\]", text)) - {"[b]", "[/b]"}
+        assert all(b in Text.from_markup(text).plain for b in brackets), f"rich takes a part of this for markup: {text}"
+
+
+def test_help_shows_the_commands_in_the_order_in_which_a_user_meets_them() -> None:
+    out = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "200"}).output
+    shown = [name for name in re.findall(r"^│ ([a-z][\w-]*) ", out, re.MULTILINE) if not name.startswith("-")]
+    assert sorted(shown) == sorted({path[0] for path in commands(ROOT)})
+    assert [*shown[:3], *shown[-3:]] == ["train", "resume", "eval", "gateway", "fleet", "bench"]
+
+
+def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = windfall("plot", str(here))
+    assert (code, "[plot]'" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +118,10 @@ def test_help_has_a_valid_example(path: tuple[str, ...]) -> None:
         (["worker", "--join", "http://h:1", "--token", "x", "--gpus", "all", "--device", "cpu"], "--device cpu differ"),
         (["resume", "short.token"], "short.token: this is a file, not a run"),
         (["top", "short.token"], "short.token: this is a file, not a run"),
+        (["page", "smal"], "smal: no such run\nDid you mean 'small'?"),
+        (["plot", "smal"], "smal: no such run\nDid you mean 'small'?"),
+        (["gateway", "smal"], "smal: no such run\nDid you mean 'small'?"),
+        (["gateway", "started"], "started: this run has no gateway now"),
         (["resume", "x" * 300], "File name too long"),
         (["bench", "engine", "--max-tokens", "600"], "Give at most 488."),
     ],
@@ -173,13 +195,31 @@ def test_invalid_command_line_is_refused(windfall: Windfall, args: list[str]) ->
     assert "Traceback" not in err
 
 
-def test_dry_run_prints_the_complete_recipe_and_starts_nothing(windfall: Windfall, here: Path) -> None:
-    code, out, _ = windfall("train", "small.toml", "--dry-run", "--set", "train.lr=3e-4")
+@pytest.mark.parametrize("more", [[], ["--all"]])
+def test_dry_run_prints_the_recipe_and_starts_nothing(windfall: Windfall, here: Path, more: list[str]) -> None:
+    code, out, _ = windfall("train", "small.toml", "--dry-run", "--set", "train.lr=3e-4", *more)
     assert code == 0
     assert sorted(p.name for p in here.iterdir()) == ["small.toml"]
     (here / "printed.toml").write_text(out)
     assert "# not checked: whether the weights of the model can be loaded" in out
     assert config.load(here / "printed.toml") == config.load(here / "small.toml", ["train.lr=3e-4"])
+    assert ("weight_decay = 0.0" in out) == bool(more)
+    assert more or len(out.splitlines()) < 50
+
+
+def test_dry_run_prints_what_the_recipe_leaves_to_windfall(windfall: Windfall, here: Path) -> None:
+    (here / "tiny.toml").write_text(
+        "[run]\ndevice = 'cpu'\n[fleet]\nworkers = 2\nslurm = {workers = 1, workers_max = 4}\n"
+    )
+    recipe = config.load(here / "tiny.toml")
+    found = dict(dry_run.facts(recipe))
+    assert found["model"] == "tiny: 0.8 M parameters, float32"
+    assert found["trainer"].startswith("1 process on the CPU; grpo on all weights")
+    assert found["batch"].startswith("32 tasks x 8 responses per step, at most 40,960 tokens; 1 optimizer update")
+    assert found["fleet"] == (
+        "the trainer's own engine; 2 workers on this machine (reserved); 1 to 4 workers from slurm (spot)"
+    )
+    assert windfall("train", "tiny.toml", "--all")[0] == 2
 
 
 def test_ctrl_c_before_the_start_ends_with_status_130(windfall: Windfall, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,21 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert not is_group or not rest or rest[0].isupper() or rest[0] == "...", f"{' '.join(words)}: no such command"
 
 
+def test_every_extra_is_installed_from_a_clone_and_exists() -> None:
+    """No package index has windfall, so `pip install 'windfall[gguf]'` would fail, or install something else."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    files = [*PAGES, *(ROOT / "recipes").rglob("*.toml"), *(ROOT / "src").rglob("*.py")]
+    for path in (p for p in files if p.name != "CHANGELOG.md"):
+        text = path.read_text()
+        assert not re.search(r"pip install [^`\n]*\bwindfall(\[|==)", text), path
+        assert not re.search(r"\bwindfall\[[a-z]", text), f"{path}: name the extra without 'windfall'"
+        named = re.findall(
+            r"pip install [^`\n]*\.\[([a-z-]+)\]|install_command\(['\"]([a-z-]+)|the extra `([a-z-]+)`", text
+        )
+        extras = {next(filter(None, found)) for found in named}
+        assert extras <= project["optional-dependencies"].keys(), path
+
+
 @pytest.mark.parametrize("page", GUIDES, ids=lambda p: p.name)
 def test_recipes_of_the_guides_are_valid(page: Path) -> None:
     for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):

@@ -39,7 +39,7 @@ def test_demo_learns_with_adapters(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_frozen_lake_is_learned(tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium", reason="FrozenLake needs the extra windfall[gymnasium]")
+    pytest.importorskip("gymnasium", reason="FrozenLake needs the extra gymnasium")
     rewards, _ = learn(tmp_path, name="frozen-lake")
     assert rewards[0] < 0.1
     assert rewards[-1] > 0.75, "the best path that is the same for every map gets about 0.64"

@@ -21,6 +21,7 @@ from windfall.commands.page_options import page, plot
 from windfall.commands.serve import serve
 from windfall.errors import WindfallError, nearest
 from windfall.plan.options import plan
+from windfall.sim.options import sim
 
 if TYPE_CHECKING:
     from windfall.events.log import EventLog
@@ -31,14 +32,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-fleet = typer.Typer(help="Workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
-app.add_typer(fleet, name="fleet")
-app.command(epilog="Example: windfall gateway runs/demo")(gateway)
-app.command(
-    name="env-server", epilog="Example: windfall env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000"
-)(env_server)
-app.command(epilog="Example: windfall plan 8B --gpus '8xH100 + 6x2xH100:spot' --objective cost")(plan)
+fleet = typer.Typer(help="Preview workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
 
 FILE_SYSTEM_ERRORS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP,
@@ -70,13 +64,13 @@ def _root(
     del version
 
 
-@app.command(epilog="Example: windfall train recipes/demo.toml --set run.steps=50 --set train.lr=3e-4")
 def train(
     recipe: RecipeFile,
     set: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the recipe and print it in full; start nothing.")
+        bool, typer.Option("--dry-run", help="Check the recipe and print what differs from defaults; start nothing.")
     ] = False,
+    all: Annotated[bool, typer.Option("--all", help="With --dry-run: print all keys, also those at defaults.")] = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     token: Annotated[str | None, token_option("; by default a new one is created")] = None,
@@ -86,24 +80,23 @@ def train(
     ] = None,
 ) -> None:
     """Train with a recipe: start a controller, a trainer and workers. Ctrl-C saves and shows how to resume."""
+    from windfall.launch import dry_run as dry_runs
     from windfall.launch import invitation, recipe_check, start
     from windfall.run_folder import new_folder
 
+    if all and not dry_run:
+        raise WindfallError("--all only changes what --dry-run prints", where="--all", fix="Add --dry-run.")
     parsed = config.load(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
     chosen = invitation.token(token) if token is not None else None
     report = recipe_check.check(parsed)
     if dry_run:
-        print(config.dump(parsed))
-        print(f"# {report}")
-        print(f"# checked: {recipe_check.CHECKED}")
-        print(f"# not checked: {recipe_check.NOT_CHECKED}; nothing was started")
+        print(dry_runs.describe(parsed, report, all_keys=all))
         return
     print(report)
     secret = invitation.token(trainer_token) if trainer_token is not None else None
     start.train(parsed, new_folder(parsed), token=chosen, secret=secret)
 
 
-@app.command(epilog="Example: windfall resume runs/demo --set run.steps=100")
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that was stopped or killed.")],
     set: Overrides = None,
@@ -112,11 +105,11 @@ def resume(
 ) -> None:
     """Resume a run that was stopped or killed, from its last checkpoint and its journal. Nothing is lost."""
     from windfall.launch import start
+    from windfall.run_folder import recipe_file
 
-    start.resume(config.load(_run_recipe(run), [*(set or []), *_tls(tls_cert, tls_key)]), run)
+    start.resume(config.load(recipe_file(run), [*(set or []), *_tls(tls_cert, tls_key)]), run)
 
 
-@app.command(epilog="Example: windfall token demo.token")
 def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create.")]) -> None:
     """Create a token, so that workers can start before their run. Give the file to `train` and `worker` as --token."""
     from windfall.link.auth import make_token
@@ -127,7 +120,6 @@ def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to cre
     print(f"created {file}, readable by its owner only; give it as --token to the run and to its workers")
 
 
-@app.command(epilog="Example: windfall worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63")
 def worker(
     join: Annotated[str, typer.Option(metavar="URL", help="Address of the controller; the run prints it at startup.")],
     token: Annotated[str, token_option("; it may be created after the worker starts")],
@@ -185,10 +177,6 @@ def worker(
     )  # fmt: skip
 
 
-app.command(epilog="Example: windfall serve tiny --port 8000 --lend http://10.0.0.5:8700 --token demo.token")(serve)
-
-
-@app.command(epilog="Example: windfall ranks --join http://10.0.0.5:29400 --token trainer.secret")
 def ranks(
     join: Annotated[str, typer.Option(metavar="URL", help="http://HOST:PORT with the run's train.rendezvous.")],
     token: TrainerToken,
@@ -216,113 +204,16 @@ def ranks(
     raise typer.Exit(code)
 
 
-@app.command(epilog="Example: windfall top runs/demo")
 def top(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, in progress or ended.")],
     once: Annotated[bool, typer.Option("--once", help="Print the table once and exit.")] = False,
 ) -> None:
     """Show the fleet of a run: live while it runs, otherwise its last state."""
+    from windfall.run_folder import recipe_file
     from windfall.views import top
 
-    _run_recipe(run)
+    recipe_file(run)
     top.show(run, once=once)
-
-
-app.command(epilog="Example: windfall page runs/demo --out demo.html")(page)
-app.command(epilog="Example: windfall plot runs/demo runs/demo-2 --out figure.svg --panels reward,tok_per_s")(plot)
-
-
-FOR_RECIPE, FOR_REPLAY = "Options for RECIPE.toml", "Options for --replay"
-FOR_CALIBRATE, FOR_CHAOS = "Options for calibrate", "Options for chaos"
-SimWhat = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="RECIPE.toml | calibrate FILE... | chaos",
-        help="Recipe to simulate; or calibrate, followed by files of measurements; or chaos.",
-    ),
-]
-SimOverrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", rich_help_panel=FOR_RECIPE, metavar="a.b=value", help="Override a recipe key; may be repeated."
-    ),
-]
-SimReplay = Annotated[
-    Path | None,
-    typer.Option(
-        rich_help_panel=FOR_REPLAY, metavar="RUN",
-        help="Simulate this run from its own event log and compare the prediction with the measurements.",
-    ),
-]  # fmt: skip
-SimFit = Annotated[
-    str,
-    typer.Option(
-        rich_help_panel=FOR_REPLAY,
-        help="Steps to fit machines to: first-half (the other half is predicted) or all.",
-    ),
-]
-
-
-@app.command(epilog="Example: windfall sim recipes/sim-harvest.toml --compare colocated,restart,windfall --out figures")
-def sim(
-    what: SimWhat = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Number of simulations, each with its own seed. Not for calibrate.")
-    ] = 1,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for figures (JSON, CSV, SVG) and event logs. Not for calibrate.")
-    ] = None,
-    compare: Annotated[
-        str, typer.Option(rich_help_panel=FOR_RECIPE, help="Variants to compare, separated by commas, or all.")
-    ] = "windfall",
-    set: SimOverrides = None,
-    replay: SimReplay = None,
-    fit: SimFit = "first-half",
-    gpu: Annotated[str, typer.Option(rich_help_panel=FOR_CALIBRATE, help="GPU that was measured, such as H100.")] = "",
-    to: Annotated[
-        str, typer.Option(rich_help_panel=FOR_CALIBRATE, help="GPU to scale the result to, by published figures.")
-    ] = "",
-    seed: Annotated[int, typer.Option(rich_help_panel=FOR_CHAOS, min=0, help="First seed.")] = 0,
-    faults: Annotated[int, typer.Option(rich_help_panel=FOR_CHAOS, min=1, help="Number of faults per run.")] = 500,
-) -> None:  # fmt: skip
-    """Simulate a run in virtual time to see its cost and speed: the real controller with simulated machines.
-
-    [b]RECIPE.toml[/b] simulates a recipe.
-
-    [b]--replay RUN[/b] simulates a recorded run and compares the result with the recording.
-
-    [b]calibrate FILE...[/b] fits simulated machines to measurements and prints them as a part of a recipe.
-
-    [b]chaos[/b] injects faults into small runs and checks that no invariant is broken.
-    """
-    if replay is not None:
-        from windfall.sim.replay import command as replays
-
-        if what:
-            raise WindfallError("a replay uses the recipe of its run", where="--replay", fix=f"Leave out {what[0]}.")
-        replays.main(replay, fit=fit, out=out, seeds=seeds)
-        return
-    if not what:
-        raise WindfallError("nothing to simulate", where="windfall sim", fix="Give a recipe, or --replay RUN.")
-    if what[0] == "calibrate":
-        from windfall.sim.calibrate import command as calibrate
-
-        calibrate.main([Path(w) for w in what[1:]], gpu=gpu, to=to)
-        return
-    if what[0] == "chaos":
-        from windfall.sim.chaos import command as chaos_command
-
-        if len(what) > 1:
-            fix = "Leave it out: chaos generates its own runs."
-            raise WindfallError(f"unexpected argument {what[1]!r}", where="windfall sim chaos", fix=fix)
-        chaos_command.main(seeds=seeds, seed=seed, faults=faults, out=out)
-        return
-    from windfall.sim.report import command
-
-    if len(what) > 1:
-        fix = "Simulate one recipe at a time."
-        raise WindfallError(f"{len(what)} recipes given", where="windfall sim", fix=fix)
-    command.main(config.load(Path(what[0]), set), seeds=seeds, names=compare, out=out)
 
 
 @app.command(name="_controller", hidden=True)
@@ -357,7 +248,6 @@ def _trainer(
     raise typer.Exit(ranks_of_trainer.main(run, place) if rank else trainer.main(run, place))
 
 
-@app.command(name="eval", epilog="Example: windfall eval runs/demo --tasks 200 --show 3")
 def evaluate(
     checkpoint: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, run (its newest checkpoint) or model.")
@@ -382,7 +272,6 @@ def evaluate(
     offline.evaluate(path, config.load(source, set), tasks=tasks, temperature=temperature, show=show)
 
 
-@app.command(epilog="Example: windfall export runs/demo models/demo")
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run (its newest checkpoint), checkpoint or adapter.")],
     out: Annotated[
@@ -398,7 +287,6 @@ def export(
     print(made)
 
 
-@app.command(epilog="Example: windfall generate tiny --prompt '12+34-5=' --n 4")
 def generate(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Model: tiny, smollm2-135m, a directory, a run or a hub id.")
@@ -449,6 +337,42 @@ def fleet_preview(
     print(worker_sources.preview(config.load(recipe, set), only), end="")
 
 
+COMMANDS = {
+    "Train": {
+        "train recipes/demo.toml --set run.steps=50 --set train.lr=3e-4": train,
+        "resume runs/demo --set run.steps=100": resume,
+        "eval runs/demo --tasks 200 --show 3": evaluate,
+        "generate tiny --prompt '12+34-5=' --n 4": generate,
+        "export runs/demo models/demo": export,
+    },
+    "Watch": {
+        "top runs/demo": top,
+        "page runs/demo --out demo.html": page,
+        "plot runs/demo runs/demo-2 --out figure.svg --panels reward,tok_per_s": plot,
+    },
+    "Plan": {
+        "plan 8B --gpus '8xH100 + 6x2xH100:spot' --objective cost": plan,
+        "sim recipes/sim-harvest.toml --compare colocated,restart,windfall --out figures": sim,
+    },
+    "Add machines": {
+        "token demo.token": token,
+        "worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63": worker,
+        "serve tiny --port 8000 --lend http://10.0.0.5:8700 --token demo.token": serve,
+        "ranks --join http://10.0.0.5:29400 --token trainer.secret": ranks,
+        "env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000": env_server,
+        "gateway runs/demo": gateway,
+    },
+}
+"""The commands in the panels of `windfall --help`, by an example that starts with their name, in the order in which a
+user meets them."""
+for _panel, _commands in COMMANDS.items():
+    for _example, _function in _commands.items():
+        _epilog = f"Example: windfall {_example}"
+        app.command(_example.split()[0], epilog=_epilog, rich_help_panel=_panel)(_function)
+app.add_typer(fleet, name="fleet", rich_help_panel="Add machines")
+app.add_typer(bench, name="bench", rich_help_panel="Measure")
+
+
 def _tls(cert: Path | None, key: Path | None) -> list[str]:
     """The TLS options as overrides of recipe keys."""
     given = {"fleet.tls_cert": cert, "fleet.tls_key": key}
@@ -460,21 +384,6 @@ def _one_of(value: str, where: str, known: tuple[str, ...]) -> str:
         what = f"unknown value {value!r}; expected one of: {', '.join(known)}"
         raise WindfallError(what, where=where, fix=nearest(value, known))
     return value
-
-
-def _run_recipe(run: Path) -> Path:
-    """The recipe of the run in this folder."""
-    if run.is_file():
-        raise WindfallError("this is a file, not a run", where=str(run), fix="Give a folder such as runs/demo.")
-    if not run.is_dir():
-        try:
-            near = nearest(run.name, [p.name for p in run.parent.iterdir() if p.is_dir()])
-        except OSError:  # the parent does not exist or is not readable
-            near = ""
-        raise WindfallError("no such run", where=str(run), fix=near or "Give a folder such as runs/demo.")
-    if not (run / "recipe.toml").is_file():
-        raise WindfallError("not a run: it has no recipe.toml", where=str(run), fix="Give a folder such as runs/demo.")
-    return run / "recipe.toml"
 
 
 def _exit_with(error: WindfallError) -> None:

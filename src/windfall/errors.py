@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import shlex
 import signal
 from collections.abc import Coroutine, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -46,6 +48,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"Did you mean '{close[0]}'?"
     return f"Known: {', '.join(names)}." if names else ""
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra of windfall. It names a clone, because no package index has windfall."""
+    clone = Path(__file__).resolve().parents[2]
+    if not (clone / "pyproject.toml").is_file():
+        return f"pip install '.[{extra}]' in a clone of windfall"
+    return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
 
 
 async def guard(main: Coroutine[Any, Any, T]) -> T:

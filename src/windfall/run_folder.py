@@ -29,7 +29,7 @@ import xxhash
 from windfall import config
 from windfall.config import Recipe
 from windfall.envs.data import files as data_files
-from windfall.errors import WindfallError, describe_exit
+from windfall.errors import WindfallError, describe_exit, nearest
 
 BEGAN = "recipe.began.toml"
 DATA_BEGAN = "data.began.json"
@@ -68,6 +68,26 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # it holds other runs
         folder.parent.rmdir()
+
+
+def recipe_file(run: Path) -> Path:
+    """The recipe of the run in this folder. Raises WindfallError if there is no run."""
+    check_exists(run)
+    if not (run / "recipe.toml").is_file():
+        raise WindfallError("not a run: it has no recipe.toml", where=str(run), fix="Give a folder such as runs/demo.")
+    return run / "recipe.toml"
+
+
+def check_exists(run: Path) -> None:
+    """Raise WindfallError unless there is such a folder."""
+    if run.is_file():
+        raise WindfallError("this is a file, not a run", where=str(run), fix="Give a folder such as runs/demo.")
+    if not run.is_dir():
+        try:
+            near = nearest(run.name, [p.name for p in run.parent.iterdir() if p.is_dir()])
+        except OSError:  # the parent does not exist or is not readable
+            near = ""
+        raise WindfallError("no such run", where=str(run), fix=near or "Give a folder such as runs/demo.")
 
 
 def initial_recipe(folder: Path) -> Recipe:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall.config import Recipe, dump, env_sections, load, parse, sections
+from windfall.algorithms import make
+from windfall.config import Recipe, dump, env_sections, load, parse, sections, unknown_keys
 from windfall.errors import WindfallError
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").rglob("*.toml"))
@@ -31,8 +32,19 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
     ("toml", "expected"),
     [
         ("[trian]\nlr = 1.0", "unknown key 'trian'. Did you mean 'train'?"),
-        ("stps = 3", "unknown key 'stps'. Known: algorithm, chat, checkpoint, "),
-        ("[train]\nlearning = 1.0", "unknown key 'train.learning'. Known: betas, "),
+        ("zzz = 3", "unknown key 'zzz'. Known: algorithm, chat, checkpoint, "),
+        ("stps = 3", "unknown key 'stps'. Did you mean 'run.steps'?"),
+        ("[enviroment]\nname = 'guess'", "unknown key 'enviroment'. Did you mean 'env'?"),
+        ("[env]\nname = 'agent'\ntasks = { name = 'gym', task = 'x', optons = {} }", "Did you mean 'options'?"),
+        ("[sim.lenders]\nserving = {}\npeek = 3", "unknown key 'sim.lenders.peek'. Did you mean 'peak'?"),
+        ("[optimizer]\nlr = 1.0", "unknown key 'optimizer'. Did you mean 'train'?"),
+        ("[train]\nzzz = 1.0", "unknown key 'train.zzz'. Known: betas, "),
+        ("[train]\nlearning_rate = 1.0", "unknown key 'train.learning_rate'. Did you mean 'lr'?"),
+        ("[train]\nlearnin_rate = 1.0", "unknown key 'train.learnin_rate'. Did you mean 'lr'?"),
+        ("[train]\nnum_generations = 4", "unknown key 'train.num_generations'. Did you mean 'rollout.group_size'?"),
+        ("[train]\nbeta = 0.1", "unknown key 'train.beta'. Did you mean 'betas' or 'algorithm.kl'?"),
+        ("[run]\nlr = 1.0", "unknown key 'run.lr'. Did you mean 'train.lr'?"),
+        ("[run]\ntemperature = 1.0", "Did you mean 'rollout.temperature' or 'eval.temperature'?"),
         ("[rollout]\ntemprature = 1.0", "unknown key 'rollout.temprature'. Did you mean 'temperature'?"),
         ("[env]\nname = 'guess'\nmax_turn = 2", "unknown key 'env.max_turn'. Did you mean 'max_turns'?"),
         ("[env]\nname = 'guesss'", "env.name = 'guesss' is not an environment. Did you mean 'guess'?"),
@@ -85,6 +97,18 @@ def test_invalid_recipe_is_refused_with_a_fix(tmp_path: Path, toml: str, expecte
     assert expected in message
     assert message.startswith(str(tmp_path / "recipe.toml"))
     assert len(message.splitlines()) == 1
+
+
+def test_every_name_of_another_framework_leads_to_a_key_that_exists() -> None:
+    for other, name in unknown_keys.OTHER_NAMES.items():
+        *path, key = name.split(".")
+        if path == ["algorithm", "options"]:
+            assert make("grpo", **{key: 0.1})
+            continue
+        data = {"env": {"name": "dataset"}}
+        assert key in unknown_keys.section_at(path, data).model_fields, f"{other}: {name}"
+        assert other not in unknown_keys.section_at(path, data).model_fields, f"{other} is a key itself"
+    assert len(unknown_keys.OTHER_NAMES) == sum(len(names.split()) for names in unknown_keys.MEANT_BY.values())
 
 
 def test_training_is_synchronous_unless_the_recipe_says_otherwise() -> None:
@@ -158,9 +182,9 @@ def test_every_environment_is_registered_by_its_name() -> None:
     assert all(get_args(kind.model_fields["name"].annotation) == (name,) for name, kind in env_sections.ENVS.items())
 
 
-def again(recipe: Recipe, folder: Path) -> Recipe:
+def again(recipe: Recipe, folder: Path, *, all_keys: bool = True) -> Recipe:
     path = folder / "again.toml"
-    path.write_text(dump(recipe), encoding="utf-8")
+    path.write_text(dump(recipe, all_keys=all_keys) or "[run]", encoding="utf-8")
     return load(path)
 
 
@@ -168,6 +192,7 @@ def again(recipe: Recipe, folder: Path) -> Recipe:
 def test_dump_of_every_recipe_loads_again(path: Path, tmp_path: Path) -> None:
     recipe = load(path)
     assert again(recipe, tmp_path) == recipe
+    assert again(recipe, tmp_path, all_keys=False) == recipe
 
 
 plain = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.dates() | st.datetimes()
@@ -179,7 +204,8 @@ options = st.recursive(plain, lambda v: st.lists(v) | st.dictionaries(st.text(),
 def test_dump_of_odd_values_loads_again(tmp_path_factory: Any, text: str, options: dict[str, Any]) -> None:
     env = {"name": "gym", "task": text, "options": options, "instruction": text}
     recipe = parse({"env": env, "train": {"lr": 1e-5, "clip_norm": math.inf}}, where="here")
-    assert again(recipe, tmp_path_factory.getbasetemp()) == recipe
+    for all_keys in (True, False):
+        assert again(recipe, tmp_path_factory.getbasetemp(), all_keys=all_keys) == recipe
 
 
 def test_dump_keeps_types() -> None:

@@ -14,9 +14,7 @@ from windfall.envs.sessions.stateful import Stateful
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Task, Turn
 
-pytest.importorskip(
-    "gymnasium", reason="FrozenLake is tested with gymnasium; the extra windfall[gymnasium] installs it"
-)
+pytest.importorskip("gymnasium", reason="FrozenLake is tested with gymnasium; the extra gymnasium installs it")
 STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 
 

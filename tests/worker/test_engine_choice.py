@@ -84,13 +84,13 @@ def test_several_gpus_need_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("found", "device", "why", "extra"),
     [
-        (None, "cuda", "vLLM is not installed", "windfall[vllm]"),
-        (None, "cpu", "vLLM is not installed", "windfall[vllm-cpu]"),
-        (Installed("vllm", "0.22.1"), "cuda", "vllm 0.22.1 is installed, but windfall needs 0.23", "windfall[vllm]"),
-        (Installed("vllm", "0.34.0"), "cuda", "but windfall needs 0.23 to 0.33", "windfall[vllm]"),
-        (Installed("vllm-cpu", "0.31.0"), "cpu", "0.31.0 is installed, but windfall needs 0.32", "windfall[vllm-cpu]"),
-        (Installed("vllm-cpu", "0.32.0"), "cuda", "is for a CPU", "windfall[vllm]"),
-        (Installed("vllm", "0.25.1"), "cpu", "is for GPUs", "windfall[vllm-cpu]"),
+        (None, "cuda", "vLLM is not installed", "[vllm]"),
+        (None, "cpu", "vLLM is not installed", "[vllm-cpu]"),
+        (Installed("vllm", "0.22.1"), "cuda", "vllm 0.22.1 is installed, but windfall needs 0.23", "[vllm]"),
+        (Installed("vllm", "0.34.0"), "cuda", "but windfall needs 0.23 to 0.33", "[vllm]"),
+        (Installed("vllm-cpu", "0.31.0"), "cpu", "0.31.0 is installed, but windfall needs 0.32", "[vllm-cpu]"),
+        (Installed("vllm-cpu", "0.32.0"), "cuda", "is for a CPU", "[vllm]"),
+        (Installed("vllm", "0.25.1"), "cpu", "is for GPUs", "[vllm-cpu]"),
     ],
 )  # fmt: skip
 def test_missing_or_other_version_is_refused_with_the_extra(

@@ -21,7 +21,7 @@ export function now(run: Run): [HTMLElement, HTMLElement] {
       card("reward", number(run.last("reward")), last ? `held-out: ${number(last[2])} after step ${last[0]}` : ""),
       card("tokens/s", number(run.last("tok_per_s")), `${number(run.sum("made"))} generated so far`),
       card("cost so far", dollars(money.usd || null), money.usd_per_million !== null ? `${dollars(money.usd_per_million)} per million trained tokens` : "no prices are known"),
-      card(running ? "workers" : "last workers", running ? workers : run.last("workers") ?? 0, `${number(lost)} lost so far`),
+      card(running ? "workers" : "workers at the end", running ? workers : run.last("workers") ?? 0, `${number(lost)} lost so far`),
       card("responses open", running ? snapshot?.open ?? "–" : 0, `${running ? `${snapshot?.queued ?? 0} queued; ` : ""}${number(moved)} moved so far`),
       card("staleness", number(run.last("staleness_mean") ?? 0), `largest: ${number(run.last("staleness_max") ?? 0)}`),
       card(running ? "trainer" : "run", running ? busy : run.status, running ? (wait !== null && step_s ? `waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "") : run.sum("s") ? `trainer waited ${((100 * run.sum("train_wait_s")) / run.sum("s")).toFixed(0)} %` : "")),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from windfall import config
-from windfall.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
+from windfall.commands.options import Overrides, RecipeFile, TlsKey, token_option
 
 
 def env_server(
@@ -21,7 +22,9 @@ def env_server(
         int, typer.Option(min=1, max=65536, help="Upper limit for calls in progress. Others wait for a free slot.")
     ] = 64,
     set: Overrides = None,
-    tls_cert: TlsCert = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Certificate chain (PEM) of the server; runs then connect over https.")
+    ] = None,
     tls_key: TlsKey = None,
 ) -> None:
     """Host the environment of a recipe for runs on other machines, which name this server in env.servers.

@@ -31,8 +31,11 @@ def _warn_of_visible_token(context: typer.Context, parameter: typer.CallbackPara
 
 
 def token_option(
-    note: str = "", *, what: str = "the run's token", help: str = "", envvar: str = "WINDFALL_TOKEN"
-) -> Any:
+    note: str = "", *, what: str = "the run's token", help: str = "", envvar: str = "WINDFALL_TOKEN",
+    panel: str | None = None,
+) -> Any:  # fmt: skip
     """The option with which a command takes a token: a file, not the token itself."""
     help = help or f"File that holds {what}{note}."
-    return typer.Option(metavar="FILE", envvar=envvar, callback=_warn_of_visible_token, help=help)
+    return typer.Option(
+        metavar="FILE", envvar=envvar, callback=_warn_of_visible_token, help=help, rich_help_panel=panel
+    )

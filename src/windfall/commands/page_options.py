@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, in progress or ended.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs, in progress or ended.")]
 RunsAndPredictions = Annotated[
     list[Path],
     typer.Argument(
-        metavar="RUN...",
+        metavar="RUN",
         help="Folders of runs, in progress or ended; then simulations (windfall sim --out) or recipes (windfall plan "
         "--write) to compare with.",
     ),
@@ -41,7 +41,7 @@ def plot(
     panels: Annotated[str, typer.Option(help="Panels, such as reward,length,timeline. Default: all series.")] = "",
     time: Annotated[bool, typer.Option("--time", help="Plot over hours instead of steps.")] = False,
 ) -> None:
-    """Write a figure of one or several runs for a paper or a report (needs matplotlib: windfall[plot])."""
+    """Write a figure of one or several runs for a paper or a report (needs matplotlib: the extra `plot`)."""
     from windfall.commands import plot as plots
 
     print(plots.main(runs, out, panels=[name for name in panels.split(",") if name], by_time=time))

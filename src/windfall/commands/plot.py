@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 from windfall.page.runs import RunReader, read_all
 from windfall.page.timeline import STATES, TENTHS, Row
 
@@ -44,7 +44,7 @@ def main(runs: list[Path], out: Path, *, panels: list[str], by_time: bool) -> Pa
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as e:
-        fix = "Install it with: pip install 'windfall[plot]'"
+        fix = f"Install it: {install_command('plot')}"
         raise WindfallError("plots need matplotlib, which is not installed", where="windfall plot", fix=fix) from e
     readers = read_all(runs)
     panels = panels or [name for name in PANELS if any(_has(r, name) for r in readers)]
@@ -62,9 +62,13 @@ def main(runs: list[Path], out: Path, *, panels: list[str], by_time: bool) -> Pa
                 _lines(ax, readers, name, by_time)
         for ax in axes[len(panels) :]:
             ax.set_axis_off()
-        lines = [ax for ax, name in zip(axes, panels, strict=False) if name != "timeline"]
-        if len(readers) > 1 and lines:
-            lines[0].legend(frameon=False)
+        drawn = {name: ax for name, ax in zip(panels, axes, strict=False) if name != "timeline"}
+        named = [next(iter(drawn))] if len(readers) > 1 and drawn else []
+        if "reward" in drawn and any(_evaluations(reader) for reader in readers):
+            drawn["reward"].plot([], [], "o", color="gray", ms=4, label="held-out tasks")
+            named.append("reward")
+        for name in dict.fromkeys(named):
+            drawn[name].legend(frameon=False)
         metadata = {"Date": None} if out.suffix.lower() == ".svg" else {}
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -81,18 +85,24 @@ def _has(reader: RunReader, name: str) -> bool:
     return any(value is not None for value in reader.history.series[name])
 
 
+def _evaluations(reader: RunReader) -> list[tuple[int, float, float]]:
+    """Step, time in seconds and reward on held-out tasks of each evaluation that has a reward."""
+    return [(step, t, reward) for step, t, reward in reader.history.evals if reward is not None]
+
+
 def _lines(ax: Any, readers: list[RunReader], name: str, by_time: bool) -> None:
     title, unit = PANELS[name]
     for n, reader in enumerate(readers):
         history, color = reader.history, COLORS[n % len(COLORS)]
+        label = reader.name if len(readers) > 1 else "training tasks"
         x = [t / 3600 for t in history.series["t"]] if by_time else history.series["step"]  # pyright: ignore
         y = history.series[name]
         if name == "usd":
             y = list(accumulate(value or 0.0 for value in y))
         points = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
-        ax.plot(*zip(*points, strict=True) if points else ([], []), color=color, lw=1.2, label=reader.name)
+        ax.plot(*zip(*points, strict=True) if points else ([], []), color=color, lw=1.2, label=label)
         if name == "reward":
-            evals = [(t / 3600 if by_time else step, r) for step, t, r in history.evals if r is not None]
+            evals = [(t / 3600 if by_time else step, r) for step, t, r in _evaluations(reader)]
             ax.plot(*zip(*evals, strict=True) if evals else ([], []), "o", color=color, ms=4)
     ax.set(xlabel="hours" if by_time else "step", ylabel=f"{title} ({unit})" if unit else title)
     if not by_time:

@@ -44,7 +44,7 @@ def serve(
     lend: Annotated[
         str, typer.Option(metavar="URL", rich_help_panel=LENDING, help="Controller of the run to lend this device to.")
     ] = "",
-    token: Annotated[str, token_option("; it may be created after the server starts")] = "",
+    token: Annotated[str, token_option("; it may be created after the server starts", panel=LENDING)] = "",
     tls_ca: Annotated[
         Path | None, typer.Option(rich_help_panel=LENDING, help="Additional certificate (PEM) to trust.")
     ] = None,

@@ -81,7 +81,7 @@ class DatasetEnv(HostedEnv):
     name: Literal["dataset"]
     path: FilePath
     """Data set: a JSONL or parquet file, a folder that `datasets` saved (save_to_disk), or a folder with the files of a
-    Hugging Face repository. Nothing is downloaded. Parquet and arrow need the extra `windfall[data]`."""
+    Hugging Face repository. Nothing is downloaded. Parquet and arrow need the extra `data`."""
     split: str | None = None
     """Split to train on, such as "train", "train[:1000]" or "train[10%:]". If left out, "train" or the only one."""
     subset: str | None = None

@@ -1,6 +1,6 @@
 """Recipe files: read one, apply overrides, validate it completely before any work starts, and write it back.
 
-An unknown key is refused, and the error names the nearest known key.
+An unknown key is refused, and the error names the key that was probably meant (unknown_keys.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from windfall.config.env_sections import ENVS
-from windfall.config.lora import Lora
-from windfall.config.planned import PlannedWorkers
-from windfall.config.sections import Recipe, SimKind
-from windfall.config.worker_sources import SOURCES
+from windfall.config.sections import Recipe
+from windfall.config.unknown_keys import suggestion
 from windfall.errors import WindfallError, nearest
 
 _DATES = (datetime.date, datetime.time)  # datetime.datetime is a subclass of date
@@ -130,7 +128,7 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
     name, message = ".".join(path), error["msg"].removeprefix("Value error, ")
     match error["type"]:
         case "extra_forbidden":
-            return f"unknown key '{name}'. {nearest(path[-1], _keys(path[:-1], data))}"
+            return f"unknown key '{name}'. {suggestion(path, data)}"
         case "union_tag_invalid":
             given = data["env"]["name"]
             return f"env.name = {given!r} is not an environment. {nearest(str(given), ENVS)}"
@@ -143,25 +141,10 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
     return f"'{name}' = {error['input']!r}: {message}" if path else message
 
 
-def _keys(sections: list[str], data: dict[str, Any]) -> Iterable[str]:
-    if not sections:
-        return Recipe.model_fields
-    if sections[:2] == ["sim", "kinds"]:
-        return SimKind.model_fields
-    if sections[:2] == ["plan", "workers"]:
-        return PlannedWorkers.model_fields
-    if sections[:2] == ["train", "lora"]:
-        return Lora.model_fields
-    if sections[0] == "fleet" and len(sections) > 1 and sections[1] in SOURCES:
-        return SOURCES[sections[1]].model_fields
-    section: Any = ENVS[data["env"]["name"]] if sections == ["env"] else Recipe.model_fields[sections[0]].annotation
-    return section.model_fields
-
-
-def dump(recipe: Recipe) -> str:
-    """The complete recipe as TOML. `load` reads it back to an equal recipe."""
+def dump(recipe: Recipe, *, all_keys: bool = True) -> str:
+    """The recipe as TOML. `load` reads it back to an equal recipe. `all_keys`: also those that have their defaults."""
     lines: list[str] = []
-    for section, values in recipe.model_dump(exclude_none=True).items():
+    for section, values in recipe.model_dump(exclude_none=True, exclude_defaults=not all_keys).items():
         lines.append(f"[{section}]")
         lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
         lines.append("")

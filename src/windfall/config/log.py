@@ -16,12 +16,12 @@ class Log(Section):
     samples_mb: float = Field(default=64.0, gt=0)
     """Upper limit for the size of samples.jsonl in MB. When it is reached, every second step in the file is removed."""
     tensorboard: bool = False
-    """Also write every scalar for TensorBoard (`pip install 'windfall[tensorboard]'`)."""
+    """Also write every scalar for TensorBoard (the extra `tensorboard`)."""
     wandb: str = ""
-    """Project of Weights & Biases that also gets every scalar (`pip install 'windfall[wandb]'`). Empty: none."""
+    """Project of Weights & Biases that also gets every scalar (the extra `wandb`). Empty: none."""
     mlflow: str = ""
-    """Tracking URI of MLflow, such as "http://10.0.0.9:5000", that also gets every scalar (`pip install
-    'windfall[mlflow]'`). Empty: none."""
+    """Tracking URI of MLflow, such as "http://10.0.0.9:5000", that also gets every scalar (the extra `mlflow`). Empty:
+    none."""
     prometheus: str = ""
     """Address, as HOST:PORT, at which Prometheus can scrape the newest scalars under /metrics. Empty: none."""
 

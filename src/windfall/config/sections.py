@@ -227,7 +227,7 @@ class Eval(Section):
 class EngineSection(Section):
     name: Literal["auto", "windfall", "vllm"] = "auto"
     """Engine of the workers. "windfall" is its own: fast on a GPU for the Llama family, plain torch otherwise. "vllm"
-    needs the extra `windfall[vllm]`. "auto" uses vLLM only on a GPU where it is installed and windfall's own GPU engine
+    needs the extra `vllm`. "auto" uses vLLM only on a GPU where it is installed and windfall's own GPU engine
     cannot run the model. A worker's `--engine` comes first. The trainer's own engine is always windfall's."""
     kv_tokens: int = Field(default=0, ge=0)
     """Tokens that the KV cache can hold. 0 covers what the responses of a step can need, within the free memory."""

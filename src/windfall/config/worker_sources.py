@@ -82,7 +82,7 @@ class WorkerSource(Section):
 
 
 class Ray(WorkerSource):
-    """Workers on a Ray cluster: one actor per worker. Needs `pip install 'windfall[ray]'`."""
+    """Workers on a Ray cluster: one actor per worker. Needs the extra `ray`."""
 
     address: str = "auto"
     """Address of the Ray cluster, as for `ray.init`. "auto" is the cluster that this machine belongs to."""
@@ -145,7 +145,7 @@ class Kubernetes(WorkerSource):
 
 
 class SkyPilot(WorkerSource):
-    """Workers from clouds through SkyPilot: one managed job per worker. Needs `pip install 'windfall[skypilot]'`."""
+    """Workers from clouds through SkyPilot: one managed job per worker. Needs the program `sky`."""
 
     accelerators: str | list[str] = Field(default=[])
     """GPUs of a worker's machine, such as "H100:1". A list names alternatives. If left out: a machine without a GPU."""
@@ -160,7 +160,7 @@ class SkyPilot(WorkerSource):
     image: str = ""
     """Machine or container image. If left out: SkyPilot's default."""
     setup: str = ""
-    """Shell commands that install windfall on a new machine. If left out: `pip install` of this version."""
+    """Shell commands that install windfall on a new machine. Needed unless `image` has it."""
     max_restarts: int = Field(default=3, ge=0)
     """Number of times that SkyPilot restarts a worker that fails. Preempted workers are always started again."""
 

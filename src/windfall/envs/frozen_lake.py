@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 from windfall.types import Feedback, Task
 
 MOVES = ("left", "down", "right", "up")
@@ -38,7 +38,7 @@ class FrozenLake:
         moves: Sequence[str] = MOVES, fields: str = FIELDS, view: str = "map", rules: bool = True,
     ) -> None:  # fmt: skip
         if importlib.util.find_spec("gymnasium") is None:
-            fix = "Install it: pip install 'windfall[gymnasium]'"
+            fix = f"Install it: {install_command('gymnasium')}"
             raise WindfallError("gymnasium is not installed", where="env.name", fix=fix)
         if len({move.lower() for move in moves}) != len(MOVES):
             fix = "Give four different words, for left, down, right and up."

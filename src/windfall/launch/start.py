@@ -15,6 +15,7 @@ from windfall.events.log import EventLog
 from windfall.launch import recipe_check, resume_check, supervisor
 from windfall.launch.liveness import FROZEN_TRAINER
 from windfall.link import auth
+from windfall.models import load
 from windfall.views.console import Console
 
 
@@ -78,6 +79,8 @@ def _run(recipe: Recipe, folder: Path, console: Console) -> None:
         left.unlink()
     auth.make_token(folder / "token")
     auth.make_token(folder / "trainer.secret")
+    loads_base = not (folder / "checkpoints").is_dir() or recipe.train.lora is not None
+    console.starting(load.preparation(recipe.model.path) if loads_base else "")
     with console:
         try:
             done = asyncio.run(errors.guard(supervisor.Supervisor(recipe, folder, console).run()))

@@ -64,6 +64,11 @@ def check(recipe: Recipe) -> None:
             raise WindfallError(f"program '{program}' not found", where=f"fleet.{name}", fix=fix)
         if isinstance(section, Kubernetes):
             credentials.find(section.kubeconfig, section.server, section.token_file)
+        if isinstance(section, SkyPilot) and not (section.setup or section.image):
+            fix = (
+                "Set fleet.skypilot.setup to the commands that install it, or fleet.skypilot.image to an image with it."
+            )
+            raise WindfallError("new machines would not have windfall", where="fleet.skypilot", fix=fix)
         check_reachable(recipe, name, section)
     _check_ceiling(recipe)
 

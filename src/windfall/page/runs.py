@@ -71,6 +71,7 @@ class RunReader:
         self.history, self.samples = History(), SampleFile(self.folder)
         self._position = 0
         if not self.path.is_file():
+            folders.check_exists(run)
             fix = "Give the folder of a run, such as runs/demo, or a folder that `windfall sim --out` has written."
             raise WindfallError("this folder has no event log (events.jsonl)", where=str(run), fix=fix)
         self.read_new()

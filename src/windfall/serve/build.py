@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Literal
 
 from windfall.devices import choose_matmul_library
@@ -45,11 +46,13 @@ def build_host(
     *,
     share: float = 0.4,
     engine: EngineKind = "auto",
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Host:
     """A host with an engine for serving. `share`: share of the free memory for the KV caches of both tenants, unless
-    the spec says how many tokens serving's KV cache has."""
+    the spec says how many tokens serving's KV cache has. `tell` is called with what takes time, before it begins."""
     from windfall.engine.torch.arena import Arena
 
+    tell("comparing the engine with transformers on a small model of this kind ...")
     engine_factory.self_test(spec, device, model)
     if device == "cpu":
         choose_matmul_library(model, deterministic=False)
@@ -57,6 +60,8 @@ def build_host(
     running, kv_tokens = engine_factory.engine_sizes(spec, token_bytes, device, share)
     layout = blocks.layout(kv_tokens * token_bytes, spec.page_size * token_bytes, least_blocks=LEAST_BLOCKS)
     arena = Arena(layout, device)
+    on_gpu = "; compiling kernels and capturing CUDA graphs" if device.startswith("cuda") else ""
+    tell(f"building the engine: a KV cache of {kv_tokens:,} tokens{on_gpu} ...")
     kv = arena.join(SERVING, token_bytes=token_bytes, page_size=spec.page_size, priority=True)
     made = _engine(spec, model, kv, device, running, engine, keep_share=0.0)
     return Host(made, arena, objectives, max_rows=spec.max_rows)

@@ -60,6 +60,12 @@ class Console:
         self._bar.start()
         return self
 
+    def starting(self, preparation: str) -> None:
+        """Shown while the trainer loads the model. `preparation`: what takes long at the first use of this model."""
+        if preparation:
+            self._out.print(f"{escape(preparation)} ...")
+        self._out.print(f"starting the trainer with {escape(self._recipe.model.path)} ...")
+
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 

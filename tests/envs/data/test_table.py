@@ -25,7 +25,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    pa = pytest.importorskip("pyarrow", reason="parquet files need the extra windfall[data]")
+    pa = pytest.importorskip("pyarrow", reason="parquet files need the extra data")
     from pyarrow import parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def write_saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """As `datasets` writes it with save_to_disk: the stream format, in batches."""
-    pa = pytest.importorskip("pyarrow", reason="parquet files need the extra windfall[data]")
+    pa = pytest.importorskip("pyarrow", reason="parquet files need the extra data")
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist(rows)
     with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as s:
@@ -153,5 +153,5 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(WindfallError, match=r"pip install 'windfall\[data\]'"):
+    with pytest.raises(WindfallError, match=r"pip install -e '.*\[data\]'"):
         read(tmp_path / "a.parquet")

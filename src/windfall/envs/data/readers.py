@@ -1,4 +1,4 @@
-"""Reads the rows of one file: JSONL with the standard library, parquet and arrow with pyarrow (`windfall[data]`)."""
+"""Reads the rows of one file: JSONL with the standard library, parquet and arrow with pyarrow (the extra `data`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.envs.rows import parse_line, refuse_other_formats
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 
 BATCH_ROWS = 1024
 _LFS_POINTER = b"version https://git-lfs"
@@ -88,5 +88,5 @@ def _pyarrow(file: Path) -> Any:
     try:
         return importlib.import_module("pyarrow")
     except ImportError as e:
-        fix = "Install it: pip install 'windfall[data]'"
+        fix = f"Install it: {install_command('data')}"
         raise WindfallError("pyarrow is not installed", where=str(file), fix=fix) from e

@@ -17,7 +17,7 @@ from windfall.envs.failures import EnvFailed
 from windfall.envs.rewards import functions
 from windfall.envs.rewards.functions import RewardFunction
 from windfall.envs.scoring.extract import extract
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 from windfall.types import Feedback
 
 GRADERS = ("math", "exact")
@@ -42,7 +42,7 @@ class Rewards:
         for 1.0 each. `columns`: those of the data. `cpu_s`: CPU time limit for comparing two answers."""
         self._cpu_s = cpu_s
         if "math" in specs and importlib.util.find_spec("math_verify") is None:
-            fix = "Install it: pip install 'windfall[math]', or use 'exact' or a function of your own."
+            fix = f"Install it: {install_command('math')}; or use 'exact' or a function of your own."
             raise WindfallError("math-verify is not installed", where="env.rewards", fix=fix)
         loaded = {spec: functions.load(spec, columns) for spec in specs if spec not in GRADERS}
         names = [loaded[spec].name if spec in loaded else spec for spec in specs]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 from windfall.fleet import process
 from windfall.fleet.base import Handle, OnEvent, ignore_event
 from windfall.fleet.restart import RestartDelay
@@ -56,7 +56,8 @@ class RayOptions:
 
 def check_installed() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise WindfallError("Ray is not installed", where="fleet.ray", fix="pip install 'windfall[ray]'")
+        fix = f"Install it: {install_command('ray')}"
+        raise WindfallError("Ray is not installed", where="fleet.ray", fix=fix)
 
 
 class RayClient:

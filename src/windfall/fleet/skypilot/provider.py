@@ -27,7 +27,7 @@ from windfall.fleet.skypilot.task import SkyPilotOptions, task
 from windfall.fleet.slots import SlotProvider
 from windfall.fleet.worker_command import TLS_PIN, TOKEN, WorkerCommand
 
-FIX = "pip install 'windfall[skypilot]', or pipx install skypilot; then: sky check"
+FIX = "Install it in an environment of its own: pipx install skypilot; then: sky check"
 POLL_S = 20.0
 """Seconds between two queries: each takes SkyPilot several seconds."""
 CANCELING = "CANCELLING"

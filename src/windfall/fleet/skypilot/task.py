@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windfall import __version__
 from windfall.fleet.base import EXIT_NO_CONTROLLER
 from windfall.fleet.worker_command import TLS_PIN, WorkerCommand
 
@@ -47,7 +46,7 @@ def task(
         "name": worker,
         "resources": resources,
         **({"envs": {TLS_PIN: certificate}} if certificate else {}),
-        "setup": options.setup or f"pip install 'windfall=={__version__}'",
+        **({"setup": options.setup} if options.setup else {}),
         "run": f"# A recovered worker is a new worker, so its name contains the time.\n{command.shell(url, name)}\n"
         f'status=$?; if [ "$status" = {EXIT_NO_CONTROLLER} ]; then exit 0; fi; exit "$status"\n',
     }

@@ -75,6 +75,8 @@ def main(options: ServeOptions) -> None:
             raise WindfallError("lending needs the run's token", where="--lend", fix="Give --token FILE.")
         context = tls.client_context(options.lend, ca=options.ca, pinned=os.environ.get("WINDFALL_TLS_PIN", ""))
     check_address(options.host, options.port)
+    load.resolve(options.model)  # a wrong name is reported before torch is imported
+    _tell(f"loading {options.model} ...")
     device, dtype = devices.resolve(options.device, options.dtype, options.threads)
     model = load.load(options.model, dtype=dtype, device=device)
     tokenizer = load.load_tokenizer(options.model)
@@ -83,7 +85,7 @@ def main(options: ServeOptions) -> None:
     spec = build.serving_spec(
         model, dtype, context=longest, max_running=options.max_running, kv_tokens=options.kv_tokens
     )
-    host = build.build_host(spec, model, device, options.objectives, share=options.memory)
+    host = build.build_host(spec, model, device, options.objectives, share=options.memory, tell=_tell)
     served = ServedModel(
         model=options.name or options.model, context=min(longest, host.engine.limit),
         vocabulary=model.get_input_embeddings().num_embeddings,
@@ -109,6 +111,11 @@ def main(options: ServeOptions) -> None:
         os._exit(code)  # threads may be in the middle of a step or a pull whose result is no longer needed
 
     asyncio.run(run_and_exit())
+
+
+def _tell(line: str) -> None:
+    """Say what the start of the server is doing. Standard output has the address of the server as its first line."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def is_address(url: str) -> bool:

@@ -24,7 +24,7 @@ from windfall import config
 from windfall.config import Recipe
 from windfall.config.worker_sources import WorkerSource
 from windfall.engine.vllm import installed
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 from windfall.events.log import read
 from windfall.fleet.trace_formats import Change
 from windfall.launch import worker_sources
@@ -116,7 +116,7 @@ def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulate
     }.items():  # fmt: skip
         data[section].update(keys)
     if first.machine.engine == "vllm" and first.replicas and installed.find() is None:
-        fix = "pip install 'windfall[vllm]', or set engine = \"windfall\" for that machine in the cluster file."
+        fix = f'Install it: {install_command("vllm")}; or set engine = "windfall" for that machine in the cluster file.'
         raise WindfallError("the plan's workers on the trainer's machine need vLLM", where="engine.name", fix=fix)
     return config.parse(data, where="the planned recipe")
 

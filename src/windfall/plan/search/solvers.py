@@ -8,7 +8,7 @@
 Three solvers give the same answer; `solve` chooses:
 
     exact        every trainer and every number of rollout GPUs per kind; H by a knapsack table. Small problems.
-    milp         one mixed-integer program on HiGHS, through SciPy (`pip install 'windfall[plan]'`). 1 / time is concave
+    milp         one mixed-integer program on HiGHS, through SciPy (the extra `plan`). 1 / time is concave
                  in H, so tangents bound it from above; a tangent is added where the solution exceeds the true rate.
                  Cost per token is a ratio: Dinkelbach's method solves cost - lambda x rate until lambda is that ratio.
     bisection    AReaL-Hex: for every kind that can train, bisect on its number of GPUs until training takes as long as
@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 
 Objective = Literal["throughput", "cost", "deadline"]
 EXACT_LIMIT = 200_000
@@ -127,9 +127,8 @@ def solve(problem: Problem, count: int = 1, method: str = "auto") -> list[Split]
         elif _bisectable(problem):
             method = "bisection"
         else:
-            raise WindfallError(
-                "this search needs a solver", where="windfall plan", fix="pip install 'windfall[plan]' (SciPy)."
-            )
+            fix = f"Install SciPy: {install_command('plan')}"
+            raise WindfallError("this search needs a solver", where="windfall plan", fix=fix)
     match method:
         case "exact":
             return _exact(problem, count)

@@ -1,7 +1,7 @@
 """The two plots of a simulation as an SVG file: the fleet over time, and the cost of each variant against its
 throughput.
 
-matplotlib is optional (`windfall[plot]`) and is imported only when something is drawn.
+matplotlib is optional (the extra `plot`) and is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, install_command
 from windfall.sim.report.figures import Moment
 
 WIDTH_IN, HEIGHT_IN = 7.6, 3.0
@@ -22,7 +22,7 @@ def new_figure(height_in: float = HEIGHT_IN) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        fix = "Install it with: pip install 'windfall[plot]'"
+        fix = f"Install it: {install_command('plot')}"
         raise WindfallError("plots need matplotlib, which is not installed", where="plot", fix=fix) from e
     return Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from windfall.envs.agents import isolation, reaper
+from windfall.envs.agents import isolation
 from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
 from windfall.errors import WindfallError
+from windfall.fleet import reaper
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -163,7 +164,7 @@ def test_order_to_end_that_comes_before_the_agent_is_kept(monkeypatch: pytest.Mo
     if pid == 0:
         early = lambda parent, death: os.kill(os.getpid(), death) if death == signal.SIGTERM else None  # noqa: E731
         monkeypatch.setattr(reaper, "die_with_parent", early)
-        reaper.run_agent(lambda: time.sleep(60) or os._exit(0), 2)  # type: ignore[func-returns-value]
+        reaper.run(lambda: time.sleep(60) or os._exit(0), parent=os.getppid(), output=2)  # type: ignore[func-returns-value]
     deadline = time.monotonic() + 5
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -54,7 +54,7 @@ def test_beginning_is_shown_without_a_log(capfd: pytest.CaptureFixture[str]) -> 
     log = ShownOutput(limit=10)
     for part in (b"12345\n", b"6789\n", b"more", b"more"):
         log.write(part)
-    assert capfd.readouterr().err == "12345\n6789\n(the environment printed more, which is not shown)\n"
+    assert capfd.readouterr().err == "12345\n6789\n(more was printed, which is not shown)\n"
 
 
 def test_growth_of_a_log_is_noticed_once(tmp_path: Path) -> None:

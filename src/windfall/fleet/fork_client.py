@@ -194,7 +194,7 @@ class _Link:
         self._pinger: asyncio.Task[None] | None = None
 
     async def wait_until_ready(self, timeout_s: float, log: Path) -> None:
-        """Wait for the imports. After them the fork server must answer pings. Raises WindfallError or ForkServerLost."""
+        """Wait for the imports. After them it must answer pings. Raises WindfallError or ForkServerLost."""
         try:
             async with asyncio.timeout(timeout_s):
                 failed = await self._import_error

@@ -39,7 +39,7 @@ class ShownOutput:
             return
         shown, self._left = data[: self._left], self._left - len(data)
         if self._left < 0:
-            shown += b"\n(the environment printed more, which is not shown)\n"
+            shown += b"\n(more was printed, which is not shown)\n"
         with contextlib.suppress(OSError):  # the terminal is gone
             while shown:
                 shown = shown[os.write(2, shown) :]

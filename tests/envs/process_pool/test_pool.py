@@ -8,7 +8,6 @@ import importlib.util
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any

@@ -56,7 +56,7 @@ def section(**keys: Any) -> CustomEnv:
     return CustomEnv(**(ENV | keys))
 
 
-def client(token: Path, *ports: int, start_s: float = 20.0, seed: int = 0, **keys: Any) -> EnvServers:
+def client(token: Path, *ports: int, start_s: float = 120.0, seed: int = 0, **keys: Any) -> EnvServers:
     addresses = [f"127.0.0.1:{port}" for port in ports]
     return EnvServers(section(servers=addresses, servers_token=token, **keys), seed, start_s=start_s)
 

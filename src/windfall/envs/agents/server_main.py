@@ -71,7 +71,6 @@ class RunningAgent:
 
 
 def main() -> None:
-    os.dup2(2, 1)
     isolation.forbid_tracing()  # keys of all sessions pass through this process
     reaper.adopt_orphans()
     AgentServer(socket.socket(fileno=int(sys.argv[1]))).run()

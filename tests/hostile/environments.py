@@ -256,6 +256,7 @@ class LeavesProcesses(Sound):
             self._fork(lambda: None)
             self._fork(self._daemonize)
             self._fork(lambda: (os.setsid(), os.closerange(0, 1024)))
+        print(self.options.get("says", ""))
         time.sleep(self.options.get("wait_s", 0.0))
         return Feedback(reward=1.0)
 

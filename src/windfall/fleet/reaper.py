@@ -117,8 +117,8 @@ def _start(program: Callable[[], NoReturn], parent: int) -> int:
             program()
         except SystemExit as e:
             status = e.code if isinstance(e.code, int) else 1 if e.code else 0
-        except BaseException:  # fault boundary: the program must not continue as a second reaper
-            sys.excepthook(*sys.exc_info())
+        except BaseException as e:  # fault boundary: the program must not continue as a second reaper
+            sys.excepthook(type(e), e, e.__traceback__)
         finally:
             os._exit(status)
     if sys.platform != "linux":

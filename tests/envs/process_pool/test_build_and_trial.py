@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,44 @@ def test_module_that_hangs_during_import_is_refused(
     assert "waited 1 s for it to be imported and built" in said
     assert 'slow_env.py", line 2' in said
     assert "building environment slow_env:Env; waiting up to 1 s" in capfd.readouterr().err
+
+
+STUCK = """
+import os, pathlib, time
+from hostile.environments import Sound as Env
+with open("starts", "a") as file: file.write(f"{os.getpid()}\\n")
+while not pathlib.Path("go").exists(): time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+def test_process_that_is_killed_while_it_builds_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pools, "RESTART_S", 0.01)
+    monkeypatch.setattr(pools, "MAX_KILLED_BUILDS", 2)
+    (tmp_path / "stuck.py").write_text(STUCK)
+    starts = tmp_path / "starts"
+
+    async def main() -> None:
+        async with EnvPool(section("stuck:Env"), 0) as pool:
+            answer = asyncio.create_task(ask(pool, 1, limit_s=60.0))
+            for number in range(kills):
+                while len(pids := starts.read_text().split() if starts.exists() else []) <= number:
+                    await asyncio.sleep(0.01)
+                os.kill(int(pids[-1]), signal.SIGKILL)
+            if kills == 3:
+                with pytest.raises(WindfallError, match=r"was killed \(SIGKILL\) after .* s \(3 times in a row\)"):
+                    await pool.ready()
+                with pytest.raises(WindfallError, match="3 times in a row"):
+                    await answer
+                return
+            (tmp_path / "go").touch()
+            await pool.ready()
+            assert (await answer).reward == 3.0
+
+    asyncio.run(main())
 
 
 def test_environment_that_can_be_built_only_once_fails_later_calls(

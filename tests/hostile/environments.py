@@ -198,12 +198,12 @@ class ClosesFiles(Sound):
 
 
 class AwaitsAndHarms(Sound):
-    """Calls wait together. On the text "scribble" or "leave", one harms the process while no call is running."""
+    """Calls wait together. On the text "scribble" or "leave", one harms the process while the others wait."""
 
     async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, task: Task, turns: Sequence[Turn]
     ) -> Feedback:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.1 if turns[-1].text in ("scribble", "leave") else 0.5)
         if turns[-1].text == "scribble":
             Scribbles.misbehave(self, task, turns)  # pyright: ignore[reportArgumentType]
             await asyncio.sleep(1e6)

@@ -44,7 +44,7 @@ def test_only_the_call_that_writes_to_the_link_fails() -> None:
     check_only_one_fails(hostile.ScribblesOnce, "no JSON", "wrote something to the connection of its process")
 
 
-@pytest.mark.parametrize("text", ["scribble", "leave"])
+@pytest.mark.parametrize("text", ["scribble", pytest.param("leave", marks=pytest.mark.slow)])
 def test_call_that_harms_its_process_unseen_fails_alone(text: str) -> None:
     """It is not known which of the waiting calls it was. With fewer calls in a child each time, it becomes known."""
     check_only_one_fails(hostile.AwaitsAndHarms, text, "", of=8)

@@ -186,9 +186,12 @@ class ScribblesOnce(Scribbles):
 
 
 class ClosesFiles(Sound):
-    """Closes all files of its process on the text "close", and replaces them on "replace"."""
+    """Closes all files of its process on the text "close", and replaces them on "replace". On "standard", it closes
+    standard input, output and error only."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        if turns[-1].text == "standard":
+            os.closerange(0, 3)
         if turns[-1].text in ("close", "replace"):
             os.closerange(0, 1024)
         if turns[-1].text == "replace":

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from hostile import environments as hostile
-from hostile.pool_calls import ask, failure, hosting, run
+from hostile.pool_calls import ask, environment_pid, failure, hosting, run
 
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.pool import EnvPool
@@ -38,6 +38,17 @@ def check_only_one_fails(env: type, text: str, says: str, *, of: int = 12) -> No
 @pytest.mark.parametrize("text", ["close", "replace"])
 def test_only_the_call_that_closes_the_files_of_its_process_fails(text: str) -> None:
     check_only_one_fails(hostile.ClosesFiles, text, "closed or replaced files of its process")
+
+
+def test_environment_may_close_its_standard_files() -> None:
+    async def main() -> None:
+        async with hosting(hostile.ClosesFiles) as pool:
+            pid = environment_pid(pool)
+            texts = ["standard" if n == 3 else "fine" for n in range(12)]
+            assert await ask_together(pool, texts) == [Feedback(reward=1.0)] * 12
+            assert environment_pid(pool) == pid
+
+    run(main)
 
 
 def test_only_the_call_that_writes_to_the_link_fails() -> None:

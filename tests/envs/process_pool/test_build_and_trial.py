@@ -40,6 +40,17 @@ def refused(env: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, build_s:
         ("class Env:\n    def __init__(self):\n        pass\n", "does not accept these options"),
         ("class Env:\n    def __init__(self, seed):\n        self.f()\n", "broken_env.py:3: building broken_env:Env"),
         ("class Env:\n    def __init__(self, seed):\n        pass\n", "returned a Env without task and feedback"),
+        ("raise KeyboardInterrupt\n", "broken_env.py:1: importing broken_env raised KeyboardInterrupt"),
+        (
+            "class Own(BaseException):\n    def __str__(self):\n        1 / 0\nclass Env:\n"
+            "    def __init__(self, seed):\n        raise Own\n",
+            "broken_env.py:6: building broken_env:Env raised Own: (its text cannot be read",
+        ),
+        (
+            "class Env:\n    def __init__(self, seed): pass\n    def task(self, index): pass\n    feedback = task\n"
+            "    def __getattr__(self, name):\n        raise LookupError(name)\n",
+            "broken_env.py:6: building",
+        ),
         ("import os\nos._exit(7)\n", "the process that builds it ended with status 7"),
     ],
 )

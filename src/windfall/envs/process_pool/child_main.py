@@ -27,7 +27,7 @@ import zlib
 from typing import Any
 
 from windfall import envs
-from windfall.envs import failures
+from windfall.envs import failures, user_code
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool import limits
 from windfall.envs.process_pool.running_call import LAYOUT, LINK_LOST, RunningCall, TrackedCoroutine
@@ -114,16 +114,17 @@ class ChildProgram:
         if strict or memory_mb:
             limits.limit_memory(memory_mb << 20 or limits.MEMORY_BYTES)
         try:
-            self._env = envs.build(section, seed)
+            self._env = env = envs.build(section, seed)
+            stateful = bool(getattr(env, "stateful", False))
+            self._name = env.name if stateful else type(env).__name__
+            traits = (bool(getattr(env, "needs_tokens", False)), bool(getattr(env, "replayable", True)))
         except WindfallError as e:
             self.send(0, "refused", e.what, e.where, e.fix)
-            return
-        stateful = bool(getattr(self._env, "stateful", False))
-        self._name = self._env.name if stateful else type(self._env).__name__
-        needs_tokens, replayable = (
-            bool(getattr(self._env, *p)) for p in (("needs_tokens", False), ("replayable", True))
-        )
-        self.send(0, "ready", self._name, stateful, needs_tokens, replayable)
+        except BaseException as e:  # fault boundary: an environment is foreign code
+            error = user_code.error("building it", e)
+            self.send(0, "refused", error.what, error.where, error.fix)
+        else:
+            self.send(0, "ready", self._name, stateful, *traits)
 
     def _begin(self, number: int, what: str, args: list[Any]) -> None:
         loop, limit_s = asyncio.get_running_loop(), args.pop()

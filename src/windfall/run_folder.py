@@ -8,6 +8,7 @@ runs/NAME/
   samples.jsonl                                            a sample of responses for the page ([log] samples)
   address.json  fleet.json                                 where the controller listens; the last state of the fleet
   controller.log  trainer.log  fork_server.log  workers/*.log  logs of the processes
+  env.log  env.log.1                                       what the environment prints
 """
 
 from __future__ import annotations

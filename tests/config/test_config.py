@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from windfall import envs
 from windfall.algorithms import make
 from windfall.config import Recipe, dump, env_sections, load, parse, sections, unknown_keys
 from windfall.errors import WindfallError
@@ -144,6 +145,43 @@ def test_malformed_override_is_refused(tmp_path: Path, text: str) -> None:
 )
 def test_override_with_wrong_key_or_type_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in refusal(tmp_path, "[run]\nname = 'a'", text)
+
+
+CUSTOM = "[env]\nname = 'custom'\nfactory = 'my_task:Sums'\n"
+DATASET = "[env]\nname = 'dataset'\npath = 'x'\nrewards = ['math', 'rewards.py:brevity']\n"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text", "expected"),
+    [
+        (CUSTOM, "env.factory=my_task.Sums", """'env.factory' = 'my_task.Sums': write it as "my_task:Sums\""""),
+        (CUSTOM, "env.factory=Sums", "'env.factory' = 'Sums': write it as \"package.module:name\""),
+        (CUSTOM, "env.options.mode=nan", "'env.options': mode is nan, which is not equal to itself; if you mean the"),
+        (CUSTOM, "env.options.a={ b = [0.5, -nan] }", "'env.options': a.b.1 is nan"),
+        (DATASET, "env.rewards=['judge.score']", """'env.rewards.0' = 'judge.score': write it as "judge:score\""""),
+        (DATASET, "env.rewards=['maths']", 'write it as "math", "exact", "package.module:function" or'),
+        (
+            DATASET,
+            "env.reward_weights=[1.0]",
+            "'env': reward_weights has 1 numbers for 2 rewards: no weight for rewards.py:brevity; give one for each",
+        ),
+        (DATASET, "env.reward_weights=[1.0, 2.0, 3.0]", "reward_weights has 3 numbers for 2 rewards: 1 more than"),
+    ],
+)
+def test_wrong_env_key_is_explained(tmp_path: Path, recipe: str, text: str, expected: str) -> None:
+    said = refusal(tmp_path, recipe, text)
+    assert expected in said
+    assert "pattern" not in said
+    assert "{" not in said
+
+
+def test_infinite_option_reaches_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(CUSTOM)
+    recipe = load(path, ["env.options.limit=inf", "env.options.mode='nan'"])
+    assert envs.section_dict(recipe.env)["options"] == {"limit": math.inf, "mode": "nan"}
+    path.write_text(dump(recipe))
+    assert load(path) == recipe
 
 
 def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:

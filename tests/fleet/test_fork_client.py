@@ -181,6 +181,66 @@ def test_pending_request_fails_when_the_fork_server_dies(within: Callable[..., N
     within(test)
 
 
+STUCK = """
+import os, pathlib, sys, time
+with open({folder!r} + "/starts", "a") as file: file.write(f"{{os.getpid()}} {{sys.argv}}\\n")
+def wait(word="", go=pathlib.Path({folder!r}, "go")):
+    while not go.exists(): time.sleep(0.01)
+if not {calls}: wait()
+"""
+
+
+async def kill_starting(tmp_path: Path, number: int) -> str:
+    """Kill the fork server of this start while it imports. Returns its arguments."""
+    path = tmp_path / "starts"
+    while not path.exists() or path.read_text().count("\n") <= number:
+        await asyncio.sleep(0.01)
+    pid, _, argv = path.read_text().splitlines()[number].partition(" ")
+    os.kill(int(pid), signal.SIGKILL)
+    return argv
+
+
+def test_fork_server_killed_while_it_starts_is_replaced(within: Callable[..., None], tmp_path: Path) -> None:
+    """Requests that waited for it fail with an OSError, and can be repeated."""
+    (tmp_path / "stuck.py").write_text(STUCK.format(folder=str(tmp_path), calls=False))
+
+    async def test(client: ForkClient, start: Start) -> None:
+        requests = [asyncio.ensure_future(start(name, "print('hello')")) for name in "ab"]
+        await kill_starting(tmp_path, 0)
+        for request in requests:
+            with pytest.raises(ForkServerLost, match=r"the fork server was killed \(SIGKILL\) while it started"):
+                await request
+        (tmp_path / "go").touch()
+        assert await (await start("c", "print('hello')")).wait() == 0
+
+    within(test, "stuck")
+    assert (tmp_path / "c.log").read_text() == "hello\n"
+
+
+def test_fork_server_killed_at_every_start_is_an_error(within: Callable[..., None], tmp_path: Path) -> None:
+    """From the third start on it makes no calls, which may be the cause."""
+    (tmp_path / "stuck.py").write_text(STUCK.format(folder=str(tmp_path), calls=True))
+    arguments = list[str]()
+
+    async def test(client: ForkClient, start: Start) -> None:
+        for number in range(2):
+            request = asyncio.ensure_future(start("a", SLEEP))
+            arguments.append(await kill_starting(tmp_path, number))
+            with pytest.raises(ForkServerLost):
+                await request
+        (tmp_path / "stuck.py").write_text(STUCK.format(folder=str(tmp_path), calls=False))
+        for number in range(2, fork_client.MAX_LOST_STARTS):
+            request = asyncio.ensure_future(start("a", SLEEP))
+            arguments.append(await kill_starting(tmp_path, number))
+            last = number == fork_client.MAX_LOST_STARTS - 1
+            says = r"was killed \(SIGKILL\) while it started \(5 times in a row\)" if last else "was killed"
+            with pytest.raises(WindfallError if last else ForkServerLost, match=says):
+                await request
+
+    within(test, "stuck:wait:x")
+    assert ["stuck:wait:x" in argv for argv in arguments] == [True, True, False, False, False]
+
+
 def test_canceled_request_leaves_no_worker(within: Callable[..., None]) -> None:
     async def test(client: ForkClient, start: Start) -> None:
         await client.ready()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from windfall.types import Feedback, Task, Turn
@@ -169,10 +170,136 @@ class Scribbles(Sound):
     """Writes to every open socket."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        data = (turns[-1].text + self.options.get("end", "\n")).encode() * self.options.get("times", 1)
         for fd in range(3, 64):
             with contextlib.suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                    os.write(fd, turns[-1].text.encode() + b"\n")
+                    os.write(fd, data)
+        return Feedback(reward=1.0)
+
+
+class ScribblesOnce(Scribbles):
+    """Writes to every open socket, unless the text is "fine"."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        return Feedback(reward=1.0) if turns[-1].text == "fine" else super().misbehave(task, turns)
+
+
+class ClosesFiles(Sound):
+    """Closes all files of its process on the text "close", and replaces them on "replace". On "standard", it closes
+    standard input, output and error only."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        if turns[-1].text == "standard":
+            os.closerange(0, 3)
+        if turns[-1].text in ("close", "replace"):
+            os.closerange(0, 1024)
+        if turns[-1].text == "replace":
+            for _ in range(64):
+                os.open(os.devnull, os.O_RDWR)
+        return Feedback(reward=1.0)
+
+
+class AwaitsAndHarms(Sound):
+    """Calls wait together. On the text "scribble" or "leave", one harms the process while the others wait."""
+
+    async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, task: Task, turns: Sequence[Turn]
+    ) -> Feedback:
+        await asyncio.sleep(0.1 if turns[-1].text in ("scribble", "leave") else 0.5)
+        if turns[-1].text == "scribble":
+            Scribbles.misbehave(self, task, turns)  # pyright: ignore[reportArgumentType]
+            await asyncio.sleep(1e6)
+        if turns[-1].text == "leave":
+            asyncio.get_running_loop().call_soon(os._exit, 5)
+            await asyncio.sleep(1e6)
+        return Feedback(reward=1.0)
+
+
+class OwnError(BaseException):
+    """Like the errors of some libraries that must not be caught by `except Exception`."""
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class RaisesStrangely(Sound):
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        match turns[-1].text:
+            case "own":
+                raise OwnError("mine")
+            case "unprintable":
+                raise UnprintableError
+            case "canceled":
+                raise asyncio.CancelledError
+            case "closed":
+                raise GeneratorExit
+            case "stop":
+                raise StopIteration("no more rows")
+            case "surrogate":
+                raise ValueError("\ud800")
+
+
+class RaisesStrangelyLater(RaisesStrangely):
+    async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, task: Task, turns: Sequence[Turn]
+    ) -> Feedback:
+        await asyncio.sleep(0)
+        return self.misbehave(task, turns)
+
+
+class LeavesProcesses(Sound):
+    """Leaves processes behind in every way, and appends their pids to `file`. `wait_s`: the call lasts so long."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        for _ in range(self.options.get("count", 3)):
+            self._fork(os.setsid)
+            self._fork(lambda: None)
+            self._fork(self._daemonize)
+            self._fork(lambda: (os.setsid(), os.closerange(0, 1024)))
+        print(self.options.get("says", ""))
+        time.sleep(self.options.get("wait_s", 0.0))
+        return Feedback(reward=1.0)
+
+    def _fork(self, prepare: Callable[[], object]) -> None:
+        """Start a process that ignores signals, holds all files of this one, and never ends."""
+        if os.fork():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        prepare()
+        with open(self.options["file"], "a") as file:
+            file.write(f"{os.getpid()}\n")
+        while True:
+            time.sleep(60.0)
+
+    def _daemonize(self) -> None:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+
+
+class ForksOnAndOn(Sound):
+    """Leaves a process that lives for a moment, and is replaced by the next one. `file` gets their pids."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        if os.fork() == 0:
+            os.setsid()
+            file = os.open(self.options["file"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            while True:
+                os.write(file, f"{os.getpid()}\n".encode())
+                if os.fork():
+                    os._exit(0)
+        return Feedback(reward=1.0)
+
+
+class Prints(Sound):
+    """Prints `count` lines of 100 characters from task `from_task` on."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        sys.stderr.write("".join(f"line {number:<93}\n" for number in range(self.options["count"])))
         return Feedback(reward=1.0)
 
 

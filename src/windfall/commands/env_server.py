@@ -21,6 +21,9 @@ def env_server(
     concurrency: Annotated[
         int, typer.Option(min=1, max=65536, help="Upper limit for calls in progress. Others wait for a free slot.")
     ] = 64,
+    log: Annotated[
+        Path, typer.Option(help="File for what the environment prints. The newest 8 to 16 MiB are kept.")
+    ] = Path("env.log"),
     set: Overrides = None,
     tls_cert: Annotated[
         Path | None, typer.Option(help="Certificate chain (PEM) of the server; runs then connect over https.")
@@ -37,5 +40,5 @@ def env_server(
 
     process.main(
         config.load(recipe, set), invitation.token(token), host=host, port=port, concurrency=concurrency,
-        cert=tls_cert, key=tls_key,
+        log=log, cert=tls_cert, key=tls_key,
     )  # fmt: skip

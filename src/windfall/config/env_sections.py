@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from windfall.config.section import Count, FilePath, Section
+from windfall.config.section import Count, FilePath, FunctionName, Options, Section, suggested_name
 
 MIN_MEMORY_MB = 128
 MAX_SESSIONS = 4096
 """Default limit for open sessions: more than the responses of most runs, so that it only stops a leak."""
-RewardName = Annotated[str, Field(pattern=r"^(math|exact|[^:]+\.py:\w+|[\w.]+:\w+)$")]
+
+
+def _check_reward(name: str) -> str:
+    if not re.fullmatch(r"math|exact|[^:]+\.py:\w+|[\w.]+:\w+", name):
+        meant = suggested_name(name) or '"math", "exact", "package.module:function" or "file.py:function"'
+        raise ValueError(f"write it as {meant}")
+    return name
+
+
+RewardName = Annotated[str, AfterValidator(_check_reward)]
 
 
 class ArithmeticEnv(Section):
@@ -46,7 +56,7 @@ class GymEnv(HostedEnv):
     name: Literal["gym"]
     task: str
     """Name of a reasoning-gym task, such as "chain_sum"."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Options of that reasoning-gym task, such as `{ min_terms = 2 }`."""
     instruction: str | None = None
     """Line appended to every question. If left out, the default instruction is used."""
@@ -109,10 +119,11 @@ class DatasetEnv(HostedEnv):
 
     @model_validator(mode="after")
     def _weights_fit(self) -> DatasetEnv:
-        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
-            raise ValueError(
-                f"reward_weights has {len(self.reward_weights)} numbers for {len(self.rewards)} rewards; give one each"
-            )
+        given, wanted = len(self.reward_weights), len(self.rewards)
+        if given and given != wanted:
+            without = ", ".join(self.rewards[given:])
+            fault = f"no weight for {without}" if given < wanted else f"{given - wanted} more than rewards"
+            raise ValueError(f"reward_weights has {given} numbers for {wanted} rewards: {fault}; give one for each")
         if len(set(self.rewards)) < len(self.rewards):
             raise ValueError("a reward is named twice in rewards; give it a larger weight instead")
         return self
@@ -154,9 +165,9 @@ class FrozenLakeEnv(HostedEnv):
 
 class CustomEnv(HostedEnv):
     name: Literal["custom"]
-    factory: str = Field(pattern=r"^[\w.]+:\w+$")
+    factory: FunctionName
     """Function that returns an Env, as "package.module:function". It is called with `seed` and the options."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments for the factory."""
     memory_mb: int = Field(default=0, ge=0)
     """Upper limit for the address space of each process of this environment, in MiB. 0: no limit. The number of
@@ -211,10 +222,10 @@ class AgentEnv(AgentLimits):
     command: str | None = None
     """Command that is started for every response, such as "python my_agent.py". It gets the task as JSON on standard
     input, and prints its reward as the last line. Either `command` or `function`."""
-    function: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    function: FunctionName | None = None
     """Function that is called for every response in a process of its own, as "package.module:function". It gets the
     task, and returns its reward. Either `command` or `function`."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments for `function`."""
     reward: Literal["agent", "grader"] = "agent"
     """Where the reward comes from. "agent": the agent returns it, prints it, or posts it to /v1/reward. "grader": the
@@ -236,9 +247,9 @@ class VerifiersEnv(AgentLimits):
     name: Literal["verifiers"]
     id: str
     """Name of an environment of the verifiers package, as `verifiers` knows it."""
-    args: dict[str, Any] = Field(default={})
+    args: Options = Field(default={})
     """Arguments of that environment."""
-    sampling_args: dict[str, Any] = Field(default={})
+    sampling_args: Options = Field(default={})
     """Arguments of every call to the policy, such as `{ max_tokens = 64, stop = ["\n"] }`. They replace those that the
     environment sets itself."""
 

@@ -138,7 +138,8 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
             return f"'{name}' is missing"
         case "model_type" | "model_attributes_type":
             message = "this is a section and needs keys of its own"
-    return f"'{name}' = {error['input']!r}: {message}" if path else message
+    given = "" if isinstance(error["input"], dict) else f" = {error['input']!r}"
+    return f"'{name}'{given}: {message}" if path else message
 
 
 def dump(recipe: Recipe, *, all_keys: bool = True) -> str:

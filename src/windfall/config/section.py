@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -15,6 +17,48 @@ FilePath = Annotated[Path, Field(strict=False)]
 """Not strict, because TOML has only strings, no paths."""
 
 
+def _check_function(name: str) -> str:
+    if not re.fullmatch(r"[\w.]+:\w+", name):
+        meant = suggested_name(name) or '"package.module:name"'
+        raise ValueError(f"write it as {meant}")
+    return name
+
+
+def suggested_name(name: str) -> str:
+    """The name of a function or class as it was probably meant, in quotes, or "".
+
+    >>> suggested_name("my_task.Sums"), suggested_name("rewards.py")
+    ('"my_task:Sums"', '')
+    """
+    module, _, function = name.rpartition(".")
+    return f'"{module}:{function}"' if re.fullmatch(r"[\w.]+", module) and re.fullmatch(r"(?!py$)\w+", function) else ""
+
+
+FunctionName = Annotated[str, AfterValidator(_check_function)]
+"""A function or a class, as "package.module:name"."""
+
+
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
+    if nan := _find_nan(options):
+        raise ValueError(f"{nan} is nan, which is not equal to itself; if you mean the text, write it in quotes")
+    return options
+
+
+def _find_nan(value: Any, path: str = "") -> str:
+    """Where a value contains nan, or ""."""
+    if isinstance(value, float):
+        return path if math.isnan(value) else ""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return next((found for key, item in items if (found := _find_nan(item, f"{path}.{key}".lstrip(".")))), "")
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_check_options)]
+"""Keyword arguments for code of the user."""
+
+
 class Section(BaseModel):
-    # Strict: a number in quotes, or `true` where a number belongs, is a mistake in the recipe.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    # Strict: a number in quotes, or `true` where a number belongs, is a mistake in the recipe. The last setting keeps
+    # inf among the options of an environment; JSON has no such number, so pydantic would replace it with None.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
+    )

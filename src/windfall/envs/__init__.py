@@ -7,6 +7,7 @@ from typing import Any
 
 from windfall.envs import user_code
 from windfall.envs.base import Env
+from windfall.envs.failures import message_of
 from windfall.envs.sessions.stateful import Stateful
 from windfall.errors import WindfallError
 
@@ -57,9 +58,9 @@ def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
     make = user_code.load(factory, where="env.factory")
     try:
         env = make(seed=seed, **options)
-    except (Exception, SystemExit) as e:  # fault boundary: an environment is foreign code
+    except BaseException as e:  # fault boundary: an environment is foreign code
         if isinstance(e, TypeError) and e.__traceback__ is not None and e.__traceback__.tb_next is None:
-            raise WindfallError(f"{factory} does not accept these options: {e}", where="env.options") from e
+            raise WindfallError(f"{factory} does not accept these options: {message_of(e)}", where="env.options") from e
         raise user_code.error(f"building {factory}", e) from e
     env = _with_feedback(env)
     missing = [method for method in ("task", "feedback") if not callable(getattr(env, method, None))]

@@ -38,11 +38,21 @@ class EnvFailed(Exception):
 
 def exception_failure(name: str, e: BaseException) -> EnvFailed:
     """The failure for an exception of an environment. Its traceback omits the frames of windfall."""
+    if isinstance(e, RuntimeError) and isinstance(e.__cause__, StopIteration):
+        e = e.__cause__  # Python has replaced it, because a coroutine cannot raise it
     trace = _skip_own_frames(e.__traceback__)
     frames = traceback.extract_tb(trace)
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     text, kind = "".join(traceback.format_exception(type(e), e, trace)), type(e).__name__
-    return EnvFailed(f"{name} raised {kind}: {_shorten(str(e))}", f"{kind}{at}", text[-TRACEBACK_CHARS:])
+    return EnvFailed(f"{name} raised {kind}: {_shorten(message_of(e))}", f"{kind}{at}", text[-TRACEBACK_CHARS:])
+
+
+def message_of(e: BaseException) -> str:
+    """The message of an exception of the user, whose own code may fail, as text that can be printed."""
+    try:
+        return str(e).encode(errors="replace").decode()
+    except BaseException as error:  # fault boundary: `__str__` is foreign code
+        return f"(its text cannot be read: str() raised {type(error).__name__})"
 
 
 def timeout_failure(name: str, timeout_s: float, trace: str = "") -> EnvFailed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from windfall import envs
@@ -17,6 +18,8 @@ AGENTS = ("agent", "verifiers")
 QUICK = ("arithmetic", "guess")
 """Environments of windfall whose calls take microseconds: a message to another process would cost ten times as much."""
 
+OUTPUT = "env.log"
+"""File in the folder of a run with what the environment prints."""
 
 Log = Callable[..., None]
 """Gets the name and the fields of an event."""
@@ -24,26 +27,31 @@ Log = Callable[..., None]
 
 def env_host(
     section: Any, seed: int, *, evaluation: dict[str, Any] | None = None, processes: int = 0,
-    log: Log = lambda name, **fields: None,
+    log: Log = lambda name, **fields: None, output: Path | None = None,
 ) -> EnvHost:  # fmt: skip
     """Create the host. `section` is an env section of windfall.config. For agents, it hosts their tasks. `evaluation`:
-    a separate data set for the evaluation. `processes`: upper limit for child processes; 0 chooses it."""
+    a separate data set for the evaluation. `processes`: upper limit for child processes; 0 chooses it. `output`: file
+    for what the environment prints; None shows a little of it on standard error."""
     if section.name in AGENTS:
         tasks = getattr(section, "tasks", None)
         if tasks is None:
             return InProcess(Numbered(), name=section.name)
-        return env_host(tasks, seed, evaluation=evaluation, processes=processes, log=log)
+        return env_host(tasks, seed, evaluation=evaluation, processes=processes, log=log, output=output)
     if section.name in QUICK:
         return InProcess(envs.build(envs.section_dict(section), seed))
     if section.servers:
         return EnvServers(section, seed, evaluation=evaluation, log=log)
-    return EnvPool(section, seed, evaluation=evaluation, processes=processes)
+    return EnvPool(section, seed, evaluation=evaluation, processes=processes, log=log, output=output)
 
 
-def recipe_host(recipe: Any, log: Log = lambda name, **fields: None) -> EnvHost:
-    """Create the host for a recipe of windfall.config."""
-    processes = recipe.rollout.reward_processes
-    return env_host(recipe.env, recipe.run.seed, evaluation=evaluation_data(recipe), processes=processes, log=log)
+def recipe_host(
+    recipe: Any, log: Log = lambda name, **fields: None, folder: Path | None = None
+) -> EnvHost:  # fmt: skip
+    """Create the host for a recipe of windfall.config. `folder`: that of the run, which gets the output."""
+    return env_host(
+        recipe.env, recipe.run.seed, evaluation=evaluation_data(recipe), processes=recipe.rollout.reward_processes,
+        log=log, output=None if folder is None else folder / OUTPUT,
+    )  # fmt: skip
 
 
 def evaluation_data(recipe: Any) -> dict[str, Any] | None:

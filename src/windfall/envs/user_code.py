@@ -1,4 +1,7 @@
-"""Loads a user's function or class from a module or a file. The error names the file and line of what went wrong."""
+"""Loads a user's function or class from a module or a file. The error names the file and line of what went wrong.
+
+This runs code of the user: call it in a child process. Whatever that code raises is reported, also a KeyboardInterrupt.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from windfall.envs.failures import source_location
+from windfall.envs.failures import message_of, source_location
 from windfall.errors import WindfallError, nearest
 
 
@@ -36,7 +39,7 @@ def _module(name: str, where: str) -> ModuleType:
         what = f"cannot import {name!r}: there is no module {e.name!r}"
         fix = f"Put it into {os.getcwd()} or into the packages of {sys.executable}."
         raise WindfallError(what, where=where, fix=fix) from e
-    except (Exception, SystemExit) as e:  # fault boundary: this is foreign code
+    except BaseException as e:  # fault boundary: this is foreign code
         raise error(f"importing {name}", e) from e
 
 
@@ -54,7 +57,7 @@ def _file(path: Path, where: str) -> ModuleType:
     sys.modules[name] = module
     try:
         found.loader.exec_module(module)
-    except (Exception, SystemExit) as e:  # fault boundary: this is foreign code
+    except BaseException as e:  # fault boundary: this is foreign code
         del sys.modules[name]
         raise error(f"importing {path}", e) from e
     return module
@@ -74,4 +77,4 @@ def error(doing: str, e: BaseException) -> WindfallError:
     frames = traceback.extract_tb(e.__traceback__)[-5:]
     shown = "\n".join(f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames)
     fix = f"The last calls were:\n{shown}"
-    return WindfallError(f"{doing} raised {type(e).__name__}: {e}", where=where, fix=fix)
+    return WindfallError(f"{doing} raised {type(e).__name__}: {message_of(e)}", where=where, fix=fix)

@@ -4,7 +4,9 @@ Importing torch and transformers takes seconds of CPU time, too much for a worke
 takes milliseconds (`python benchmarks/start_time.py` measures both). `start` has the interface of `process.start`;
 its `argv` becomes the worker's `sys.argv`. fork_server.py is the other side, with the rules for a forked worker.
 
-- The first request starts the fork server. If it has died, the next request starts another.
+- The first request starts the fork server. If it has died, the next request starts another. If it is killed while it
+  starts, the requests that wait for it fail with ForkServerLost, and may be repeated after a while; but the
+  MAX_LOST_STARTS-th time in a row it is an error that a person must fix.
 - If it dies, its workers die: the kernel kills them, and we kill their process groups before we report their end.
 - It is pinged. A fork server that does not respond (SIGSTOP, a debugger) is killed, and so is one that does not fork.
 - If WINDFALL_IMPORT_SERVER names an import server (import_server.py), it forks the fork server: no imports.
@@ -25,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, describe_exit
 from windfall.fleet import import_server, process
 from windfall.fleet.base import KILL_TIMEOUT_S, Handle
 
@@ -36,6 +38,8 @@ PING_S = 5.0
 MAX_UNANSWERED = 6
 """Number of unanswered pings before the fork server is killed. It is not a time: while this process is itself stopped,
 it sends no pings, so a late answer does not count against the fork server."""
+MAX_LOST_STARTS = 5
+"""Number of fork servers in a row that may be killed while they start. Such a kill may come from outside."""
 _Connected = tuple[Handle, asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -46,7 +50,8 @@ class ForkServerLost(ConnectionError):
 class ForkClient:
     """`entry` is `module:function`. `modules` are imported before it, with the environment variables `env` (default:
     those of this process). A module given as `module:function:argument` is also called: workers need not repeat its
-    work and imports. Such calls only save time: if the fork server cannot fork after them, it is restarted without."""
+    work and imports. Such calls only save time: if the fork server cannot fork after them, or ends during them twice in
+    a row, it is restarted without."""
 
     def __init__(
         self, *, entry: str, modules: Sequence[str], log: Path, env: Mapping[str, str] | None = None,
@@ -55,6 +60,8 @@ class ForkClient:
         self._entry, self._modules, self._log = entry, list(modules), log
         self._env = {**(os.environ if env is None else env), **import_server.FORKABLE}
         self._import_timeout_s = import_timeout_s
+        self._lost_starts = 0
+        """Number of fork servers in a row that were lost while they started."""
         self._link: asyncio.Task[_Link] | None = None
 
     @property
@@ -106,16 +113,29 @@ class ForkClient:
         return task.result()
 
     async def _launch(self) -> _Link:
+        imports = [module.partition(":")[0] for module in self._modules]
         try:
-            return await self._launch_with(self._modules)
+            link = await self._launch_with(self._modules)
+        except ForkServerLost as e:
+            self._lost_starts += 1
+            if self._lost_starts >= MAX_LOST_STARTS:
+                fix = f"Check the free memory, and read its output in {self._log}."
+                raise WindfallError(f"{e} ({self._lost_starts} times in a row)", where="fleet", fix=fix) from e
+            if self._lost_starts > 1 and imports != self._modules:
+                self._without_calls(imports, e)
+            raise
         except WindfallError as e:
-            imports = [module.partition(":")[0] for module in self._modules]
             if imports == self._modules:
                 raise
-            self._modules = imports
-            with self._log.open("a") as log:
-                log.write(f"{e}\nIt is started again with imports only; workers will take longer to start.\n")
-            return await self._launch_with(imports)
+            self._without_calls(imports, e)
+            link = await self._launch_with(imports)
+        self._lost_starts = 0
+        return link
+
+    def _without_calls(self, imports: list[str], why: Exception) -> None:
+        self._modules = imports
+        with self._log.open("a") as log:
+            log.write(f"{why}\nIt is started again with imports only; workers will take longer to start.\n")
 
     async def _launch_with(self, modules: Sequence[str]) -> _Link:
         server, reader, writer = await self._forked(modules) or await self._started(modules)
@@ -166,7 +186,7 @@ class _Link:
         self.lost = False
         self._writer = writer
         self._import_error: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Resolves when the imports are done: to "", or to why they failed."""
+        """Resolves when the imports are done: to "", or to why they failed. Raises ForkServerLost if it was killed."""
         self._requested: dict[str, asyncio.Future[Handle]] = {}
         self._workers: dict[int, Handle] = {}
         self._unanswered = 0
@@ -174,7 +194,7 @@ class _Link:
         self._pinger: asyncio.Task[None] | None = None
 
     async def wait_until_ready(self, timeout_s: float, log: Path) -> None:
-        """Wait for the imports. After them the fork server must answer pings."""
+        """Wait for the imports. After them it must answer pings. Raises WindfallError or ForkServerLost."""
         try:
             async with asyncio.timeout(timeout_s):
                 failed = await self._import_error
@@ -236,7 +256,12 @@ class _Link:
         # A fork server that closed its connection is useless, even if it is still alive.
         code = await self.process.terminate(grace_s=1.0)
         if not self._import_error.done():
-            self._import_error.set_result(f"it ended with status {code}")
+            if code < 0:
+                lost = ForkServerLost(f"the fork server {describe_exit(code)} while it started")
+                self._import_error.set_exception(lost)
+                self._import_error.exception()  # it is possible that nothing waits for it
+            else:
+                self._import_error.set_result(f"it {describe_exit(code)}")
         for worker in self._workers.values():
             process.send_signal(worker.pid, signal.SIGKILL)
         for worker in self._workers.values():

@@ -19,7 +19,7 @@ from windfall.train import checkpoint, checksums
 
 FILES = (
     "recipe.toml", folders.BEGAN, "events.jsonl", "samples.jsonl", "token", "trainer.secret", "address.json",
-    "fleet.json", "controller.log", "trainer.log", "fork_server.log", ".controller.lock", ".trainer.lock",
+    "fleet.json", "controller.log", "trainer.log", "fork_server.log", "env.log", ".controller.lock", ".trainer.lock",
     ".controller.failure", ".trainer.failure", FROZEN_TRAINER,
 )  # fmt: skip
 FOLDERS = ("checkpoints", "journal", "tokenizer", "workers", "tensorboard")

@@ -129,6 +129,8 @@ class Console:
                 self._out.print(f"[yellow]environment server lost[/] {event['address']}: {escape(event['why'])}{moved}")
             case "env_server_joined":
                 self._out.print(f"environment server {event['address']} connected, {event['slots']} calls at once")
+            case "env_output":
+                self._out.print(f"environment {escape(event['env'])} prints; its output is in {escape(event['log'])}")
             case "reward_retried":
                 self._out.print(f"[yellow]grader failed[/], and graded {event['response']} later: {_failure(event)}")
             case "task_skipped":

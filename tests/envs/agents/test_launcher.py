@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from windfall.envs.agents import isolation, reaper
+from windfall.envs.agents import isolation
+from windfall.envs.agents import launcher as launchers
 from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
 from windfall.errors import WindfallError
+from windfall.fleet import reaper
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -64,9 +66,10 @@ def test_agent_that_cannot_be_started_harms_no_other() -> None:
             await launcher.ready()
             server = launcher._server
             assert server is not None
-            soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+            pid = reaper.descendants(server.pid)[1]  # below its two reapers
+            soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
             assert soft == hard, "it takes three descriptors for each agent"
-            resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (24, hard))
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (24, hard))
             ends = await asyncio.gather(*(start(launcher, "value", after_s=0.5) for _ in range(12)))
             refused = [e for e in ends if e.failure is not None]
             assert 0 < len(refused) < 12
@@ -95,7 +98,7 @@ async def pids_in(path: Path) -> list[int]:
 
 
 @linux
-@pytest.mark.parametrize("how", ["returns", "killed", "server killed", "launcher ends"])
+@pytest.mark.parametrize("how", ["returns", "killed", "server killed", "its reaper killed", "launcher ends"])
 def test_nothing_survives_its_agent(tmp_path: Path, how: str) -> None:
     async def main() -> None:
         path, kill = tmp_path / "pids", asyncio.get_running_loop().create_future()
@@ -105,17 +108,77 @@ def test_nothing_survives_its_agent(tmp_path: Path, how: str) -> None:
             pids = await pids_in(path)
             if how == "killed":
                 kill.set_result("is too slow")
-            elif how == "server killed":
+            elif how in ("server killed", "its reaper killed"):
                 assert launcher._server is not None
-                os.kill(launcher._server.pid, signal.SIGKILL)
+                pids += (tree := [launcher._server.pid, *reaper.descendants(launcher._server.pid)])
+                os.kill(tree[0 if how == "its reaper killed" else 2], signal.SIGKILL)
             if how != "launcher ends":
                 ended = await running
-                said = {"killed": "is too slow", "server killed": "the process that starts agents was lost"}
-                assert said.get(how, "") in ended.why
+                said = {"killed": "is too slow", "returns": ""}
+                assert said.get(how, "the process that starts agents was lost") in ended.why
                 assert (await start(launcher, "value")).value == 0.5, "the next agent runs"
         wait_for_end(pids)
         if how == "launcher ends":
             assert (await running).failure is not None
+
+    run(main())
+
+
+@linux
+@pytest.mark.parametrize("how", ["launcher ends", "server killed"])
+def test_nothing_that_the_module_started_survives_the_launcher(tmp_path: Path, how: str) -> None:
+    (tmp_path / "with_helper.py").write_text(
+        "import pathlib, subprocess\n"
+        "helper = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "pathlib.Path('helper').write_text(str(helper.pid))\n"
+        "def run(task): return 0.5\n"
+    )
+
+    async def main() -> None:
+        async with AgentLauncher(AgentProgram(function="with_helper:run", directory=str(tmp_path))) as launcher:
+            await launcher.ready()
+            assert launcher._server is not None
+            if how == "server killed":
+                os.kill(reaper.descendants(launcher._server.pid)[1], signal.SIGKILL)
+                wait_for_end([int((tmp_path / "helper").read_text())])
+
+    run(main())
+    wait_for_end([int((tmp_path / "helper").read_text())])
+
+
+STUCK = """
+import os, pathlib, time
+with open("starts", "a") as file: file.write(f"{os.getpid()} ")
+while not pathlib.Path("go").exists(): time.sleep(0.01)
+def run(task): return 0.5
+"""
+
+
+@linux
+@pytest.mark.parametrize("kills", [1, 3])
+def test_server_that_is_killed_while_it_starts_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    monkeypatch.setattr(launchers, "RESTART_S", 0.01)
+    monkeypatch.setattr(launchers, "MAX_LOST_STARTS", 3)
+    (tmp_path / "stuck.py").write_text(STUCK)
+    starts = tmp_path / "starts"
+
+    async def main() -> None:
+        async with AgentLauncher(AgentProgram(function="stuck:run", directory=str(tmp_path))) as launcher:
+            ready = asyncio.create_task(launcher.ready())
+            for number in range(kills):
+                while len(started := starts.read_text().split() if starts.exists() else []) <= number:
+                    await asyncio.sleep(0.01)
+                os.kill(int(started[-1]), signal.SIGKILL)
+            if kills == 3:
+                with pytest.raises(WindfallError, match=r"was killed \(SIGKILL\) while it started \(3 times in a row"):
+                    await ready
+                return
+            (tmp_path / "go").touch()
+            await ready
+            never = asyncio.get_running_loop().create_future()
+            assert (await launcher.run({}, {}, never)).value == 0.5
 
     run(main())
 
@@ -163,7 +226,7 @@ def test_order_to_end_that_comes_before_the_agent_is_kept(monkeypatch: pytest.Mo
     if pid == 0:
         early = lambda parent, death: os.kill(os.getpid(), death) if death == signal.SIGTERM else None  # noqa: E731
         monkeypatch.setattr(reaper, "die_with_parent", early)
-        reaper.run_agent(lambda: time.sleep(60) or os._exit(0), 2)  # type: ignore[func-returns-value]
+        reaper.run(lambda: time.sleep(60) or os._exit(0), parent=os.getppid(), output=2)  # type: ignore[func-returns-value]
     deadline = time.monotonic() + 5
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.01)

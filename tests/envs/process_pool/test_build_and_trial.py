@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,17 @@ def refused(env: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, build_s:
         ("class Env:\n    def __init__(self):\n        pass\n", "does not accept these options"),
         ("class Env:\n    def __init__(self, seed):\n        self.f()\n", "broken_env.py:3: building broken_env:Env"),
         ("class Env:\n    def __init__(self, seed):\n        pass\n", "returned a Env without task and feedback"),
+        ("raise KeyboardInterrupt\n", "broken_env.py:1: importing broken_env raised KeyboardInterrupt"),
+        (
+            "class Own(BaseException):\n    def __str__(self):\n        1 / 0\nclass Env:\n"
+            "    def __init__(self, seed):\n        raise Own\n",
+            "broken_env.py:6: building broken_env:Env raised Own: (its text cannot be read",
+        ),
+        (
+            "class Env:\n    def __init__(self, seed): pass\n    def task(self, index): pass\n    feedback = task\n"
+            "    def __getattr__(self, name):\n        raise LookupError(name)\n",
+            "broken_env.py:6: building",
+        ),
         ("import os\nos._exit(7)\n", "the process that builds it ended with status 7"),
     ],
 )
@@ -59,10 +72,48 @@ def test_module_that_hangs_during_import_is_refused(
 ) -> None:
     monkeypatch.setattr(pools, "QUIET_S", 0.3)
     (tmp_path / "slow_env.py").write_text("import time\ntime.sleep(1e6)\n")
-    said = refused("slow_env:Env", tmp_path, monkeypatch, build_s=1.0)
-    assert "waited 1 s for it to be imported and built" in said
+    said = refused("slow_env:Env", tmp_path, monkeypatch, build_s=5.0)  # a busy machine needs seconds to import it
+    assert "waited 5 s for it to be imported and built" in said
     assert 'slow_env.py", line 2' in said
-    assert "building environment slow_env:Env; waiting up to 1 s" in capfd.readouterr().err
+    assert "building environment slow_env:Env; waiting up to 5 s" in capfd.readouterr().err
+
+
+STUCK = """
+import os, pathlib, time
+from hostile.environments import Sound as Env
+with open("starts", "a") as file: file.write(f"{os.getpid()}\\n")
+while not pathlib.Path("go").exists(): time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+def test_process_that_is_killed_while_it_builds_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pools, "RESTART_S", 0.01)
+    monkeypatch.setattr(pools, "MAX_KILLED_BUILDS", 2)
+    (tmp_path / "stuck.py").write_text(STUCK)
+    starts = tmp_path / "starts"
+
+    async def main() -> None:
+        async with EnvPool(section("stuck:Env"), 0) as pool:
+            answer = asyncio.create_task(ask(pool, 1, limit_s=60.0))
+            for number in range(kills):
+                while len(pids := starts.read_text().split() if starts.exists() else []) <= number:
+                    await asyncio.sleep(0.01)
+                os.kill(int(pids[-1]), signal.SIGKILL)
+            if kills == 3:
+                with pytest.raises(WindfallError, match=r"was killed \(SIGKILL\) after .* s \(3 times in a row\)"):
+                    await pool.ready()
+                with pytest.raises(WindfallError, match="3 times in a row"):
+                    await answer
+                return
+            (tmp_path / "go").touch()
+            await pool.ready()
+            assert (await answer).reward == 3.0
+
+    asyncio.run(main())
 
 
 def test_environment_that_can_be_built_only_once_fails_later_calls(

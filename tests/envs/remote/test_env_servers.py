@@ -9,17 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import environments as hostile
+from hostile.pool_calls import alive, wait_for
 
+from windfall import config
 from windfall.config.env_sections import CustomEnv
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
-from windfall.envs.process_pool.pool import EnvPool
+from windfall.envs.process_pool.pool import MAX_MOVES, EnvPool
 from windfall.envs.remote import connection, servers
 from windfall.envs.remote.server import NAME, EnvService
 from windfall.envs.remote.servers import EnvServers
@@ -48,15 +50,15 @@ def token(tmp_path: Path) -> Path:
     return tmp_path / "env.token"
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 60))
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(main, 180))
 
 
 def section(**keys: Any) -> CustomEnv:
     return CustomEnv(**(ENV | keys))
 
 
-def client(token: Path, *ports: int, start_s: float = 20.0, seed: int = 0, **keys: Any) -> EnvServers:
+def client(token: Path, *ports: int, start_s: float = 120.0, seed: int = 0, **keys: Any) -> EnvServers:
     addresses = [f"127.0.0.1:{port}" for port in ports]
     return EnvServers(section(servers=addresses, servers_token=token, **keys), seed, start_s=start_s)
 
@@ -106,11 +108,12 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def server_process(folder: Path, token: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    (folder / "recipe.toml").write_text('[env]\nname = "custom"\nfactory = "lighthouse:build"\n')
+def server_process(folder: Path, token: Path, **keys: Any) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    recipe = config.parse({"env": {"name": "custom", "factory": "lighthouse:build", **keys}}, where="test")
+    (folder / "recipe.toml").write_text(config.dump(recipe))
     port = free_port()
     command = [sys.executable, "-m", "windfall.cli", "env-server", "recipe.toml", "--token", str(token)]
-    path = os.pathsep.join([str(SESSIONS), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(SESSIONS), *filter(None, sys.path)])
     with subprocess.Popen(
         [*command, "--port", str(port)], cwd=folder, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.DEVNULL
     ) as process:  # fmt: skip
@@ -153,6 +156,26 @@ def test_sessions_survive_a_killed_server(tmp_path: Path, token: Path) -> None:
 
     with server_process(tmp_path, token) as (first, one), server_process(tmp_path, token) as (_, two):
         run(main(first, [one, two]))
+
+
+def test_nothing_survives_a_killed_server_and_its_output_is_limited(tmp_path: Path, token: Path) -> None:
+    path = tmp_path / "pids"
+    named = {"factory": hostile.factory(hostile.LeavesProcesses), "options": {"file": str(path), "says": "a word"}}
+
+    async def main(process: subprocess.Popen[bytes], port: int) -> list[int]:
+        async with client(token, port, **named) as host:
+            await host.ready()
+            task = await host.task(1, 60.0)
+            assert (await host.feedback(1, task, [Turn(text="x")], 60.0)).reward == 1.0
+            while not path.exists() or path.read_text().count("\n") < 12:
+                await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGKILL)
+            return [int(pid) for pid in path.read_text().split()]
+
+    with server_process(tmp_path, token, **named) as (process, port):
+        left = run(main(process, port))
+    wait_for(lambda: not alive(left), "they have ended")
+    assert "a word" in (tmp_path / "env.log").read_text()
 
 
 def test_lost_session_that_cannot_be_replayed_is_missing(token: Path) -> None:
@@ -370,21 +393,22 @@ LIES: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
+def liar(lie: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
+    async def attend(link: Any) -> None:
+        _, proof = await handshake.challenge(link, handshake.ENV_CLIENT, NAME, lambda _: TOKEN)
+        link.authenticated()
+        await link.send(welcome(proof))
+        while True:
+            message = await link.receive()
+            if isinstance(message, e.FeedbackCall):
+                await lie(link, message.number)
+
+    return attend
+
+
 def test_servers_that_lie_do_not_hurt(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them answers tasks, lies about the first turn, and is as fast as can be. One server is honest."""
-    monkeypatch.setattr(connection, "GRACE_S", -9.5)  # twice the limit of 5 s, less this
-
-    def liar(lie: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
-        async def attend(link: Any) -> None:
-            _, proof = await handshake.challenge(link, handshake.ENV_CLIENT, NAME, lambda _: TOKEN)
-            link.authenticated()
-            await link.send(welcome(proof))
-            while True:
-                message = await link.receive()
-                if isinstance(message, e.FeedbackCall):
-                    await lie(link, message.number)
-
-        return attend
+    monkeypatch.setattr(connection, "GRACE_S", -6.0)  # twice the limit of 5 s, less this
 
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -401,9 +425,27 @@ def test_servers_that_lie_do_not_hurt(token: Path, monkeypatch: pytest.MonkeyPat
             assert all(lost.values()), lost
             assert host.load().servers[-1].lost == 0
 
-    began_s = time.monotonic()
     run(main())
-    assert time.monotonic() - began_s < 20
+
+
+def test_call_is_not_blamed_for_servers_that_lie(token: Path) -> None:
+    """It goes to more of them than servers may be lost with a call."""
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            false = [await stack.enter_async_context(listening(liar(LIES["NaN"]))) for _ in range(MAX_MOVES + 2)]
+            honest, _ = await stack.enter_async_context(serving())
+            host = await stack.enter_async_context(client(token, *false, honest))
+            await host.ready()
+            while not all(s.connected for s in host.load().servers):
+                await asyncio.sleep(0.05)
+            task, turns = Task(id="light/3", prompt="Find the light."), [Turn(text="east", observation="at 1")]
+            graded = await grade(host, 3, task, [*turns, Turn(text="east")], tries=1, timeout_s=60.0)
+            assert graded.feedback is not None, graded.error
+            assert graded.feedback.observation == "at 2"
+            assert [s.lost for s in host.load().servers] == [1] * len(false) + [0]
+
+    run(main())
 
 
 def test_server_that_fails_its_calls_gets_few(token: Path) -> None:

@@ -16,9 +16,11 @@ import pytest
 from continuation import of_chunks
 from group_case import Case, Made, alive, asked, check, parent, spec_of, wait_for
 
+from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.worker.engine_group import group as groups
 from windfall.worker.engine_group.messages import ChildFailed
+from windfall.worker.engine_group.processes import EngineProcesses
 
 
 @pytest.mark.parametrize("whom", [*(pytest.param(w, marks=pytest.mark.slow) for w in ("one", "both")), "fork server"])
@@ -155,3 +157,49 @@ def test_close_ends_the_processes(tmp_path: Path, models: list[Any]) -> None:
     pids = [*case.pids(), parent(case.pids()[0])]
     case.close()
     assert not any(map(alive, pids))
+
+
+STUCK = """
+import os, pathlib, time
+folder = pathlib.Path(os.environ["STUCK"])
+with (folder / "starts").open("a") as file: file.write(f"{os.getpid()}\\n")
+while not (folder / "go").exists(): time.sleep(0.01)
+"""
+
+
+class Ups:
+    """What a group learns of its children."""
+
+    def __init__(self) -> None:
+        self.up, self.down, self.failed = list[int](), list[str](), list[BaseException]()
+
+    def on_up(self, child: int) -> None:
+        self.up.append(child)
+
+    def on_message(self, child: int, message: object) -> None: ...
+
+    def on_down(self, child: int, why: str) -> None:
+        self.down.append(why)
+
+    def on_failure(self, error: BaseException) -> None:
+        self.failed.append(error)
+
+
+@pytest.mark.slow
+def test_fork_server_killed_while_it_starts_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stuck_engine.py").write_text(STUCK)
+    monkeypatch.setenv("STUCK", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    ups, starts = Ups(), tmp_path / "starts"
+    processes = EngineProcesses([Place()], ups, folder=tmp_path / "engines", modules=["stuck_engine"])
+    try:
+        wait_for(lambda: starts.exists() and starts.read_text().count("\n") == 1, "the fork server starts")
+        os.kill(int(starts.read_text()), signal.SIGKILL)
+        processes.start()
+        wait_for(lambda: starts.read_text().count("\n") == 2, "another one starts")
+        assert not ups.failed
+        (tmp_path / "go").touch()
+        wait_for(lambda: ups.up, "the engine is up")
+    finally:
+        processes.close()
+    assert not ups.failed

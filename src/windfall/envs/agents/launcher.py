@@ -1,7 +1,9 @@
 """Starts agents through a server process (server_main.py), and waits for them.
 
 An agent gets the variables of this process except windfall's own (WINDFALL_*), which may be secrets, and the address
-and the key of its session. If the server ends, its agents have ended too, and the next start begins another server.
+and the key of its session. The server runs below a reaper (fleet/reaper.py): if the server or this process ends, its
+agents end too, and all that they and the agent's module have started. The next start begins another server. One that is
+killed while it starts is started again, a few times.
 """
 
 from __future__ import annotations
@@ -18,14 +20,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from windfall.backoff import delay_s
 from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.server_main import SIZES
 from windfall.envs.process_pool.child_process import SECRETS, child_environment
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, describe_exit
+from windfall.fleet.output_log import STANDARD_ERROR
 
 BUILD_S = 300.0
 """Time limit for importing an agent's function (seconds)."""
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_LOST_STARTS = 4
+"""Number of servers in a row that may be killed while they start."""
+RESTART_S = 0.5
+"""Seconds until such a server is started again; then twice that, and so on."""
 STOP_S = 5.0
 """Seconds that the server may take to end; it may be importing."""
 
@@ -46,6 +54,10 @@ class AgentProgram:
     """Folders that agents must not read."""
     isolation: str = "auto"
     """As env.isolation in the recipe."""
+
+
+class ServerLost(ConnectionError):
+    """The server was killed while it started."""
 
 
 class AgentLauncher:
@@ -72,18 +84,30 @@ class AgentLauncher:
     async def ready(self) -> None:
         """Start the server, if it is not running, and wait until it has imported the agent. Raises WindfallError."""
         async with self._starting:
-            if self._server is not None:
-                return
-            await self._begin()
-            assert self._built is not None
-            try:
-                await asyncio.wait_for(asyncio.shield(self._built), BUILD_S)
-            except TimeoutError:
-                await self._stop()
-                raise WindfallError(f"the agent was not imported within {BUILD_S:g} s", where="env.function") from None
-            except WindfallError:
-                await self._stop()
-                raise
+            for lost in range(1, MAX_LOST_STARTS + 1):
+                if self._server is not None:
+                    return
+                try:
+                    await self._start_server()
+                except ServerLost as e:
+                    if lost == MAX_LOST_STARTS:
+                        fix = "Check the free memory, and what the agent's module does when it is imported."
+                        raise WindfallError(f"{e} ({lost} times in a row)", where="env", fix=fix) from e
+                    wait_s = delay_s(lost - 1, first_s=RESTART_S)
+                    print(f"{e}; restarting it in {wait_s:g} s", file=sys.stderr, flush=True)
+                    await asyncio.sleep(wait_s)
+
+    async def _start_server(self) -> None:
+        await self._begin()
+        assert self._built is not None
+        try:
+            await asyncio.wait_for(asyncio.shield(self._built), BUILD_S)
+        except TimeoutError:
+            await self._stop()
+            raise WindfallError(f"the agent was not imported within {BUILD_S:g} s", where="env.function") from None
+        except (WindfallError, ServerLost):
+            await self._stop()
+            raise
 
     async def run(self, task: Mapping[str, Any], variables: Mapping[str, str], kill: asyncio.Future[str]) -> AgentExit:
         """Start an agent and wait for its end. If `kill` gets a reason, or this is canceled, the agent is killed."""
@@ -111,10 +135,11 @@ class AgentLauncher:
 
     async def _begin(self) -> None:
         ours, theirs = socket.socketpair()
-        program = "from windfall.envs.agents.server_main import main; main()"
+        program, entry = "from windfall.fleet.reaper import main; main()", "windfall.envs.agents.server_main:main"
+        arguments = (os.getpid(), STANDARD_ERROR, entry, theirs.fileno())
         with theirs, _folder_errors(ours, self._program.directory):
             self._server = subprocess.Popen(
-                [sys.executable, "-c", program, str(theirs.fileno())],
+                [sys.executable, "-c", program, *map(str, arguments)],
                 env=child_environment(strict=False), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),), start_new_session=True, cwd=self._program.directory or None,
             )  # fmt: skip
@@ -131,11 +156,12 @@ class AgentLauncher:
         with contextlib.suppress(ConnectionError, ValueError):  # a line that is not one of ours: the server is broken
             while line := await reader.readline():
                 self._handle(json.loads(line))
-        server.kill()
+        server.terminate()  # a reaper: it kills all that is left, and ends as the server did
         code = await asyncio.to_thread(server.wait)
         assert self._built is not None
         if not self._built.done():
-            self._built.set_exception(WindfallError(f"the agent's server ended with status {code}", where="env"))
+            what = f"the process that starts agents {describe_exit(code)} while it started"
+            self._built.set_exception(ServerLost(what) if code < 0 else WindfallError(what, where="env"))
         for ended in self._running.values():
             if not ended.done():
                 ended.set_result(AgentExit(code=code, why="ended, because the process that starts agents was lost"))
@@ -165,7 +191,7 @@ class AgentLauncher:
             writer.write_eof()  # the server kills its agents, with all processes that they started, and ends
         await asyncio.wait([reading], timeout=STOP_S)
         if server is not None and not reading.done():
-            server.kill()
+            server.terminate()
         await asyncio.gather(reading, return_exceptions=True)
         if writer is not None:
             writer.close()

@@ -1,7 +1,7 @@
 """The program that starts agents. It imports the agent's function once, and forks a process for every run of it.
 
     controller ── start, kill ──▶ agent server ── fork ──▶ reaper ── fork ──▶ agent (limits, variables, isolation.py)
-               ◀── ended ────────      │                  (reaper.py)
+               ◀── ended ────────      │            (fleet/reaper.py)
                                        └── the link closes: the controller is gone; every agent is killed
 
 Whatever one agent does, or lacks, only that agent fails: not this program, and not the other agents.
@@ -36,9 +36,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from windfall.envs import user_code
-from windfall.envs.agents import isolation, reaper
+from windfall.envs.agents import isolation
 from windfall.envs.agents.agent_exit import last_line
+from windfall.envs.failures import message_of
 from windfall.errors import WindfallError
+from windfall.fleet import reaper
 
 TAIL_BYTES = 16 << 10
 """Bytes of each output of an agent that are kept."""
@@ -69,7 +71,6 @@ class RunningAgent:
 
 
 def main() -> None:
-    os.dup2(2, 1)
     isolation.forbid_tracing()  # keys of all sessions pass through this process
     reaper.adopt_orphans()
     AgentServer(socket.socket(fileno=int(sys.argv[1]))).run()
@@ -155,9 +156,12 @@ class AgentServer:
                     prepare(**build["options"])
         except WindfallError as e:
             self._send(what="refused", error=e.what, where=e.where, fix=e.fix)
-        except Exception as e:  # fault boundary: the agent's own code
+        except BaseException as e:  # fault boundary: the agent's own code
             self._send(
-                what="refused", error=f"{type(e).__name__}: {e}", where="env.function", fix=traceback.format_exc()
+                what="refused",
+                error=f"{type(e).__name__}: {message_of(e)}",
+                where="env.function",
+                fix=traceback.format_exc(),
             )
         else:
             self._helpers = set(reaper.children_of(os.getpid()))
@@ -199,10 +203,11 @@ class AgentServer:
     def _fork(self, pipes: dict[str, tuple[int, int]], secret: bytearray) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
             ends = {name: pipe[1] for name, pipe in pipes.items()}
-            reaper.run_agent(partial(self._become_agent, ends, secret), ends["stderr"])
+            reaper.run(partial(self._become_agent, ends, secret), parent=server, output=ends["stderr"])
         return pid
 
     def _become_agent(self, pipes: dict[str, int], secret: bytearray) -> NoReturn:

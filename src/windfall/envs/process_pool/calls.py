@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ class Call:
     stack: str = ""
     """The stack of the call at that moment."""
     moves: int = 0
-    """Number of children that ended during this call for an unknown reason."""
+    """Number of children that ended during this call, and it is not known which of their calls was the reason."""
     begin: Callable[[], object] = lambda: None
     """Called when the call goes to a child."""
 
@@ -57,10 +58,20 @@ class PoolChild:
     running_call: tuple[int, float] = (0, 0.0)
     """The last observed value of ChildProcess.running_call."""
 
+    room: int = sys.maxsize
+    """Upper limit for the sent calls: the smallest that one of them allows."""
+
     @property
     def queued(self) -> int:
         """Number of calls that are running or have not begun."""
         return len(self.sent) - len(self.waiting)
+
+    @property
+    def begun(self) -> list[Call]:
+        """The sent calls that may have run. Calls begin in the order in which they were sent, and the messages of the
+        child arrive in the order in which it ran them."""
+        running = next((number for number in self.sent if number not in self.waiting), None)
+        return [call for number, call in self.sent.items() if number in self.waiting or number == running]
 
 
 async def feedback_of(call: asyncio.Future[Any], unseen: Callable[[Feedback], None]) -> Feedback:

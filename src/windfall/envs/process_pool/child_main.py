@@ -6,8 +6,10 @@ Calls begin in the order in which they arrive. A plain function blocks this proc
 that waits lets the next call begin, and the parent gets a message. The parent can read which call is running
 (running_call.py).
 
-The environment has an empty standard input, and prints to the log of the parent process. This is not a sandbox: an
-environment may do everything that its user may do.
+The environment has an empty standard input, and prints to the log of its reaper (fleet/reaper.py). It may fork: a copy
+of this process ends when it returns from the call. If a call closes or replaces the socket, this process ends at once,
+so that the parent can tell which call it was. This is not a sandbox: an environment may do everything that its user may
+do.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import inspect
 import json
 import mmap
 import os
-import select
 import signal
 import socket
 import sys
@@ -26,12 +27,11 @@ import zlib
 from typing import Any
 
 from windfall import envs
-from windfall.envs import failures
+from windfall.envs import failures, user_code
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool import limits
-from windfall.envs.process_pool.running_call import LAYOUT, RunningCall, TrackedCoroutine
+from windfall.envs.process_pool.running_call import LAYOUT, LINK_LOST, RunningCall, TrackedCoroutine
 from windfall.errors import WindfallError
-from windfall.fleet.parent_death import die_with_parent
 from windfall.types import Feedback, Prompt, Task, Turn, prompt_key
 
 TASKS_KEPT = 4096
@@ -39,11 +39,7 @@ TASKS_KEPT = 4096
 
 
 def main() -> None:
-    parent, link, record, trace = map(int, sys.argv[1:5])
-    if sys.platform == "linux":  # on other systems the child ends when the link closes
-        die_with_parent(parent, signal.SIGKILL)
-        start_group_killer(link, record, trace)
-    os.dup2(2, 1)  # the output of the environment goes to the log
+    link, record, trace = map(int, sys.argv[1:4])
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     # On this signal and in a crash, the process writes its stack, even while C code holds the interpreter's lock.
     faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
@@ -51,31 +47,10 @@ def main() -> None:
     asyncio.run(ChildProgram(socket.socket(fileno=link), RunningCall(mmap.mmap(record, LAYOUT.size))).run())
 
 
-def start_group_killer(*held: int) -> None:
-    """Start a process that waits until this one ends, for whatever reason, and then kills its process group, with all
-    processes that the environment started. It is not a child of this process, so an environment that waits for its
-    children does not see it. `held` are file descriptors that it must close."""
-    try:
-        self_fd = os.pidfd_open(os.getpid())
-    except (AttributeError, OSError):  # a kernel before 5.3: the parent kills the group, unless it is killed itself
-        return
-    if middle := os.fork():
-        os.waitpid(middle, 0)
-        os.close(self_fd)
-        return
-    if os.fork() == 0:
-        for fd in held:
-            os.close(fd)  # most of all the link: otherwise the parent would not see it close
-        end = select.poll()
-        end.register(self_fd, select.POLLIN)
-        end.poll()
-        os.killpg(0, signal.SIGKILL)
-    os._exit(0)
-
-
 class ChildProgram:
     def __init__(self, link: socket.socket, running_call: RunningCall) -> None:
         self._link, self._running_call, self._partial_line = link, running_call, b""
+        self._pid, self._socket = os.getpid(), os.fstat(link.fileno())
         self._env: Any = None
         self._name = ""
         self._tasks: dict[int, Task] = {}
@@ -116,7 +91,19 @@ class ChildProgram:
         finally:
             os._exit(0)
 
+    def check(self) -> None:
+        """End this process if it is a copy that the environment has forked, or if it has lost its link."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+        try:
+            same = os.path.samestat(os.fstat(self._link.fileno()), self._socket)
+        except OSError:
+            same = False
+        if not same:
+            os._exit(LINK_LOST)
+
     def send(self, *message: Any) -> None:
+        self.check()
         self._link.sendall(json.dumps(message).encode() + b"\n")
 
     def _announce(self, verdict: Feedback) -> None:
@@ -127,20 +114,21 @@ class ChildProgram:
         if strict or memory_mb:
             limits.limit_memory(memory_mb << 20 or limits.MEMORY_BYTES)
         try:
-            self._env = envs.build(section, seed)
+            self._env = env = envs.build(section, seed)
+            stateful = bool(getattr(env, "stateful", False))
+            self._name = env.name if stateful else type(env).__name__
+            traits = (bool(getattr(env, "needs_tokens", False)), bool(getattr(env, "replayable", True)))
         except WindfallError as e:
             self.send(0, "refused", e.what, e.where, e.fix)
-            return
-        stateful = bool(getattr(self._env, "stateful", False))
-        self._name = self._env.name if stateful else type(self._env).__name__
-        needs_tokens, replayable = (
-            bool(getattr(self._env, *p)) for p in (("needs_tokens", False), ("replayable", True))
-        )
-        self.send(0, "ready", self._name, stateful, needs_tokens, replayable)
+        except BaseException as e:  # fault boundary: an environment is foreign code
+            error = user_code.error("building it", e)
+            self.send(0, "refused", error.what, error.where, error.fix)
+        else:
+            self.send(0, "ready", self._name, stateful, *traits)
 
     def _begin(self, number: int, what: str, args: list[Any]) -> None:
         loop, limit_s = asyncio.get_running_loop(), args.pop()
-        step = TrackedCoroutine(number, limit_s, self._running_call, self.send)
+        step = TrackedCoroutine(number, limit_s, self._running_call, self.send, self.check)
         step.inner = self._answer(step, what, args)
         step.task = self._running[number] = loop.create_task(step)
         step.task.add_done_callback(lambda _: self._over(step))
@@ -161,7 +149,7 @@ class ChildProgram:
             failed = failures.timeout_failure(name, step.limit_s, failed.traceback) if step.late else failed
         except EnvFailed as e:
             failed = e
-        except (Exception, SystemExit, KeyboardInterrupt) as e:  # fault boundary: an environment is foreign code
+        except BaseException as e:  # fault boundary: an environment is foreign code
             failed = failures.exception_failure(name, e)
         step.answered = True
         if failed is not None:

@@ -1,7 +1,8 @@
 """The parent's side of one child process that holds an environment: messages, the running call, the stack, the end.
 
-The child has its own session, so killing its group also kills the processes that the environment started. It dies with
-the thread that started it (fleet/parent_death.py). Environments that ship with windfall evaluate text written by a
+The child runs below a reaper (fleet/reaper.py), which keeps a limited part of what the environment prints. When the
+child ends, or this process, or the thread that started it, the reaper kills all that the environment has started, also
+daemons. Environments that ship with windfall evaluate text written by a
 model: their children have a memory limit and almost none of our environment variables. A user's own environment may
 need keys and proxies, so it gets all variables except windfall's secrets. All children have the same hash seed.
 """
@@ -21,32 +22,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windfall.envs.process_pool.running_call import LAYOUT
+from windfall.envs.process_pool.running_call import LAYOUT, LINK_LOST
+from windfall.fleet.output_log import STANDARD_ERROR
 
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 SECRETS = "WINDFALL_"
 DUMP_S = 1.0
 """Seconds that a child may take to write its stack before it is killed."""
-REAP_S = 5.0
-"""Seconds that a killed child may take to end. A child in uninterruptible sleep may take forever."""
+REAP_S = 7.0
+"""Seconds that a killed child may take to end: more than its reaper waits for it (reaper.KILL_S). A child in
+uninterruptible sleep may take forever."""
 STACK_CHARS = 4000
+MAX_LINE_BYTES = 64 << 20
+"""Longest message of a child: more than a task or a feedback can have."""
 OnEnd = Callable[[int, int, str], None]
 """Gets the exit status, the number of the call that was running, and the stack if the child crashed."""
 
 
 class ChildProcess:
-    def __init__(self, *, strict: bool, on_line: Callable[[bytes], None], on_end: OnEnd) -> None:
-        """`on_line` gets every line, whatever it contains. `strict`: for an environment that ships with windfall."""
+    def __init__(
+        self, *, strict: bool, on_line: Callable[[bytes], None], on_end: OnEnd, output: Path | None = None
+    ) -> None:
+        """`on_line` gets every line, whatever it contains. `strict`: for an environment that ships with windfall.
+        `output`: log for what the environment prints; None shows a little of it on standard error."""
         self._on_line, self._on_end = on_line, on_end
-        self._partial_line, self._unsent = b"", b""
+        self._partial_line, self._partial_bytes, self._unsent = list[bytes](), 0, b""
         self._record, self._trace = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._record.write(bytes(LAYOUT.size))
         self._record.flush()
         self._link, theirs = socket.socketpair()
         fds = (theirs.fileno(), self._record.fileno(), self._trace.fileno())
-        program = "from windfall.envs.process_pool.child_main import main; main()"
+        entry = "windfall.envs.process_pool.child_main:main"
         warnings = ["-W", "ignore"] if strict else []
-        command = [sys.executable, *warnings, "-c", program, *map(str, (os.getpid(), *fds))]
+        arguments = (os.getpid(), output or STANDARD_ERROR, entry, *fds)
+        program = "from windfall.fleet.reaper import main; main()"
+        command = [sys.executable, *warnings, "-c", program, *map(str, arguments)]
         with theirs:
             self._process = subprocess.Popen(
                 command, env=child_environment(strict), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -88,15 +98,22 @@ class ChildProcess:
             self._close_link()
             self._ending = asyncio.create_task(self._handle_end())
             return
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        first, *others = data.split(b"\n")
+        self._partial_line.append(first)
+        self._partial_bytes += len(first)
+        if not others and self._partial_bytes <= MAX_LINE_BYTES:
+            return
+        *lines, rest = b"".join(self._partial_line), *(others or [b""])
         for line in lines:
             self._on_line(line)
+        self._partial_line, self._partial_bytes = [rest], len(rest)
 
     async def _handle_end(self) -> None:
         """The child closed its side of the link, so it has ended or will end soon."""
         await self._wait_until(self._has_ended)
-        number, stack = self.running_call()[0], self._stack()
-        self._on_end(await self._reap(), number, stack)
+        number, stack, ended = self.running_call()[0], self._stack(), self._has_ended()
+        code = await self._reap()
+        self._on_end(code if ended else LINK_LOST, number, stack)
 
     async def dump_stack(self) -> str:
         """The stack of the child, if it can write it within DUMP_S. The child must be killed after this."""
@@ -104,7 +121,7 @@ class ChildProcess:
             return ""
         self._close_link()
         if not self._has_ended():
-            os.kill(self._process.pid, signal.SIGUSR1)
+            os.kill(self._process.pid, signal.SIGUSR1)  # its reapers pass it on
             await self._wait_until(lambda: self._stack() or self._has_ended())
         return self._stack()
 
@@ -135,13 +152,15 @@ class ChildProcess:
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     async def _reap(self) -> int:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Have the reaper kill the child and all that it started, and wait for it."""
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            self._process.send_signal(number)
         try:  # in a thread, because ending a large process takes a while
             code = await asyncio.shield(asyncio.to_thread(self._process.wait, REAP_S))
         except subprocess.TimeoutExpired:
             what = f"process {self._process.pid} of an environment was killed and has not ended after {REAP_S:g} s"
             print(f"{what}; it is left behind. Does it hang in a file system or a driver?", file=sys.stderr, flush=True)
+            self._process.kill()
             code = -signal.SIGKILL
         self._record.close()
         self._trace.close()

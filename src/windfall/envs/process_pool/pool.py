@@ -10,6 +10,11 @@
 - If the environment has sessions, a turn goes to the child that has its session. If that child has ended, it goes to
   any child, which replays the session (sessions/stateful.py). At most `max_sessions` are open in all children
   together; calls that would open another one wait (sessions/open_sessions.py).
+- If a child ends and it is known which call was running, that call fails. Otherwise all calls that had begun there are
+  suspects: they are sent again, each time with fewer other calls in the same child, and at last alone. So a call fails
+  for what it did, and not for what another one did.
+- A child that is killed while it builds the environment is started again, a few times.
+- What the environment prints goes to a log of limited size (fleet/output_log.py).
 - A call ends with a value, a failure, or the error that says why the environment cannot be built.
 """
 
@@ -18,23 +23,27 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, Self
 
-from windfall import envs
+from windfall import backoff, envs
 from windfall.envs.base import HostLoad
 from windfall.envs.failures import EnvFailed, timeout_failure
 from windfall.envs.process_pool import limits
 from windfall.envs.process_pool.calls import Call, PoolChild, feedback_of, parse_answer
 from windfall.envs.process_pool.child_process import ChildProcess
+from windfall.envs.process_pool.running_call import LINK_LOST
 from windfall.envs.process_pool.sizing import MAX_CHILDREN, Sizing
 from windfall.envs.sessions.base import answered
 from windfall.envs.sessions.open_sessions import Key, OpenSessions
 from windfall.errors import WindfallError, describe_exit
+from windfall.fleet.output_log import LogGrowth
 from windfall.types import Feedback, Task, Turn, prompt_key
 
 BUILD_S = 300.0
@@ -51,7 +60,13 @@ CLOSE_S = 5.0
 MAX_WAITING = 1024
 """Maximum number of waiting `async def` calls in one child."""
 MAX_MOVES = 5
-"""Number of children that may end during a call for an unknown reason before the call fails."""
+"""Number of children that may end during a call for an unknown reason before the call fails. By then it is alone."""
+MAX_KILLED_BUILDS = 3
+"""Number of children in a row that may be killed while they build the environment."""
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+"""How a process ends that was not at fault. The system also kills a process that takes too much memory."""
+RESTART_S = 0.5
+"""Seconds until a child is started again that was killed while it built the environment; then twice that, and so on."""
 
 
 class EnvPool:
@@ -59,13 +74,16 @@ class EnvPool:
 
     def __init__(
         self, section: Any, seed: int, *, build_s: float = BUILD_S, evaluation: dict[str, Any] | None = None,
-        processes: int = 0, max_calls: int = sys.maxsize,
+        processes: int = 0, max_calls: int = sys.maxsize, output: Path | None = None,
+        log: Callable[..., None] = lambda name, **fields: None,
     ) -> None:  # fmt: skip
-        """`section` is an env section of windfall.config. For `evaluation` and `processes` see hosting.py. `max_calls`:
-        upper limit for calls that have begun."""
+        """`section` is an env section of windfall.config. For `evaluation`, `processes`, `output` and `log` see
+        hosting.py. `max_calls`: upper limit for calls that have begun."""
         options: dict[str, Any] = envs.section_dict(section) | ({"evaluation": evaluation} if evaluation else {})
         self.name = options.get("factory", options["name"])
         self._strict = not envs.runs_user_code(options)
+        self._output, self._log, self._growth = output, log, LogGrowth(output)
+        self._killed_builds = 0
         self.max_calls, self.needs_tokens = max_calls, False
         """Turns must come with their token ids."""
         self._build_message, self._build_s = (0, "build", options, seed, self._strict), build_s
@@ -83,6 +101,7 @@ class EnvPool:
         self._built: asyncio.Future[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._killing: set[asyncio.Task[Any]] = set()
+        self._restarting: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         self._built = asyncio.get_running_loop().create_future()
@@ -94,6 +113,8 @@ class EnvPool:
     async def __aexit__(self, *_: object) -> None:
         assert self._watching is not None
         self._watching.cancel()
+        if self._restarting is not None:
+            self._restarting.cancel()
         for call in self._open_calls():
             call.future.cancel()
         self._pending.clear()
@@ -183,12 +204,13 @@ class EnvPool:
             if child is None and self._steps(call) and not self.sessions.has_room(self._busy()):
                 self._opening.append(queue.popleft())
                 continue
-            child = child or self._free_child(call.what)
+            child = child or self._free_child(call)
             if child is None:
                 break
             queue.popleft()
             if not child.sent:
-                child.last_message_s = time.monotonic()
+                child.last_message_s, child.room = time.monotonic(), sys.maxsize
+            child.room = min(child.room, _room(call))
             child.sent[call.number], call.late_s, call.stack = call, None, ""
             child.stepping += self._steps(call)
             call.begin()
@@ -196,17 +218,20 @@ class EnvPool:
         for child, messages in out.items():
             child.process.send(messages)
         waiting = self._pending or self._opening
-        if waiting and not any(c.ready for c in self._children) and not any(self._starting()):
+        if waiting and not self._children and not self._restarting:
             self._start()
 
     def _next_queue(self) -> deque[Call]:
         """The calls that come next: those that waited for room for a session, once there is some."""
         return self._opening if self._opening and self.sessions.has_room(self._busy()) else self._pending
 
-    def _free_child(self, what: str) -> PoolChild | None:
+    def _free_child(self, call: Call) -> PoolChild | None:
         """The child with the shortest queue among those that can take this call."""
-        limit = self._sizing.queue_limit(what)
-        free = [c for c in self._children if c.ready and c.queued < limit and len(c.waiting) < MAX_WAITING]
+        limit, room = self._sizing.queue_limit(call.what), _room(call)
+        free = [
+            c for c in self._children
+            if c.ready and c.queued < limit and len(c.waiting) < MAX_WAITING and len(c.sent) < min(c.room, room)
+        ]  # fmt: skip
         return min(free, key=lambda c: (c.queued, len(c.waiting)), default=None)
 
     def _steps(self, call: Call) -> bool:
@@ -242,14 +267,26 @@ class EnvPool:
             self._handle_invalid_line(child, line)
 
     def _handle_invalid_line(self, child: PoolChild, line: bytes) -> None:
-        """An environment can write to the link: if it forks, a call may be answered twice."""
-        why = "its process sent a message that is not an answer to a call; does it fork?"
-        print(f"environment {self.name}: {why} It sent {line[:200]!r}", file=sys.stderr, flush=True)
-        for call in child.sent.values():
-            call.fail(EnvFailed(f"environment {self.name}: {why} ({call.name} was in progress)", why))
+        """An environment can write to the link. The call that is running must have done it, unless others wait."""
+        how = "wrote something to the connection of its process that is not an answer to a call"
+        print(f"environment {self.name} {how}: {line[:200]!r}", file=sys.stderr, flush=True)
+        suspects = child.begun
         if not child.ready:
-            self._build_failed(WindfallError(why, where=f"environment {self.name}", fix="Build it without a fork."))
+            fix = "Do not write to open file descriptors that the environment has not opened."
+            self._build_failed(WindfallError(f"it {how}", where=f"environment {self.name}", fix=fix))
+        elif len(suspects) == 1:
+            suspects[0].fail(EnvFailed(f"{suspects[0].name} {how}", how))
+        else:
+            self._suspect(suspects, "wrote something that is not an answer")
         self._kill(child)
+
+    def _suspect(self, calls: Sequence[Call], how: str, stack: str = "") -> None:
+        """One of these calls may have ended its process. A call fails if it was there each time, and at last alone."""
+        for call in calls:
+            call.moves += 1
+            if call.moves > MAX_MOVES:
+                what = f"{call.moves} processes ended during {call.name}; the last {how}"
+                call.fail(EnvFailed(what, how, stack, final=True))
 
     def _handle_message(self, child: PoolChild, number: int, what: str, *rest: Any) -> None:
         """If this is not a valid message, raises an error that `_handle_line` catches, and changes nothing."""
@@ -291,7 +328,7 @@ class EnvPool:
         child = PoolChild(time.monotonic())
         child.process = ChildProcess(
             strict=self._strict, on_line=lambda line: self._handle_line(child, line),
-            on_end=lambda *end: self._child_ended(child, *end),
+            on_end=lambda *end: self._child_ended(child, *end), output=self._output,
         )  # fmt: skip
         self._children.append(child)
         child.process.send([self._build_message])
@@ -302,6 +339,7 @@ class EnvPool:
         self.stateful, self.needs_tokens = stateful is True, needs_tokens is True
         self.sessions.replayable = replayable is True
         child.ready, self._sizing.start_s = True, time.monotonic() - child.born_s
+        self._killed_builds = 0
         self.name = name
         assert self._built is not None
         if not self._built.done():
@@ -350,22 +388,40 @@ class EnvPool:
         if child not in self._children:
             return
         self._remove(child)
-        how = describe_exit(code)
+        how = "closed the connection to windfall" if code == LINK_LOST else describe_exit(code)
         if not child.ready:
-            what = f"the process that builds it {how} after {time.monotonic() - child.born_s:.1f} s"
-            self._build_failed(WindfallError(what, where=f"environment {self.name}", fix=stack))
+            self._build_ended(child, code, how, stack)
         call = child.sent.pop(number, None)
         if call is not None and call.verdict is not None and code == -limits.OVER:
             call.succeed(call.verdict)
+        elif call is not None and code == LINK_LOST:
+            what = f"{call.name} closed or replaced files of its process that it has not opened"
+            call.fail(EnvFailed(what, f"the process {how}", stack))
         elif call is not None:
             call.fail(EnvFailed(f"the process that ran {call.name} {how}", f"the process {how}", stack))
-        for other in child.sent.values():
-            other.moves += 1
-            if other.moves > MAX_MOVES:
-                what = f"{other.moves} processes ended during {other.name}; the last {how}"
-                other.fail(EnvFailed(what, how, stack, final=True))
+        else:
+            self._suspect(child.begun, how, stack)
         self._send_again(list(child.sent.values()))
         self._send_soon()
+
+    def _build_ended(self, child: PoolChild, code: int, how: str, stack: str) -> None:
+        """A child has ended before it was ready. If it was killed, another one is started after a while."""
+        self._killed_builds += 1
+        if code in KILLED and self._killed_builds <= MAX_KILLED_BUILDS:
+            wait_s = backoff.delay_s(self._killed_builds - 1, first_s=RESTART_S)
+            line = f"environment {self.name}: the process that builds it {how}; restarting it in {wait_s:g} s"
+            print(line, file=sys.stderr, flush=True)
+            if not self._children and self._restarting is None:
+                self._restarting = asyncio.get_running_loop().call_later(wait_s, self._restart)
+            return
+        times = f" ({self._killed_builds} times in a row)" if self._killed_builds > 1 else ""
+        what = f"the process that builds it {how} after {time.monotonic() - child.born_s:.1f} s{times}"
+        self._build_failed(WindfallError(what, where=f"environment {self.name}", fix=stack))
+
+    def _restart(self) -> None:
+        self._restarting = None
+        if not self._children:
+            self._start()
 
     def _remove(self, child: PoolChild) -> None:
         self._children.remove(child)
@@ -391,6 +447,8 @@ class EnvPool:
                     self._run_in_background(self._give_up_build(child))
             self._close_sessions()
             self._grow(now)
+            if self._growth.begins():
+                self._log("env_output", env=self.name, log=str(self._output))
 
     def _close_sessions(self) -> None:
         """Close sessions whose next turn does not come, and one that can be replayed if a call waits for its room."""
@@ -430,6 +488,11 @@ class EnvPool:
             what, pending = queue[0].what, len(queue)
             for _ in range(self._sizing.children_to_start(what, pending, len(self._children), running_s)):
                 self._start()
+
+
+def _room(call: Call) -> int:
+    """Upper limit for the calls in the same child, this one included: 1024, 64 and 4, then it is alone."""
+    return max(1, MAX_WAITING >> 4 * call.moves) if call.moves else sys.maxsize
 
 
 def available_cores() -> int:

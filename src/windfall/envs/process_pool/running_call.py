@@ -17,6 +17,8 @@ from windfall.envs.failures import coroutine_stack
 
 LAYOUT = struct.Struct("<Qd")
 """The number of the running call (0: none), and when it began to run (CLOCK_MONOTONIC, seconds)."""
+LINK_LOST = 114
+"""Exit status of a child whose link to its parent was closed or replaced by the environment."""
 SHORT_S = 0.005
 """Sleep time is not measured in steps shorter than this (seconds)."""
 
@@ -49,10 +51,15 @@ class TrackedCoroutine(Coroutine[Any, Any, None]):
     inner: Coroutine[Any, Any, None]
     task: asyncio.Task[None]
 
-    def __init__(self, number: int, limit_s: float, running_call: RunningCall, send: Callable[..., None]) -> None:
-        """`send` gets `number, "waits"` when the call lets others run, `number, "late", stack` when it is overdue."""
+    def __init__(
+        self, number: int, limit_s: float, running_call: RunningCall, send: Callable[..., None],
+        check: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`send` gets `number, "waits"` when the call lets others run, `number, "late", stack` when it is overdue.
+        `check` is called after each step, while the record still names this call."""
         self.number, self.limit_s, self.late, self.answered = number, limit_s, False, False
         self._running_call, self._send_message, self._first = running_call, send, True
+        self._check = check
         self._began_s = self._cpu_s = self._took_s = self._slept_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -77,6 +84,7 @@ class TrackedCoroutine(Coroutine[Any, Any, None]):
             if self._timer is not None:
                 self._timer.cancel()
             raise
+        self._check()
         self._took_s, self._slept_s = self.used()
         self._running_call.write(0)
         if self._first:

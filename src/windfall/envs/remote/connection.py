@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from windfall import backoff
@@ -48,10 +48,14 @@ PROBE_S = 5.0
 """Seconds between two new calls to a sick server."""
 
 
+class WrongAnswer(LinkClosed):
+    """A server sent something that does not answer a call. This is not the fault of its calls."""
+
+
 @dataclass(kw_only=True, eq=False)
 class RemoteCall(Call):
-    failed_at: EnvServer | None = None
-    """The server that was lost while it had the call. Others are preferred."""
+    failed_at: set[EnvServer] = field(default_factory=set)
+    """The servers that were lost while they had the call. Others are preferred."""
     sent_s: float = 0.0
     began_s: float | None = None
     """When its server began it for the first time (monotonic clock, seconds)."""
@@ -214,7 +218,8 @@ class EnvServer:
         self.refused, self.tried = self._refusal(error), True
         calls = [*self.sent.values(), *self.queue]
         for call in self.sent.values():
-            call.moves, call.failed_at = call.moves + 1, self
+            call.moves += self in call.failed_at or not isinstance(error, WrongAnswer)
+            call.failed_at.add(self)
         self.sent, self.queue, self.sessions = {}, deque(), OpenSessions(0)
         if had_link:
             self.losses += 1
@@ -252,11 +257,11 @@ class EnvServer:
     # Messages in.
 
     def _handle(self, message: Any) -> None:
-        """Raises LinkClosed if this is not an answer to a call."""
+        """Raises WrongAnswer if this is not an answer to a call."""
         number = getattr(message, "number", None)
         call = self.sent.get(number) if isinstance(number, int) else None
         if call is None:
-            raise LinkClosed(f"it sent a {type(message).__name__} that answers no call")
+            raise WrongAnswer(f"it sent a {type(message).__name__} that answers no call")
         if isinstance(message, e.CallBegan):
             call.began_s = call.began_s or time.monotonic()
             return
@@ -281,7 +286,7 @@ class EnvServer:
         elif isinstance(message, e.Graded) and call.what == "feedback":
             value = Feedback(reward=message.reward, observation=message.observation, scores=message.scores)
         else:
-            raise LinkClosed(f"it answered a {call.what} with a {type(message).__name__}")
+            raise WrongAnswer(f"it answered a {call.what} with a {type(message).__name__}")
         if fault := task_fault(value) if isinstance(value, Task) else feedback_fault(value):
-            raise LinkClosed(f"it sent a wrong answer: {fault}")
+            raise WrongAnswer(f"it sent a wrong answer: {fault}")
         return value

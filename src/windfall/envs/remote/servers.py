@@ -8,7 +8,8 @@
   replays the session from its turns or says why it cannot (sessions/stateful.py).
 - A server has at most as many calls and sessions as it said. Others wait here, which counts against no time limit. The
   time limit of a call is kept by the server; this side only notices servers that do not answer (connection.py).
-- A call that was in progress on more than MAX_MOVES lost servers fails: it may be what ends them.
+- A call that was in progress on more than MAX_MOVES lost servers fails: it may be what ends them. A server that is
+  dropped because of its first wrong answer to the call does not count.
 - A server whose calls fail much more often than those of another one gets few new ones (connection.py).
 - While no server is reachable, calls wait for LOST_S. Then they fail, and their rewards are missing.
 """
@@ -199,9 +200,9 @@ class EnvServers:
                     break
 
     def _choose(self, call: RemoteCall, *, opens: bool) -> EnvServer | None:
-        """The server with the lowest load that can take the call. One that was lost with it is the last choice."""
+        """The server with the lowest load that can take the call. Those that were lost with it are the last choice."""
         connected = [s for s in self.servers if s.terms is not None]
-        others = [s for s in connected if s is not call.failed_at] or connected
+        others = [s for s in connected if s not in call.failed_at] or connected
         least = min((s.failing for s in others), default=0.0)
         free = [s for s in others if s.accepts_new(least) and (not opens or s.sessions.has_room(s.busy))]
         return min(free, key=lambda s: s.load, default=None)

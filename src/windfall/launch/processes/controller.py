@@ -165,7 +165,7 @@ class ControllerProcess:
                 self.events.instant("sink_dropped", sink=sink.__qualname__, why=why)
 
     async def _run_steps(self) -> None:
-        async with recipe_host(self.recipe, self.events.instant) as env:
+        async with recipe_host(self.recipe, self.events.instant, self.folder) as env:
             await self.life.unless_stopped(env.ready())
             async with AgentService(self.recipe, self.folder, self.events, self.journal, env) as agents:
                 self.life.on_rollout = partial(self._prepare, agents)

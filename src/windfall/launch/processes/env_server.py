@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from windfall.envs.process_pool.pool import EnvPool
 from windfall.envs.remote.server import EnvService
 from windfall.envs.remote.settings import settings_of
 from windfall.errors import WindfallError
+from windfall.fleet.process import open_log
 from windfall.launch import network, tls
 from windfall.link import env_messages as e
 from windfall.link import listener
@@ -29,25 +31,28 @@ HEARTBEAT_S = 10.0
 
 
 def main(
-    recipe: Recipe, token: str, *, host: str, port: int, concurrency: int, cert: Path | None, key: Path | None
-) -> None:
+    recipe: Recipe, token: str, *, host: str, port: int, concurrency: int, log: Path, cert: Path | None,
+    key: Path | None,
+) -> None:  # fmt: skip
     if not isinstance(recipe.task_env, HostedEnv):
         what = f"{recipe.task_env.name!r} runs in the controller or on its machine, not on a server"
         raise WindfallError(what, where="env.name", fix="Use gym, jsonl, dataset, frozen_lake or custom.")
     if bool(cert) != bool(key):
         raise WindfallError("one of --tls-cert and --tls-key is missing", where="windfall env-server", fix="Give both.")
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(recipe, token, host, port, concurrency, Fleet(tls_cert=cert, tls_key=key)))
+        asyncio.run(_run(recipe, token, host, port, concurrency, log, Fleet(tls_cert=cert, tls_key=key)))
 
 
-async def _run(recipe: Recipe, token: str, host: str, port: int, concurrency: int, fleet: Fleet) -> None:
+async def _run(recipe: Recipe, token: str, host: str, port: int, concurrency: int, log: Path, fleet: Fleet) -> None:
     section, evaluation = recipe.task_env, evaluation_data(recipe)
     settings, context = settings_of(section, recipe.run.seed, evaluation), tls.server_context(fleet)
     listener.raise_file_limit()
+    os.close(open_log(log))  # it must be writable
     stop = asyncio.Event()
     pool = EnvPool(
         section, recipe.run.seed, evaluation=evaluation, processes=recipe.rollout.reward_processes,
-        max_calls=concurrency,
+        max_calls=concurrency, output=log,
+        log=lambda name, env, log: _say(f"environment {env} prints; its output is in {log}"),
     )  # fmt: skip
     async with pool:
         await pool.ready()

@@ -98,7 +98,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
-    prompts = await _prompts(recipe, tokenizer, model)
+    prompts = await _prompts(recipe, folder, tokenizer, model)
     derived = derive(recipe, model, device, dtype, prompts, ranks=place.size, sharded=sharded)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
     loaded = trained_weights.prepare(model, recipe, found, dtype=dtype)
@@ -162,11 +162,11 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         publisher.close()
 
 
-async def _prompts(recipe: Recipe, tokenizer: Any, model: Any) -> list[int]:
+async def _prompts(recipe: Recipe, folder: Path, tokenizer: Any, model: Any) -> list[int]:
     """Prompt lengths in tokens for which memory is planned."""
     if agents.is_agent(recipe):
         return agents.prompts(recipe, getattr(model.config, "max_position_embeddings", None))
-    async with recipe_host(recipe) as env:
+    async with recipe_host(recipe, folder=folder) as env:
         return await prompt_lengths(env, recipe, text_for(tokenizer, model, recipe.chat.options()))
 
 

@@ -101,7 +101,8 @@ class EngineProcesses:
         self._folder.mkdir(parents=True, exist_ok=True)
         server = await asyncio.start_unix_server(self._accept, path=f"\0{self._address}")
         async with client, server:
-            await client.ready()
+            with contextlib.suppress(OSError):  # it was killed while it started: the first child starts another
+                await client.ready()
             children = (self._keep_running(client, n) for n in range(len(self._places)))
             await run_until_first(self._closing.wait(), *children)
 

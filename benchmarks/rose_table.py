@@ -8,8 +8,8 @@ overlapped; the machine that trains does not generate. One number is fitted: the
 that GRPO of 8B with lenders is 1.31 times as fast as without. For 32B they scale with parameters, tokens and GPUs.
 Everything else is a prediction. ROSE publishes neither code nor most of its settings: `ASSUMED` lists what is guessed.
 
-Lenders keep the limits that `windfall serve` has by default, `--max-slowdown` among them: a request's time per token grows
-by at most that share. `--max-slowdown inf` keeps the service's objectives (TTFT, TPOT) alone, as ROSE does.
+Lenders keep the limits that `windfall serve` has by default, `--max-slowdown` among them: a request's time per token
+grows by at most that share. `--max-slowdown inf` keeps the service's objectives (TTFT, TPOT) alone, as ROSE does.
 
 Rows "over spot" compare the time of the rollouts: lenders with windfall's policies against spot machines with
 RLBoost's Algorithm 2, which does not send turns to the worker that has their tokens. The spot machines are those that
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=PEAK, help="Largest rate of the requests, in means. 1: no peaks.")
     parser.add_argument(
         "--max-slowdown", type=float, default=MAX_SLOWDOWN,
-        help=f"Largest share that lending adds to a request's time per token; inf: no limit. Default: {MAX_SLOWDOWN:g}.",
+        help=f"Largest share that lending adds to a request's time per token; inf: none. Default: {MAX_SLOWDOWN:g}.",
     )  # fmt: skip
     policies = ("algorithm2", "windfall")
     parser.add_argument("--spot-policy", choices=policies, default=policies[0], help="Policy of the spot workers.")

@@ -82,6 +82,9 @@ class Assumptions:
     GPU."""
     kv_share: float = 0.85
     """Share of the memory left by the weights that holds the KV cache."""
+    trainer_kv: float = 1.0
+    """KV cache of the trainer's engines, as a share of what engines on as many GPUs of their own have. Below 1, the
+    training state stays on the GPUs while they generate."""
     slower: float = 1.0
     """The fitted factor."""
 
@@ -97,6 +100,7 @@ DESCRIPTIONS = {
     "boot_s": "seconds until an instance's worker dials in",
     "update_s": "seconds of an update of 8B, publishing included",
     "kv_share": "share of free GPU memory that holds KV cache",
+    "trainer_kv": "KV cache of the trainer's engines, share",
 }
 
 
@@ -151,7 +155,7 @@ def recipe(model: Model, a: Assumptions, *, max_tokens: int = 14_000, granule: i
         "trace": {"price_usd_per_h": INSTANCE_USD_PER_H},
         "sim": {
             "trainer": trainer(model, a, mean), "worker": engine(model, a, 2),
-            "trainer_slots": min(GROUPS * SIBLINGS, slots(model, a, model.trainer_gpus)),
+            "trainer_slots": min(GROUPS * SIBLINGS, round(a.trainer_kv * slots(model, a, model.trainer_gpus))),
             "worker_slots": slots(model, a, 2), "boot_s": a.boot_s, "weights_bytes": model.weights_bytes,
             "egress_bytes_per_s": 25e9, "ingress_bytes_per_s": 6.25e9, "prompt_tokens": a.prompt_tokens,
             "median_tokens": a.median_tokens, "sigma": a.sigma, "alike": a.alike, "granule": granule,

@@ -7,7 +7,7 @@ machines: published figures of H100 and Qwen3, assumed efficiencies, and one num
 throughput of 8B. Nothing is fitted to the paper's results for harvesting. `rlboost` is Algorithms 1 and 2 as published,
 on windfall's mechanisms (migration, pulls, pipelining); `windfall` is windfall's own policies.
 
-Sections: models, static, ablations, lengths, sensitivity.
+Sections: models, static, ablations, lengths, sensitivity, memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATIC = {1: (1.37, 1.28), 6: (2.25, 1.62)}
 ARTIFACT = {0: 10, 1: 12, 2: 14, 3: 16, 4: 18}
 """Thousand tokens per second of 8B, by number of instances."""
 LENGTHS = {5_000: 1.47, 14_000: 2.22}
-SHARES = ("memory", "decode", "train", "alike", "kv_share")
+SHARES = ("memory", "decode", "train", "alike", "kv_share", "trainer_kv")
 
 
 @dataclass(kw_only=True)
@@ -211,6 +211,21 @@ def sensitivity(bench: Bench, a: Assumptions) -> None:
         print_row(rb.DESCRIPTIONS[field.name][:33], f"{getattr(a, field.name):g}", *cells)
 
 
+def memory(bench: Bench, a: Assumptions) -> None:
+    """What would have to differ for the paper's gains with 14B: faster training, less KV cache while the trainer
+    generates."""
+    counts = (1, 3, 6)
+    print_row("\n14B: training, trainer's KV", "tok/s alone", *(f"{n} instances" for n in counts))
+    for train in (1.0, 2.0):
+        for kv in (1.0, 0.5, 0.25):
+            b = replace(a, train=train * a.train, trainer_kv=kv)
+            base = bench.colocated(MODELS["14B"], b)
+            found = [bench.pool(MODELS["14B"], b, n, "windfall") for n in counts]
+            cells = [f"{f.tok_per_s / base.tok_per_s:.2f}x" for f in found]
+            print_row(f"{train:g} x as fast, {kv:g} of the KV cache", f"{base.tok_per_s:,.0f}", *cells)
+    print_row("paper", "", *(f"{STATIC[n][0]}x" if n in STATIC else "" for n in counts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -221,7 +236,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="Sections to run, separated by commas.")
     args = parser.parse_args()
-    sections = ["models", "static", "ablations", "lengths", "sensitivity"]
+    sections = ["models", "static", "ablations", "lengths", "sensitivity", "memory"]
     chosen = [s for s in args.only.split(",") if s] or sections
     for name in chosen:
         if name not in sections:
@@ -243,7 +258,7 @@ def main() -> None:
         for name, section in (
             ("models", lambda: models(bench, a, market)), ("static", lambda: static(bench, a)),
             ("ablations", lambda: ablations(bench, a, market)), ("lengths", lambda: lengths(bench, a)),
-            ("sensitivity", lambda: sensitivity(bench, a)),
+            ("sensitivity", lambda: sensitivity(bench, a)), ("memory", lambda: memory(bench, a)),
         ):  # fmt: skip
             if name in chosen:
                 section()

@@ -424,7 +424,7 @@ class Controller:
             used, counted_s = sorted(batch.lengths), _now() - self._counted_from_s
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step)
-            tasks |= {"held_s": self._held_s, "counted_s": counted_s}
+            tasks |= {"staleness_bound": self.admission.staleness, "held_s": self._held_s, "counted_s": counted_s}
         if self._asynchronous or dropped.responses or self.admission.too_new:
             tasks |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens}
             tasks |= {"too_new": self.admission.too_new}

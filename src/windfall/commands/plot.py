@@ -92,8 +92,12 @@ def _lines(ax: Any, readers: list[RunReader], name: str, by_time: bool) -> None:
         points = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
         ax.plot(*zip(*points, strict=True) if points else ([], []), color=color, lw=1.2, label=reader.name)
         if name == "reward":
-            evals = [(t / 3600 if by_time else step, r) for step, t, r in history.evals if r is not None]
-            ax.plot(*zip(*evals, strict=True) if evals else ([], []), "o", color=color, ms=4)
+            evals = [(t / 3600 if by_time else step, *e) for step, t, *e in history.evals if e[0] is not None]
+            ax.plot([e[0] for e in evals], [e[1] for e in evals], "o", color=color, ms=4)
+            for at, reward, graded, responses in evals:
+                if graded is not None and graded != responses:
+                    text = f"{graded} of {responses} graded"
+                    ax.annotate(text, (at, reward), (0, 5), textcoords="offset points", ha="center", fontsize=6)
     ax.set(xlabel="hours" if by_time else "step", ylabel=f"{title} ({unit})" if unit else title)
     if not by_time:
         ax.xaxis.get_major_locator().set_params(integer=True)

@@ -39,6 +39,21 @@ def test_generation_ahead_makes_steps_shorter(simulated: Simulated) -> None:
     assert seconds(2) < 0.9 * seconds(0)
 
 
+@pytest.mark.parametrize("pipelining", [True, False])
+def test_responses_are_fresher_than_the_bound_if_training_is_the_bottleneck(
+    simulated: Simulated, pipelining: bool
+) -> None:
+    """Before, nearly all were trained on at the bound."""
+    _, log = simulated(
+        run={"steps": 30}, rollout={"staleness": 3}, trace={"nodes": 6, "mean_up_s": 1e9}, fleet={"local": False},
+        techniques={"pipelining": pipelining},
+    )  # fmt: skip
+    steps = steps_of(log)[20:27]
+    assert {e["staleness_bound"] for e in steps} == {3}
+    assert sum(e["staleness_mean"] for e in steps) / len(steps) < 1.4
+    assert sum(e["train_wait_s"] for e in steps) < 0.02 * sum(e["s"] for e in steps)
+
+
 def test_trainers_engine_alone_generates_and_trains(simulated: Simulated) -> None:
     _, log = simulated(run={"steps": 5}, rollout={"staleness": 1}, trace={"nodes": 0})
     assert len(steps_of(log)) == 5

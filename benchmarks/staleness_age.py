@@ -1,9 +1,9 @@
 """How old trained responses are if the lead over the trainer is measured (scheduling/lead.py), and if it is the bound.
 
-    python benchmarks/staleness.py age [--steps 60] [--bounds 2] [--seeds 1]     simulated
-    python benchmarks/staleness.py age --processes [--steps 40] [--nodes 6]      real processes, both runs at once
+    python benchmarks/staleness.py age [--steps 44] [--bounds 2] [--jobs 2]      simulated
+    python benchmarks/staleness.py age --processes [--steps 44] [--nodes 6]      real processes, both runs at once
 
-The runs are those of harvest.py, without the trainer's own engine. Simulated: recipes/sim-harvest.toml with 4 to 12
+The runs are those of harvest.py, without the trainer's own engine. Simulated: recipes/sim-harvest.toml with 4 or 8
 workers that stay or are killed, with and without pipelining. Real processes: controller, links, journal, pulls; engines
 and the trainer sleep by a service-time model. Both runs of a pair have the same tasks and the same machines.
 
@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +45,27 @@ class Measured:
     def row(self, name: str, base: Measured | None = None) -> str:
         ratio = f"{self.steps_per_s / base.steps_per_s:.4f}" if base else ""
         return (
-            f"{name:<34}{self.steps_per_s:10.4f}{ratio:>8}{self.wait:8.1%}{self.wait_s:8.2f}{self.mean:7.2f}"
+            f"{name:<44}{self.steps_per_s:10.4f}{ratio:>8}{self.wait:8.1%}{self.wait_s:8.2f}{self.mean:7.2f}"
             f"{self.at_bound:10.1%}"
         )
 
 
-HEAD = f"{'':<34}{'steps/s':>10}{'ratio':>8}{'waits':>8}{'s/step':>8}{'mean':>7}{'at bound':>10}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    nodes: int
+    """Number of workers."""
+    bound: int
+    steps: int
+    killed: bool = False
+    """Workers are killed after 40 s on average, and come back after 15 s."""
+    pipelined: bool = True
+    """Groups are trained on as they arrive."""
+
+    def __str__(self) -> str:
+        return f"{self.nodes} workers{', killed' * self.killed}{', pipelined' * self.pipelined}, bound {self.bound}"
+
+
+HEAD = f"{'':<44}{'steps/s':>10}{'ratio':>8}{'waits':>8}{'s/step':>8}{'mean':>7}{'at bound':>10}"
 
 
 def measure(events: Sequence[Event], bound: int) -> Measured:
@@ -69,67 +85,74 @@ def fixed_lead() -> Any:
     return patch.object(Lead, "end_step", lambda *_, **__: None)
 
 
-def simulate(sets: Sequence[str], bound: int, *, fixed: bool) -> Measured:
+def simulate(case: Case) -> tuple[Measured, Measured]:
+    """With the lead at the bound, and measured."""
     from windfall.config import load
     from windfall.sim.core import run, scenario
 
-    recipe = load(Path(__file__).parent.parent / "recipes" / "sim-harvest.toml", list(sets))
-    with tempfile.TemporaryDirectory() as folder, fixed_lead() if fixed else nullcontext():
-        run.simulate(scenario.build(recipe), Path(folder) / "events.jsonl")
-        return measure(read(Path(folder) / "events.jsonl"), bound)
+    sets = [
+        "sim.granule=16", "fleet.local=false", f"run.steps={case.steps}", f"rollout.staleness={case.bound}",
+        f"trace.nodes={case.nodes}", f"techniques.pipelining={str(case.pipelined).lower()}",
+        *([] if case.killed else ["trace.mean_up_s=1e7", "trace.mean_down_s=1"]),
+    ]  # fmt: skip
+    recipe = load(Path(__file__).parent.parent / "recipes" / "sim-harvest.toml", sets)
+    found = []
+    for context in (fixed_lead(), nullcontext()):
+        with tempfile.TemporaryDirectory() as folder, context:
+            run.simulate(scenario.build(recipe), Path(folder) / "events.jsonl")
+            found.append(measure(read(Path(folder) / "events.jsonl"), case.bound))
+    return found[0], found[1]
 
 
-async def run_processes(options: argparse.Namespace, bound: int) -> tuple[Measured, Measured]:
+async def run_processes(case: Case) -> tuple[Measured, Measured]:
     """Both runs at once, so that other load on the machine hits both."""
     import harvest
 
     from windfall.fleet.trace_formats import Change
 
     controllers = {"fixed": (__file__, "controller"), "measured": ("-m", "windfall.cli", "_controller")}
-    changes = [Change(at_s=0.0, node=f"n{n}", up=True) for n in range(options.nodes)]
+    changes = [Change(at_s=0.0, node=f"n{n}", up=True) for n in range(case.nodes)]
     with tempfile.TemporaryDirectory() as name:
         folders = {key: Path(name) / key for key in controllers}
         async with asyncio.TaskGroup() as group:
             for key, argv in controllers.items():
                 run = harvest.run_variant(
-                    folders[key], changes=changes, steps=options.steps, speedup=1.0, fleet="local = false",
-                    rollout=f"staleness = {bound}", controller_argv=argv,
+                    folders[key], changes=changes, steps=case.steps, speedup=1.0, fleet="local = false",
+                    rollout=f"staleness = {case.bound}", controller_argv=argv,
                 )  # fmt: skip
                 group.create_task(run)
-        fixed, measured = (measure(read(folder / "events.jsonl"), bound) for folder in folders.values())
+        fixed, measured = (measure(read(folder / "events.jsonl"), case.bound) for folder in folders.values())
     return fixed, measured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=44)
     parser.add_argument("--bounds", type=int, nargs="+", default=[2])
-    parser.add_argument("--seeds", type=int, default=1, help="Number of seeds of a simulation.")
+    parser.add_argument("--jobs", type=int, default=2, help="Simulations that run at once.")
     parser.add_argument("--processes", action="store_true", help="Run real processes instead of a simulation.")
     parser.add_argument("--nodes", type=int, default=6, help="Number of workers of real processes.")
 
 
 def main(options: argparse.Namespace) -> None:
     print(HEAD, flush=True)
-    for bound in options.bounds:
-        if options.processes:
-            fixed, measured = asyncio.run(run_processes(options, bound))
-            show(f"{options.nodes} workers, bound {bound}", fixed, measured)
-            continue
-        for nodes, killed, pipelining in ((4, 0, 1), (8, 0, 1), (8, 0, 0), (8, 1, 1), (8, 1, 0), (12, 0, 1)):
-            for seed in range(options.seeds):
-                sets = [
-                    "sim.granule=8", "fleet.local=false", f"run.steps={options.steps}", f"run.seed={seed}",
-                    f"rollout.staleness={bound}", f"trace.nodes={nodes}",
-                    f"techniques.pipelining={str(bool(pipelining)).lower()}",
-                    *([] if killed else ["trace.mean_up_s=1e7", "trace.mean_down_s=1"]),
-                ]  # fmt: skip
-                name = f"{nodes} workers{', killed' * killed}{', pipelined' * pipelining}, bound {bound}"
-                show(name, simulate(sets, bound, fixed=True), simulate(sets, bound, fixed=False))
+    if options.processes:
+        cases = [Case(nodes=options.nodes, bound=bound, steps=options.steps) for bound in options.bounds]
+        for case in cases:
+            show(case, *asyncio.run(run_processes(case)))
+    else:
+        cases = [
+            Case(nodes=nodes, bound=bound, steps=options.steps, killed=killed, pipelined=pipelined)
+            for bound in options.bounds
+            for nodes, killed, pipelined in ((4, False, True), (8, False, True), (8, False, False), (8, True, True))
+        ]
+        with ProcessPoolExecutor(options.jobs) as pool:
+            for case, found in zip(cases, pool.map(simulate, cases), strict=True):
+                show(case, *found)
     print(f"{options.steps} steps; load on the machine (1 min): {os.getloadavg()[0]:.1f}")
 
 
-def show(name: str, fixed: Measured, measured: Measured) -> None:
-    print(fixed.row(f"{name}: bound"), measured.row("".rjust(len(name)) + "  measured", fixed), sep="\n", flush=True)
+def show(case: Case, fixed: Measured, measured: Measured) -> None:
+    print(fixed.row(f"{case}: bound"), measured.row(f"{' ' * len(str(case))}  measured", fixed), sep="\n", flush=True)
 
 
 if __name__ == "__main__":  # a controller whose lead stays at the bound

@@ -28,8 +28,8 @@ Event = dict[str, Any]
 
 SERIES = (
     "step", "t", "reward", "length", "entropy", "grad_norm", "engine_gap", "staleness_mean", "staleness_max",
-    "staleness_bound", "tok_per_s", "trained", "made", "s", "train_s", "train_wait_s", "workers", "workers_lost", "moved",
-    "prefilled_again", "cut", "kl", "lr", "drift", "usd",
+    "staleness_bound", "tok_per_s", "trained", "made", "s", "train_s", "train_wait_s", "workers", "workers_lost",
+    "moved", "prefilled_again", "cut", "kl", "lr", "drift", "usd",
 )  # fmt: skip
 """Columns of the series. `t` is in seconds since the start, `usd` the cost of the step."""
 SUMS = {"trained", "made", "s", "train_s", "train_wait_s", "workers_lost", "moved", "prefilled_again", "usd"}

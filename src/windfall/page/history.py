@@ -229,8 +229,8 @@ class History:
     def _eval(self, e: Event) -> None:
         t = self._tenths(e["t"])
         if e["kind"] == "scalar" and not self.simulated:
-            numbers = (_number(e.get(key)) for key in ("reward", "graded", "responses"))
-            self.evals.append((e.get("step", 0), self._seconds(e["t"]), *numbers))
+            reward, graded, responses = (_number(e.get(key)) for key in ("reward", "graded", "responses"))
+            self.evals.append((e.get("step", 0), self._seconds(e["t"]), reward, graded, responses))
         elif e["kind"] == "span":
             self._trained(t, float(e.get("s") or 0.0), "evaluating")
 

@@ -29,6 +29,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +182,9 @@ async def run_worker(url: str, name: str, factor: float) -> int:
 
 async def run_variant(
     folder: Path, *, changes: list[Any], steps: int, speedup: float, rollout: str = "", fleet: str = "",
-    techniques: str = "", notice_s: float = 0.0,
+    techniques: str = "", notice_s: float = 0.0, controller_argv: Sequence[str] = ("-m", "windfall.cli", "_controller"),
 ) -> None:  # fmt: skip
+    """`controller_argv`: arguments of Python that start a controller, without its folder."""
     folder.mkdir(parents=True)
     recipe = RECIPE.format(steps=steps, rollout=rollout, fleet=fleet, techniques=techniques)
     (folder / "recipe.toml").write_text(recipe + "\n")
@@ -198,7 +200,7 @@ async def run_variant(
         )
 
     controller = await process.start(
-        name="controller", argv=[sys.executable, "-m", "windfall.cli", "_controller", str(folder)], env=env,
+        name="controller", argv=[sys.executable, *controller_argv, str(folder)], env=env,
         log=folder / "controller.log",
     )  # fmt: skip
     trainer = await process.start(

@@ -2,21 +2,28 @@
 
     python benchmarks/staleness.py curve         simulated: AReaL's curve of throughput over staleness
     python benchmarks/staleness.py processes     real processes whose engines and trainer sleep, with and without kills
+    python benchmarks/staleness.py age           how old responses are below the bound, simulated and on real processes
     python benchmarks/staleness.py learning      the demo's model learns: reward after equal steps and equal time
 
-The three parts are in staleness_curve.py, staleness_processes.py and staleness_learning.py, which describe what they
-measure. Runs that are compared are interleaved, so that other load on the machine hits all of them.
+The parts are in staleness_curve.py, staleness_processes.py, staleness_age.py and staleness_learning.py, which describe
+what they measure. Runs that are compared are interleaved, so that other load on the machine hits all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 
+import staleness_age
 import staleness_curve
 import staleness_learning
 import staleness_processes
 
-PARTS = {"curve": staleness_curve, "processes": staleness_processes, "learning": staleness_learning}
+PARTS = {
+    "curve": staleness_curve,
+    "processes": staleness_processes,
+    "age": staleness_age,
+    "learning": staleness_learning,
+}
 
 
 def main() -> None:

@@ -79,6 +79,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "scheduling/admission.py",
     "scheduling/borrowing.py",
     "scheduling/fixed_versions.py",
+    "scheduling/lead.py",
     "scheduling/version_window.py",
     "scheduling/wait_share.py",
     "scheduling/members.py",

@@ -50,6 +50,25 @@ def test_simulated_bound_on_staleness_holds_and_the_gate_alone_exceeds_it(monkey
     assert len(curve.table([synchronous, bounded])) == 3
 
 
+def test_age_of_responses_is_measured_once_the_lead_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    age = load("staleness_age", monkeypatch)
+    step = {"kind": "scalar", "name": "step", "s": 2.0, "train_wait_s": 0.5}
+    at_first = [{**step, "t": 2.0 * n, "staleness_counts": [0, 0, 8]} for n in range(20)]
+    settled = [{**step, "t": 2.0 * n, "staleness_counts": [4, 2, 2]} for n in range(20, 30)]
+    measured = age.measure([*at_first, *settled], 2)
+    assert (measured.steps_per_s, measured.wait, measured.wait_s) == (0.5, 0.25, 0.5)
+    assert (measured.mean, measured.at_bound) == (0.75, 0.25)
+    assert measured.row("measured", measured).split() == [
+        "measured",
+        "0.5000",
+        "1.0000",
+        "25.0%",
+        "0.50",
+        "0.75",
+        "25.0%",
+    ]
+
+
 def test_rewards_after_equal_time_are_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
     learning = load("staleness_learning", monkeypatch)
     assert learning.reward_at([(0, 0.0, 0.2), (5, 10.0, 0.4), (10, 20.0, 0.8)], 15.0) == pytest.approx(0.6)

@@ -205,6 +205,13 @@ def test_evaluation_event_names_its_tasks(tmp_path: Path) -> None:
     }
 
 
+def test_evaluation_event_says_how_many_responses_were_graded(tmp_path: Path) -> None:
+    world = World(lambda index: [1.0 if index % 4 else None, 0.0])
+    world.run(tmp_path, run={"steps": 1}, eval={"tasks": 4})
+    evals = [e for e in read(tmp_path / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "eval"]
+    assert [(e["reward"], e["graded"], e["responses"], e["tasks"]) for e in evals] == [(1.0, 3, 4, 3)] * 2
+
+
 def test_groups_are_generated_while_one_is_trained_on(tmp_path: Path) -> None:
     """Otherwise turns would not be graded meanwhile, and their responses would wait."""
     world = World(mixed)

@@ -36,7 +36,7 @@ def test_the_recipe_runs(tmp_path: Path) -> None:
     assert step["grader_processes"] >= 1
     before, after = [e for e in events if e["kind"] == "scalar" and e["name"] == "eval"]
     assert before["on"] == after["on"] == "3 of 48 rows of test.jsonl"
-    assert (before["tasks"], before["responses"]) == (3, 6)
+    assert (before["tasks"], before["graded"], before["responses"]) == (3, 6, 6)
     assert 0 <= before["pass_at"]["1"] <= before["pass_at"]["2"] <= 1
     assert f"pass@2 {before['pass_at']['2']:.3f}" in done.stdout
     assert f"accuracy {step['rewards']['accuracy']:.3f}, shows_work" in done.stdout

@@ -2,7 +2,7 @@
 
     run             for every trainer that connects: generate and train side by side
     generation      stream      tasks become graded groups                   waits for: workers, rewards
-                    _admit      open as many tasks as the bound allows       when a group completes or a version appears
+                    _admit      open as many tasks as the trainer needs      when a group completes or a version appears
     training        for every step: _step; a checkpoint and an evaluation when due (asynchronous: alongside training)
     _step           begin       the trainer's own engine may generate too    (rollout/seeding.py, idle_generation.py)
                     _collect    take groups; train on full micro-batches     waits for: ready groups
@@ -280,6 +280,7 @@ class Controller:
         tokens = batch.tokens if self._asynchronous else self.rollout.sampled_tokens
         self.pace.end(tokens=tokens, train_s=train_s, train_wait_s=batch.wait_s)
         self._log_step(before, batch, reports, train_s, _now() - started)
+        self.admission.lead.end_step(spare=batch.spare, missing=batch.missing, wait_s=batch.starved_s, train_s=train_s)
         if self._asynchronous:  # at once: generation goes on between two steps, and its tokens belong to the next one
             self._reset_counters()
         self._publish()
@@ -310,10 +311,11 @@ class Controller:
             self._changed.clear()
             self._take(batch)
             if self.admission.complete:
+                batch.completed(self.admission.ready, pipelined=self._pipelining)
                 return batch
             if self._pipelining and batch.micro_batches and self.pace.over.is_set():
                 began = _now()
-                batch.early_s += await self._accumulate(batch.micro_batches.popleft())
+                batch.early_s += await self._accumulate(batch.hand_over(self.admission.ready))
                 batch.asked_s += _now() - began
             else:
                 await self._wait_for_groups(batch)
@@ -337,6 +339,7 @@ class Controller:
         """Wait for a change or, while the trainer generates, until it stops."""
         over, began = self.pace.over, _now()
         training = over.is_set()
+        missing, ready = self.admission.batch - len(self.admission.taken), self.admission.ready
         waits = [asyncio.ensure_future(self._changed.wait())]
         if not training:
             waits.append(asyncio.ensure_future(over.wait()))
@@ -346,7 +349,7 @@ class Controller:
             for wait in waits:
                 wait.cancel()
         if training and over.is_set():  # otherwise the trainer has started to generate again
-            batch.wait_s += _now() - began
+            batch.waited(_now() - began, missing=missing, ready=ready, pipelined=self._pipelining)
 
     @property
     def _streaming(self) -> bool:
@@ -371,8 +374,8 @@ class Controller:
     async def _update(self, batch: StepBatch, step: int) -> list[Report]:
         count = self.recipe.train.minibatches
         if self._streaming:
-            for groups in [*batch.micro_batches, batch.partial]:  # those that are not accumulated yet
-                await self._accumulate(groups)
+            while batch.micro_batches or batch.partial:  # those that are not accumulated yet
+                await self._accumulate(batch.hand_over(self.admission.ready))
             samples: list[list[Sample]] = [[]]
         else:
             # First credit over the whole batch, then mini-batches of whole groups.
@@ -423,8 +426,8 @@ class Controller:
         if self._asynchronous:
             used, counted_s = sorted(batch.lengths), _now() - self._counted_from_s
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
-            tasks |= batch.describe_staleness(before.step)
-            tasks |= {"held_s": self._held_s, "counted_s": counted_s}
+            tasks |= batch.describe_staleness(before.step, self.admission.staleness)
+            tasks |= {"lead": self.admission.lead.groups, "held_s": self._held_s, "counted_s": counted_s}
         if self._asynchronous or dropped.responses or self.admission.too_new:
             tasks |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens}
             tasks |= {"too_new": self.admission.too_new}

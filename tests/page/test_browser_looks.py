@@ -58,11 +58,12 @@ def test_a_planned_recipe_stands_beside_a_run(page: Any, tmp_path: Path) -> None
 
 def test_legends_have_small_numbers_and_the_last_evaluation(page: Any, tmp_path: Path) -> None:
     log = small_log(5)
-    log.insert(10, event(20, "scalar", "eval", step=1, reward=0.4375))
+    log.insert(10, event(20, "scalar", "eval", step=1, reward=0.4375, graded=3, responses=4))
     page.goto(written(tmp_path, log) + "#learning")
     gap = page.locator("figure", has_text="log-prob disagreement")
     assert "1.0e-6" in gap.locator(".u-legend").inner_text()
-    assert "0.438" in page.locator("figure", has_text="held-out").locator(".u-legend").inner_text()
+    legend = page.locator("figure", has_text="held-out").locator(".u-legend").inner_text()
+    assert "0.438 (3 of 4 responses graded)" in legend
 
 
 def test_words_in_tables_are_whole_on_a_phone(page: Any, tmp_path: Path) -> None:

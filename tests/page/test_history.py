@@ -55,6 +55,12 @@ def test_series_money_and_staleness_add_up() -> None:
     assert history.full()["staleness"] == [3, 3]
 
 
+def test_evaluations_say_how_many_responses_were_graded() -> None:
+    new = event(30, "scalar", "eval", step=2, reward=0.5, graded=3, responses=4)
+    old = event(20, "scalar", "eval", step=1, reward=0.25)  # of a version that does not count them
+    assert list(built([*small_log(), old, new]).evals) == [(1, 20, 0.25, None, None), (2, 30, 0.5, 3, 4)]
+
+
 def test_a_resume_removes_void_steps_and_keeps_their_cost() -> None:
     history = built([*small_log(5), event(80, "instant", "resumed", step=3), step(95, 4, reward=0.9)])
     assert history.series["step"] == [1, 2, 3, 4]

@@ -41,6 +41,14 @@ def test_the_timeline_of_several_runs_is_that_of_the_first(run: Path, tmp_path: 
     assert names == sorted(names)
 
 
+def test_an_evaluation_with_missing_rewards_says_so(tmp_path: Path) -> None:
+    counts = [{}, {"graded": 4, "responses": 4}, {"graded": 3, "responses": 4}]  # the first: of an older version
+    evals = [event(20 + n, "scalar", "eval", step=n, reward=0.5, **count) for n, count in enumerate(counts)]
+    run = write_run(tmp_path / "run", [*small_log(5), *evals])
+    text = main([run], tmp_path / "figure.svg", panels=["reward"], by_time=False).read_text()
+    assert text.count(" graded</text>") == text.count(">3 of 4 graded</text>") == 1
+
+
 def test_png_and_pdf(run: Path, tmp_path: Path) -> None:
     for suffix, begin in ((".png", b"\x89PNG"), (".pdf", b"%PDF")):
         assert main([run], tmp_path / f"f{suffix}", panels=["reward"], by_time=True).read_bytes().startswith(begin)

@@ -158,6 +158,10 @@ class World:
             self.checkpoints.append(Saved(step, a.next_task, a.open_tasks))
         for _ in range(self.choose([0, 0, 1, 2])):  # generation goes on during the update
             getattr(self, self.choose(["finish", "drop", "dismiss"]))()
+        # Whatever was measured in the step, the lead that follows from it must break no rule.
+        missing = self.choose([0, 0, 0, 1, a.batch])
+        spare = self.choose([0, a.ready, a.ready, 4 * a.batch])
+        a.lead.end_step(spare=spare, missing=missing, wait_s=float(missing), train_s=1.0)
         a.publish()
         for task, _ in self.taken:
             self.fates[task] = "trained"

@@ -290,7 +290,7 @@ def stale_step(number: int, counts: list[int], **fields: Any) -> Event:
     return step(number, 0.5, **{
         "staleness_mean": sum(values) / len(values) if values else None, "staleness_max": max(values, default=0),
         "staleness_counts": counts, "too_old": 0, "too_old_tokens": 0, "held_s": 0.0, "train_wait_s": 0.0,
-        "train_s": 1.0, "capped": 0.0, "drift": 0.0} | fields)  # fmt: skip
+        "train_s": 1.0, "capped": 0.0, "drift": 0.0, "staleness_bound": 2} | fields)  # fmt: skip
 
 
 def step_line(event: Event) -> str:
@@ -300,8 +300,12 @@ def step_line(event: Event) -> str:
 def test_step_line_shows_what_staleness_cost() -> None:
     lost = {"too_old": 3, "too_old_tokens": 1204, "train_wait_s": 1.2, "held_s": 0.44}
     line = step_line(stale_step(7, [6, 4], **lost))
-    assert line.endswith("2.0 s  stale 0.4 (max 1)  lag 0:6 1:4  too old 3 (1,204 tok)  waited 1.2 s  held 0.4 s")
-    assert step_line(stale_step(7, [0, 0, 8], held_s=2.0)).endswith("2.0 s  stale 2.0 (max 2)  lag 2:8  held 2.0 s")
+    assert line.endswith(
+        "2.0 s  stale 0.4 (max 1, bound 2)  lag 0:6 1:4  too old 3 (1,204 tok)  waited 1.2 s  held 0.4 s"
+    )
+    assert step_line(stale_step(7, [0, 0, 8], held_s=2.0)).endswith("stale 2.0 (max 2, bound 2)  lag 2:8  held 2.0 s")
+    fresh = step_line(stale_step(7, [8, 0], train_wait_s=0.04, held_s=0.04))
+    assert fresh.endswith("2.0 s  stale 0.0 (max 0, bound 2)  lag 0:8")
 
 
 def test_step_line_shows_how_tokens_spread_over_experts() -> None:
@@ -316,10 +320,9 @@ def test_step_line_shows_how_tokens_spread_over_experts() -> None:
     "quiet",
     [
         step(7, 0.5, train_wait_s=3.0, capped=0.1, drift=0.2),
-        stale_step(7, [8, 0], train_wait_s=0.04, held_s=0.04),
         stale_step(7, []),
     ],
-    ids=["synchronous", "all on-policy", "nothing trained"],
+    ids=["synchronous", "nothing trained"],
 )
 def test_step_line_is_the_same_where_staleness_says_nothing(quiet: Event) -> None:
     assert step_line(quiet) == step_line(step(7, 0.5))
@@ -334,13 +337,13 @@ def test_summary_adds_up_staleness_over_the_run() -> None:
     lines = summary(events, finished=True).splitlines()
     first = next(i for i, line in enumerate(lines) if "staleness" in line)
     assert lines[first : first + 8] == [
-        "  staleness                  0.56 mean, 2 max",  # (5 + 2 * 2) / 16
+        "  staleness                  0.56 mean, 2 max, bound 2",  # (5 + 2 * 2) / 16
         "                             0   56.2% " + 30 * "█",
         "                             1   31.2% " + 17 * "█",
         "                             2   12.5% " + 7 * "█",
         "  dropped as too old         1.5% of sampled tokens: 90 in 3 responses",  # of 3,000 + 1,000 + 2,000
         "  trainer waited             20.0% of the time: 2.0 s",  # of 4 + 4 + 2
-        "  generation held back       1.5 s, to keep the bound on staleness",
+        "  generation held back       1.5 s, to keep responses fresh",
         "  importance weight capped   1.0% of trained tokens",  # 40 of 3,000 + 1,000
     ]
 

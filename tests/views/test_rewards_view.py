@@ -43,6 +43,8 @@ def test_console_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert "13 rewards in progress (9 queued, longest 25.0 s)" in capsys.readouterr().out
     console.show(event("scalar", "eval", step=0, reward=0.5, on="9 rows", pass_at={"1": 0.5, "4": None}))
     assert "reward 0.500, pass@1 0.500, pass@4 - on 9 rows" in capsys.readouterr().out
+    console.show(event("scalar", "eval", step=0, reward=0.677, on="64 held-out tasks", graded=31, responses=64))
+    assert "reward 0.677 (31 of 64 responses graded) on 64 held-out tasks" in capsys.readouterr().out
 
 
 def test_summary(tmp_path: Path) -> None:
@@ -51,6 +53,9 @@ def test_summary(tmp_path: Path) -> None:
     lines = "\n".join(summarize([*evals, step(), bad], tmp_path, finished=True))
     assert "pass@8                     0.200 before, 0.400 after" in lines
     assert "up to 40.0 s, 3 at once; 5 tries failed, 4 rewards came after a retry" in lines
+    evals[1] |= {"graded": 3, "responses": 8, "on": "8 rows"}
+    lines = "\n".join(summarize(evals, tmp_path, finished=True))
+    assert "0.100 before, 0.200 (3 of 8 responses graded) after, on 8 rows" in lines
     assert "tries failed" not in "\n".join(summarize([step()], tmp_path, finished=True))
 
 

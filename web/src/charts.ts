@@ -1,7 +1,7 @@
 // Line charts of series, one line per run.
 
 import uPlot from "uplot";
-import { h, number } from "./dom";
+import { graded, h, number } from "./dom";
 import type { Run } from "./run";
 import type { Column } from "./types";
 
@@ -37,8 +37,14 @@ export class Chart {
       tables.push([xs, ...columns] as uPlot.AlignedData);
       if (spec.evals && run.history.evals.length) {
         const evals = run.history.evals;
-        tables.push([evals.map((e) => (this.x === "step" ? e[0] : e[1]) / scale), evals.map((e) => e[2])] as uPlot.AlignedData);
-        lines.push({ label: `${runs.length > 1 ? `${run.name}, ` : ""}held-out`, stroke: color, paths: () => null, points: { show: true, size: 9, fill: color }, value: shownValue });
+        const at = evals.map((e) => (this.x === "step" ? e[0] : e[1]) / scale);
+        // The legend says how many responses were graded in the evaluation that it shows.
+        const value = (plot: uPlot, v: number | null | undefined, series: number, index: number | null): string => {
+          const shown = evals[at.findLastIndex((x) => x <= (plot.data[0][index ?? -1] ?? -Infinity))];
+          return shownValue(plot, v, series, index) + (shown ? graded(shown) : "");
+        };
+        tables.push([at, evals.map((e) => e[2])] as uPlot.AlignedData);
+        lines.push({ label: `${runs.length > 1 ? `${run.name}, ` : ""}held-out`, stroke: color, paths: () => null, points: { show: true, size: 9, fill: color }, value });
       }
     });
     this.element.hidden = !tables.length;

@@ -1,5 +1,7 @@
 // Elements and formats. Text always becomes a text node: nothing here parses markup.
 
+import type { Evaluation } from "./types";
+
 type Child = Node | string | number | null | undefined | false;
 type Props = Record<string, string | number | boolean | ((event: never) => void) | undefined>;
 
@@ -28,6 +30,9 @@ export function number(value: number | null | undefined, digits = 3): string {
   if (size >= 100 || Number.isInteger(value)) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
   return value.toLocaleString("en-US", { maximumSignificantDigits: digits });
 }
+
+// How many responses of an evaluation were graded, if rewards are missing.
+export const graded = (e: Evaluation): string => (e[3] !== null && e[3] !== e[4] ? ` (${number(e[3])} of ${number(e[4])} responses graded)` : "");
 
 export function dollars(value: number | null | undefined): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";

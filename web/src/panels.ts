@@ -1,6 +1,6 @@
 // Now, Money and Compare: cards and tables.
 
-import { card, clip, dollars, duration, h, number, table } from "./dom";
+import { card, clip, dollars, duration, graded, h, number, table } from "./dom";
 import type { Run } from "./run";
 import { COLORS } from "./timeline";
 import type { Money, Plan } from "./types";
@@ -18,12 +18,12 @@ export function now(run: Run): [HTMLElement, HTMLElement] {
   return [
     h("div", { class: "cards" },
       card("step", `${history.step}${steps ? ` / ${steps}` : ""}`, steps ? progress(history.step / steps) : ""),
-      card("reward", number(run.last("reward")), last ? `held-out: ${number(last[2])} after step ${last[0]}` : ""),
+      card("reward", number(run.last("reward")), last ? `held-out: ${number(last[2])} after step ${last[0]}${graded(last)}` : ""),
       card("tokens/s", number(run.last("tok_per_s")), `${number(run.sum("made"))} generated so far`),
       card("cost so far", dollars(money.usd || null), money.usd_per_million !== null ? `${dollars(money.usd_per_million)} per million trained tokens` : "no prices are known"),
       card(running ? "workers" : "workers at the end", running ? workers : run.last("workers") ?? 0, `${number(lost)} lost so far`),
       card("responses open", running ? snapshot?.open ?? "–" : 0, `${running ? `${snapshot?.queued ?? 0} queued; ` : ""}${number(moved)} moved so far`),
-      card("staleness", number(run.last("staleness_mean") ?? 0), `largest: ${number(run.last("staleness_max") ?? 0)}`),
+      card("staleness", number(run.last("staleness_mean") ?? 0), `largest: ${number(run.last("staleness_max") ?? 0)}; bound: ${number(run.last("staleness_bound") ?? 0)}`),
       card(running ? "trainer" : "run", running ? busy : run.status, running ? (wait !== null && step_s ? `waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "") : run.sum("s") ? `trainer waited ${((100 * run.sum("train_wait_s")) / run.sum("s")).toFixed(0)} %` : "")),
     h("section", {}, running && workers ? h("div", { class: "split" }, h("div", {}, h("h2", {}, "Workers by lease and state"), byLease(run)), h("div", {}, h("h2", {}, "Workers"), workerTable(run))) : null,
       h("h2", {}, "Last problems"), problems(run))];
@@ -114,13 +114,13 @@ function columns(runs: Run[]): Column[] {
 }
 
 // `planned`: what a plan says about the same thing.
-interface Line { label: string; value: (run: Run) => number | null; planned?: (plan: Plan) => number | null; format: (v: number | null) => string }
+interface Line { label: string; value: (run: Run) => number | null; planned?: (plan: Plan) => number | null; format: (v: number | null) => string; note?: (run: Run) => string }
 const LINES: Line[] = [
   { label: "steps", value: (r) => r.history.step, format: number },
   { label: "time", value: (r) => r.end_s, format: (v) => (v === null ? "–" : duration(v)) },
   { label: "seconds per step", value: (r) => mean(r, "s"), planned: (p) => p.step_s, format: number },
   { label: "reward of the last step", value: (r) => r.last("reward"), format: number },
-  { label: "reward on held-out tasks", value: (r) => r.history.evals.at(-1)?.[2] ?? null, format: number },
+  { label: "reward on held-out tasks", value: (r) => r.history.evals.at(-1)?.[2] ?? null, format: number, note: (r) => (r.history.evals.length ? graded(r.history.evals.at(-1)!) : "") },
   { label: "tokens generated per second", value: (r) => rate(r, "made"), format: number },
   { label: "tokens trained per second", value: (r) => rate(r, "trained"), planned: (p) => p.tok_per_s, format: number },
   { label: "tokens trained", value: (r) => r.history.money.trained, format: number },
@@ -140,7 +140,7 @@ export function compare(runs: Run[]): HTMLElement {
   const cell = (line: Line, c: Column): (string | HTMLElement)[] => {
     const v = value(line, c), base = c.base ? value(line, c.base) : null;
     if (v === null && c.plan) return [""];
-    return [line.format(v), v !== null && base ? h("span", { class: "dim" }, ` (${v >= base ? "+" : ""}${((100 * v) / base - 100).toFixed(1)} %)`) : ""];
+    return [line.format(v), c.plan ? "" : line.note?.(c.run) ?? "", v !== null && base ? h("span", { class: "dim" }, ` (${v >= base ? "+" : ""}${((100 * v) / base - 100).toFixed(1)} %)`) : ""];
   };
   const notes = [
     all.length > 1 ? `Percentages: relative to ${runs[0]!.name}${planned ? "; those of a plan: relative to its run" : ""}.` : "Give several runs to see them beside each other, for example a run, and a simulation or a plan that predicts it: windfall page RUN OTHER",

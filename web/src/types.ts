@@ -13,9 +13,11 @@ export interface Money {
   alone: { usd: number | null; usd_per_million: number | null; s: number; tok_per_s: number; measured_on: string } | null;
 }
 export interface Advice { now: number | null; count: number | null; tokens_per_usd_now: number | null; tokens_per_usd_best: number | null; why: string }
+// Step, seconds, reward, graded responses, all responses. The log of an older version does not have the numbers of responses.
+export type Evaluation = [number, number, number | null, number | null, number | null];
 export interface HistoryData {
   number: number; start_t: number | null; end_s: number; states: string[]; stride: number; step: number; lost: number; facts: Facts;
-  ended: { step: number; finished: boolean } | null; evals: [number, number, number | null][]; problems: Problem[];
+  ended: { step: number; finished: boolean } | null; evals: Evaluation[]; problems: Problem[];
   moves: { from: number; list: Move[] }; advice: Record<string, Advice>; money: Money; staleness: number[];
   dropped_rows: number; unreadable: number; series: Series; rows: RowData[];
 }

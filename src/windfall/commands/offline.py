@@ -31,7 +31,7 @@ from windfall.rollout.stream import Rollout, seed_of
 from windfall.train import checkpoint
 from windfall.train.step_batch import Scores, describe_scores
 from windfall.types import Group, Prompt, Request, Sampling
-from windfall.views.rewards import parts, passes
+from windfall.views.rewards import graded, parts, passes
 from windfall.worker.engine_factory import build_engine
 from windfall.worker.in_process import in_process_worker
 
@@ -123,7 +123,8 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     mean = _mean(rewards)
     means = [_mean(r) for r in by_task if r]  # responses to the same task are not independent
     error = math.sqrt(sum((m - mean) ** 2 for m in means) / max(1, len(means) - 1) / max(1, len(means)))
-    out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.description)}")
+    of_all = graded({"graded": len(rewards), "responses": tasks * size})
+    out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.description)}{of_all}")
     described_more = describe_passes(recipe.eval, [r for r in by_task if r]) | describe_scores(scores)
     if more := passes(described_more).removeprefix(", ") + parts(described_more):
         out.print(more.strip())

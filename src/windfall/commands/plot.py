@@ -85,9 +85,10 @@ def _has(reader: RunReader, name: str) -> bool:
     return any(value is not None for value in reader.history.series[name])
 
 
-def _evaluations(reader: RunReader) -> list[tuple[int, float, float]]:
-    """Step, time in seconds and reward on held-out tasks of each evaluation that has a reward."""
-    return [(step, t, reward) for step, t, reward in reader.history.evals if reward is not None]
+def _evaluations(reader: RunReader) -> list[tuple[Any, ...]]:
+    """Step, time in seconds, reward on held-out tasks, graded responses and all responses of each evaluation that has
+    a reward."""
+    return [e for e in reader.history.evals if e[2] is not None]
 
 
 def _lines(ax: Any, readers: list[RunReader], name: str, by_time: bool) -> None:
@@ -102,8 +103,12 @@ def _lines(ax: Any, readers: list[RunReader], name: str, by_time: bool) -> None:
         points = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
         ax.plot(*zip(*points, strict=True) if points else ([], []), color=color, lw=1.2, label=label)
         if name == "reward":
-            evals = [(t / 3600 if by_time else step, r) for step, t, r in _evaluations(reader)]
-            ax.plot(*zip(*evals, strict=True) if evals else ([], []), "o", color=color, ms=4)
+            evals = [(t / 3600 if by_time else step, *e) for step, t, *e in _evaluations(reader)]
+            ax.plot([e[0] for e in evals], [e[1] for e in evals], "o", color=color, ms=4)
+            for at, reward, graded, responses in evals:
+                if graded is not None and graded != responses:
+                    text = f"{graded} of {responses} graded"
+                    ax.annotate(text, (at, reward), (0, 5), textcoords="offset points", ha="center", fontsize=6)
     ax.set(xlabel="hours" if by_time else "step", ylabel=f"{title} ({unit})" if unit else title)
     if not by_time:
         ax.xaxis.get_major_locator().set_params(integer=True)

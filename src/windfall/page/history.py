@@ -28,8 +28,8 @@ Event = dict[str, Any]
 
 SERIES = (
     "step", "t", "reward", "length", "entropy", "grad_norm", "engine_gap", "staleness_mean", "staleness_max",
-    "tok_per_s", "trained", "made", "s", "train_s", "train_wait_s", "workers", "workers_lost", "moved",
-    "prefilled_again", "cut", "kl", "lr", "drift", "usd",
+    "staleness_bound", "tok_per_s", "trained", "made", "s", "train_s", "train_wait_s", "workers", "workers_lost",
+    "moved", "prefilled_again", "cut", "kl", "lr", "drift", "usd",
 )  # fmt: skip
 """Columns of the series. `t` is in seconds since the start, `usd` the cost of the step."""
 SUMS = {"trained", "made", "s", "train_s", "train_wait_s", "workers_lost", "moved", "prefilled_again", "usd"}
@@ -76,8 +76,9 @@ class History:
         self.series: dict[str, list[float | None]] = {name: [] for name in SERIES}
         self.stride = 1
         """Steps per point of the series."""
-        self.evals: deque[tuple[int, float, float | None]] = deque(maxlen=MAX_EVALS)
-        """(step, seconds, reward)"""
+        self.evals: deque[tuple[int, float, float | None, float | None, float | None]] = deque(maxlen=MAX_EVALS)
+        """(step, seconds, reward, graded responses, all responses). The log of an older version does not have the
+        numbers of responses."""
         self.problems: deque[dict[str, Any]] = deque(maxlen=MAX_PROBLEMS)
         self.moves: deque[tuple[float, str, str, int]] = deque(maxlen=MAX_MOVES)
         """(seconds, from, to, responses)"""
@@ -228,7 +229,8 @@ class History:
     def _eval(self, e: Event) -> None:
         t = self._tenths(e["t"])
         if e["kind"] == "scalar" and not self.simulated:
-            self.evals.append((e.get("step", 0), self._seconds(e["t"]), _number(e.get("reward"))))
+            reward, graded, responses = (_number(e.get(key)) for key in ("reward", "graded", "responses"))
+            self.evals.append((e.get("step", 0), self._seconds(e["t"]), reward, graded, responses))
         elif e["kind"] == "span":
             self._trained(t, float(e.get("s") or 0.0), "evaluating")
 

@@ -131,19 +131,20 @@ class Evaluation:
             raise self._rollout.failures.no_rewards(f"the evaluation after step {step}")
         all_rewards = [reward for group in rewards.values() for reward in group]
         self._events.scalar(
-            "eval", step=step, reward=sum(all_rewards) / len(all_rewards), tasks=len(rewards),
-            on=self._held_out.description, lengths=[lengths.get(index, 0) for index in tasks],
+            "eval", step=step, reward=sum(all_rewards) / len(all_rewards), graded=len(all_rewards),
+            responses=len(tasks) * self._recipe.eval.samples, tasks=len(rewards), on=self._held_out.description,
+            lengths=[lengths.get(index, 0) for index in tasks],
             **describe_passes(self._recipe.eval, list(rewards.values())), **describe_scores(scores),
         )  # fmt: skip
         self._evaluated.add(step)
 
 
 def describe_passes(options: Any, rewards: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Fields of the event about several responses per task. `options`: the [eval] section; `rewards`: those of each
-    task. `pass_at` is pass@k by k."""
-    if options.samples == 1 and not options.pass_at:
+    """Fields of the event about pass@k. `options`: the [eval] section; `rewards`: those of each task. `pass_at` is
+    pass@k by k."""
+    if not options.pass_at:
         return {}
     passes = {k: mean_pass_at(rewards, k, options.pass_reward) for k in sorted(set(options.pass_at))}
-    out: dict[str, Any] = {"responses": sum(map(len, rewards)), "pass_at": {str(k): p for k, (p, _) in passes.items()}}
+    out: dict[str, Any] = {"pass_at": {str(k): p for k, (p, _) in passes.items()}}
     left_out = {str(k): len(rewards) - tasks for k, (_, tasks) in passes.items() if tasks < len(rewards)}
     return out | ({"pass_left_out": left_out} if left_out else {})

@@ -10,7 +10,8 @@ its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`ro
 
 - The gate (AReaL, arXiv 2505.24298): at most (eta + 1) * B groups are open, ready or taken. A group that starts at
   version s is therefore normally trained on at version s + eta or before. With eta = 0, a batch is opened only once the
-  version that generates it is published: this is synchronous training.
+  version that generates it is published: this is synchronous training. If the trainer stays busy with fewer groups,
+  fewer are opened, so that responses are fresher (`lead`, decided in lead.py).
 - A response without a sampled token, such as that of an agent that made no call, is never too old.
 - The check at use: a response is never trained on if it is older than the bound, or newer than the trainer (after the
   trainer fell back to a checkpoint). The gate alone is not enough, because later groups overtake a long response.
@@ -38,6 +39,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from windfall.scheduling.lead import Lead
 from windfall.types import Group, Response
 
 
@@ -79,6 +81,8 @@ class Admission:
         self._max_draws, self._in_order = max_draws, in_order
         self.version = self.next_task = 0
         """Steps completed, and the index of the first task that was never admitted."""
+        self.lead = Lead(batch=batch, staleness=staleness)
+        """How many groups may be open or ready beyond one batch."""
         self.dropped = Dropped()
         self.too_new = 0
         """Responses that were dropped as too old, and as newer than the trainer, since the last publish()."""
@@ -127,18 +131,24 @@ class Admission:
         self._ready_version.clear()
         self._restored = dict(oldest or {})
         self._replaced, self.dropped, self.too_new = 0, Dropped(), 0
+        self.lead = Lead(batch=self.batch, staleness=self.staleness)
 
     @property
     def capacity(self) -> int:
         """Number of new tasks that may be admitted now."""
         held = len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
-        gate = min(self.staleness + 1, self.steps - self.version) * self.batch
+        gate = min(self.batch + self.lead.groups, (self.steps - self.version) * self.batch)
         draws = (self._max_draws + self.staleness) * self.batch - self._replaced
         return max(0, min(gate, draws) - held)
 
     @property
+    def ready(self) -> int:
+        """Number of finished groups that were not taken yet."""
+        return len(self._ready)
+
+    @property
     def closed(self) -> bool:
-        """The gate admits nothing more, although more steps follow: generation is as far ahead as the bound allows."""
+        """The gate admits nothing more, although more steps follow: generation is far enough ahead."""
         return self.capacity == 0 and self.version + self.staleness + 1 < self.steps
 
     @property

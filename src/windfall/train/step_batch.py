@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -39,6 +40,12 @@ class StepBatch:
     """Bytes that a worker with the version before the step must pull for the one after it."""
     wait_s: float = 0.0
     """Seconds the trainer waited for groups after it had stopped generating."""
+    starved_s: float = 0.0
+    """Seconds of `wait_s` in which too few groups were finished."""
+    missing: int = 0
+    """Most groups that the trainer lacked when such a wait began."""
+    spare: int = sys.maxsize
+    """Fewest finished groups that the trainer did not need yet, over the moments at which it needed groups."""
     micro_batches: deque[list[Group]] = field(default_factory=deque)
     """Full micro-batches that are not trained yet. Where they are cut depends only on the groups, not on timing."""
     partial: list[Group] = field(default_factory=list)
@@ -52,6 +59,30 @@ class StepBatch:
         if sum(r.length for g in self.partial for r in g.responses) >= micro_tokens:
             self.micro_batches.append(self.partial)
             self.partial = []
+
+    def hand_over(self, ready: int) -> list[Group]:
+        """The next groups for the trainer. `ready`: number of finished groups that are not in this batch."""
+        groups = self.micro_batches.popleft() if self.micro_batches else self.partial
+        if groups is self.partial:
+            self.partial = []
+        self.spare = min(self.spare, ready + sum(map(len, self.micro_batches)) + len(self.partial))
+        return groups
+
+    def completed(self, ready: int, *, pipelined: bool) -> None:
+        """The batch has all its groups. Unless they are `pipelined`, the trainer takes all of them now."""
+        if not pipelined:
+            self.spare = min(self.spare, ready)
+
+    def waited(self, seconds: float, *, missing: int, ready: int, pipelined: bool) -> None:
+        """The trainer has waited. When it began to, the batch lacked `missing` groups, and `ready` other ones were held
+        back for older groups that are about to become too old. If groups are `pipelined`, it needed only one."""
+        self.wait_s += seconds
+        needed = 1 if pipelined else missing
+        if ready < needed:
+            self.starved_s += seconds
+            self.missing = max(self.missing, needed - ready)
+        else:
+            self.spare = min(self.spare, ready - needed)
 
     def note(self, group: Group, size: int) -> None:
         """Count the rewards and lengths of a group."""
@@ -84,14 +115,16 @@ class StepBatch:
             **describe_scores(self.scores),
         }
 
-    def describe_staleness(self, version: int) -> dict[str, Any]:
-        """Fields of the step's event if versions may differ. `version`: the trainer's, before the step."""
+    def describe_staleness(self, version: int, bound: int) -> dict[str, Any]:
+        """Fields of the step's event if versions may differ. `version`: the trainer's, before the step. `bound`: the
+        highest staleness that is trained on."""
         responses = [r for g in self.kept for r in g.responses if r.reward is not None]
         lags = [version - oldest for r in responses if (oldest := r.oldest_version) is not None]
         counts = Counter(lags)
         return {
             "staleness_mean": mean(lags),
             "staleness_max": max(lags, default=0),
+            "staleness_bound": bound,
             "staleness_counts": [counts[n] for n in range(max(lags, default=-1) + 1)],
         }
 

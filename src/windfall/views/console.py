@@ -88,8 +88,10 @@ class Console:
             case "eval":
                 if event["kind"] == "scalar" and event["reward"] is not None:
                     on = f" on {escape(event['on'])}" if event.get("on") else ""
-                    more = f"{rewards.passes(event)}{rewards.parts(event)}"
-                    self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}{more}{on}")
+                    reward = (
+                        f"{event['reward']:.3f}{rewards.graded(event)}{rewards.passes(event)}{rewards.parts(event)}"
+                    )
+                    self._out.print(f"eval after step {event['step']}: reward {reward}{on}")
             case "gateway":
                 self._out.print(f"agents reach the policy at {event['url']}")
             case "eval_warning" | "agents_not_isolated":
@@ -314,8 +316,8 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     out = ["", "[bold green]finished[/]" if finished else "[bold yellow]stopped; all progress is saved[/]"]
     if len(evals) > 1:
         on = f", on {escape(evals[-1]['on'])}" if evals[-1].get("on") else ""
-        before, after = evals[0]["reward"], evals[-1]["reward"]
-        out.append(f"  evaluation reward          {before:.3f} before, {after:.3f} after{on}")
+        before, after = (f"{e['reward']:.3f}{rewards.graded(e)}" for e in (evals[0], evals[-1]))
+        out.append(f"  evaluation reward          {before} before, {after} after{on}")
         out += rewards.passes_of_run(evals[0], evals[-1])
     if trained:
         out.append(f"  training reward            {trained[0]:.3f} first, {trained[-1]:.3f} last   {spark(trained)}")

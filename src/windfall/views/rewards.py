@@ -26,6 +26,18 @@ def parts(event: Event) -> str:
     return f"  ({', '.join(f'{escape(name)} {_number(value)}' for name, value in found.items())})"
 
 
+def graded(event: Event) -> str:
+    """How many responses of an evaluation were graded, if rewards are missing.
+
+    >>> graded({"graded": 31, "responses": 64})
+    ' (31 of 64 responses graded)'
+    >>> graded({"graded": 64, "responses": 64}), graded({"responses": 64})  # complete; written by an older version
+    ('', '')
+    """
+    count, of = event.get("graded"), event.get("responses")
+    return f" ({count} of {of} responses graded)" if count is not None and count != of else ""
+
+
 def passes(event: Event) -> str:
     """pass@k of an evaluation.
 

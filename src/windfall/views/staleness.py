@@ -1,8 +1,8 @@
 """How the console and `windfall top` show the staleness of a step and of a run. Pure: numbers in, text out.
 
 The staleness of a response is the trainer's version minus the oldest version among its tokens, when it is trained on.
-A step event has `staleness_mean`, `staleness_max`, `staleness_counts`, `too_old`, `too_old_tokens` and `held_s` only if
-`rollout.staleness` is above 0; without them there is nothing to show.
+A step event has `staleness_mean`, `staleness_max`, `staleness_bound`, `staleness_counts`, `too_old`, `too_old_tokens`
+and `held_s` only if `rollout.staleness` is above 0; without them there is nothing to show.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ def losses(fields: Mapping[str, Any]) -> list[str]:
 def of_step(step: Mapping[str, Any]) -> list[str]:
     """The parts of a step line, from a step event.
 
-    >>> of_step({"staleness_mean": 0.4, "staleness_max": 1, "staleness_counts": [36, 24], "too_old": 0, "held_s": 0.4})
-    ['stale 0.4 (max 1)', 'lag 0:36 1:24', 'held 0.4 s']
+    >>> of_step({"staleness_mean": 0.4, "staleness_max": 1, "staleness_bound": 2, "staleness_counts": [36, 24]})
+    ['stale 0.4 (max 1, bound 2)', 'lag 0:36 1:24']
+    >>> of_step({"staleness_mean": 0.4, "staleness_max": 1, "held_s": 0.4})  # written by an older version
+    ['stale 0.4 (max 1)', 'held 0.4 s']
     >>> of_step({"train_wait_s": 3.0})  # synchronous
     []
     """
     if not _is_asynchronous(step):
         return []
     mean, most = step["staleness_mean"], step.get("staleness_max")
-    if mean is None or not most:
+    if mean is None:
         return losses(step)
-    return [f"stale {mean:.1f} (max {most})", *lags(step.get("staleness_counts") or []), *losses(step)]
+    bound = f", bound {step['staleness_bound']}" if "staleness_bound" in step else ""
+    return [f"stale {mean:.1f} (max {most}{bound})", *lags(step.get("staleness_counts") or []), *losses(step)]
 
 
 def of_snapshot(fields: Mapping[str, Any], width: int) -> list[str]:
@@ -99,7 +102,8 @@ def of_run(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     if responses := sum(counts):
         mean = sum(n * count for n, count in enumerate(counts)) / responses
-        lines.append(("staleness", f"{mean:.2f} mean, {max(e['staleness_max'] or 0 for e in steps)} max"))
+        bound = f", bound {steps[-1]['staleness_bound']}" if "staleness_bound" in steps[-1] else ""
+        lines.append(("staleness", f"{mean:.2f} mean, {max(e['staleness_max'] or 0 for e in steps)} max{bound}"))
         lines += [("", row) for row in histogram(counts)]
     too_old, tokens, waited_s = total("too_old"), total("too_old_tokens"), total("train_wait_s")
     dropped = f"{_percent(tokens, total('made'))} of sampled tokens: {tokens:,} in {too_old:,} responses"
@@ -108,7 +112,7 @@ def of_run(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         *lines,
         ("dropped as too old", dropped),
         ("trainer waited", f"{_percent(waited_s, total('s'))} of the time: {waited_s:,.1f} s"),
-        ("generation held back", f"{total('held_s'):,.1f} s, to keep the bound on staleness"),
+        ("generation held back", f"{total('held_s'):,.1f} s, to keep responses fresh"),
         ("importance weight capped", f"{_percent(capped, total('trained'))} of trained tokens"),
     ]
 

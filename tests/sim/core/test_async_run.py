@@ -39,6 +39,24 @@ def test_generation_ahead_makes_steps_shorter(simulated: Simulated) -> None:
     assert seconds(2) < 0.9 * seconds(0)
 
 
+@pytest.mark.parametrize("pipelining", [True, False])
+def test_responses_are_fresher_than_the_bound_if_training_is_the_bottleneck(
+    simulated: Simulated, pipelining: bool
+) -> None:
+    """Before, every response was trained on at the bound."""
+    machine = {"fixed_s": 0.006, "each_s": 0.00012, "prefill_s": 4e-6, "train_s": 0.006}
+    _, log = simulated(
+        run={"steps": 28}, rollout={"staleness": 3, "groups": 8, "max_tokens": 40}, fleet={"local": False},
+        techniques={"pipelining": pipelining}, trace={"nodes": 2, "mean_up_s": 1e9},
+        sim={"granule": 8, "weights_bytes": 1e6, "trainer": machine},
+    )  # fmt: skip
+    steps = steps_of(log)
+    assert {e["staleness_bound"] for e in steps} == {3}
+    assert [e["staleness_mean"] for e in steps[3:6]] == [3.0] * 3, "at first, everything that the bound allows is open"
+    assert max(e["staleness_mean"] for e in steps[22:25]) <= 1.0
+    assert sum(e["train_wait_s"] for e in steps[1:25]) == 0.0
+
+
 def test_trainers_engine_alone_generates_and_trains(simulated: Simulated) -> None:
     _, log = simulated(run={"steps": 5}, rollout={"staleness": 1}, trace={"nodes": 0})
     assert len(steps_of(log)) == 5

@@ -1,0 +1,34 @@
+"""`windfall eval`: the whole command on a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+ENVIRONMENT = """
+from windfall.types import Feedback, Task
+
+class EveryOther:
+    def __init__(self, seed):
+        pass
+
+    def task(self, index):
+        return Task(id=str(index), prompt=f"{index}=", answer="")
+
+    def feedback(self, task, turns):
+        if int(task.id) % 2:
+            raise RuntimeError("this grader knows even numbers only")
+        return Feedback(reward=1.0)
+"""
+
+
+def test_the_reward_says_how_many_responses_were_graded(
+    windfall: Callable[..., tuple[int, str, str]], here: Path
+) -> None:
+    (here / "every_other.py").write_text(ENVIRONMENT)
+    sets = ["env.name=custom", "env.factory=every_other:EveryOther", "rollout.reward_tries=1", "rollout.max_tokens=2"]
+    recipe = ["--recipe", "small.toml", *(f"--set={s}" for s in sets)]
+    code, out, _ = windfall("eval", "tiny", *recipe, "--tasks", "6")
+    assert code == 0
+    assert "reward 1.000 ± 0.000 (standard error) on 6 held-out tasks of every_other:EveryOther" in out
+    assert "2^40 on (3 of 6 responses graded)" in out

@@ -137,5 +137,7 @@ def test_a_log_without_events_is_an_empty_page(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_log_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WindfallError, match="no event log"):
+    with pytest.raises(WindfallError, match="no such run"):
         read_all([tmp_path / "nothing"])
+    with pytest.raises(WindfallError, match="no event log"):
+        read_all([tmp_path])

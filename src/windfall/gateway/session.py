@@ -28,8 +28,8 @@ from typing import Any
 from windfall.errors import WindfallError
 from windfall.gateway import protocol
 from windfall.gateway.base import SampledTurn, Sampler, TurnRequest
+from windfall.gateway.budget import Budget
 from windfall.gateway.protocol import ApiError
-from windfall.gateway.token_budget import TokenBudget
 from windfall.models.chat import Chat, PromptTooLong
 from windfall.models.history import Call, History, Segment
 from windfall.models.tool_calls import ParsedTurn, parse
@@ -144,7 +144,7 @@ class GatewaySession:
         self.id, self.key = id, f"sk-{secrets.token_urlsafe(32)}"
         self.history = History(chat)
         self.chat, self._sampler, self._decode, self._in_thread = chat, sampler, decode, in_thread
-        self._budget, self._turn_tokens = TokenBudget(max_tokens), turn_tokens
+        self._budget, self._turn_tokens = Budget(max_tokens), turn_tokens
         self.reward: float | None = None
         self.ended, self.why_ended = False, ""
         self.ran_out = False

@@ -43,6 +43,8 @@ HEAD_S = 20.0
 """Seconds that a connection may be open before its first request has a valid key."""
 MAX_WITHOUT_KEY = 1024
 """Largest number of such connections."""
+CLOSE_S = 1.0
+"""Seconds that handlers get to end when the gateway stops listening."""
 LINGER_S = 1.0
 """Seconds to read and drop the rest of a body that was refused, so that its client gets to read the answer."""
 
@@ -86,7 +88,9 @@ class Gateway:
         """Listen until `stop_listening`. Returns the port: 0 selects a free one. Raises WindfallError with `fix`.
         `options`: those of aiohttp's runner."""
         self._listener = Listener(max_unauthenticated=MAX_WITHOUT_KEY, auth_timeout_s=head_s)
-        options = {"keepalive_timeout": idle_s, "lingering_time": LINGER_S, **options}
+        options = {
+            "keepalive_timeout": idle_s, "lingering_time": LINGER_S, "shutdown_timeout": CLOSE_S, **options
+        }  # fmt: skip
         self._runner, port = await self._listener.serve(self.app, host, port, None, fix, answer=_not_http, **options)
         return port
 

@@ -37,15 +37,13 @@ from aiohttp import web
 from windfall.gateway import protocol
 from windfall.gateway.intake import IntakeLimits
 from windfall.gateway.protocol import MAX_ECHO, ApiError, CallOptions
-from windfall.gateway.server import Choice, Gateway
+from windfall.gateway.server import CLOSE_S, Choice, Gateway
 from windfall.gateway.session import GatewaySession
 from windfall.models.chat import Chat
 from windfall.serve import metrics, request_fields, sampling_options
 from windfall.serve.call_sampler import CallSampler, RequestChat, RequestState, ServedModel
 from windfall.serve.host import Host
 
-CLOSE_S = 1.0
-"""Seconds that handlers get to end after the drain."""
 MAX_CHOICES = 128
 """Upper limit for `n`, as OpenAI's."""
 
@@ -80,7 +78,7 @@ class ServeApi(Gateway):
         self.app.on_response_prepare.append(_mark_begun)
 
     async def listen(self, host: str, port: int, fix: str, **options: Any) -> int:
-        return await super().listen(host, port, fix, handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
+        return await super().listen(host, port, fix, handler_cancellation=True, **options)
 
     def _middlewares(self) -> Sequence[Any]:
         return (self._one_request,)

@@ -95,7 +95,7 @@ def test_body_with_more_values_than_a_context_holds_is_not_parsed(monkeypatch: p
         async with site() as s:
             many = b'{"prompt": [' + b"{}," * 300_000 + b"{}]}"
             status, got = await s.post(many)
-            assert (status, got["error"]["code"]) == (413, "context_length_exceeded")
+            assert (status, got["error"]["code"]) == (400, "context_length_exceeded")
             assert s.bad.ran_out, "its reward is that of an agent that has no room left"
             assert parsed == []
             text = json.dumps({"prompt": '[{,"' * 100_000}).encode()  # few values, with many brackets in a text

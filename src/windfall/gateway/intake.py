@@ -1,7 +1,7 @@
 """Receives the bodies of requests within limits: reads, decompresses and parses them.
 
     key is valid ──▶ count the request ──▶ read ──▶ decompress ──▶ count values ──▶ parse ──▶ handle it, give all back
-                          │ 429              │ 408, 413, 429  │ 400, 415     │ 413      │ 400
+                          │ 429              │ 408, 413, 429  │ 400, 413     │ 400      │ 400
 
 Rules:
 - The requests and the bytes in flight are limited, for each client and for all clients together. Both count until the
@@ -157,7 +157,7 @@ class Intake:
         most = self.limits.values
         if len(data) > SMALL_BYTES and _values(data) > most and _values(_STRING.sub(b"", data)) > most:
             what = f"the body has more than {most} JSON values; none that fits into the context has so many"
-            raise ApiError(413, what, code="context_length_exceeded")
+            raise ApiError(400, what, code="context_length_exceeded")
         try:
             fields = json.loads(data.decode("utf-8-sig"))
         except (ValueError, RecursionError) as e:

@@ -45,7 +45,7 @@ MAX_WITHOUT_KEY = 1024
 """Largest number of such connections."""
 CLOSE_S = 1.0
 """Seconds that handlers get to end when the gateway stops listening."""
-LINGER_S = 1.0
+LINGER_S = 5.0
 """Seconds to read and drop the rest of a body that was refused, so that its client gets to read the answer."""
 
 _LOG = logging.getLogger(__name__)

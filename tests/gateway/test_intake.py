@@ -254,6 +254,29 @@ def test_what_is_not_http_gets_an_error_of_the_api_and_one_line_in_the_log(caplo
     assert len(logged[0].getMessage()) < 300
 
 
+def test_connections_of_a_session_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.gateway.server.MAX_CONNECTIONS", 5)
+
+    async def main() -> None:
+        async with site() as s:
+            ask = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {s.bad.key}\r\n\r\n".encode()
+            streams, answers = [], []
+            for _ in range(8):
+                streams.append(await asyncio.open_connection("127.0.0.1", s.port))
+                streams[-1][1].write(ask)
+                answers.append(int((await asyncio.wait_for(streams[-1][0].readline(), 30)).split()[1]))
+            assert answers == [200] * 5 + [429] * 3
+            await s.others_are_served()
+            for reader, _ in streams[5:]:
+                await asyncio.wait_for(reader.read(), 30)  # they are closed
+            for _, writer in streams:
+                writer.transport.abort()
+            await until(lambda: all(known.is_closing() for known in s.bad._connections))
+            assert (await s.post(CALL))[0] == 200
+
+    run(main)
+
+
 def test_connections_without_a_request_are_closed_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         monkeypatch.setattr("windfall.gateway.server.MAX_WITHOUT_KEY", 20)

@@ -45,6 +45,8 @@ MAX_WITHOUT_KEY = 1024
 """Largest number of such connections."""
 CLOSE_S = 1.0
 """Seconds that handlers get to end when the gateway stops listening."""
+MAX_CONNECTIONS = 256
+"""Largest number of connections of one session."""
 LINGER_S = 5.0
 """Seconds to read and drop the rest of a body that was refused, so that its client gets to read the answer."""
 
@@ -159,6 +161,9 @@ class Gateway:
         session = self._sessions.get(_hash(key.strip())) if scheme.lower() == "bearer" else None
         if session is None:
             raise ApiError(401, "this API key belongs to no open session", code="invalid_api_key")
+        if not session.connected(request.transport, MAX_CONNECTIONS):
+            what = f"this session has more than {MAX_CONNECTIONS} connections; use them for several requests"
+            raise ApiError(429, what, code="rate_limit_exceeded")
         self._authenticated(request)
         return session
 
@@ -361,7 +366,7 @@ async def _errors(
     except (Exception, asyncio.CancelledError) as e:  # a client must get an answer even if there is a bug
         error = _api_error(request, e)
     response = web.json_response(error.body, status=error.status)
-    if not request.content.is_eof():  # the rest of the body is not read, so a client must not use the connection again
+    if error.status == 429 or not request.content.is_eof():  # the rest of the body is not read
         response.force_close()
     return response
 

@@ -366,7 +366,8 @@ async def _errors(
     except (Exception, asyncio.CancelledError) as e:  # a client must get an answer even if there is a bug
         error = _api_error(request, e)
     response = web.json_response(error.body, status=error.status)
-    if error.status == 429 or not request.content.is_eof():  # the rest of the body is not read
+    # A client must not use a connection again whose body was not read to its end, or that is one too many.
+    if error.status == 429 or not request.content.is_eof():
         response.force_close()
     return response
 

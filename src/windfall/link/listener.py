@@ -172,7 +172,7 @@ def _request_handler(answer: Answer) -> type[web.RequestHandler]:
             nonlocal logged_s, left_out
             if not isinstance(exc, HttpProcessingError):
                 return super().handle_error(request, status, exc, message)
-            why = clip(" ".join(exc.message.split()))
+            why = clip(" ".join(exc.message[:1000].split()))  # aiohttp quotes all that it has received
             if time.monotonic() - logged_s >= LOG_INTERVAL_S:
                 more = f"; {left_out} more since the last such line" if left_out else ""
                 log.warning("refused a request from %s: %s%s", request.remote, why, more)

@@ -204,12 +204,12 @@ class ServeApi(Gateway):
             await asyncio.gather(*(session.end() for session in state.sessions))
 
     async def _health(self, request: web.Request) -> web.Response:
-        del request
+        self._authenticated(request)  # it needs no key
         why = self.draining or ("the engine has failed" if self._host.failed is not None else "")
         return web.json_response({"status": why or "ok", "model": self.served.model}, status=503 if why else 200)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        del request
+        self._authenticated(request)  # it needs no key
         text = metrics.render(self._host.metrics, self._host.state())
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from windfall.events.log import read
 from windfall.ledger.journal_format import read_records
+from windfall.models import load
 
 GATEWAY_TESTS = Path(__file__).parent / "gateway"
 RECIPE = """
@@ -39,6 +41,41 @@ tasks = 2
 local = false
 workers = 2
 """
+
+
+TOOL_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}> {% endif %}"
+)
+ASYNCHRONOUS = (
+    RECIPE.replace("deterministic = true\n", "")
+    .replace("steps = 3", "steps = 5")
+    .replace("[rollout]", "[rollout]\nstaleness = 2")
+)
+
+
+def calls_a_tool(folder: Path) -> Path:
+    """Write a model whose every turn is `[f(a=N)]` with a random digit N: the next token follows from the last one."""
+    model, tokenizer = load.load("tiny", dtype="float32", device="cpu"), load.load_tokenizer("tiny")
+    model.config.tie_word_embeddings = False
+    next_token = torch.zeros(model.config.vocab_size, model.config.hidden_size)
+    digits = tokenizer.encode("123456789", add_special_tokens=False)
+    first, *rest = tokenizer.encode(" [f(a=", add_special_tokens=False)
+    close, bracket = tokenizer.encode(")]", add_special_tokens=False)
+    for last, new in zip((first, *rest[:-1]), rest, strict=True):
+        next_token[new, last] = 2.0
+    next_token[digits, rest[-1]] = next_token[close, digits] = 2.0
+    next_token[bracket, close] = next_token[tokenizer.eos_token_id, bracket] = 2.0
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(float("norm" in name))  # layers add nothing
+        embeddings = model.get_input_embeddings().weight
+        embeddings.copy_(torch.eye(*embeddings.shape))
+        model.lm_head.weight = torch.nn.Parameter(next_token)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 WORKERS_COME_AND_GO = (
@@ -96,9 +133,16 @@ def wait_for(holds: Any) -> None:
 
 
 @pytest.mark.slow
-def test_killed_controllers_workers_and_agents_change_nothing(tmp_path: Path) -> None:
-    calm = train(tmp_path / "calm", RECIPE)
-    killed = train(tmp_path / "killed", RECIPE, kill=True, more=WORKERS_COME_AND_GO)
+@pytest.mark.parametrize("agent", ["talk", "uses_tools"])
+def test_killed_controllers_workers_and_agents_change_nothing(tmp_path: Path, agent: str) -> None:
+    """Also if turns are tool calls: they are parsed again from the journal's tokens, with the same ids."""
+    recipe = RECIPE.replace(":talk", f":{agent}")
+    if agent == "uses_tools":
+        recipe += (
+            f'[model]\npath = "{calls_a_tool(tmp_path / "model")}"\n[chat]\ntemplate = {json.dumps(TOOL_TEMPLATE)}\n'
+        )
+    calm = train(tmp_path / "calm", recipe)
+    killed = train(tmp_path / "killed", recipe, kill=True, more=WORKERS_COME_AND_GO)
     for events in (calm, killed):
         steps = [e for e in events if e["kind"] == "scalar" and e["name"] == "step"]
         assert [e["step"] for e in steps] == [1, 2, 3]
@@ -115,6 +159,21 @@ def test_killed_controllers_workers_and_agents_change_nothing(tmp_path: Path) ->
     assert list((tmp_path / "killed" / "runs" / "agents" / "journal").iterdir())
     for file in (tmp_path / "killed" / "runs" / "agents" / "journal").iterdir():
         assert list(read_records(file))
+
+
+@pytest.mark.slow
+def test_asynchronous_run_with_kills(tmp_path: Path) -> None:
+    """Controller, agents and workers are killed while responses of several versions are in progress."""
+    events = train(tmp_path, ASYNCHRONOUS, kill=True, more=WORKERS_COME_AND_GO)
+    steps = [e for e in events if e["kind"] == "scalar" and e["name"] == "step"]
+    assert [e["step"] for e in steps] == [1, 2, 3, 4, 5]
+    assert sum(e["name"] == "resumed" for e in events) >= 2
+    trained = [task for e in steps for task in e["tasks"] if task not in e["replaced"]]
+    assert len(trained) == len(set(trained)), "a task was trained on twice"
+    assert not any(e["missing"] for e in steps)
+    assert max(e["staleness_max"] for e in steps) <= 2
+    assert all(sum(e["staleness_counts"]) == e["responses"] for e in steps)
+    assert max(e["engine_gap_max"] for e in steps) < 1e-3, "a token has the log-prob of another version"
 
 
 LEARNING = """

@@ -43,6 +43,23 @@ def talk(task: dict[str, Any], folder: str = "", pause_s: float = 0.0) -> float:
     return sum(ord(c) % 2 == 0 for c in text) / max(1, len(text))
 
 
+def uses_tools(task: dict[str, Any], folder: str = "", pause_s: float = 0.0) -> float:
+    """Three calls of a tool, which the policy must make. The reward is the mean of their arguments."""
+    tool = {"name": "f", "description": "Doubles a number.", "parameters": {"type": "object", "properties": {}}}
+    messages: list[Any] = [{"role": "user", "content": f"{task['index']}+{task['sibling']}="}]
+    arguments = []
+    for turn in range(3):
+        note(folder, task, turn)
+        tools = [{"type": "function", "function": tool}]
+        answer = post("/chat/completions", messages=messages, tools=tools, max_tokens=16)["choices"][0]
+        (call,) = answer["message"]["tool_calls"]
+        arguments.append(json.loads(call["function"]["arguments"])["a"])
+        result = {"role": "tool", "tool_call_id": call["id"], "content": str(2 * arguments[-1])}
+        messages += [answer["message"], result]
+        time.sleep(pause_s)
+    return sum(arguments) / 27
+
+
 def note(folder: str, task: dict[str, Any], turn: int) -> None:
     if folder:
         with (Path(folder) / f"{task['index']}-{task['sibling']}").open("a") as file:

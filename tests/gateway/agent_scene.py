@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from aiohttp import web
 from samplers import EOS, TEMPLATE, TOKENIZER
 from small_models import engine as new_engine
 
@@ -117,9 +116,7 @@ class Scene:
             dispatch, model="tiny", context=self.context, sampling=Sampling(), stop=frozenset([EOS])
         )
         gateway = Gateway(sampler, TOKENIZER, Chat(TOKENIZER, text.stop, template=TEMPLATE), text.stop)
-        runner = web.AppRunner(gateway.app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = await gateway.listen("127.0.0.1", 0, "")
         limits = {"concurrency": 3, "time_limit_s": 30.0, "restart": True, "failed_reward": "missing"}
         limits |= self.limits
         engines = {n: Recording(new_engine(model(), deterministic=True), self.made, self.times) for n in "ab"}
@@ -128,7 +125,7 @@ class Scene:
         async with AgentLauncher(self.program) as launcher:
             self.runs = self.rollout.sessions = AgentRuns(
                 gateway=gateway, sampler=sampler, launcher=launcher, options=options,
-                limits=SimpleNamespace(**limits), url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1",
+                limits=SimpleNamespace(**limits), url=f"http://127.0.0.1:{port}/v1",
                 graded=self.graded, journal=journal, log=AgentLog(self.folder / "agents.log"),
             )  # fmt: skip
             for worker in workers:
@@ -144,7 +141,7 @@ class Scene:
                     await worker.__aexit__(None, None, None)
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-                await runner.cleanup()
+                await gateway.stop_listening()
                 journal.close()
                 events.close()
         dispatch.ledger.check()

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import xxhash
-from aiohttp import web
 
 from windfall.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.gateway.server import Gateway
@@ -94,15 +93,11 @@ async def serving(sampler: Any) -> Any:
     """A gateway on a port, and its address."""
     stop = frozenset([EOS])
     gateway = Gateway(sampler, TOKENIZER, Chat(TOKENIZER, stop, template=TEMPLATE), stop)
-    runner = web.AppRunner(gateway.app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
+    port = await gateway.listen("127.0.0.1", 0, "")
     try:
         yield gateway, f"http://127.0.0.1:{port}/v1"
     finally:
-        await runner.cleanup()
+        await gateway.stop_listening()
 
 
 def openai_client(url: str, session: GatewaySession, **more: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -179,7 +180,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     return Fleet(tls_cert=cert, tls_key=key)
 
 
-def test_worker_joins_over_tls_only_with_the_certificate(open_gate: OpenGate, certificate: Fleet) -> None:
+def test_worker_joins_over_tls_only_with_the_certificate(
+    open_gate: OpenGate, certificate: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     async def outcome(url: str, **trust: Any) -> tuple[int, str]:
         agent, lines = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
         return await agent.run(), "\n".join(lines)
@@ -192,16 +195,26 @@ def test_worker_joins_over_tls_only_with_the_certificate(open_gate: OpenGate, ce
                 assert (code, "accepted, and asked to build" in log) == (3, True), log
             code, log = await outcome(d.url)
             assert code == 5
-            assert "certificate verify failed" in log.lower()
+            assert "the certificate is not accepted: self-signed certificate. Set --tls-ca" in log
             by_name = d.url.replace("127.0.0.1", "localhost")
             code, log = await outcome(by_name, ca=certificate.tls_cert)
             assert code == 5, "the certificate is for another name"
+            assert "Hostname mismatch, certificate is not valid for 'localhost'" in log
             assert (await outcome(by_name, pinned=certificate.tls_cert))[0] == 3
             code, log = await outcome(d.url.replace("https", "http"))
             assert code == 5, "a port with TLS accepted a connection without"
+            assert "If the run has TLS, its address begins with https://" in log
             assert d.logged == []
+        async with open_gate().open() as d:
+            code, log = await outcome(d.url.replace("http", "https"), ca=certificate.tls_cert)
+            assert code == 5
+            assert "If the run has no TLS, its address begins with http://" in log
 
-    asyncio.run(run())
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    logged = [r for r in caplog.records if r.name.startswith(("windfall", "aiohttp"))]
+    assert len(logged) == 1, "TLS on a port without it: one line, however often it dials"
+    assert not any(r.exc_info for r in logged)
 
 
 class Chain:
@@ -223,7 +236,7 @@ class Chain:
         """The server presents the whole chain, like one with a purchased certificate."""
         return Fleet(tls_cert=self.pem(f"{leaf}-chain"), tls_key=self.folder / f"{leaf}.key")
 
-    def _issue(self, name: str, by: str | None, *extensions: str) -> None:
+    def _issue(self, name: str, by: str | None, *extensions: str, days: int = 2) -> None:
         kind, rest = extensions[0], extensions[1:]
         at = self.folder / name
         extension_lines = "\n".join((f"basicConstraints=critical,{kind}", *rest))
@@ -232,7 +245,7 @@ class Chain:
         self._run("req", *new, "-keyout", f"{at}.key", "-out", f"{at}.csr")
         signer = ["-signkey", f"{at}.key"] if by is None else [
             "-CA", str(self.pem(by)), "-CAkey", f"{self.folder / by}.key", "-CAcreateserial"]  # fmt: skip
-        self._run("x509", "-req", "-in", f"{at}.csr", *signer, "-days", "2", "-extfile", f"{at}.ext", "-out",
+        self._run("x509", "-req", "-in", f"{at}.csr", *signer, "-days", str(days), "-extfile", f"{at}.ext", "-out",
                   str(self.pem(name)))  # fmt: skip
 
     def _run(self, *args: str) -> None:
@@ -268,6 +281,13 @@ def test_issued_certificate_can_be_pinned(open_gate: OpenGate, chain: Chain) -> 
             assert await joins(d.url, pinned=chain.pem("sibling-chain"))
 
     asyncio.run(run())
+
+
+def test_expired_certificate_is_refused_at_the_start(chain: Chain) -> None:
+    """Otherwise a run would wait for its own trainer, which does not accept it."""
+    chain._issue("old", "middle", "CA:FALSE", days=-1)
+    with pytest.raises(WindfallError, match=r"old\.pem: nothing can connect .* certificate has expired"):
+        tls.server_context(Fleet(tls_cert=chain.pem("old"), tls_key=chain.folder / "old.key"))
 
 
 def test_ca_is_trusted_in_addition_to_those_of_the_system(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:

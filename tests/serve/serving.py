@@ -12,14 +12,14 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from aiohttp import web
 
+from windfall.gateway.server import HEAD_S, IDLE_S
 from windfall.models import load
 from windfall.models import tokenizer as tokenizers
 from windfall.models.chat import Chat
 from windfall.models.load import TINY
 from windfall.serve import build
-from windfall.serve.api import IDLE_S, ServeApi, ServeLimits
+from windfall.serve.api import ServeApi, ServeLimits
 from windfall.serve.call_sampler import ServedModel
 from windfall.serve.host import Host
 from windfall.serve.slo import Objectives
@@ -94,21 +94,21 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(host: Host | None = None, *, idle_s: float = IDLE_S, **limits: Any) -> AsyncIterator[Server]:
+async def serving(
+    host: Host | None = None, *, idle_s: float = IDLE_S, head_s: float = HEAD_S, **limits: Any
+) -> AsyncIterator[Server]:
     host = host or new_host()
     stop = frozenset([EOS])
     served = ServedModel(model="tiny", context=256, vocabulary=tiny().get_input_embeddings().num_embeddings)
     chat = Chat(TOKENIZER, stop, template=TEMPLATE)
     api = ServeApi(host, TOKENIZER, chat, stop, served=served, limits=ServeLimits(**limits))
     host.start()
-    runner = api.runner(idle_s)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = await api.listen("127.0.0.1", 0, "", idle_s=idle_s, head_s=head_s)
     try:
         async with aiohttp.ClientSession() as http:
-            yield Server(host, api, f"http://127.0.0.1:{runner.addresses[0][1]}", http)
+            yield Server(host, api, f"http://127.0.0.1:{port}", http)
     finally:
-        await runner.cleanup()
+        await api.stop_listening()
         await asyncio.to_thread(host.close)
 
 

@@ -201,7 +201,7 @@ def test_slow_clients_are_cut_off() -> None:
 
 def test_clients_without_a_key_or_a_whole_request_occupy_nothing() -> None:
     async def main() -> None:
-        async with serving(api_key="secret", max_requests=1, idle_s=0.2) as s:
+        async with serving(api_key="secret", max_requests=1, head_s=1.0) as s:
             host, port = s.url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

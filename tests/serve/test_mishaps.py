@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 
@@ -56,13 +57,63 @@ def test_bodies_that_are_too_large_or_cannot_be_read() -> None:
             bad = {**JSON, "Content-Encoding": "gzip"}
             async with s.http.post(s.url + "/v1/completions", data=b"not gzip", headers=bad) as answer:
                 assert answer.status == 400
-                assert "cannot be read" in (await answer.json())["error"]["message"]
+                assert "cannot be decompressed" in (await answer.json())["error"]["message"]
             for body in (b"", b"[]", b"{", b'{"prompt": "3"}}', b"\xff\xfe", b"[" * 100_000):
                 async with s.http.post(s.url + "/v1/completions", data=body, headers=JSON) as answer:
                     error = (await answer.json())["error"]
                     assert (answer.status, error["type"]) == (400, "invalid_request_error"), body[:20]
                     assert len(error["message"]) < 300
             await s.complete(max_tokens=2)
+
+    run(main)
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, br"])
+def test_an_unknown_encoding_is_refused(encoding: str) -> None:
+    async def main() -> None:
+        async with serving(api_key="secret") as s:
+            for key, status in (("secret", 415), ("wrong", 401)):
+                headers = {**JSON, "Content-Encoding": encoding, "Authorization": f"Bearer {key}"}
+                async with s.http.post(s.url + "/v1/completions", data=b"x" * 100, headers=headers) as answer:
+                    assert (answer.status, (await answer.json())["error"]["type"]) == (status, "invalid_request_error")
+
+    run(main)
+
+
+def test_what_is_not_http_gets_an_error_of_the_api(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with serving() as s:
+            for _ in range(5):
+                reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rpartition(":")[2]))
+                writer.write(b"this is not HTTP\r\n\r\n")
+                answer = await asyncio.wait_for(reader.read(), 30)
+                assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+                writer.close()
+            await s.complete(max_tokens=2)
+
+    run(main)
+    logged = [r for r in caplog.records if r.name.startswith(("windfall", "aiohttp"))]
+    assert [r.exc_info for r in logged] == [None], "one line for all of them"
+
+
+def test_hostile_bodies_leave_other_requests_alone() -> None:
+    """Bodies with too many values, and half of a body on more connections than requests are served."""
+
+    async def main() -> None:
+        async with serving(max_requests=8, read_s=1.0) as s:
+            many = b'{"prompt": [' + b"{}," * 300_000 + b"{}]}"
+            async with s.http.post(s.url + "/v1/completions", data=many, headers=JSON) as answer:
+                assert (answer.status, (await answer.json())["error"]["code"]) == (400, "context_length_exceeded")
+            port = int(s.url.rpartition(":")[2])
+            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
+            for _, writer in streams:
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{")
+            lines = [await asyncio.wait_for(reader.readline(), 30) for reader, _ in streams]
+            assert sorted(int(line.split()[1]) for line in lines) == [408] * 8 + [429] * 4
+            for _, writer in streams:
+                writer.close()
+            await s.complete(max_tokens=2)
+            assert s.api.intake._requests == 0
 
     run(main)
 

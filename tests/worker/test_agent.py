@@ -12,8 +12,10 @@ from doorway import SPEC, Site, episode, expected, opened
 
 from windfall.errors import WindfallError
 from windfall.fleet.base import EXIT_NO_CONTROLLER
+from windfall.link import handshake
 from windfall.rollout.assignment import Offer
 from windfall.scheduling.members import WorkerState
+from windfall.worker.agent import Agent
 
 
 def test_worker_joins_pulls_and_generates(tmp_path: Path) -> None:
@@ -184,6 +186,28 @@ def test_temporarily_refused_worker_retries(tmp_path: Path, monkeypatch: pytest.
             assert "the run is still starting" in w.said[0]
             s.gate.terms = terms
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
+
+    asyncio.run(main())
+
+
+def test_worker_that_is_too_slow_for_the_handshake_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shake_hands = Agent._handshake
+
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+
+            async def too_late_once(agent: Agent, link: Any) -> Any:
+                if not s.named("refused"):
+                    await s.until(lambda: s.named("refused"), "the controller waits no longer")
+                    monkeypatch.setattr(handshake, "TIMEOUT_S", 60.0)
+                return await shake_hands(agent, link)
+
+            monkeypatch.setattr(handshake, "TIMEOUT_S", 0.2)
+            monkeypatch.setattr(Agent, "_handshake", too_late_once)
+            w = start()
+            await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
+            assert [r["why"] for r in s.named("refused")] == ["no hello within 0.2 s"]
+            assert "refused for now: no hello within 0.2 s" in w.said
 
     asyncio.run(main())
 

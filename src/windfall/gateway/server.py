@@ -7,17 +7,18 @@
     POST /v1/reward               {"reward": 0.5}: the reward of the session, if the agent reports it itself
 
 The key of a session (Authorization: Bearer KEY) is the only thing that names it: a request reaches this session and
-nothing else. Keys are looked up by their hash, so the time of a lookup says nothing about other keys. Every error is in
-OpenAI's format, also one that ends a stream. A canceled request does not cancel its call (session.py).
+nothing else. Keys are looked up by their hash, so the time of a lookup says nothing about other keys. A key is checked
+before the body is read; intake.py has the limits of bodies, link/listener.py those of connections without a key. Every
+error is in OpenAI's format, also one that ends a stream, and the answer to what is not HTTP. A canceled request does
+not cancel its call (session.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -29,12 +30,25 @@ from windfall.gateway import protocol
 from windfall.gateway.base import Sampler
 from windfall.gateway.chunks import IdChunks, TextChunks
 from windfall.gateway.event_stream import EventStream
+from windfall.gateway.intake import Body, Intake, IntakeLimits
 from windfall.gateway.protocol import ApiError, CallOptions
 from windfall.gateway.session import CallInFlight, GatewaySession
+from windfall.link.listener import Listener
 from windfall.models.chat import Chat, check_length, most_chars
 from windfall.models.history import Call, Segment
 
-MAX_BODY_BYTES = 8 << 20
+IDLE_S = 75.0
+"""Seconds that a connection may be open between two requests."""
+HEAD_S = 20.0
+"""Seconds that a connection may be open before its first request has a valid key."""
+MAX_WITHOUT_KEY = 1024
+"""Largest number of such connections."""
+CLOSE_S = 1.0
+"""Seconds that handlers get to end when the gateway stops listening."""
+MAX_CONNECTIONS = 256
+"""Largest number of connections of one session."""
+LINGER_S = 5.0
+"""Seconds to read and drop the rest of a body that was refused, so that its client gets to read the answer."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,12 +61,15 @@ class Choice(NamedTuple):
 
 
 class Gateway:
-    max_body_bytes = MAX_BODY_BYTES
     write_s: float | None = None
     """Time limit for a client to take the next part of a stream (seconds). None: as long as it wants."""
 
-    def __init__(self, sampler: Sampler, tokenizer: Any, chat: Chat | None, stop: frozenset[int]) -> None:
-        """`chat`: None for a model without a chat template. `stop`: the token ids that end a turn."""
+    def __init__(
+        self, sampler: Sampler, tokenizer: Any, chat: Chat | None, stop: frozenset[int],
+        limits: IntakeLimits | None = None,
+    ) -> None:  # fmt: skip
+        """`chat`: None for a model without a chat template. `stop`: the token ids that end a turn. `limits`: those of
+        bodies; None: as the context needs them."""
         self._sampler, self._tokenizer, self._chat, self._stop = sampler, tokenizer, chat, stop
         self._max_chars = most_chars(tokenizer, sampler.context)
         if chat is not None:
@@ -61,16 +78,60 @@ class Gateway:
         """Renders and tokenizes prompts, so that a long one does not hold up the event loop."""
         self._sessions: dict[str, GatewaySession] = {}
         """By the hash of its key."""
-        self.app = web.Application(client_max_size=self.max_body_bytes, middlewares=[_errors])
+        self.intake = Intake(limits or IntakeLimits.for_context(sampler.context))
+        self._listener: Listener | None = None
+        self._runner: web.AppRunner | None = None
+        self.app = web.Application(middlewares=[_errors, *self._middlewares()])
         self._add_routes()
 
+    async def listen(
+        self, host: str, port: int, fix: str, *, idle_s: float = IDLE_S, head_s: float = HEAD_S, **options: Any
+    ) -> int:
+        """Listen until `stop_listening`. Returns the port: 0 selects a free one. Raises WindfallError with `fix`.
+        `options`: those of aiohttp's runner."""
+        self._listener = Listener(max_unauthenticated=MAX_WITHOUT_KEY, auth_timeout_s=head_s)
+        options = {
+            "keepalive_timeout": idle_s, "lingering_time": LINGER_S, "shutdown_timeout": CLOSE_S, **options
+        }  # fmt: skip
+        self._runner, port = await self._listener.serve(self.app, host, port, None, fix, answer=_not_http, **options)
+        return port
+
+    async def stop_listening(self) -> None:
+        if self._listener is not None and self._runner is not None:
+            self._listener.close()
+            await self._runner.cleanup()
+
+    def _authenticated(self, request: web.Request) -> None:
+        """The request has a valid key, or needs none."""
+        if self._listener is not None:
+            self._listener.authenticated(request.transport)
+
+    def _middlewares(self) -> Sequence[Any]:
+        """What handles a request before its body is read."""
+        return ()
+
     def _add_routes(self) -> None:
-        self.app.router.add_post("/v1/chat/completions", self._chat_completions)
-        self.app.router.add_post("/v1/completions", self._completions)
-        self.app.router.add_post("/inference/v1/generate", self._generate)
-        self.app.router.add_post("/v1/reward", self._reward)
+        self._add_post("/v1/chat/completions", self._chat_completions)
+        self._add_post("/v1/completions", self._completions)
+        self._add_post("/inference/v1/generate", self._generate)
+        self._add_post("/v1/reward", self._reward)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/v1/models/{model:.+}", self._models)
+
+    def _add_post(self, path: str, handle: Callable[[web.Request, Body], Awaitable[web.StreamResponse]]) -> None:
+        """`handle` gets requests that have a valid key, with their bodies."""
+
+        async def receive(request: web.Request) -> web.StreamResponse:
+            client = self._client(request)
+            try:
+                async with self.intake.receive(request, client) as body:
+                    return await handle(request, body)
+            except ApiError as e:
+                if e.code == "context_length_exceeded" and isinstance(client, GatewaySession):
+                    client.ran_out = True
+                raise
+
+        self.app.router.add_post(path, receive)
 
     # Sessions, for the owner of the gateway.
 
@@ -100,6 +161,10 @@ class Gateway:
         session = self._sessions.get(_hash(key.strip())) if scheme.lower() == "bearer" else None
         if session is None:
             raise ApiError(401, "this API key belongs to no open session", code="invalid_api_key")
+        if not session.connected(request.transport, MAX_CONNECTIONS):
+            what = f"this session has more than {MAX_CONNECTIONS} connections; use them for several requests"
+            raise ApiError(429, what, code="rate_limit_exceeded")
+        self._authenticated(request)
         return session
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -122,10 +187,9 @@ class Gateway:
 
     # Requests.
 
-    async def _open_call(self, request: web.Request) -> tuple[GatewaySession, str, dict[str, Any]]:
-        """The session of a request, the key of its call (equal for requests that are repeated), and its body."""
-        session, (key, body) = self._session(request), await _json(request)
-        return session, key, body
+    def _client(self, request: web.Request) -> Hashable:
+        """Who sends a request, for limits. Raises ApiError if its key is wrong."""
+        return self._session(request)
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -136,21 +200,21 @@ class Gateway:
             raise ApiError(404, f"there is no model '{request.match_info['model']}'", code="model_not_found")
         return web.json_response(model)
 
-    async def _reward(self, request: web.Request) -> web.Response:
-        session, (_, body) = self._session(request), await _json(request)
-        session.reward = protocol.reward(body, MAX_REWARD)
+    async def _reward(self, request: web.Request, body: Body) -> web.Response:
+        session = self._session(request)
+        session.reward = protocol.reward(body.fields, MAX_REWARD)
         return web.json_response({"reward": session.reward})
 
-    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        session, key, body = await self._open_call(request)
-        options = self._options(body, chat=True)
-        choices = self._start_chat(session, key, body, options)
+    async def _chat_completions(self, request: web.Request, body: Body) -> web.StreamResponse:
+        session = self._session(request)
+        options = self._options(body.fields, chat=True)
+        choices = self._start_chat(session, body.key, body.fields, options)
         return await self._answer(request, choices, options, chat=True)
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        session, key, body = await self._open_call(request)
-        options = self._options(body, chat=False)
-        choices = self._start_texts(session, key, body.get("prompt"), options)
+    async def _completions(self, request: web.Request, body: Body) -> web.StreamResponse:
+        session = self._session(request)
+        options = self._options(body.fields, chat=False)
+        choices = self._start_texts(session, body.key, body.fields.get("prompt"), options)
         return await self._answer(request, choices, options, chat=False)
 
     def _options(self, body: Mapping[str, Any], *, chat: bool) -> CallOptions:
@@ -169,8 +233,8 @@ class Gateway:
     def _ids(self, prompt: str | list[int]) -> list[int]:
         return self._encode(prompt) if isinstance(prompt, str) else prompt
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        session, key, body = await self._open_call(request)
+    async def _generate(self, request: web.Request, received: Body) -> web.StreamResponse:
+        session, (key, body) = self._session(request), received
         given = body.get("sampling_params") or {}
         if not isinstance(given, Mapping):
             raise ApiError(400, "sampling_params must be an object", param="sampling_params")
@@ -292,18 +356,6 @@ def _usage(choices: Sequence[Choice], n: int) -> dict[str, int]:
     return protocol.usage(prompts, sum(len(choice.flight.tokens) for choice in choices))
 
 
-async def _json(request: web.Request) -> tuple[str, dict[str, Any]]:
-    """The body of a request, and a key that is equal for requests that are repeated."""
-    data = await request.read()
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise ApiError(400, f"the body is not JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body is not a JSON object")
-    return f"{request.path} {hashlib.blake2b(data).hexdigest()}", body
-
-
 @web.middleware
 async def _errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -314,7 +366,8 @@ async def _errors(
     except (Exception, asyncio.CancelledError) as e:  # a client must get an answer even if there is a bug
         error = _api_error(request, e)
     response = web.json_response(error.body, status=error.status)
-    if not request.content.is_eof():  # the rest of the body is not read, so a client must not use the connection again
+    # A client must not use a connection again whose body was not read to its end, or that is one too many.
+    if error.status == 429 or not request.content.is_eof():
         response.force_close()
     return response
 
@@ -330,9 +383,7 @@ def _api_error(request: web.Request, error: BaseException) -> ApiError:
                 raise error
             # The call was canceled, not this request: calls are canceled when their session ends.
             return ApiError(401, "this session has ended", code="invalid_api_key")
-        case web.HTTPRequestEntityTooLarge():
-            return ApiError(413, f"the body is larger than {request.client_max_size} bytes, the limit of this server")
-        case web.RequestPayloadError():  # its length, chunks or compression are wrong
+        case web.RequestPayloadError():  # its length or chunks are wrong
             return ApiError(400, f"the body cannot be read: {error}")
         case web.HTTPException():
             return ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
@@ -341,6 +392,11 @@ def _api_error(request: web.Request, error: BaseException) -> ApiError:
         case _:
             _LOG.error("%s %s failed", request.method, request.path, exc_info=error)
             return ApiError(500, f"{request.method} {request.path}: {type(error).__name__}: {error}")
+
+
+def _not_http(status: int, why: str) -> web.Response:
+    """The answer to a request that aiohttp cannot read."""
+    return web.json_response(ApiError(status, f"the request is not HTTP: {why}").body, status=status)
 
 
 def _hash(key: str) -> str:

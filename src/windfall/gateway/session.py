@@ -28,8 +28,8 @@ from typing import Any
 from windfall.errors import WindfallError
 from windfall.gateway import protocol
 from windfall.gateway.base import SampledTurn, Sampler, TurnRequest
+from windfall.gateway.budget import Budget
 from windfall.gateway.protocol import ApiError
-from windfall.gateway.token_budget import TokenBudget
 from windfall.models.chat import Chat, PromptTooLong
 from windfall.models.history import Call, History, Segment
 from windfall.models.tool_calls import ParsedTurn, parse
@@ -144,7 +144,7 @@ class GatewaySession:
         self.id, self.key = id, f"sk-{secrets.token_urlsafe(32)}"
         self.history = History(chat)
         self.chat, self._sampler, self._decode, self._in_thread = chat, sampler, decode, in_thread
-        self._budget, self._turn_tokens = TokenBudget(max_tokens), turn_tokens
+        self._budget, self._turn_tokens = Budget(max_tokens), turn_tokens
         self.reward: float | None = None
         self.ended, self.why_ended = False, ""
         self.ran_out = False
@@ -156,8 +156,21 @@ class GatewaySession:
         self._in_flight: dict[str, CallInFlight] = {}
         """By the key of the request."""
         self._placing = asyncio.Lock()
+        self._connections: set[asyncio.BaseTransport] = set()
+        """Those of clients that have sent its key. Some may be closed."""
         self.answer_id = ""
         """The id in all its answers; empty: that of the call."""
+
+    def connected(self, transport: asyncio.BaseTransport | None, most: int) -> bool:
+        """A client has sent the key on this connection. Returns False if there would be more than `most` open ones."""
+        if transport is None or transport in self._connections:
+            return True
+        if len(self._connections) >= most:
+            self._connections = {known for known in self._connections if not known.is_closing()}
+        if len(self._connections) >= most:
+            return False
+        self._connections.add(transport)
+        return True
 
     def chat_call(self, key: str, body: Mapping[str, Any], options: protocol.CallOptions) -> CallInFlight:
         """`key`: equal for requests that are repeated. Join such a request that is in flight, or start a call."""

@@ -18,8 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from aiohttp import web
-
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.config.env_sections import AgentEnv, AgentLimits, VerifiersEnv
@@ -137,7 +135,7 @@ class AgentService:
         self._recipe, self._folder, self._events, self._journal, self._env = recipe, folder, events, journal, env
         self.launcher = AgentLauncher(program(recipe.env, folder)) if is_agent(recipe) else None  # type: ignore[arg-type]
         self.runs: AgentRuns | None = None
-        self._runner: web.AppRunner | None = None
+        self._gateway: Gateway | None = None
 
     async def __aenter__(self) -> Self:
         if self.launcher is not None:
@@ -145,8 +143,8 @@ class AgentService:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._gateway is not None:
+            await self._gateway.stop_listening()
             with suppress(OSError):
                 (self._folder / FILE).unlink()
         if self.launcher is not None:
@@ -185,14 +183,9 @@ class AgentService:
         return counted
 
     async def _listen(self, gateway: Gateway, port: int) -> str:
-        self._runner = web.AppRunner(gateway.app, access_log=None)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, HOST, port).start()
-        except OSError as e:
-            what = f"cannot listen on port {port}: {e.strerror or e}"
-            raise WindfallError(what, where="env.port", fix="Choose another port, or 0 for any free one.") from e
-        url = f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
+        self._gateway = gateway
+        port = await gateway.listen(HOST, port, "Set env.port to another port, or to 0 for any free one.")
+        url = f"http://{HOST}:{port}/v1"
         folders.replace(self._folder / FILE, json.dumps({"url": url, "pid": os.getpid()}))
         self._events.instant("gateway", url=url)
         return url

@@ -199,7 +199,8 @@ class Machines:
             )
         except handshake.PeerRefused as e:
             self._problem = f"{link.peer}: {e}"
-            await self._refuse(link, f"{e}; `windfall ranks` needs trainer.secret of the run, not its token")
+            fix = "" if e.again else "; `windfall ranks` needs trainer.secret of the run, not its token"
+            await self._refuse(link, f"{e}{fix}", again=e.again)
             return
         getattr(link, "authenticated", lambda: None)()
         number = next((n for n in range(1, self.wanted + 1) if n not in self._joined), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import ssl
 from pathlib import Path
@@ -20,7 +21,24 @@ def server_context(fleet: Fleet) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as e:
         what, where = f"cannot use the certificate or its key: {e}", f"{fleet.tls_cert}, {fleet.tls_key}"
         raise WindfallError(what, where=where, fix="Give a PEM certificate chain and its private key.") from e
+    _check_own(context, fleet.tls_cert)
     return context
+
+
+def _check_own(server: ssl.SSLContext, certificate: Path) -> None:
+    """Raise WindfallError if the run's own processes would not accept the certificate: connect to it, in memory."""
+    client = client_context("https:", pinned=certificate)
+    assert client is not None
+    upward, downward = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = client.wrap_bio(downward, upward), server.wrap_bio(upward, downward, server_side=True)
+    try:
+        for side in sides * 2:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLError as e:
+        why = getattr(e, "verify_message", "") or e
+        fix = "Renew the certificate, or correct the clock of this machine."
+        raise WindfallError(f"nothing can connect with this certificate: {why}", where=str(certificate), fix=fix) from e
 
 
 PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)

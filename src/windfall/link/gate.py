@@ -55,7 +55,7 @@ class Gate:
             return
         terms = self.terms
         if terms is None:
-            await self._refuse(link, "the run is still starting", again=True)
+            await self._refuse(link, "the run is still starting", again=True, log=False)
         elif hello.model and hello.model != terms.model:
             await self._refuse(link, f"the run trains model {terms.model}, this worker has {hello.model}")
         elif not 0 < len(hello.name) <= 64 or not hello.name.isprintable() or "#" in hello.name:
@@ -68,7 +68,7 @@ class Gate:
             await self._refuse(link, "the run borrows from no lender (fleet.borrowed_max is 0)")
         elif self.workers >= self.max_workers:
             why = f"the run has its maximum of {self.max_workers} workers (fleet.max_workers)"
-            await self._refuse(link, why, again=True)
+            await self._refuse(link, why, again=True, log=False)
         else:
             self.workers += 1
             try:
@@ -97,7 +97,7 @@ class Gate:
         try:
             hello, proof = await handshake.challenge(link, role, self.run, secret)
         except handshake.PeerRefused as e:
-            await self._refuse(link, str(e))
+            await self._refuse(link, str(e), again=e.again)
         except BadFrame as e:
             self._log_refusal(link, str(e))
         except LinkClosed:
@@ -108,9 +108,9 @@ class Gate:
             return hello, proof
         return None, b""
 
-    async def _refuse(self, link: Link, why: str, *, again: bool = False) -> None:
+    async def _refuse(self, link: Link, why: str, *, again: bool = False, log: bool = True) -> None:
         why = clip(why)
-        if not again:
+        if log:
             self._log_refusal(link, why)
         with contextlib.suppress(LinkClosed, TimeoutError):
             async with asyncio.timeout(1.0):

@@ -52,6 +52,10 @@ ENV_CLIENT = Role(e.EnvHello, "env client", e.EnvWelcome, "env welcome", listene
 class PeerRefused(Exception):
     """The controller refuses the peer; the text is the reason."""
 
+    def __init__(self, why: str, *, again: bool = False) -> None:
+        self.again = again  # True if a later attempt may succeed
+        super().__init__(why)
+
 
 class JoinRefused(LinkClosed):
     """The controller refused this peer, or this peer cannot join that controller; the text is the reason."""
@@ -76,7 +80,7 @@ async def challenge(link: Link, role: Role, run: str, secret: Callable[[Any], st
             await link.send(m.Challenge(protocol=m.PROTOCOL, run=run, nonce=nonce))
             hello: Any = await link.receive()
     except TimeoutError:
-        raise PeerRefused(f"no hello within {TIMEOUT_S:g} s") from None
+        raise PeerRefused(f"no hello within {TIMEOUT_S:g} s", again=True) from None  # its machine may be overloaded
     if not isinstance(hello, role.hello):
         raise PeerRefused(f"expected a {role.hello.__name__}, received a {type(hello).__name__}")
     if hello.protocol != m.PROTOCOL:

@@ -6,8 +6,9 @@
   one from the address with the most connections, so that one machine cannot keep other peers out;
 - bytes: `limit_bytes` sets the total of all frames.
 
-An authenticated peer is passed on to the server behind the port, without further overhead. A process that has run out
-of file descriptors logs that once per LOG_INTERVAL_S, not for every connection that it cannot accept.
+An authenticated peer is passed on to the server behind the port, without further overhead. What anyone can cause is
+logged at most once per LOG_INTERVAL_S: a request that is not HTTP, and a connection for which the process has no file
+descriptor.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from windfall.errors import WindfallError
+from windfall.link.base import clip
 
 AUTH_TIMEOUT_S = 20.0
 MAX_UNAUTHENTICATED = 256
@@ -36,8 +38,12 @@ LOG_INTERVAL_S = 60.0
 MAX_FILES = 1 << 20
 
 log = logging.getLogger(__name__)
-# A peer that does not speak HTTP gets status 400. Logging a traceback each time would let such peers fill the disk.
-log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+Answer = Callable[[int, str], web.Response]
+"""Makes an answer to a request that is not HTTP, from a status and a reason."""
+
+
+def plain_answer(status: int, why: str) -> web.Response:
+    return web.Response(status=status, text=f"{why}\n")
 
 
 class Listener:
@@ -50,17 +56,26 @@ class Listener:
 
     async def serve(
         self, app: web.Application, host: str, port: int, ssl: tls.SSLContext | None, fix: str, backlog: int = 128,
-        **options: Any,
+        answer: Answer = plain_answer, **options: Any,
     ) -> tuple[web.AppRunner, int]:  # fmt: skip
-        """Serve `app` with a runner of these `options`. Returns runner and port, or raises WindfallError with `fix`."""
-        runner = web.AppRunner(app, access_log=None, logger=log, lingering_time=0.0, **options)
+        """Serve `app` with a runner of these `options`. Returns runner and port, or raises WindfallError with `fix`.
+        What is not HTTP gets an `answer`. Bodies are not decompressed: a handler that reads one does that."""
+        own = {"access_log": None, "logger": log, "lingering_time": 0.0, "auto_decompress": False}
+        runner = web.AppRunner(app, **(own | options))
         await runner.setup()
         server: Any = runner.server
+        handler_class = _request_handler(answer)
+
+        def connect() -> _UnauthenticatedPeer:
+            handler = server()
+            handler.__class__ = handler_class  # aiohttp has no other way to say how such requests are answered
+            return _UnauthenticatedPeer(self, handler)
+
         loop = asyncio.get_running_loop()
         _limit_descriptor_errors(loop)
         try:
             self._server = await loop.create_server(
-                lambda: _UnauthenticatedPeer(self, server()), host, port, ssl=ssl, backlog=backlog,
+                connect, host, port, ssl=ssl, backlog=backlog,
                 reuse_address=True, ssl_handshake_timeout=self._auth_timeout_s if ssl else None,
             )  # fmt: skip
         except OSError as e:
@@ -141,6 +156,34 @@ class _UnauthenticatedPeer(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.inner.resume_writing()
+
+
+def _request_handler(answer: Answer) -> type[web.RequestHandler]:
+    """Like aiohttp's, but what is not HTTP costs no traceback in the log: a peer could fill the disk with them."""
+    logged_s, left_out = -LOG_INTERVAL_S, 0
+
+    class RequestHandler(web.RequestHandler):
+        __slots__ = ()
+
+        def handle_error(
+            self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None,
+            message: str | None = None,
+        ) -> web.StreamResponse:  # fmt: skip
+            nonlocal logged_s, left_out
+            if not isinstance(exc, HttpProcessingError):
+                return super().handle_error(request, status, exc, message)
+            why = clip(" ".join(exc.message[:1000].split()))  # aiohttp quotes all that it has received
+            if time.monotonic() - logged_s >= LOG_INTERVAL_S:
+                more = f"; {left_out} more since the last such line" if left_out else ""
+                log.warning("refused a request from %s: %s%s", request.remote, why, more)
+                logged_s, left_out = time.monotonic(), 0
+            else:
+                left_out += 1
+            response = answer(status, why)
+            response.force_close()
+            return response
+
+    return RequestHandler
 
 
 def is_same_machine(peer: Any, own: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket as sockets
 import ssl as tls
 from collections.abc import Awaitable, Callable, Mapping
@@ -193,8 +194,7 @@ class Dialer:
                     compress=0, timeout=aiohttp.ClientWSTimeout(ws_close=1.0)  # pyright: ignore[reportCallIssue],
                 )  # fmt: skip
         except (aiohttp.ClientError, OSError, TimeoutError) as e:
-            why = f"no answer in {timeout_s:g} s" if isinstance(e, TimeoutError) else str(e) or type(e).__name__
-            raise LinkClosed(f"{self.url}: {why}") from e
+            raise LinkClosed(f"{self.url}: {_why_no_link(e, timeout_s)}") from e
         raw = socket.get_extra_info("socket")
         return SocketLink(
             socket, self._receives, self.url, lambda: _shut_down(raw), max_frame_bytes=self._max_frame_bytes
@@ -203,6 +203,22 @@ class Dialer:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+def _why_no_link(error: Exception, timeout_s: float) -> str:
+    """Why a controller cannot be reached, and what to do if TLS is the reason."""
+    match error:
+        case TimeoutError():
+            return f"no answer in {timeout_s:g} s"
+        case aiohttp.ClientConnectorCertificateError():
+            why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+            return f"the certificate is not accepted: {why}. Set --tls-ca to the certificate to trust"
+        case aiohttp.ClientSSLError():
+            return f"no TLS: {error.os_error}. If the run has no TLS, its address begins with http://"
+        case aiohttp.ServerDisconnectedError() | ConnectionResetError() | aiohttp.ClientOSError(errno=errno.ECONNRESET):
+            return "closed without an answer. If the run has TLS, its address begins with https://"
+        case _:
+            return str(error) or type(error).__name__
 
 
 def _shut_down(raw: Any) -> None:

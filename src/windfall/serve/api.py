@@ -11,12 +11,11 @@ are the gateway's. Different from the gateway: a request decides how its tokens 
 (`n` for each prompt, several prompts), a field that cannot be honored is refused (request_fields.py), and a client that
 goes away cancels its request.
 
-Limits: `max_body_bytes` of a body, `max_requests` in flight, waiting or running (429 beyond it; every choice counts as
-one), `read_s` seconds for a
-client to send its body, `write_s` seconds to take the next part of a stream, and `request_s` seconds from the first
-byte of a request to the last byte of its answer. A client that is too slow is cut off, and its request is canceled. A
-client without a valid key is refused before its body is read, so it occupies none of the `max_requests`. A connection
-without a whole request for `IDLE_S` is closed (`runner`).
+Limits: those of bodies (gateway/intake.py), `max_requests` in flight, waiting or running (429 beyond it; every choice
+counts as one), `read_s` seconds for a client to send its body, `write_s` seconds to take the next part of a stream, and
+`request_s` seconds from the head of a request to the last byte of its answer. A client that is too slow is cut off, and
+its request is canceled. A client without a valid key is refused before its body is read, so it occupies none of the
+`max_requests`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import hashlib
 import hmac
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -36,21 +35,15 @@ from typing import Any
 from aiohttp import web
 
 from windfall.gateway import protocol
+from windfall.gateway.intake import IntakeLimits
 from windfall.gateway.protocol import MAX_ECHO, ApiError, CallOptions
-from windfall.gateway.server import Choice, Gateway
+from windfall.gateway.server import CLOSE_S, Choice, Gateway
 from windfall.gateway.session import GatewaySession
 from windfall.models.chat import Chat
 from windfall.serve import metrics, request_fields, sampling_options
 from windfall.serve.call_sampler import CallSampler, RequestChat, RequestState, ServedModel
 from windfall.serve.host import Host
 
-IDLE_S = 75.0
-"""Seconds that a connection may be open between two requests, or before the head of its first one is complete."""
-CLOSE_S = 1.0
-"""Seconds that handlers get to end after the drain."""
-MIN_BODY_BYTES, MAX_BODY_BYTES = 1 << 20, 8 << 20
-BYTES_PER_TOKEN = 64
-"""Upper limit for the size of a body, per token of the context. Parsing holds up all streams, about 10 ms per MiB."""
 MAX_CHOICES = 128
 """Upper limit for `n`, as OpenAI's."""
 
@@ -77,23 +70,23 @@ class ServeApi(Gateway):
         self._host, self.served, self._limits = host, served, limits or ServeLimits()
         self._in_flight = 0
         self.write_s = self._limits.write_s
-        self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, BYTES_PER_TOKEN * served.context))
         self.draining = ""
         """Why no request is accepted any more; empty while they are."""
-        super().__init__(CallSampler(host, served, stop, RequestState(), 0), tokenizer, chat, stop)
-        self.app.middlewares.append(self._one_request)
+        most, read_s = self._limits.max_requests, self._limits.read_s
+        intake = IntakeLimits.for_context(served.context, read_s=read_s, requests=most)
+        super().__init__(CallSampler(host, served, stop, RequestState(), 0), tokenizer, chat, stop, intake)
         self.app.on_response_prepare.append(_mark_begun)
 
-    def runner(self, idle_s: float = IDLE_S) -> web.AppRunner:
-        """What listens for this application."""
-        return web.AppRunner(
-            self.app, handler_cancellation=True, access_log=None, keepalive_timeout=idle_s, shutdown_timeout=CLOSE_S
-        )
+    async def listen(self, host: str, port: int, fix: str, **options: Any) -> int:
+        return await super().listen(host, port, fix, handler_cancellation=True, **options)
+
+    def _middlewares(self) -> Sequence[Any]:
+        return (self._one_request,)
 
     def _add_routes(self) -> None:
         add = self.app.router
-        add.add_post("/v1/chat/completions", self._chat_completions)
-        add.add_post("/v1/completions", self._completions)
+        self._add_post("/v1/chat/completions", self._chat_completions)
+        self._add_post("/v1/completions", self._completions)
         add.add_get("/v1/models", self._models)
         add.add_get("/v1/models/{model:.+}", self._models)
         add.add_get("/health", self._health)
@@ -109,10 +102,15 @@ class ServeApi(Gateway):
         wanted = self._limits.api_key
         if wanted and not (scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), _digest(wanted))):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        self._authenticated(request)
+
+    def _client(self, request: web.Request) -> Hashable:
+        return request.transport  # all clients share a key, which `_one_request` has checked
 
     def _session(self, request: web.Request) -> GatewaySession:
         self._check_key(request)
         state = _state.get()
+        state.arrival_s = self._host.now_s()  # tokenizing counts, the client's upload does not
         state.name = f"{'chatcmpl' if request.path.endswith('/chat/completions') else 'cmpl'}-{secrets.token_hex(12)}"
         state.chat = None if self._chat is None else RequestChat(self._chat)
         return self._open_session(0)
@@ -192,8 +190,6 @@ class ServeApi(Gateway):
             raise self._overloaded()
         self._in_flight += 1
         try:
-            await self._read_body(request)
-            state.arrival_s = self._host.now_s()  # tokenizing counts, the client's upload does not
             async with asyncio.timeout(self._limits.request_s):
                 return await handler(request)
         except TimeoutError:
@@ -207,21 +203,13 @@ class ServeApi(Gateway):
             state.over = True
             await asyncio.gather(*(session.end() for session in state.sessions))
 
-    async def _read_body(self, request: web.Request) -> None:
-        try:
-            async with asyncio.timeout(self._limits.read_s):
-                await request.read()  # aiohttp keeps it for the handler
-        except TimeoutError:
-            what = f"the body did not arrive within {self._limits.read_s:g} s"
-            raise ApiError(408, what, code="timeout") from None
-
     async def _health(self, request: web.Request) -> web.Response:
-        del request
+        self._authenticated(request)  # it needs no key
         why = self.draining or ("the engine has failed" if self._host.failed is not None else "")
         return web.json_response({"status": why or "ok", "model": self.served.model}, status=503 if why else 200)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        del request
+        self._authenticated(request)  # it needs no key
         text = metrics.render(self._host.metrics, self._host.state())
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 

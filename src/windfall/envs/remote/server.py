@@ -55,7 +55,7 @@ class EnvService:
                 self._say(f"refused {link.peer}: {clip(error)}")
             with contextlib.suppress(LinkClosed, TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await link.send(m.Refused(why=clip(error)))
+                    await link.send(m.Refused(why=clip(error), again=error.again))
             return
         if lift_limits := getattr(link, "authenticated", None):
             lift_limits()

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from aiohttp import web
-
 from windfall import devices
 from windfall.errors import WindfallError
 from windfall.launch import invitation, tls
@@ -165,12 +163,7 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
     """Listen until a signal or until the engine fails. Returns the exit status."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     host.start(lambda: loop.call_soon_threadsafe(ended.set) and None)
-    runner = api.runner()
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, options.host, options.port).start()
-    except OSError as e:
-        raise _cannot_listen(options.host, options.port, e) from e
+    port = await api.listen(options.host, options.port, "Choose another --port, or end the process that uses it.")
 
     def leave(number: int) -> None:
         loop.remove_signal_handler(number)
@@ -178,7 +171,6 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave, number)
-    port = runner.addresses[0][1]
     slo = options.objectives
     print(
         f"serving {api.served.model} at http://{options.host}:{port}/v1 "
@@ -199,6 +191,6 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
         await asyncio.wait([lending], timeout=LEAVE_S)
         lending.cancel()
         await asyncio.gather(lending, return_exceptions=True)
-    await runner.cleanup()
+    await api.stop_listening()
     print("drained" if drained else f"ended with requests in flight after {options.drain_s:g} s", flush=True)
     return 0

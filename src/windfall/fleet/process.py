@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from windfall.errors import WindfallError
@@ -32,10 +32,27 @@ POLL_S = 0.05
 def age_s() -> float:
     """Seconds since this process started, or 0 on systems that do not report it."""
     try:
-        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        began = int(_stat("self")[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
     except (OSError, AttributeError, ValueError, IndexError):  # not Linux
         return 0.0
+
+
+def stopped(pids: Iterable[int]) -> dict[int, int]:
+    """Those of the processes that are stopped, by SIGSTOP or by a debugger, with their CPU time in clock ticks. Empty
+    on systems that do not report it."""
+    found: dict[int, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or not Linux
+            state = _stat(pid)
+            if state[0] in "Tt":
+                found[pid] = int(state[11]) + int(state[12])
+    return found
+
+
+def _stat(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat from the state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 async def start(*, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:

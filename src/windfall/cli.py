@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import sys
@@ -19,7 +18,7 @@ from windfall.commands.gateway import gateway
 from windfall.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
 from windfall.commands.page_options import page, plot
 from windfall.commands.serve import serve
-from windfall.errors import WindfallError, nearest
+from windfall.errors import WindfallError, file_system_error, nearest
 from windfall.plan.options import plan
 
 if TYPE_CHECKING:
@@ -39,12 +38,6 @@ app.command(
     name="env-server", epilog="Example: windfall env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000"
 )(env_server)
 app.command(epilog="Example: windfall plan 8B --gpus '8xH100 + 6x2xH100:spot' --objective cost")(plan)
-
-FILE_SYSTEM_ERRORS = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP,
-}  # fmt: skip
-"""File system errors that can occur with any file. They are not bugs in windfall."""
-
 
 TrainerToken = Annotated[
     str,
@@ -328,8 +321,10 @@ def sim(
 @app.command(name="_controller", hidden=True)
 def _controller(run: Path) -> None:
     from windfall.envs.agents import isolation
+    from windfall.fleet import process
     from windfall.launch.processes import controller
 
+    process.tolerate_full_log()
     isolation.forbid_tracing()  # the run's secrets are in this process, and agents may be of the same user
     raise typer.Exit(controller.main(run, observe=_advise_on_plan))
 
@@ -347,9 +342,11 @@ def _trainer(
     run: Path, rank: int = 0, ranks: int = 1, rendezvous: str = "", machine: int = 0, local_rank: int = 0,
     local_ranks: int = 1, host: str = "",
 ) -> None:  # fmt: skip
+    from windfall.fleet import process
     from windfall.launch.processes import rank as ranks_of_trainer
     from windfall.launch.processes import trainer
 
+    process.tolerate_full_log()
     place = ranks_of_trainer.RankPlace(
         rank=rank, size=ranks, rendezvous=rendezvous, machine=machine, local_rank=local_rank, local_size=local_ranks,
         host=host,
@@ -489,9 +486,9 @@ def main() -> None:
     except WindfallError as e:
         _exit_with(e)
     except OSError as e:
-        if e.errno not in FILE_SYSTEM_ERRORS or not e.filename:
+        if (error := file_system_error(e, Path.cwd())) is None:
             raise  # unexpected: a bug report needs the traceback
-        _exit_with(WindfallError(str(e.strerror), where=str(e.filename), fix="Check the path and free space."))
+        _exit_with(error)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, unwritable
 
 Event = dict[str, Any]
 Sink = Callable[[Event], None]
@@ -128,7 +128,7 @@ class EventLog:
     def _fail(self, e: OSError) -> WindfallError:
         self._broken = True
         fix = "Free disk space or make the file writable; then continue with `windfall resume`."
-        error = WindfallError(f"cannot write the event log: {e.strerror or e}", where=str(self.path), fix=fix)
+        error = unwritable("the event log", self.path, e, fix)
         self.failed(error)
         return error
 

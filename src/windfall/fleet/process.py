@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -20,8 +21,9 @@ import sys
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, describe_write, is_disk_full
 from windfall.fleet import parent_death
 from windfall.fleet.base import Handle
 
@@ -116,7 +118,26 @@ def open_log(path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as e:
         fix = "A worker writes its output there. Make the folder writable, or use another run folder."
-        raise WindfallError(f"cannot open the log: {e.strerror}", where=str(path), fix=fix) from e
+        raise WindfallError(f"cannot open the log: {describe_write(e, path)}", where=str(path), fix=fix) from e
+
+
+class _LogFile(io.FileIO):
+    """A log on a full disk loses lines; a line must not end the process."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as e:
+            if not is_disk_full(e):
+                raise
+            return len(data)
+
+
+def tolerate_full_log() -> None:
+    """From now on, output of this process that does not fit onto the disk is dropped."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        buffer = io.BufferedWriter(_LogFile(fd, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True))
 
 
 def _watch(child: subprocess.Popen[bytes], handle: Handle) -> None:

@@ -211,12 +211,11 @@ def main(folder: Path, place: RankPlace) -> int:
         print(f"rank {place.rank} ends: {e}", file=sys.stderr, flush=True)
         return RANK_LOST
     except WindfallError as e:
-        folders.fail(folder, "trainer", e, first=True)
-        return 2
+        return folders.fail(folder, "trainer", e, 2, first=True)
     except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
         traceback.print_exc()
-        folders.fail(folder, "trainer", crashed(f"rank {place.rank}", e, folder / log_name(place.rank)), first=True)
-        return 1
+        error = crashed(f"rank {place.rank}", e, folder / log_name(place.rank))
+        return folders.fail(folder, "trainer", error, first=True)
 
 
 def serve_weights(publisher: Any, recipe: Recipe, host: str) -> str:
@@ -236,6 +235,8 @@ def serve_weights(publisher: Any, recipe: Recipe, host: str) -> str:
 
 def crashed(who: str, error: Exception, log: Path) -> WindfallError:
     """The error for the user if restarts do not help."""
+    if (denied := errors.file_system_error(error, log.parent)) is not None:
+        return WindfallError(f"{who} failed: {denied.what}", where=denied.where, fix=denied.fix)
     line = errors.last_line(error)
     fix = "The traceback is at the end of that file. `windfall resume` continues from the last checkpoint."
     if "out of memory" in line.lower() or isinstance(error, MemoryError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -481,6 +482,8 @@ def _exit_with(error: WindfallError) -> None:
 
 def main() -> None:
     """The entry point. An error that the user can fix is shown without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a text from a log must not end a command
     try:
         app()
     except WindfallError as e:

@@ -304,6 +304,8 @@ def test_lines_that_cannot_be_shown_do_not_end_the_run(tmp_path: Path, output: i
     assert output.getvalue() == ""
     it._handle_line(b'{"t": 1.0, "m": 1.0, "kind": "instant", "name": "worker_lost"}')
     assert "cannot show event 'worker_lost': KeyError" in output.getvalue()
+    it._handle_line(b'{"t": 1.0, "m": 1.0, "kind": "scalar", "name": "step", "step": 1, "bill": {"holders": 3}}')
+    assert "cannot show event 'step': " in output.getvalue()
 
 
 def test_second_ctrl_c_is_offered_only_after_the_first(tmp_path: Path, output: io.StringIO) -> None:

@@ -372,7 +372,7 @@ class Supervisor:
             return  # the controller is stopped because of an error, which is shown at the end
         try:
             self._console.show(event)
-        except (KeyError, TypeError, ValueError) as e:
+        except Exception as e:  # fault boundary: a view must never fail the run, whatever the log contains
             self._console.notice(f"cannot show event '{event['name']}': {type(e).__name__}: {e}")
         if event["name"] == "trainer_ready" and not self._join_shown:
             self._join_shown = True  # not earlier: until the trainer is ready, the start may still fail

@@ -230,17 +230,16 @@ class History:
         if e["kind"] == "scalar" and not self.simulated:
             self.evals.append((e.get("step", 0), self._seconds(e["t"]), _number(e.get("reward"))))
         elif e["kind"] == "span":
-            self._trained(t, float(e.get("s") or 0.0), "evaluating")
+            self._trained(t, _number(e.get("s")) or 0.0, "evaluating")
 
     def _train(self, e: Event) -> None:
-        t, s = self._tenths(e["t"]), float(e.get("s") or 0.0)
-        self.train_s += s + float(e.get("early_s") or 0.0) if "error" not in e else 0.0
         # What it trained on while groups were missing was interleaved with waits; it is drawn in one piece at the end.
-        s += float(e.get("early_s") or 0.0)
-        self._trained(t, s, "training")
+        s = (_number(e.get("s")) or 0.0) + (_number(e.get("early_s")) or 0.0)
+        self.train_s += s if "error" not in e else 0.0
+        self._trained(self._tenths(e["t"]), s, "training")
 
     def _checkpoint(self, e: Event) -> None:
-        self._trained(self._tenths(e["t"]), float(e.get("s") or 0.0), "saving")
+        self._trained(self._tenths(e["t"]), _number(e.get("s")) or 0.0, "saving")
 
     def _trained(self, end: int, s: float, what: str) -> None:
         """The trainer has done this for the last `s` seconds."""

@@ -14,7 +14,7 @@ from windfall import config
 from windfall import run_folder as folders
 from windfall.config import PlanSection, Recipe
 from windfall.errors import WindfallError
-from windfall.events.log import MAX_LINE_BYTES, parse
+from windfall.events.log import MAX_LINE_BYTES, is_truncated, parse
 from windfall.page.feed import shown
 from windfall.page.history import History
 from windfall.page.samples import FILE, SampleFile
@@ -87,6 +87,8 @@ class RunReader:
                 event = parse(line)
                 if event is not None:
                     self.history.add(event)
+                elif line.strip() and not is_truncated(line):
+                    self.history.unreadable += 1
         return self.history.number > before
 
     @property

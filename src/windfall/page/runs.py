@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from windfall import config
 from windfall import run_folder as folders
 from windfall.config import PlanSection, Recipe
@@ -101,8 +103,11 @@ class RunReader:
         if self.path.name != "events.jsonl":
             return None
         fleet = folders.read_json(self.folder / "fleet.json")
-        workers = fleet.get("workers", []) if fleet else None
-        return fleet if isinstance(workers, list) and all(isinstance(w, dict) for w in workers) else None
+        try:
+            msgspec.json.encode(shown(fleet or {}))
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):  # not written by a controller
+            return None
+        return fleet
 
     def embedded_samples(self) -> list[dict[str, Any]]:
         """The newest samples with their tokens, as many as a file should contain."""

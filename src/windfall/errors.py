@@ -161,7 +161,8 @@ def file_system_error(error: BaseException, folder: Path) -> WindfallError | Non
     if not named and not is_disk_full(error):
         return None
     path = Path(str(named or folder))
-    fix = "Free disk space or make it writable; `windfall resume` continues a run."
+    fix = "Free space on its disk." if is_disk_full(error) else "Check the permissions of it and of its folder."
+    fix += " Then continue a run with `windfall resume`."
     return WindfallError(describe_write(error, path), where=str(path), fix=fix)
 
 

@@ -214,6 +214,8 @@ def main(folder: Path, place: RankPlace) -> int:
         return folders.fail(folder, "trainer", e, 2, first=True)
     except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
         traceback.print_exc()
+        if (denied := errors.file_system_error(e, folder)) is not None:
+            return folders.fail(folder, "trainer", denied, 2, first=True)
         error = crashed(f"rank {place.rank}", e, folder / log_name(place.rank))
         return folders.fail(folder, "trainer", error, first=True)
 
@@ -235,8 +237,6 @@ def serve_weights(publisher: Any, recipe: Recipe, host: str) -> str:
 
 def crashed(who: str, error: Exception, log: Path) -> WindfallError:
     """The error for the user if restarts do not help."""
-    if (denied := errors.file_system_error(error, log.parent)) is not None:
-        return WindfallError(f"{who} failed: {denied.what}", where=denied.where, fix=denied.fix)
     line = errors.last_line(error)
     fix = "The traceback is at the end of that file. `windfall resume` continues from the last checkpoint."
     if "out of memory" in line.lower() or isinstance(error, MemoryError):

@@ -77,6 +77,8 @@ def main(folder: Path, place: RankPlace = ALONE) -> int:
             return RANK_LOST
         except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
             traceback.print_exc()
+            if (denied := errors.file_system_error(e, folder)) is not None:
+                return folders.fail(folder, "trainer", denied, 2, first=True)
             error = crashed("the trainer", e, folder / "trainer.log")
             return folders.fail(folder, "trainer", error, first=True)
 

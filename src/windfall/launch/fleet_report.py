@@ -13,7 +13,8 @@ import msgspec
 from windfall import algorithms
 from windfall.config import Recipe
 from windfall.cost import prices
-from windfall.events.log import Event, EventLog, ForeignLines, SteadyTime, scan
+from windfall.events.log import Event, EventLog, ForeignLines, scan
+from windfall.events.steady_time import SteadyTime
 from windfall.rollout.advisor import Advisor
 from windfall.rollout.dispatch import Dispatch
 from windfall.scheduling.members import Member, WorkerState

@@ -8,7 +8,7 @@ Rules: memory does not grow with the run. The series have at most MAX_POINTS poi
 become one (`stride` steps per point). Lists of problems, moves and evaluations keep the newest. Steps that a resume
 made void are removed from the series, and their cost stays. An event whose fields have other types than windfall
 writes is left out and counted: a page must open whatever is in the log. Time never goes back, also if the wall clock
-is set (events/log.py: SteadyTime).
+is set (events/steady_time.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from windfall.cost.bill import Totals, borrowed_value, reserved_only
-from windfall.events.log import SteadyTime
+from windfall.events.steady_time import SteadyTime
 from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, Timeline, clean
 
 Event = dict[str, Any]

@@ -66,6 +66,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "engine/retention.py",
     "engine/tenant_pages.py",
     "envs/repeats.py",
+    "events/steady_time.py",
     "envs/data/filters.py",
     "envs/process_pool/sizing.py",
     "engine/cuda/plan.py",

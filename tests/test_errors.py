@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -168,3 +170,17 @@ worker.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", dev
 def test_worker_with_a_hanging_pull_still_ends() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS], timeout=30, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "it is over\n"), done.stderr
+
+
+def test_errors_of_the_file_system_are_no_bugs(tmp_path: Path) -> None:
+    """They name the file, or the folder of the process if a failed write does not say which file it was."""
+    denied = errors.file_system_error(PermissionError(errno.EACCES, "Permission denied", "a/b"), tmp_path)
+    assert denied is not None
+    assert str(denied).startswith("a/b: Permission denied\nCheck the permissions of it and of its folder.")
+    for full in (OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")):
+        found = errors.file_system_error(full, tmp_path)
+        assert found is not None
+        assert found.where == str(tmp_path)
+        assert "bytes are free there" in found.what
+    for other in (OSError(errno.EPERM, "Operation not permitted"), OSError(errno.EIO, "I/O error", "a"), KeyError("a")):
+        assert errors.file_system_error(other, tmp_path) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import io
 import json
 import re
 import sys
@@ -19,7 +19,7 @@ from windfall.commands.gateway import gateway
 from windfall.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
 from windfall.commands.page_options import page, plot
 from windfall.commands.serve import serve
-from windfall.errors import WindfallError, nearest
+from windfall.errors import WindfallError, file_system_error, nearest
 from windfall.plan.options import plan
 from windfall.sim.options import sim
 
@@ -33,12 +33,6 @@ app = typer.Typer(
 )  # fmt: skip
 bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
 fleet = typer.Typer(help="Preview workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
-
-FILE_SYSTEM_ERRORS = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP,
-}  # fmt: skip
-"""File system errors that can occur with any file. They are not bugs in windfall."""
-
 
 TrainerToken = Annotated[
     str,
@@ -219,8 +213,10 @@ def top(
 @app.command(name="_controller", hidden=True)
 def _controller(run: Path) -> None:
     from windfall.envs.agents import isolation
+    from windfall.fleet import process
     from windfall.launch.processes import controller
 
+    process.tolerate_full_log()
     isolation.forbid_tracing()  # the run's secrets are in this process, and agents may be of the same user
     raise typer.Exit(controller.main(run, observe=_advise_on_plan))
 
@@ -238,9 +234,11 @@ def _trainer(
     run: Path, rank: int = 0, ranks: int = 1, rendezvous: str = "", machine: int = 0, local_rank: int = 0,
     local_ranks: int = 1, host: str = "",
 ) -> None:  # fmt: skip
+    from windfall.fleet import process
     from windfall.launch.processes import rank as ranks_of_trainer
     from windfall.launch.processes import trainer
 
+    process.tolerate_full_log()
     place = ranks_of_trainer.RankPlace(
         rank=rank, size=ranks, rendezvous=rendezvous, machine=machine, local_rank=local_rank, local_size=local_ranks,
         host=host,
@@ -393,14 +391,16 @@ def _exit_with(error: WindfallError) -> None:
 
 def main() -> None:
     """The entry point. An error that the user can fix is shown without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a text from a log must not end a command
     try:
         app()
     except WindfallError as e:
         _exit_with(e)
     except OSError as e:
-        if e.errno not in FILE_SYSTEM_ERRORS or not e.filename:
+        if (error := file_system_error(e, Path.cwd())) is None:
             raise  # unexpected: a bug report needs the traceback
-        _exit_with(WindfallError(str(e.strerror), where=str(e.filename), fix="Check the path and free space."))
+        _exit_with(error)
     except KeyboardInterrupt:
         sys.exit(130)
 

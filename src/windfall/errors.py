@@ -18,13 +18,20 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import errno
+import os
 import shlex
+import shutil
 import signal
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+FILE_SYSTEM_ERRORS = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
+"""File system errors that can occur with any file. They are not bugs in windfall."""
 SOCKET_KEYS = ("socket", "transport", "protocol", "server")
 """Keys that mark an asyncio exception context as an error of one connection."""
 
@@ -124,6 +131,48 @@ def last_line(error: BaseException, max_chars: int = 300) -> str:
     """
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}"[:max_chars] if text else type(error).__name__
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed because a disk or a quota is full. Libraries that are not written in Python raise other
+    types than OSError.
+
+    >>> is_disk_full(OSError(errno.ENOSPC, "No space left on device")), is_disk_full(OSError(errno.EACCES, "denied"))
+    (True, False)
+    >>> is_disk_full(Exception("I/O error: No space left on device (os error 28)"))
+    True
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return os.strerror(errno.ENOSPC) in str(error)
+
+
+def describe_write(error: BaseException, path: Path) -> str:
+    """Why a file or folder cannot be written; of a full disk, with its free bytes."""
+    why = error.strerror or str(error) if isinstance(error, OSError) else last_line(error)
+    if not is_disk_full(error):
+        return why
+    try:
+        return f"{why} ({shutil.disk_usage(path if path.exists() else path.parent).free:,} bytes are free there)"
+    except OSError:
+        return why
+
+
+def unwritable(what: str, path: Path, error: OSError, fix: str = "") -> WindfallError:
+    """The error for a file or folder that cannot be written."""
+    return WindfallError(f"cannot write {what}: {describe_write(error, path)}", where=str(path), fix=fix)
+
+
+def file_system_error(error: BaseException, folder: Path) -> WindfallError | None:
+    """The error for the user if an exception comes from the file system and not from a bug in windfall. `folder`: what
+    the process writes to. A failed write does not say to which file it belongs, unlike a failed open."""
+    named = error.filename if isinstance(error, OSError) and error.errno in FILE_SYSTEM_ERRORS else None
+    if not named and not is_disk_full(error):
+        return None
+    path = Path(str(named or folder))
+    fix = "Free space on its disk." if is_disk_full(error) else "Check the permissions of it and of its folder."
+    fix += " Then continue a run with `windfall resume`."
+    return WindfallError(describe_write(error, path), where=str(path), fix=fix)
 
 
 def describe_exit(code: int) -> str:

@@ -30,8 +30,11 @@ import xxhash
 from windfall import config
 from windfall.config import Recipe
 from windfall.envs.data import files as data_files
-from windfall.errors import WindfallError, describe_exit, nearest
+from windfall.errors import WindfallError, describe_exit, describe_write, nearest, unwritable
 
+UNRECORDED = 64
+"""Exit status of a process that could not record its error: this number plus the error number of the operating system
+(ENOSPC: no space left). Logs may be empty then."""
 BEGAN = "recipe.began.toml"
 DATA_BEGAN = "data.began.json"
 DATA_BLOCK = 1 << 20
@@ -57,9 +60,9 @@ def new_folder(recipe: Recipe) -> Path:
             replace(folder / BEGAN, config.dump(recipe))
             replace(folder / DATA_BEGAN, data)
         except OSError as e:
+            error = unwritable("the recipe", folder, e, "Free disk space, or set run.folder.")
             remove(folder)
-            fix = "Free disk space, or set run.folder."
-            raise WindfallError(f"cannot write the recipe: {e.strerror or e}", where=str(folder), fix=fix) from e
+            raise error from e
         return folder
     raise WindfallError("ten thousand runs with this name exist", where=str(wanted), fix="Set run.name.")
 
@@ -111,7 +114,7 @@ def check_data(recipe: Recipe, folder: Path) -> None:
         try:
             replace(path, json.dumps(now))
         except OSError as e:
-            raise WindfallError(f"cannot record the data files: {e.strerror or e}", where=str(path)) from e
+            raise unwritable("the record of the data files", path, e) from e
         return
     before = read_json(path)
     fields = {"file", "bytes", "xxh3"}
@@ -238,7 +241,7 @@ def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None
         opened = _lock_file(folder, role).open("w")
     except OSError as e:
         fix = "Make the folder of the run writable. If something else is at the path of the lock file, remove it."
-        raise WindfallError(f"cannot lock the run: {e.strerror or e}", where=str(e.filename), fix=fix) from e
+        raise WindfallError(f"cannot lock the run: {describe_write(e, folder)}", where=str(e.filename), fix=fix) from e
     with opened as lock:
         deadline = time.monotonic() + max(LOCK_TRY_S, timeout_s)
         while True:
@@ -295,33 +298,57 @@ def address(folder: Path) -> dict[str, Any] | None:
     return value if valid_url and type(port) is int and 0 < port < 1 << 16 else None
 
 
-def fail(folder: Path, role: str, error: WindfallError, *, first: bool = False) -> None:
-    """Record the error that ends this process, so that the supervisor can show it. `first`: keep an error that another
-    process of this role has already recorded, because this one follows from it."""
+def fail(folder: Path, role: str, error: WindfallError, status: int = 1, *, first: bool = False) -> int:
+    """Record the error that ends this process, so that the supervisor can show it. Returns the exit status: `status`,
+    or another one if nothing can be written to the folder. `first`: keep an error that another process of this role has
+    already recorded, because this one follows from it."""
     fields = {"role": role, "what": error.what, "where": error.where, "fix": error.fix}
     path = folder / f".{role}.failure"
     try:
         if not first:
             replace(path, json.dumps(fields))
-            return
+            return status
         own = path.with_name(f"{path.name}.{os.getpid()}")
         own.write_text(json.dumps(fields), encoding="utf-8")
         with contextlib.suppress(FileExistsError):
             path.hardlink_to(own)
         own.unlink()
-    except OSError:  # the disk may be full; the process's log may still have room
-        print(f"error: {error}", file=sys.stderr)
+        return status
+    except OSError as e:
+        print(f"error: {error}", file=sys.stderr)  # the process's log may still have room
+        return UNRECORDED + (e.errno or 0)
 
 
 def failure(folder: Path, role: str, code: int, who: str = "") -> WindfallError:
-    """The error that a process recorded before it ended with this status, or else the end of its log. `who`: which one
-    ended, if there are several with this role."""
+    """The error that a process recorded before it ended with this status. Without a record: why nothing can be written
+    to the folder, or else the end of the log of the process. `who`: which one ended, if there are several with this
+    role."""
     log = folder / f"{who or role}.log"
     fields = read_json(folder / f".{role}.failure")
     if fields is not None and fields.get("what"):
         return WindfallError(str(fields["what"]), where=str(fields.get("where", "")), fix=str(fields.get("fix", "")))
+    cause = OSError(code - UNRECORDED, os.strerror(code - UNRECORDED)) if code > UNRECORDED else _try_write(folder)
+    if cause is not None:
+        what = f"the {who or role} ended because nothing can be written here: {describe_write(cause, folder)}"
+        fix = "Free disk space or make the folder writable; then continue with `windfall resume`."
+        return WindfallError(what, where=str(folder), fix=fix)
     try:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
     except OSError:
         tail = ""
     return WindfallError(f"the {who or role} {describe_exit(code)}", where=str(log), fix=tail)
+
+
+def _try_write(folder: Path) -> OSError | None:
+    """Why a small file cannot be written to the folder; None if it can."""
+    path = folder / ".room"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(4096))
+            os.fsync(file.fileno())
+    except OSError as e:
+        return e
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    return None

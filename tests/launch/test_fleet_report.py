@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from windfall.config import parse
-from windfall.events.log import EventLog
-from windfall.launch.fleet_report import FleetReport
+from windfall.events.log import Clock, EventLog, read
+from windfall.launch.assembly import ControllerLife
+from windfall.launch.fleet_report import FleetReport, read_history
 from windfall.link.messages import Capacity
 from windfall.rollout.dispatch import Dispatch
 from windfall.types import Lease
 from windfall.views import top
+from windfall.views.console import summarize
 
 STEP = {
     "staleness_mean": 0.44, "staleness_max": 1, "staleness_counts": [5, 4], "too_old": 3, "too_old_tokens": 1204,
@@ -50,6 +52,52 @@ def test_snapshot_has_the_staleness_of_the_last_step(tmp_path: Path) -> None:
         assert written(fleet)["staleness"] == SHOWN | {"max": 2, "too_old": 0}
         fleet.note_staleness(None)
         assert written(fleet)["staleness"] is None
+
+
+def test_snapshot_and_summary_count_the_same_tokens(tmp_path: Path) -> None:
+    """Neither counts evaluations, tokens from the journal, or steps that a resume made void, also not after a restart
+    of the controller."""
+    path = tmp_path / "events.jsonl"
+    values = {"reward": 0.5, "s": 1.0, "missing": 0, "trained": 90}
+    with report(tmp_path, staleness=0) as fleet:
+        log = fleet._events
+        log.scalar("eval", step=0, reward=0.5, lengths=[24])
+        for step in (1, 2):
+            log.scalar("step", step=step, made=100, restored=10, **values)
+        log.instant("resumed", step=1)
+        log.scalar("step", step=2, made=1000, restored=0, **values)
+        assert written(fleet)["generated"] == 1090
+    lines = summarize(read(path), tmp_path, finished=True)
+    assert "1,090 generated" in "".join(lines)
+    log = EventLog(path)
+    restarted = ControllerLife(parse({}, where="here"), log, None, resumed=True).report
+    assert written(restarted)["generated"] == 1090
+    log.close()
+
+
+@pytest.mark.parametrize("set_s", [0.0, -7200.0, 3600.0 * 24])
+@pytest.mark.parametrize("when", ["before the last bill", "after it", "while no controller runs"])
+def test_time_that_is_billed_does_not_depend_on_the_wall_clock(tmp_path: Path, set_s: float, when: str) -> None:
+    """The wall clock is set at some moment. A controller is killed after its last bill, and the next one must neither
+    bill that time again nor leave out what follows."""
+    wall, elapsed_s = 1.7e9, 500.0
+
+    def passes(s: float, moment: str) -> None:
+        nonlocal wall, elapsed_s
+        wall, elapsed_s = wall + s + set_s * (moment == when), elapsed_s + s
+
+    clock = Clock(wall=lambda: wall, monotonic=lambda: elapsed_s)
+    log = EventLog(tmp_path / "events.jsonl", clock=clock)
+    log.instant("start")
+    passes(10.0, "before the last bill")
+    log.scalar("step", step=1, bill={"holders": {}})
+    passes(10.0, "after it")
+    log.instant("activity")
+    log.close()
+    passes(30.0, "while no controller runs")
+    log = EventLog(tmp_path / "events.jsonl", clock=clock)
+    assert read_history(log).billed_s == pytest.approx(510.0)
+    log.close()
 
 
 @pytest.mark.parametrize("mean", [float("nan"), None])

@@ -12,6 +12,7 @@ from windfall.launch.liveness import (
     SILENT_S,
     ControllerPulse,
     MissingWorkers,
+    StoppedProcesses,
     WorkerProblems,
 )
 
@@ -60,6 +61,21 @@ def test_controller_is_alive_until_it_is_silent() -> None:
         pulse.update(7, snapshot(1.0))
         seen.append(pulse.alive)
     assert seen == [n * CHECK_S < SILENT_S for n in range(5)]
+
+
+def test_process_that_stays_stopped_is_frozen() -> None:
+    processes = StoppedProcesses()
+    for _ in range(FROZEN_CHECKS):
+        assert processes.update({7: 100}) == []
+    assert processes.update({7: 100}) == [7]
+    assert processes.update({}) == []  # it continues
+    assert processes.update({7: 100}) == []  # and is stopped again
+
+
+def test_process_that_is_slowed_down_by_stopping_it_is_not_frozen() -> None:
+    processes = StoppedProcesses()
+    for check in range(10 * FROZEN_CHECKS):
+        assert processes.update({7: 100 + check // 20}) == []
 
 
 def test_running_worker_outside_the_fleet_is_reported_as_missing() -> None:

@@ -18,12 +18,13 @@ import pytest
 from hostile.files import DAMAGES, FOREIGN_LINES, damage
 from rich.console import Console as Terminal
 
-from windfall import backoff, config, errors
+from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.devices import Place
 from windfall.errors import WindfallError
+from windfall.fleet import process
 from windfall.fleet.base import Handle
-from windfall.launch import invitation, liveness, supervisor
+from windfall.launch import invitation, liveness
 from windfall.launch.supervisor import Supervisor
 from windfall.link import auth
 from windfall.types import Lease
@@ -132,19 +133,70 @@ def test_failed_controller_is_not_restarted(tmp_path: Path) -> None:
     assert started == [1]
 
 
-@pytest.mark.parametrize(("code", "limit"), [(-6, liveness.MAX_FAILURES), (-11, liveness.MAX_FAILURES), (-9, 16)])
-def test_trainer_that_always_crashes_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, limit: int
+@pytest.mark.parametrize(
+    ("role", "code", "limit"),
+    [
+        ("trainer", -6, liveness.MAX_FAILURES),
+        ("trainer", -11, liveness.MAX_FAILURES),
+        ("trainer", -9, liveness.MAX_KILLS),
+        ("controller", -9, liveness.MAX_KILLS),
+    ],
+)
+def test_process_that_always_dies_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, code: int, limit: int
 ) -> None:
     """A signal is a failure, too: NCCL ends a process that waits too long with SIGABRT, the kernel one that needs too
-    much memory with SIGKILL."""
+    much memory with SIGKILL. How long each process lived does not matter."""
     monkeypatch.setattr(liveness, "FIRST_DELAY_S", 0.001)
-    monkeypatch.setattr(supervisor, "QUICK_S", 0.0)
-    monkeypatch.setattr(backoff, "delay_s", lambda *_, **__: 0.001)
+    monkeypatch.setattr(liveness, "MAX_KILL_DELAY_S", 0.001)
     start, started = ends(*[code] * 99)
-    with pytest.raises(WindfallError, match=rf"the trainer was killed \(SIG.*\) \({limit} times in a row"):
-        asyncio.run(supervisor_of(tmp_path)._keep_running("trainer", start))
+    with pytest.raises(WindfallError, match=rf"the {role} was killed \(SIG.*\) \({limit} times in a row, with no new"):
+        asyncio.run(supervisor_of(tmp_path)._keep_running(role, start))
     assert started == [limit]
+
+
+@pytest.mark.parametrize("role", ["controller", "trainer"])
+def test_kills_with_steps_in_between_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(liveness, "MAX_KILL_DELAY_S", 0.001)
+    it = supervisor_of(tmp_path)
+
+    def happens() -> None:
+        it._newest_step = started[0] // 10
+        it._stopping = started[0] == 3 * liveness.MAX_KILLS
+
+    start, started = ends(*[-9] * 99, then=happens)
+    asyncio.run(it._keep_running(role, start))
+    assert started == [3 * liveness.MAX_KILLS]
+
+
+@pytest.mark.parametrize("role", ["controller", "trainer"])
+def test_process_that_is_stopped_while_it_starts_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: io.StringIO, role: str
+) -> None:
+    """It has neither connected nor written a snapshot. One that only takes long to start is left alone."""
+    monkeypatch.setattr(liveness, "CHECK_S", 0.01)
+    monkeypatch.setattr(liveness, "FROZEN_S", 0.1)
+
+    async def main() -> None:
+        it = supervisor_of(tmp_path)
+        start = {"argv": ["sleep", "600"], "env": dict(os.environ), "log": tmp_path / "log"}
+        frozen, slow = (process.launch(name=name, **start) for name in (role, "rank-1"))
+        it._controller, it._ranks = (frozen, [slow]) if role == "controller" else (None, [frozen, slow])
+        watching = asyncio.create_task(it._watch())
+        try:
+            os.kill(frozen.pid, signal.SIGSTOP)
+            async with asyncio.timeout(60):
+                assert await frozen.wait() == -signal.SIGKILL
+            assert slow.running
+        finally:
+            watching.cancel()
+            for handle in (frozen, slow):
+                await handle.terminate(0.0)
+
+    asyncio.run(main())
+    assert output.getvalue() == f"the {role} has been frozen for 0.1 s; killing it\n"
 
 
 @pytest.mark.parametrize("pid", [1234, 999])
@@ -252,6 +304,8 @@ def test_lines_that_cannot_be_shown_do_not_end_the_run(tmp_path: Path, output: i
     assert output.getvalue() == ""
     it._handle_line(b'{"t": 1.0, "m": 1.0, "kind": "instant", "name": "worker_lost"}')
     assert "cannot show event 'worker_lost': KeyError" in output.getvalue()
+    it._handle_line(b'{"t": 1.0, "m": 1.0, "kind": "scalar", "name": "step", "step": 1, "bill": {"holders": 3}}')
+    assert "cannot show event 'step': " in output.getvalue()
 
 
 def test_second_ctrl_c_is_offered_only_after_the_first(tmp_path: Path, output: io.StringIO) -> None:

@@ -79,7 +79,7 @@ def test_a_large_fleet_is_sent_with_every_fifth_tick() -> None:
 
 def test_the_clock_of_a_snapshot_is_that_of_the_page() -> None:
     feed = made()
-    feed.history.shift_s = -3600.0
+    feed.history._time.shift_s = -3600.0
     feed.snapshot = fleet(1, 0)
     (message,) = asyncio.run(followed(feed, 1))
     assert message["snapshot"]["t"] == 1.0 - 3600.0

@@ -8,18 +8,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from hostile.events import HOSTILE_VALUES, damaged
 from run_case import START_T, event, small_log, step, write_run
 
+from windfall.commands import page
 from windfall.errors import WindfallError
 from windfall.events.log import parse
 from windfall.page.history import History
 from windfall.page.runs import RunReader, read_all
 from windfall.page.timeline import STATES
 
-ODD: list[Any] = [
-    None, "x", -1, 1e308, float("nan"), 10**30, True, [], {}, [1], [[1, 2]], [["a", "b", "c", "d"]], {"w": 5},
-    {"w": [[1]]}, "\ud800", {"holders": 3}, {"holders": {"a": None}},
-]  # fmt: skip
+ODD: list[Any] = [*HOSTILE_VALUES, {"holders": 3}, {"holders": {"a": None}}]
 
 
 def every_kind() -> list[dict[str, Any]]:
@@ -55,6 +54,32 @@ def test_the_page_opens_whatever_the_fields_of_an_event_are(kind: dict[str, Any]
                 msgspec.json.encode(history.changes())
         history.add(step(60, 7))
         assert json.loads(msgspec.json.encode(history.full()))["step"] == 7, key
+
+
+def test_the_page_opens_whatever_is_inside_the_fields_of_an_event() -> None:
+    """With values of other types also deep inside a bill or a list."""
+    for whole in every_kind():
+        for changed in damaged(whole):
+            if (read := parse(json.dumps(changed).encode())) is not None:
+                history = History()
+                history.add(whole)
+                history.add(read)
+                history.add(step(60, 7))
+                described = json.loads(msgspec.json.encode(history.full()))
+                assert described["step"] == 7, changed
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "inf", "2.0", [], 10**30])
+def test_event_with_a_damaged_number_is_left_out_and_counted(tmp_path: Path, seconds: Any) -> None:
+    log = small_log(3)
+    log.insert(8, event(13, "span", "train", step=1, s=seconds, early_s=0.0))
+    expected = RunReader(write_run(tmp_path / "expected", small_log(3))).describe()["history"]
+    run = write_run(tmp_path / "run", log)
+    found = RunReader(run).describe()["history"]
+    assert found.pop("unreadable") == 1
+    assert found == {key: value for key, value in expected.items() if key != "unreadable"}
+    page.write([run], tmp_path / "page.html")
+    assert "NaN" not in (tmp_path / "page.html").read_text().partition('"history"')[2]
 
 
 def test_unreadable_events_are_counted(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hostile.events import damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console as Terminal
@@ -15,9 +17,9 @@ from rich.text import Text as Plain
 
 from windfall.config import Recipe
 from windfall.cost.bill import Totals, priced
-from windfall.events.log import Event, EventLog, read
+from windfall.events.log import Event, EventLog, parse, read
 from windfall.views import staleness
-from windfall.views.console import BARS, Console, spark, summarize
+from windfall.views.console import BARS, Console, spark, summarize, without_damaged
 
 FOLDER = Path("runs/a [/b] c")  # invalid as markup, and three words in a shell
 
@@ -60,6 +62,41 @@ def test_skipped_updates_are_summed_by_cause() -> None:
     text = summary(events, finished=True)
     assert "2 (no gradient;" in text
     assert "2 (gradient not finite;" in text
+
+
+def full_step(number: int) -> Event:
+    """A step with all that a summary reads."""
+    sessions = {"ended": 1, "turns": 2, "routed": 2, "to_holder": 1}
+    server = {"address": "a:1", "connected": True, "calls": 1, "answers": 2, "errors": 0, "lost": 0, "answer_s": 0.1}
+    return stale_step(
+        number, [3, 1], bill=bill(trainer=(10.0, 20.0), borrowed=(5.0, None)), sessions=sessions, prefill_saved=5,
+        prefilled=10, engine_gaps={"cuda": 0.1, "vllm": 0.2}, rewards={"math": 0.1, "format": None}, reward_s=2.0,
+        reward_s_max=20.0, grader_errors=1, env_servers=[server],
+    )  # fmt: skip
+
+
+def test_summary_leaves_damaged_events_out() -> None:
+    """Whatever is damaged, the other events are summarized."""
+    evaluation = scalar("eval", step=1, reward=0.5, on="4 tasks", pass_at={"1": 0.5}, pass_left_out={"1": 2})
+    lost = {"t": 1.0, "m": 1.0, "kind": "instant", "name": "worker_lost", "worker": "w", "kept_tokens": 3}
+    whole = [full_step(1), evaluation, span("train", step=1, s=1.0, early_s=0.1), {**lost, "name": "worker_joined"}]
+    left_out = 0
+    for event in [*whole, lost]:
+        for changed in damaged(event):
+            if (read := parse(json.dumps(changed).encode())) is not None:
+                usable = without_damaged([*whole, read])
+                assert len(usable) >= len(whole), changed
+                left_out += len(usable) == len(whole)
+    assert left_out > 50
+
+
+def test_summary_says_how_many_events_are_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [full_step(1), full_step(2) | {"bill": {"holders": [1]}}, full_step(3)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    Console(Recipe(), tmp_path).summary(finished=True)
+    out = capsys.readouterr().out
+    assert "events.jsonl: 1 events are damaged; the summary leaves them out" in out.replace("\n", " ")
+    assert "2,000 generated" in out
 
 
 def test_cost_per_step_and_per_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,3 +62,5 @@ def test_summary(tmp_path: Path) -> None:
 def test_environments_without_processes_are_named() -> None:
     idle = {"processes": 0, "limit": 0, "queued": 0, "grading": 0, "longest_s": 0.0, "reward_s": 0.0, "errors": 0}
     assert rewards.graders_of_snapshot(idle).startswith("graders: in the controller, 0 rewards")
+    ended = idle | {"limit": 32}  # its processes start with the first call, and end with the run
+    assert rewards.graders_of_snapshot(ended).startswith("graders: 0 processes (at most 32), 0 rewards")

@@ -7,7 +7,7 @@ import secrets
 import webbrowser
 from pathlib import Path
 
-from windfall.errors import WindfallError
+from windfall.errors import unwritable
 from windfall.link.listener import Listener
 from windfall.page import document
 from windfall.page.feed import TICK_S, Feed
@@ -24,7 +24,7 @@ def write(runs: list[Path], out: Path, *, samples: bool = True) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as e:
-        raise WindfallError(f"cannot write the page: {e.strerror or e}", where=str(out), fix="Set --out.") from e
+        raise unwritable("the page", out, e, "Set --out.") from e
     return out
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from windfall.errors import WindfallError, install_command
+from windfall.errors import WindfallError, install_command, unwritable
 from windfall.page.runs import RunReader, read_all
 from windfall.page.timeline import STATES, TENTHS, Row
 
@@ -74,7 +74,7 @@ def main(runs: list[Path], out: Path, *, panels: list[str], by_time: bool) -> Pa
             out.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(out, dpi=200, metadata=metadata)
         except OSError as e:
-            raise WindfallError(f"cannot write the figure: {e.strerror or e}", where=str(out), fix="Set --out.") from e
+            raise unwritable("the figure", out, e, "Set --out.") from e
     return out
 
 

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, unwritable
 
 Event = dict[str, Any]
 Sink = Callable[[Event], None]
@@ -40,7 +40,17 @@ LINE_START = b'{"t":'
 MAX_LINE_BYTES = 1 << 26
 """Upper limit for a line in bytes. Longer lines were not written by windfall."""
 MAX_TIME_S = 1e12
-"""Times of events are smaller, also those of a simulation. NaN, which Python's parser accepts, is not."""
+"""Times of events are smaller, also those of a simulation."""
+NUMBERS = frozenset({
+    "capped", "counted_s", "early_s", "entropy", "grad_norm", "grader_errors", "grading_peak", "held_s", "kept_tokens",
+    "late", "lost_tokens", "made", "mean_length", "missing", "moved", "parameters", "prefill_saved", "prefilled",
+    "repeated", "restored", "reward", "reward_s", "reward_s_max", "rewards_retried", "s", "skipped", "staleness_max",
+    "staleness_mean", "tok_per_s", "too_old", "too_old_tokens", "train_s", "train_wait_s", "trained",
+    "updates_not_finite", "updates_skipped", "weights_bytes",
+})  # fmt: skip
+"""Fields that are numbers, or null, in every event that has them. Views add them up."""
+MAX_NUMBER = 1e18
+"""Numbers in an event are smaller. NaN and infinity are not numbers here."""
 TAIL_BYTES = 1 << 20
 """Bytes at the end of a log in which `last` looks for the last event."""
 
@@ -128,7 +138,7 @@ class EventLog:
     def _fail(self, e: OSError) -> WindfallError:
         self._broken = True
         fix = "Free disk space or make the file writable; then continue with `windfall resume`."
-        error = WindfallError(f"cannot write the event log: {e.strerror or e}", where=str(self.path), fix=fix)
+        error = unwritable("the event log", self.path, e, fix)
         self.failed(error)
         return error
 
@@ -168,14 +178,20 @@ class ForeignLines:
 def parse(line: bytes) -> Event | None:
     """The event on this line, or None if the line is not a complete event written by windfall."""
     try:
-        event = json.loads(line)
+        event = json.loads(line, parse_constant=lambda _: None)  # NaN and infinity, which windfall does not write
     except (ValueError, RecursionError):
         return None
-    if not isinstance(event, dict) or type(event.get("step", 0)) is not int:
+    if not isinstance(event, dict) or not _is_number(event.get("step", 0)) or type(event.get("step", 0)) is not int:
+        return None
+    if not all(event[key] is None or _is_number(event[key]) for key in NUMBERS & event.keys()):
         return None
     has_times = all(type(event.get(key)) in (int, float) and abs(event[key]) < MAX_TIME_S for key in ("t", "m"))
     has_names = all(type(event.get(key)) is str for key in ("kind", "name"))
     return event if has_times and has_names and (event["name"] != "resumed" or "step" in event) else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < MAX_NUMBER
 
 
 def scan(path: Path, foreign: ForeignLines | None = None) -> Iterator[Event]:
@@ -188,12 +204,13 @@ def scan(path: Path, foreign: ForeignLines | None = None) -> Iterator[Event]:
             event = parse(line) if starts_line else None
             if event is not None:
                 yield event
-            elif foreign is not None and starts_line and line.strip() and not _is_truncated(line):
+            elif foreign is not None and starts_line and line.strip() and not is_truncated(line):
                 foreign.lines += 1
                 foreign.first = foreign.first or number
 
 
-def _is_truncated(line: bytes) -> bool:
+def is_truncated(line: bytes) -> bool:
+    """Whether a kill may have cut off the end of this line."""
     return line.startswith(LINE_START) and not line.rstrip().endswith(b"}")
 
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, describe_write, is_disk_full
 from windfall.fleet import parent_death
 from windfall.fleet.base import Handle
 
@@ -32,10 +34,27 @@ POLL_S = 0.05
 def age_s() -> float:
     """Seconds since this process started, or 0 on systems that do not report it."""
     try:
-        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        began = int(_stat("self")[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
     except (OSError, AttributeError, ValueError, IndexError):  # not Linux
         return 0.0
+
+
+def stopped(pids: Iterable[int]) -> dict[int, int]:
+    """Those of the processes that are stopped, by SIGSTOP or by a debugger, with their CPU time in clock ticks. Empty
+    on systems that do not report it."""
+    found: dict[int, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or not Linux
+            state = _stat(pid)
+            if state[0] in "Tt":
+                found[pid] = int(state[11]) + int(state[12])
+    return found
+
+
+def _stat(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat from the state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 async def start(*, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:
@@ -99,7 +118,26 @@ def open_log(path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as e:
         fix = "A worker writes its output there. Make the folder writable, or use another run folder."
-        raise WindfallError(f"cannot open the log: {e.strerror}", where=str(path), fix=fix) from e
+        raise WindfallError(f"cannot open the log: {describe_write(e, path)}", where=str(path), fix=fix) from e
+
+
+class _LogFile(io.FileIO):
+    """A log on a full disk loses lines; a line must not end the process."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as e:
+            if not is_disk_full(e):
+                raise
+            return len(data)
+
+
+def tolerate_full_log() -> None:
+    """From now on, output of this process that does not fit onto the disk is dropped."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        buffer = io.BufferedWriter(_LogFile(fd, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True))
 
 
 def _watch(child: subprocess.Popen[bytes], handle: Handle) -> None:

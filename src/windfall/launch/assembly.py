@@ -28,7 +28,7 @@ from windfall.cost.activity import Activity
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import HeldOut
 from windfall.events.log import Event, EventLog
-from windfall.launch.fleet_report import FleetReport, read_history
+from windfall.launch.fleet_report import FleetReport, StepTokens, read_history
 from windfall.ledger.journal import Journal
 from windfall.ledger.journal_reader import History, JournalContents, oldest_versions
 from windfall.ledger.recovery import Recovery, needed
@@ -70,8 +70,11 @@ class ControllerLife:
         self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
         self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
 
+        generated = StepTokens()
+
         def observe(event: Event) -> None:
             self._recovery.observe(event)
+            generated.observe(event)
             on_event(event)
 
         history = read_history(events, observe)
@@ -88,7 +91,7 @@ class ControllerLife:
         policy = seeding_policy(f.offload if t.seeding else "never", first_s=f.first_seed_s)
         pace = IdleGeneration if recipe.rollout.staleness else Seeding
         self.seeding = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
-        self.report = FleetReport(recipe, self.dispatch, events)
+        self.report = FleetReport(recipe, self.dispatch, events, generated)
         self.rollout: Rollout | None = None
         self.controller: Controller | None = None
         self.state = CheckpointState(step=0, next_task=0)

@@ -13,7 +13,8 @@ import msgspec
 from windfall import algorithms
 from windfall.config import Recipe
 from windfall.cost import prices
-from windfall.events.log import EventLog, ForeignLines, scan
+from windfall.events.log import Event, EventLog, ForeignLines, scan
+from windfall.events.steady_time import SteadyTime
 from windfall.rollout.advisor import Advisor
 from windfall.rollout.dispatch import Dispatch
 from windfall.scheduling.members import Member, WorkerState
@@ -49,11 +50,12 @@ class LogHistory:
 def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> LogHistory:
     """Read the log one event at a time, because a long log must not be held in memory, and pass each event to
     `on_event`. Lines that windfall did not write are reported as an event."""
-    history, foreign, billed_s = LogHistory(), ForeignLines(), -math.inf
+    history, foreign, time, billed_t = LogHistory(), ForeignLines(), SteadyTime(), -math.inf
     for e in scan(events.path, foreign):
         on_event(e)
+        t = time.at(e["t"], e["m"])
         if e.get("bill"):
-            billed_s = max(billed_s, e["t"])
+            billed_t = max(billed_t, t)
         if (e["kind"], e["name"]) == ("scalar", "eval"):
             history.evaluated.add(e.get("step", 0))
             history.evaluating.clear()
@@ -66,8 +68,34 @@ def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = 
             history.step = min(history.step, e["step"])
     if foreign.lines:
         events.instant("log_foreign", lines=foreign.lines, first=foreign.first)
-    history.billed_s = events.clock.monotonic() + billed_s - events.clock.wall()
+    now_s = events.clock.monotonic()
+    history.billed_s = now_s + billed_t - time.at(events.clock.wall(), now_s)
     return history
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """Tokens generated for the steps of a run, as its summary counts them: without evaluations, without what came from
+    the journal, and without steps that a resume made void."""
+
+    total: int = 0
+    _by_step: dict[int, int] = field(default_factory=dict)
+
+    def observe(self, event: Event) -> None:
+        """
+        >>> tokens = StepTokens()
+        >>> for n in (1, 2): tokens.observe({"kind": "scalar", "name": "step", "step": n, "made": 5, "restored": 1})
+        >>> tokens.observe({"kind": "instant", "name": "resumed", "step": 1})
+        >>> tokens.total
+        4
+        """
+        if event["name"] == "resumed":
+            self._by_step = {step: tokens for step, tokens in self._by_step.items() if step <= event["step"]}
+            self.total = sum(self._by_step.values())
+        elif (event["kind"], event["name"]) == ("scalar", "step"):
+            step, tokens = event.get("step", 0), (event.get("made") or 0) - (event.get("restored") or 0)
+            self.total += tokens - self._by_step.get(step, 0)
+            self._by_step[step] = tokens
 
 
 def can_pipeline(recipe: Recipe) -> bool:
@@ -77,8 +105,13 @@ def can_pipeline(recipe: Recipe) -> bool:
 
 
 class FleetReport:
-    def __init__(self, recipe: Recipe, dispatch: Dispatch, events: EventLog) -> None:
+    def __init__(
+        self, recipe: Recipe, dispatch: Dispatch, events: EventLog, generated: StepTokens | None = None
+    ) -> None:
+        """`generated`: the tokens of the steps that are in the log already. Later steps are added to it."""
         f, o = recipe.fleet, recipe.rollout
+        self._generated = generated or StepTokens()
+        events.attach(self._generated.observe)
         self._recipe, self._dispatch, self._events = recipe, dispatch, events
         self._counted: dict[str, int] = {}
         self._staleness: dict[str, Any] | None = None
@@ -185,7 +218,8 @@ class FleetReport:
         return {
             "t": self._events.clock.wall(), "pid": os.getpid(), "run": self._recipe.run.name,
             "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
-            "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
+            "queued": len(ledger.queue), "open": len(ledger), "generated": self._generated.total,
+            "lost": self._dispatch.members.lost,
             "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers,
             "staleness": self._staleness, "graders": graders,
             "advice": [

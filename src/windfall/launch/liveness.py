@@ -6,7 +6,9 @@ cannot observe anything, and a wall clock may be set.
 
 from __future__ import annotations
 
+import math
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +30,12 @@ MAX_FAILURES = 4
 FIRST_DELAY_S = 2.0
 """Delay before the first restart of a failed trainer; each further delay is five times as long (2, 10, 50 s)."""
 MAX_KILLS = 16
-"""A trainer that is killed this often in a row (SIGKILL), with no new step in between, ends the run: the machine has
-too little memory for it. More than MAX_FAILURES, because a kill can also come from outside."""
+"""A trainer or controller that is killed this often in a row, with no new step completed in between, ends the run: the
+machine has too little memory, or something kills it on purpose. More than MAX_FAILURES, because a kill is not the fault
+of the process."""
+FIRST_KILL_DELAY_S = 0.1
+"""Delay before the first restart of a killed process; each further delay is twice as long, up to MAX_KILL_DELAY_S."""
+MAX_KILL_DELAY_S = 5.0
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 """Signals that end a process because of its own fault. NCCL ends a process that waits too long with SIGABRT."""
 FROZEN_TRAINER = ".trainer.frozen"
@@ -79,11 +85,34 @@ class MissingWorkers:
 
 
 @dataclass(kw_only=True)
-class TrainerFailures:
-    """When to restart a trainer that fails. Memory may be free again later, so it is restarted after a delay; restarts
-    do not cure a failure that comes back every time."""
+class StoppedProcesses:
+    """Processes that were stopped (SIGSTOP, a debugger). Until a process has connected or has written a snapshot, it
+    shows no other sign of life, and its start may rightly take minutes: only the kernel can tell frozen from slow."""
 
-    limit: int = MAX_FAILURES
+    _stopped: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """By pid: the CPU time of the process, and the seconds for which it has been stopped."""
+
+    def update(self, stopped: Mapping[int, int]) -> list[int]:
+        """One check. `stopped`: the CPU time (clock ticks) of each process that is stopped now, by pid. Returns those
+        that have been stopped for FROZEN_S. A process that is only slowed down, by SIGSTOP and SIGCONT in turn, uses
+        CPU time between two checks."""
+        before = self._stopped
+        self._stopped = {
+            pid: (ticks, before[pid][1] + CHECK_S if pid in before and before[pid][0] == ticks else 0.0)
+            for pid, ticks in stopped.items()
+        }
+        return [pid for pid, (_, s) in self._stopped.items() if s >= FROZEN_S]
+
+
+@dataclass(kw_only=True)
+class Repetition:
+    """When to restart a process that fails or is killed. The cause may pass, such as a lack of memory, so the process
+    is restarted after a delay; restarts do not cure what comes back every time."""
+
+    limit: int
+    first_delay_s: float
+    factor: float
+    max_delay_s: float = math.inf
     count: int = 0
     """Failures in a row."""
     _newest_step: int = 0
@@ -92,18 +121,35 @@ class TrainerFailures:
         """Record a failure; returns the seconds until the restart, or None if the run should end. `newest_step`: the
         newest step ever completed. A step repeated from an older checkpoint is no progress.
 
-        >>> f = TrainerFailures()
+        >>> f = failures()
         >>> [f.restart_delay_s(step) for step in (0, 0, 3, 3, 2, 3)]
         [2.0, 10.0, 2.0, 10.0, 50.0, None]
         """
         self.count = 1 if newest_step > self._newest_step else self.count + 1
         self._newest_step = max(newest_step, self._newest_step)
-        return delay_s(self.count - 1, first_s=FIRST_DELAY_S, factor=5.0) if self.count < self.limit else None
+        if self.count >= self.limit:
+            return None
+        return delay_s(self.count - 1, first_s=self.first_delay_s, factor=self.factor, limit_s=self.max_delay_s)
 
     def final_error(self, error: WindfallError) -> WindfallError:
         """The last error with the number of failures, to end the run with."""
         repeats = f" ({self.count} times in a row, with no new step in between)" if self.count > 1 else ""
         return WindfallError(error.what + repeats, where=error.where, fix=error.fix)
+
+
+def failures() -> Repetition:
+    """For a trainer that fails."""
+    return Repetition(limit=MAX_FAILURES, first_delay_s=FIRST_DELAY_S, factor=5.0)
+
+
+def kills() -> Repetition:
+    """For a process that is killed.
+
+    >>> k = kills()
+    >>> [k.restart_delay_s(0) for _ in range(8)]
+    [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    """
+    return Repetition(limit=MAX_KILLS, first_delay_s=FIRST_KILL_DELAY_S, factor=2.0, max_delay_s=MAX_KILL_DELAY_S)
 
 
 @dataclass(kw_only=True)

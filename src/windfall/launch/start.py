@@ -62,7 +62,7 @@ def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
             folders.replace(folder / folders.BEGAN, config.dump(began))
     except OSError as e:
         fix = "Free disk space or make the folder writable."
-        raise WindfallError(f"cannot write the recipe: {e.strerror or e}", where=str(folder), fix=fix) from e
+        raise errors.unwritable("the recipe", folder, e, fix) from e
     if (folder / "events.jsonl").is_file():
         with contextlib.closing(EventLog(folder / "events.jsonl")) as log:
             log.instant("recipe", changed={c.key: [c.old, c.new] for c in changes})

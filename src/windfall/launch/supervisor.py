@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from windfall import backoff, devices
+from windfall import devices
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.errors import WindfallError, describe_exit, report_failure
@@ -47,10 +47,6 @@ from windfall.link import auth
 from windfall.types import Lease
 from windfall.views.console import Console
 
-QUICK_DEATHS = 8
-"""A process that is killed this often within QUICK_S of its start has a cause that a restart does not cure."""
-QUICK_S = 5.0
-"""Seconds after its start within which the death of a process counts as quick."""
 BETWEEN_VERSIONS = 4
 """Exit status of a trainer that lost its controller between two updates: its weights belong to no version."""
 LOGS_KEPT = 50
@@ -69,6 +65,8 @@ class Supervisor:
         self._stopping = self._join_shown = False
         self._controller: Handle | None = None
         self._trainer: Handle | None = None
+        self._ranks: list[Handle] = []
+        """The trainer's ranks on this machine."""
         self._machines: Machines | None = None
         """The other machines of the trainer, if it has any."""
         self._workers: dict[str, Handle] = {}
@@ -173,16 +171,16 @@ class Supervisor:
             for handle in started:
                 handle.kill()
             raise
+        self._ranks = started[: len(places)]
         return started[0] if len(started) == 1 else RankGroup(started)
 
     async def _keep_running(self, role: str, start: Callable[[], Any]) -> None:
         """Run a process until it exits with status 0 or the run is asked to stop. A killed process is restarted. The
-        trainer is also restarted when it fails, but not forever, and not after an error that the user must fix (2)."""
-        quick, handle, failures = 0, None, liveness.TrainerFailures()
-        kills = liveness.TrainerFailures(limit=liveness.MAX_KILLS)
+        trainer is also restarted when it fails, but not after an error that the user must fix (2). The run ends if
+        restarts bring no progress (liveness.py)."""
+        handle, failures, kills = None, liveness.failures(), liveness.kills()
         try:
             while not self._stopping:
-                began, how = time.monotonic(), "was killed"
                 try:
                     handle = await start()
                     code = await handle.wait()
@@ -201,16 +199,14 @@ class Supervisor:
                     count = f"failure {failures.count} of {failures.limit}"
                     self._console.notice(f"{error.what}; restarting in {delay_s:g} s ({count})")
                     (self.folder / f".{role}.failure").unlink(missing_ok=True)
-                    await asyncio.sleep(delay_s)
-                    continue
-                if role == "trainer" and kills.restart_delay_s(self._newest_step) is None:
-                    raise kills.final_error(folders.failure(self.folder, role, code, who))
-                quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
-                if quick >= QUICK_DEATHS:
-                    what = f"the {role} was killed {quick} times within {QUICK_S:g} s of its start"
-                    raise WindfallError(what, where=str(self.folder), fix=f"Check the free memory, and see {role}.log.")
-                self._console.notice(f"the {role} {how}; restarting it")
-                await asyncio.sleep(backoff.delay_s(quick, first_s=0.1, limit_s=5.0))
+                else:
+                    delay_s = kills.restart_delay_s(self._newest_step)
+                    if delay_s is None:
+                        log = self.folder / f"{who}.log"
+                        fix = "Check the free memory of this machine, and whether something kills its processes."
+                        raise kills.final_error(WindfallError(f"the {who} {how}", where=str(log), fix=fix))
+                    self._console.notice(f"the {role} {how}; restarting it")
+                await asyncio.sleep(delay_s)
         finally:
             if handle is not None and handle.running:
                 await asyncio.shield(handle.terminate(3.0 if role == "controller" else 0.0))
@@ -218,14 +214,19 @@ class Supervisor:
     async def _watch(self) -> None:
         """Kill controllers, trainers and workers that are frozen, so that they are restarted; and autoscale."""
         pulse, missing = liveness.ControllerPulse(), liveness.MissingWorkers()
+        stopped = liveness.StoppedProcesses()
         while True:
             await asyncio.sleep(liveness.CHECK_S)
             handle, snapshot = self._controller, folders.read_json(self.folder / "fleet.json")
-            frozen = pulse.update(handle.pid if handle and handle.running else None, snapshot)
-            if frozen and handle is not None:
-                self._console.notice(f"the controller has been frozen for {liveness.FROZEN_S:g} s; killing it")
-                handle.kill()
+            started = {h.pid: h for h in (handle, *self._ranks) if h is not None and h.running}
+            frozen = set(stopped.update(process.stopped(started)))
+            if pulse.update(handle.pid if handle and handle.running else None, snapshot) and handle is not None:
+                frozen.add(handle.pid)
                 pulse = liveness.ControllerPulse()
+            for pid in frozen:
+                name = started[pid].name
+                self._console.notice(f"the {name} has been frozen for {liveness.FROZEN_S:g} s; killing it")
+                started[pid].kill()
             self._workers = {name: worker for name, worker in self._workers.items() if worker.running}
             for name in missing.update(set(self._workers), snapshot if pulse.alive else None):
                 self._console.notice(
@@ -371,7 +372,7 @@ class Supervisor:
             return  # the controller is stopped because of an error, which is shown at the end
         try:
             self._console.show(event)
-        except (KeyError, TypeError, ValueError) as e:
+        except Exception as e:  # fault boundary: a view must never fail the run, whatever the log contains
             self._console.notice(f"cannot show event '{event['name']}': {type(e).__name__}: {e}")
         if event["name"] == "trainer_ready" and not self._join_shown:
             self._join_shown = True  # not earlier: until the trainer is ready, the start may still fail

@@ -27,7 +27,7 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, unwritable
 from windfall.ledger.journal_format import (
     Accepted,
     Assigned,
@@ -181,7 +181,7 @@ class Journal:
 
     def _fail(self, path: Path, e: OSError) -> WindfallError:
         fix = "Free disk space or make it writable, then run `windfall resume`. Nothing the run depends on is lost."
-        self._error = WindfallError(f"cannot write the journal: {e.strerror or e}", where=str(path), fix=fix)
+        self._error = unwritable("the journal", path, e, fix)
         self.failed(self._error)
         return self._error
 

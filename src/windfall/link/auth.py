@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -10,7 +11,7 @@ import secrets
 import time
 from pathlib import Path
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, unwritable
 
 NONCE_BYTES = 32
 TOKEN_PATTERN = re.compile(r"[A-Za-z0-9_-]{16,4096}")
@@ -56,7 +57,9 @@ def make_token(path: Path, token: str | None = None) -> str:
         time.sleep(0.2)
         return read_token(path)
     except OSError as e:
-        raise WindfallError(f"cannot write the token: {e.strerror or e}", where=str(path)) from e
+        with contextlib.suppress(OSError):  # on a full disk the file may be there and empty
+            path.unlink()
+        raise unwritable("the token", path, e) from e
     return new
 
 

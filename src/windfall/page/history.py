@@ -8,7 +8,7 @@ Rules: memory does not grow with the run. The series have at most MAX_POINTS poi
 become one (`stride` steps per point). Lists of problems, moves and evaluations keep the newest. Steps that a resume
 made void are removed from the series, and their cost stays. An event whose fields have other types than windfall
 writes is left out and counted: a page must open whatever is in the log. Time never goes back, also if the wall clock
-is set: see `_corrected`.
+is set (events/steady_time.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from windfall.cost.bill import Totals, borrowed_value, reserved_only
+from windfall.events.steady_time import SteadyTime
 from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, Timeline, clean
 
 Event = dict[str, Any]
@@ -51,10 +52,6 @@ ALIVE = {
 MAX_SENT_MOVES = 2000
 MAX_EXACT = 1 << 53
 """Numbers of this size and more are not exact in a browser, and longer ones cannot be encoded."""
-JUMP_S = 5.0
-"""If the two clocks of events differ by more than this about the time between two events, one of them was set."""
-MAX_GAP_S = 300.0
-"""A monotonic clock that goes back, or forward by more than this, is that of another start of a machine."""
 MAX_TEXT = 400
 """Characters of a text from the log that the page shows."""
 
@@ -68,10 +65,7 @@ class History:
         """Number of events so far."""
         self.unreadable = 0
         """Events that were left out because their fields are not those of windfall."""
-        self.shift_s = 0.0
-        """What to add to a wall time of now to get the time of the page: not 0 after the wall clock was set."""
-        self._clocks: tuple[float, float] | None = None
-        """Wall time and monotonic time of the last event, in seconds."""
+        self._time = SteadyTime()
         self.timeline = Timeline()
         self.series: dict[str, list[float | None]] = {name: [] for name in SERIES}
         self.stride = 1
@@ -116,7 +110,7 @@ class History:
     def add(self, event: Event) -> None:
         self.number += 1
         try:
-            t = self._corrected(float(event["t"]), float(event["m"]))
+            t = self._time.at(float(event["t"]), float(event["m"]))
             self._add(event if t == event["t"] else {**event, "t": t})
         except (
             LookupError,
@@ -142,17 +136,10 @@ class History:
         if name in ALIVE:
             self._alive_t = t
 
-    def _corrected(self, t: float, m: float) -> float:
-        """The time of an event with these clocks. If they disagree about the time since the last event, the wall clock
-        was set, or this machine slept, and the monotonic clock is right. After a restart of the machine only the wall
-        clock can say how long that took."""
-        if self._clocks is not None:
-            by_wall, by_monotonic = t - self._clocks[0], m - self._clocks[1]
-            if abs(by_wall - by_monotonic) > JUMP_S:
-                known = 0 <= by_monotonic <= MAX_GAP_S
-                self.shift_s += (by_monotonic if known else max(0.0, by_wall)) - by_wall
-        self._clocks = (t, m)
-        return t + self.shift_s
+    @property
+    def shift_s(self) -> float:
+        """What to add to a wall time of now to get the time of the page: not 0 after the wall clock was set."""
+        return self._time.shift_s
 
     @property
     def simulated(self) -> bool:
@@ -232,17 +219,16 @@ class History:
             reward, graded, responses = (_number(e.get(key)) for key in ("reward", "graded", "responses"))
             self.evals.append((e.get("step", 0), self._seconds(e["t"]), reward, graded, responses))
         elif e["kind"] == "span":
-            self._trained(t, float(e.get("s") or 0.0), "evaluating")
+            self._trained(t, _number(e.get("s")) or 0.0, "evaluating")
 
     def _train(self, e: Event) -> None:
-        t, s = self._tenths(e["t"]), float(e.get("s") or 0.0)
-        self.train_s += s + float(e.get("early_s") or 0.0) if "error" not in e else 0.0
         # What it trained on while groups were missing was interleaved with waits; it is drawn in one piece at the end.
-        s += float(e.get("early_s") or 0.0)
-        self._trained(t, s, "training")
+        s = (_number(e.get("s")) or 0.0) + (_number(e.get("early_s")) or 0.0)
+        self.train_s += s if "error" not in e else 0.0
+        self._trained(self._tenths(e["t"]), s, "training")
 
     def _checkpoint(self, e: Event) -> None:
-        self._trained(self._tenths(e["t"]), float(e.get("s") or 0.0), "saving")
+        self._trained(self._tenths(e["t"]), _number(e.get("s")) or 0.0, "saving")
 
     def _trained(self, end: int, s: float, what: str) -> None:
         """The trainer has done this for the last `s` seconds."""

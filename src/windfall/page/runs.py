@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from windfall import config
 from windfall import run_folder as folders
 from windfall.config import PlanSection, Recipe
 from windfall.errors import WindfallError
-from windfall.events.log import MAX_LINE_BYTES, parse
+from windfall.events.log import MAX_LINE_BYTES, is_truncated, parse
 from windfall.page.feed import shown
 from windfall.page.history import History
 from windfall.page.samples import FILE, SampleFile
@@ -88,6 +90,8 @@ class RunReader:
                 event = parse(line)
                 if event is not None:
                     self.history.add(event)
+                elif line.strip() and not is_truncated(line):
+                    self.history.unreadable += 1
         return self.history.number > before
 
     @property
@@ -100,8 +104,11 @@ class RunReader:
         if self.path.name != "events.jsonl":
             return None
         fleet = folders.read_json(self.folder / "fleet.json")
-        workers = fleet.get("workers", []) if fleet else None
-        return fleet if isinstance(workers, list) and all(isinstance(w, dict) for w in workers) else None
+        try:
+            msgspec.json.encode(shown(fleet or {}))
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):  # not written by a controller
+            return None
+        return fleet
 
     def embedded_samples(self) -> list[dict[str, Any]]:
         """The newest samples with their tokens, as many as a file should contain."""

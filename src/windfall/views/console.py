@@ -299,13 +299,29 @@ class Console:
         # A run may be stopped before anything is logged.
         events = read(path, without=LARGE) if path.is_file() else []
         prompt = "12+34-5=" if self._recipe.env.name == "arithmetic" else "..."
-        try:
-            lines = summarize(events, self._folder, finished=finished, prompt=prompt)
-        except Exception as e:  # fault boundary: a view must never fail the run, whatever the log contains
-            self.notice(f"{path}: cannot summarize this log: {type(e).__name__}: {e}")
-            lines = summarize([], self._folder, finished=finished, prompt=prompt)
-        for line in lines:
+        usable = without_damaged(events)
+        if len(usable) < len(events):
+            self.notice(f"{path}: {len(events) - len(usable)} events are damaged; the summary leaves them out")
+        for line in summarize(usable, self._folder, finished=finished, prompt=prompt):
             self._out.print(line)
+
+
+def without_damaged(events: list[Event]) -> list[Event]:
+    """The events without those that cannot be summarized, so that a view never fails the run, whatever its log
+    contains."""
+    if _can_summarize(events):
+        return events
+    # Twice each: some lines compare the first event with the last.
+    usable = [e for e in events if _can_summarize([e, e])]
+    return usable if _can_summarize(usable) else []
+
+
+def _can_summarize(events: list[Event]) -> bool:
+    try:
+        summarize(events, Path(), finished=True)
+    except Exception:  # fault boundary: whatever the events contain
+        return False
+    return True
 
 
 def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str = "...") -> list[str]:
@@ -328,8 +344,8 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         including = "" if asynchronous else " including training"
         out.append(f"  tokens                     {generated:,} generated, {speed:,.0f} tok/s{including}")
         spans = [e for e in events if e["kind"] == "span" and "error" not in e]  # an aborted step does not count
-        rollout = sum(e["s"] for e in spans if e["name"] == "rollout")
-        early = sum(e.get("early_s", 0.0) for e in spans if e["name"] == "train")
+        rollout = sum(e.get("s") or 0.0 for e in spans if e["name"] == "rollout")
+        early = sum(e.get("early_s") or 0.0 for e in spans if e["name"] == "train")
         if not asynchronous:
             alone = generated / max(1e-9, rollout - early)
             out.append(f"                             {alone:,.0f} tok/s while generating")
@@ -391,7 +407,7 @@ def _engine_gaps(steps: list[Event]) -> list[str]:
     values: dict[str, list[float]] = {}
     for e in steps:
         for name, gap in (e.get("engine_gaps") or {}).items():
-            if gap is not None:
+            if isinstance(gap, int | float):
                 values.setdefault(name, []).append(gap)
     if len(values) < 2:
         return []
@@ -444,7 +460,7 @@ def _dollars(events: list[Event], steps: list[Event]) -> list[str]:
         f"                             {shares}",
     ]
     spans = [e for e in events if e["kind"] == "span" and e["name"] == "train" and "error" not in e]
-    alone = reserved_only(total, train_s=sum(e["s"] + e.get("early_s", 0.0) for e in spans))
+    alone = reserved_only(total, train_s=sum((e.get("s") or 0.0) + (e.get("early_s") or 0.0) for e in spans))
     if alone is not None and alone.usd:
         cost = f"${alone.usd:,.2f}, ${alone.usd_per_million(trained):,.2f} per million"
         out.append(f"  cost on the trainer alone  {cost}, by the tok/s measured on {alone.measured_on}")
@@ -456,8 +472,8 @@ def _fleet(events: list[Event], steps: list[Event]) -> list[str]:
     joined, lost, left = ([e for e in events if e["name"] == f"worker_{n}"] for n in ("joined", "lost", "left"))
     if not joined:
         return []
-    total = {k: sum(e.get(k, 0) for e in steps) for k in ("moved", "lost_tokens", "repeated", "late")}
-    kept = sum(e["kept_tokens"] for e in lost)
+    total = {k: sum(e.get(k) or 0 for e in steps) for k in ("moved", "lost_tokens", "repeated", "late")}
+    kept = sum(e.get("kept_tokens") or 0 for e in lost)
     trainer_lost = sum(e["name"] == "trainer_lost" for e in events)
     return [
         f"  workers                    {len(joined)} joined, {len(lost)} lost, {len(left)} left"

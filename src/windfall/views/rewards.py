@@ -96,7 +96,7 @@ def graders_of_snapshot(graders: dict) -> str:
     'graders: 2 processes (at most 32), 9 rewards in progress (7 queued, longest 3.2 s), 0.50 s each, 1 errors'
     """
     g = graders
-    where = f"{g['processes']} processes (at most {g['limit']})" if g.get("processes") else "in the controller"
+    where = f"{g['processes']} processes (at most {g['limit']})" if g["limit"] else "in the controller"
     if servers := g.get("servers"):
         where = f"{sum(s['connected'] for s in servers)} of {len(servers)} servers (at most {g['limit']} calls)"
     waiting = f"{g['grading']} rewards in progress ({g['queued']} queued, longest {g['longest_s']:.1f} s)"

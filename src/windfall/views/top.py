@@ -56,7 +56,7 @@ def view(run: Path, width: int = WIDE) -> Group:
     try:
         if snapshot is not None:
             return table(snapshot, live=live, run=run, width=width)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         pass  # valid JSON, but not written by a controller
     if not path.exists():
         fix = "Start the run first: its controller writes fleet.json."
@@ -101,6 +101,7 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
 
 def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
     c = s["counts"]
+    generated = s.get("generated", c["accepted"])  # earlier versions counted evaluations, too
     ago = max(0.0, time.time() - s["t"])
     status = "running" if live else ENDS.get(s["ended"], "ended unexpectedly")
     if not live or ago > 5:
@@ -109,7 +110,7 @@ def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
     return (
         f"{s['run']}: step {s['step']}/{s['steps']}, version {s['version']}, {status}\n{resume}"
         f"workers: {present} in the fleet, {s['lost']} lost; responses: {s['open']} open, {s['queued']} queued, "
-        f"{c['moved']} moved; tokens: {c['accepted']:,} accepted, {c['repeated'] + c['late']} generated twice"
+        f"{c['moved']} moved; tokens: {generated:,} generated in complete steps, {c['repeated'] + c['late']} twice"
         + _prefill(s)
     )
 

@@ -76,14 +76,16 @@ def main(folder: Path, observe: Callable[[Recipe, EventLog], None] = lambda reci
                 observe(recipe, events)
                 asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks).run()))
         except WindfallError as e:
-            folders.fail(folder, "controller", e)
-            return 2
+            return folders.fail(folder, "controller", e, 2)
         except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
             traceback.print_exc()
+            if (error := errors.file_system_error(e, folder)) is not None:
+                return folders.fail(folder, "controller", error, 2)
             fix = "This is a bug. Please report it with the traceback at the end of that file; the run can be resumed."
             what = f"the controller failed: {errors.last_line(e)}"
-            folders.fail(folder, "controller", WindfallError(what, where=str(folder / "controller.log"), fix=fix))
-            return 1
+            return folders.fail(
+                folder, "controller", WindfallError(what, where=str(folder / "controller.log"), fix=fix)
+            )
     return 0
 
 
@@ -275,8 +277,7 @@ class ControllerProcess:
                 failed += 1  # the run does not depend on it, and the next one may succeed
                 if failed == SNAPSHOT_TRIES:
                     fix = "Free disk space or make the file writable; then continue with `windfall resume`."
-                    what = f"cannot write the snapshot: {e.strerror or e}"
-                    raise WindfallError(what, where=str(path), fix=fix) from e
+                    raise errors.unwritable("the snapshot", path, e, fix) from e
             await asyncio.sleep(SNAPSHOT_S)
 
     def _snapshot(self, ended: Ended | None = None) -> None:

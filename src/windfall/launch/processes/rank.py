@@ -211,12 +211,13 @@ def main(folder: Path, place: RankPlace) -> int:
         print(f"rank {place.rank} ends: {e}", file=sys.stderr, flush=True)
         return RANK_LOST
     except WindfallError as e:
-        folders.fail(folder, "trainer", e, first=True)
-        return 2
+        return folders.fail(folder, "trainer", e, 2, first=True)
     except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
         traceback.print_exc()
-        folders.fail(folder, "trainer", crashed(f"rank {place.rank}", e, folder / log_name(place.rank)), first=True)
-        return 1
+        if (denied := errors.file_system_error(e, folder)) is not None:
+            return folders.fail(folder, "trainer", denied, 2, first=True)
+        error = crashed(f"rank {place.rank}", e, folder / log_name(place.rank))
+        return folders.fail(folder, "trainer", error, first=True)
 
 
 def serve_weights(publisher: Any, recipe: Recipe, host: str) -> str:

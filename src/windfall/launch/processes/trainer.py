@@ -69,8 +69,7 @@ def main(folder: Path, place: RankPlace = ALONE) -> int:
         try:
             return asyncio.run(errors.guard(_main(recipe, folder, place)))
         except WindfallError as e:
-            folders.fail(folder, "trainer", e)
-            return 2
+            return folders.fail(folder, "trainer", e, 2)
         except (RankLost, PublishFailed) as e:
             traceback.print_exc()
             # The rank that was lost may have written down why.
@@ -78,8 +77,10 @@ def main(folder: Path, place: RankPlace = ALONE) -> int:
             return RANK_LOST
         except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
             traceback.print_exc()
-            folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"), first=True)
-            return 1
+            if (denied := errors.file_system_error(e, folder)) is not None:
+                return folders.fail(folder, "trainer", denied, 2, first=True)
+            error = crashed("the trainer", e, folder / "trainer.log")
+            return folders.fail(folder, "trainer", error, first=True)
 
 
 async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:

@@ -106,7 +106,7 @@ def changes(case: Case) -> list[Change] | None:
     enough = trace.summary(whole, whole[-1].at_s + 1).mean_up >= 3 * case.fleet
     some = rb.sample_nodes(whole, seed=case.seed) if enough else whole
     start_s = (3600.0 + 1500.0 * case.seed) % max(1.0, whole[-1].at_s - case.seconds)
-    return rb.at_most(trace.window(some, start_s, case.seconds), case.fleet)
+    return trace.slots(trace.window(some, start_s, case.seconds), case.fleet)
 
 
 def simulate(case: Case, policies: Sequence[str]) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ class Bench:
     def window(self, model: Model, a: Assumptions, changes: Sequence[Change], name: str) -> Figures:
         most = rb.useful_instances(model, a)
         recipe = with_keys(rb.recipe(model, a), sim={"seconds": rb.WINDOW_S, "skip_steps": 1})
-        return self.simulate(recipe, name, rb.at_most(changes, most))
+        return self.simulate(recipe, name, trace.slots(changes, most))
 
 
 def with_keys(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
@@ -154,7 +154,7 @@ def ablations(bench: Bench, a: Assumptions, market: dict[str, list[Change]]) -> 
         recipe = with_keys(rb.recipe(model, a), sim={"seconds": rb.WINDOW_S, "skip_steps": 1})
         gains = []
         for changes in market.values():
-            held = rb.at_most(changes, 2 * count)
+            held = trace.slots(changes, 2 * count)
             with_it = bench.simulate(recipe, "rlboost", held)
             without = bench.simulate(with_keys(recipe, fleet={"offload": "feedback-no-memory"}), "algorithm2", held)
             gains.append(with_it.tok_per_s / without.tok_per_s)

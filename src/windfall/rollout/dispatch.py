@@ -272,8 +272,7 @@ class Dispatch:
     def _rejected_by(self, member: Member, message: m.Rejected) -> None:
         """The worker is too small for this response and others that need as much room: another worker gets it. Or the
         response is invalid: it fails, and the worker's room is as it was."""
-        entry = self.ledger.held_with(member.id, message.handle)
-        if entry is None:
+        if (entry := self.ledger.held_with(member.id, message.handle)) is None:
             return
         id, needed, why = entry.episode.id, room(entry.episode), message.why[:MAX_CHARS]
         if message.invalid:
@@ -436,31 +435,20 @@ class Dispatch:
         self._borrow(ready)
         for version in list(self.ledger.fixed_versions):
             self._assign_fixed(version)
-        if self._nothing_to_do(ready):
+        if self.placement.nothing_to_do(ready, moving=bool(self._releasing)):
             return
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
         if self.ledger.queue:
-            now = self._last_schedule_s
+            now, versions = self._last_schedule_s, {w.id: w.version for w in ready}
             coming = len(self.borrowing.usable(self.members.nearly_ready(now), now))
-            versions = {w.id: w.version for w in ready}
             for worker, entries in self.placement.assign(loads, versions, coming=coming, longest=longest).items():
                 self._assign(worker, entries)
         else:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
 
-    def _nothing_to_do(self, ready: Collection[Member]) -> bool:
-        """Whether nothing can be assigned, because all slots are taken, or nothing may be moved, because earlier moves
-        are under way. In a large fleet this is so in most rounds, and computing its loads takes long."""
-        if not self.ledger.queue:
-            return not ready or bool(self._releasing)
-        running = self.ledger.running
-        return not self.turns.queued and not any(running(w.id) < w.open_slots for w in ready)
-
     def _borrow(self, ready: Collection[Member]) -> None:
         """Decide which lenders to use."""
-        if not any(w.lends for w in self.members.here()):
-            return
         ledger = self.ledger
         too_long = self.room.too_long(max((w.longest for w in ready if not w.lends), default=math.inf))
         self.borrowing.update(

@@ -136,6 +136,14 @@ class Placement:
             for w in ready
         ]  # fmt: skip
 
+    def nothing_to_do(self, ready: Collection[Member], *, moving: bool) -> bool:
+        """Whether nothing can be assigned, because all slots are taken, or nothing may be moved, because earlier moves
+        are under way (`moving`). In a large fleet this is so in most rounds, and computing its loads takes long."""
+        running = self._ledger.running
+        if not self._ledger.queue:
+            return not ready or moving
+        return not self.turns.queued and not any(running(w.id) < w.open_slots for w in ready)
+
     def assign(
         self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], *, coming: int,
         longest: Mapping[str, float] | None = None, fixed: int | None = None,

@@ -2,13 +2,16 @@
 
     python benchmarks/controller_scale.py                       10, 100, 1,000 and 10,000 workers
     python benchmarks/controller_scale.py --workers 10,100      these numbers of workers
+    python benchmarks/controller_scale.py --workers 100,300,1000 --whole-steps
     python benchmarks/controller_scale.py --workers 1000 --profile
 
 Every worker holds RESPONSES responses and generates a token of each every STEP_S. It reports tokens when a response
 ends and at least once a second, and sends a heartbeat once a second. Workers do this at different moments. The queue is
-never empty. Every FLAP_S seconds, one worker in a hundred loses its link and dials again, so its responses move. The
-controller is windfall's own. The cost of the simulated workers and of the network is measured around their callbacks
-and subtracted. The event loop's own work counts as the controller's. Each number of workers runs in its own process.
+never empty; with `--whole-steps` a step has just as many responses as there are slots, so that the queue is empty most
+of the time, workers become idle, and responses are rebalanced. Every FLAP_S seconds, one worker in a hundred loses its
+link and dials again, so its responses move. The controller is windfall's own. The cost of the simulated workers and of
+the network is measured around their callbacks and subtracted; the last row but one includes it. The event loop's own
+work counts as the controller's. Each number of workers runs in its own process.
 """
 
 from __future__ import annotations
@@ -85,12 +88,13 @@ def install(timer: CpuTimer) -> None:
         setattr(kind, name, timer.timed(key, getattr(kind, name)))
 
 
-def recipe(workers: int, seconds: float) -> config.Recipe:
+def recipe(workers: int, seconds: float, whole_steps: bool) -> config.Recipe:
+    groups = (1 if whole_steps else 4) * max(8, workers) * RESPONSES // GROUP
     engine = {"fixed_s": STEP_S - RESPONSES * 1e-6, "each_s": 1e-6}
     return config.parse(
         {
-            "run": {"name": "scale", "steps": 10},
-            "rollout": {"groups": 4 * max(8, workers) * RESPONSES // GROUP, "group_size": GROUP, "max_tokens": 1000},
+            "run": {"name": "scale", "steps": 1000 if whole_steps else 10},
+            "rollout": {"groups": groups, "group_size": GROUP, "max_tokens": 1000},
             "eval": {"tasks": 0},
             "fleet": {"local": False, "workers": workers, "kind": "spot", "price_usd_per_h": 1.0},
             "sim": {
@@ -103,7 +107,7 @@ def recipe(workers: int, seconds: float) -> config.Recipe:
     )  # fmt: skip
 
 
-def measure(workers: int, seconds: float) -> dict[str, float]:
+def measure(workers: int, seconds: float, whole_steps: bool) -> dict[str, float]:
     """Simulate this number of workers. Costs cover the time after all have joined."""
     timer, marks = CpuTimer(), {}
     install(timer)
@@ -124,7 +128,7 @@ def measure(workers: int, seconds: float) -> dict[str, float]:
         loop.call_later(BOOT_S + WARM_S, mark, simulation)
         loop.call_later(BOOT_S + WARM_S + 0.1, flap, simulation, 0)
 
-    scenario = build(recipe(workers, end_s))
+    scenario = build(recipe(workers, end_s, whole_steps))
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with tempfile.TemporaryDirectory() as folder:
         done = run.simulate(scenario, Path(folder) / "events.jsonl", disturb=disturb)
@@ -161,6 +165,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[dict[str, float]], float]], ...] = (
     ("settling CPU", "{:.4f}", lambda r: r["settle_s"] / r["virtual_s"]),
     ("ticking CPU", "{:.4f}", lambda r: r["tick_s"] / r["virtual_s"]),
     ("sim CPU", "{:.4f}", lambda r: r["sim_s"] / r["virtual_s"]),
+    ("all, us/worker", "{:.0f}", lambda r: 1e6 * r["cpu_s"] / r["virtual_s"] / r["workers"]),
     ("MiB", "{:,.0f}", lambda r: r["kib"] / 1024),
 )
 
@@ -181,25 +186,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="10,100,1000,10000", help="Numbers of workers, separated by commas.")
     parser.add_argument("--seconds", type=float, default=20.0, help="Virtual seconds to measure.")
+    parser.add_argument("--whole-steps", action="store_true", help="Let the queue become empty in every step.")
     parser.add_argument("--profile", action="store_true", help="Profile the first number of workers.")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(options.one, options.seconds)))
+        print(json.dumps(measure(options.one, options.seconds, options.whole_steps)))
         return
     if not all(n.isdecimal() and int(n) > 0 for n in options.workers.split(",")):
         parser.error("--workers: expected numbers above 0, separated by commas")
     counts = [int(n) for n in options.workers.split(",")]
     if options.profile:
         profile = cProfile.Profile()
-        profile.runcall(measure, counts[0], options.seconds)
+        profile.runcall(measure, counts[0], options.seconds, options.whole_steps)
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
         return
     rows = []
     for count in counts:
         began_s = time.monotonic()
         process = subprocess.run(
-            [sys.executable, __file__, "--one", str(count), "--seconds", str(options.seconds)],
+            [sys.executable, __file__, "--one", str(count), "--seconds", str(options.seconds)]
+            + ["--whole-steps"] * options.whole_steps,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if process.returncode:

@@ -10,13 +10,14 @@ Algorithm 1 has eta 3 and T_init 150 s.
     windfall      windfall's own policies     algorithm2   Algorithm 2 for balancing, windfall's T_seed
 
 A case is a market, a fleet (maximum number of instances), a number of groups per step, and a seed. In a case all
-policies have the same responses and the same losses, so policies are compared by their paired difference: the ratio of
-windfall's tokens per second to the other policy's, minus 1, as the mean over seeds and its standard error.
-`windfall` counts as worse if this mean is below 0 by more than two standard errors.
+policies have the same responses and the same losses, and are compared over the same steps: those that each of them has
+completed. So policies are compared by their paired difference: the ratio of windfall's tokens per second to the other
+policy's, minus 1, as the mean over seeds and its standard error. `windfall` counts as worse if this mean is below 0 by
+more than two standard errors. `up` is the mean number of instances that the market offers, at most the fleet.
 
-Cases with three times as many groups per step (`--groups 128,384`) are simulated for three times as long, and only on
-the markets in TRIPLE. Cases run in `--jobs` processes; each prints a line when it ends, and the tables follow at the
-end.
+Each seed has another window of a trace; the windows are spread over the whole file. Cases with three times as many
+groups per step (`--groups 128,384`) are simulated for three times as long, and only on the markets in TRIPLE. Cases run
+in `--jobs` processes; each prints a line when it ends, and the tables follow at the end.
 """
 
 from __future__ import annotations
@@ -39,9 +40,8 @@ import rlboost_model as rb
 from windfall.config import Recipe
 from windfall.fleet import trace
 from windfall.fleet.trace_formats import Change
-from windfall.sim.core import run, scenario
-from windfall.sim.report import variants
-from windfall.sim.report.figures import figures
+from windfall.sim.core import scenario
+from windfall.sim.report import equal_steps, variants
 
 SLOWER = 1.34
 """The value that rlboost_table.py fits."""
@@ -63,6 +63,8 @@ MARKETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """`unequal`: machines differ in speed, one in three by a factor of more than 1.65. `late`: no machine joins in the
 first third of the time, then all do."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of it, without their whole part, are spread evenly over 0 to 1, however many there are."""
 ARRIVALS_PER_H = 14.0 / 6
 """Arrivals per hour and instance of the fleet on the market `poisson`."""
 TRIPLE = ("steady", "machines", "churn")
@@ -105,28 +107,33 @@ def changes(case: Case) -> list[Change] | None:
     whole = trace.read(Path(case.market))
     enough = trace.summary(whole, whole[-1].at_s + 1).mean_up >= 3 * case.fleet
     some = rb.sample_nodes(whole, seed=case.seed) if enough else whole
-    start_s = (3600.0 + 1500.0 * case.seed) % max(1.0, whole[-1].at_s - case.seconds)
-    return rb.at_most(trace.window(some, start_s, case.seconds), case.fleet)
+    start_s = (1 + case.seed) * GOLDEN % 1 * max(0.0, whole[-1].at_s - case.seconds)
+    return trace.slots(trace.window(some, start_s, case.seconds), case.fleet)
 
 
 def simulate(case: Case, policies: Sequence[str]) -> list[dict[str, Any]]:
-    """One row of figures per policy."""
-    given, rows = changes(case), []
+    """One row of figures per policy, all over the same steps."""
+    given, runs, cpu_s = changes(case), [], []
     with tempfile.TemporaryDirectory() as place:
         for policy in policies:
-            began_s, log = time.process_time(), Path(place) / "events.jsonl"
+            began_s = time.process_time()
             w = scenario.build(variants.apply(recipe(case), policy))
             if given is not None:
                 w = replace(w, changes=tuple(given))
-            f = figures(log, w, run.simulate(w, log).stays)
-            row = {
+            runs.append(equal_steps.simulate(w, Path(place) / f"{policy}.jsonl"))
+            cpu_s.append(time.process_time() - began_s)
+        up = trace.summary(runs[0].scenario.changes, case.seconds).mean_up
+        return [
+            {
                 "market": case.name, "fleet": case.fleet, "groups": case.groups, "seed": case.seed,
                 "hours": case.seconds / 3600, "policy": policy, "tok_per_s": f.tok_per_s,
                 "tok_per_usd": f.tok_per_usd, "trainer_idle": f.trainer_idle, "workers_idle": f.workers_idle,
-                "killed": f.killed, "steps": f.steps, "cpu_s": time.process_time() - began_s,
-            }  # fmt: skip
-            rows.append(row)
-    return rows
+                "killed": f.killed, "steps": f.steps, "completed": run.completed, "up": up, "cpu_s": spent_s,
+            }
+            for policy, run, f, spent_s in zip(
+                policies, runs, equal_steps.figures_of_equal_steps(runs), cpu_s, strict=True
+            )
+        ]  # fmt: skip
 
 
 # tables
@@ -177,8 +184,11 @@ def values(cell: dict[str, dict[int, dict[str, Any]]], policy: str, key: str, se
 
 def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     policies = [p for p in dict.fromkeys(r["policy"] for r in rows) if p != OWN]
-    yield f"{'groups':>6}{'fleet':>6}  {'market':<18}{'windfall':>9}{'idle tr. wk.':>13}{'seeds':>6}  windfall over"
-    yield f"{'':26}{'':6}{'tok/s':>9}{'':>19}  " + "".join(f"{p:<20}" for p in policies)
+    yield (
+        f"{'groups':>6}{'fleet':>6}  {'market':<18}{'up':>6}{'windfall':>9}{'idle tr. wk.':>13}{'seeds':>6}{'steps':>6}"
+        "  windfall over"
+    )
+    yield f"{'':26}{'':12}{'tok/s':>9}{'':>25}  " + "".join(f"{p:<20}" for p in policies)
     gains: dict[tuple[int, str], list[float]] = {}
     worse: dict[str, list[str]] = {p: [] for p in policies}
     for (groups, fleet, market), cell in cells(rows).items():
@@ -195,10 +205,11 @@ def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             said += f"{p!s:<20}"
             if p.worse:
                 worse[policy].append(f"{market} {fleet}x{groups}")
-        idle = [statistics.mean(values(cell, OWN, k, seeds)) for k in ("trainer_idle", "workers_idle")]
+        keys = ("trainer_idle", "workers_idle", "up", "steps")
+        trainer_idle, workers_idle, up, steps = (statistics.mean(values(cell, OWN, k, seeds)) for k in keys)
         yield (
-            f"{groups:>6}{fleet:>6}  {market:<18}{statistics.mean(own):>9,.0f}"
-            f"{f'{idle[0]:.0%} {idle[1]:.0%}':>13}{len(seeds):>6}  {said}"
+            f"{groups:>6}{fleet:>6}  {market:<18}{up:>6.1f}{statistics.mean(own):>9,.0f}"
+            f"{f'{trainer_idle:.0%} {workers_idle:.0%}':>13}{len(seeds):>6}{steps:>6.1f}  {said}"
         )
     yield ""
     for (groups, policy), means in gains.items():

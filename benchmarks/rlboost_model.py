@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -187,26 +187,6 @@ def sample_nodes(changes: Sequence[Change], share: float = 0.5, seed: int = 0) -
     names = sorted({c.node for c in changes})
     chosen = set(random.Random(seed).sample(names, round(share * len(names))))
     return [c for c in changes if c.node in chosen]
-
-
-def at_most(changes: Sequence[Change], count: int) -> list[Change]:
-    """The instances that a pool of at most `count` holds. When one is preempted, another available one replaces it."""
-    available: dict[str, None] = {}
-    held: set[str] = set()
-    out: list[Change] = []
-    for change in changes:
-        if change.up:
-            available[change.node] = None
-        else:
-            available.pop(change.node)
-            if change.node in held:
-                held.remove(change.node)
-                out.append(change)
-        for node in available:
-            if len(held) < count and node not in held:
-                held.add(node)
-                out.append(replace(change, node=node, up=True))
-    return out
 
 
 WINDOWS = {"A": 2 * 3600.0, "B": 6 * 3600.0, "C": 9 * 3600.0}

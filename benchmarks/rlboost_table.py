@@ -16,7 +16,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ from windfall.config import Recipe
 from windfall.events import log as events
 from windfall.fleet import trace
 from windfall.fleet.trace_formats import Change
-from windfall.sim.core import run, scenario
-from windfall.sim.report import variants
-from windfall.sim.report.figures import Figures, figures
+from windfall.sim.core import scenario
+from windfall.sim.report import equal_steps, variants
+from windfall.sim.report.figures import Figures
 
 PAPER = {"8B": (1.66, 1.34), "14B": (1.97, 1.49), "32B": (1.51, 1.28)}
 """Tokens per second and per dollar, relative to co-located training."""
@@ -50,15 +50,22 @@ class Bench:
     runs: int = 0
 
     def simulate(self, recipe: Recipe, name: str, changes: Sequence[Change] | None = None) -> Figures:
-        w = scenario.build(variants.apply(recipe, name))
-        if changes is not None and name != "colocated":
-            w = replace(w, changes=tuple(changes))
-        log = self.folder / "events.jsonl"
-        done = run.simulate(w, log)
-        self.runs += 1
-        status = f"{recipe.run.name}, {name}: run {self.runs}, {time.perf_counter() - self.began_s:.0f} s"
-        print(f"\r{status:<70}", end="", file=sys.stderr, flush=True)
-        return figures(log, w, done.stays)
+        return self.simulate_equal_steps({name: recipe}, changes)[0]
+
+    def simulate_equal_steps(
+        self, recipes: Mapping[str, Recipe], changes: Sequence[Change] | None = None
+    ) -> list[Figures]:
+        """The figures of these variants, each with its recipe, over the steps that all of them complete."""
+        done = []
+        for name, recipe in recipes.items():
+            w = scenario.build(variants.apply(recipe, name))
+            if changes is not None and name != "colocated":
+                w = replace(w, changes=tuple(changes))
+            done.append(equal_steps.simulate(w, self.folder / f"{name}.jsonl"))
+            self.runs += 1
+            status = f"{recipe.run.name}, {name}: run {self.runs}, {time.perf_counter() - self.began_s:.0f} s"
+            print(f"\r{status:<70}", end="", file=sys.stderr, flush=True)
+        return equal_steps.figures_of_equal_steps(done)
 
     def steps(self, more: int = 0) -> dict[str, Any]:
         return {"run": {"steps": (6 if self.quick else 10) + more}, "sim": {"skip_steps": 4}}
@@ -72,10 +79,10 @@ class Bench:
         recipe = with_keys(rb.recipe(model, a, **keys), **self.steps(), fleet={"workers": count})
         return self.simulate(recipe, name)
 
-    def window(self, model: Model, a: Assumptions, changes: Sequence[Change], name: str) -> Figures:
+    def window(self, model: Model, a: Assumptions, changes: Sequence[Change], *names: str) -> list[Figures]:
         most = rb.useful_instances(model, a)
         recipe = with_keys(rb.recipe(model, a), sim={"seconds": rb.WINDOW_S, "skip_steps": 1})
-        return self.simulate(recipe, name, rb.at_most(changes, most))
+        return self.simulate_equal_steps(dict.fromkeys(names, recipe), trace.slots(changes, most))
 
 
 def with_keys(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
@@ -108,9 +115,9 @@ def models(bench: Bench, a: Assumptions, market: dict[str, list[Change]]) -> Non
         base = bench.colocated(model, a)
         sums: dict[str, list[Figures]] = {"rlboost": [], "windfall": []}
         for letter, changes in market.items() if not bench.quick else [("C", market["C"])]:
-            for name, found in sums.items():
-                found.append(bench.window(model, a, changes, name))
-            r, w = sums["rlboost"][-1], sums["windfall"][-1]
+            r, w = bench.window(model, a, changes, *sums)
+            sums["rlboost"].append(r)
+            sums["windfall"].append(w)
             pool = rb.useful_instances(model, a)
             print_row(f"{model.name}, segment {letter}", pool, f"{w.workers_there:.1f}", ratio(r, base), ratio(w, base))
         r, w = (mean(found) for found in sums.values())
@@ -154,9 +161,9 @@ def ablations(bench: Bench, a: Assumptions, market: dict[str, list[Change]]) -> 
         recipe = with_keys(rb.recipe(model, a), sim={"seconds": rb.WINDOW_S, "skip_steps": 1})
         gains = []
         for changes in market.values():
-            held = rb.at_most(changes, 2 * count)
-            with_it = bench.simulate(recipe, "rlboost", held)
-            without = bench.simulate(with_keys(recipe, fleet={"offload": "feedback-no-memory"}), "algorithm2", held)
+            held = trace.slots(changes, 2 * count)
+            forgets = with_keys(recipe, fleet={"offload": "feedback-no-memory"})
+            with_it, without = bench.simulate_equal_steps({"rlboost": recipe, "algorithm2": forgets}, held)
             gains.append(with_it.tok_per_s / without.tok_per_s)
         print_row("the memory M, tok/s", f"{sum(gains) / len(gains) - 1:+.0%}", "", "+6%")
     for at_s in (100, 200):
@@ -173,7 +180,7 @@ def preempted(bench: Bench, model: Model, a: Assumptions, count: int, at_s: floa
     recipe = with_keys(rb.recipe(model, a), run={"steps": 6}, sim={"skip_steps": 5}, trace={"nodes": count})
     up = [Change(at_s=0.0, node=f"n{n}", up=True) for n in range(count)]
     stays = bench.simulate(recipe, "windfall", up)
-    steps = [e for e in events.read(bench.folder / "events.jsonl") if e["name"] == "step"]
+    steps = [e for e in events.read(bench.folder / "windfall.jsonl") if e["name"] == "step"]
     lost = [*up, Change(at_s=steps[4]["m"] + at_s, node="n0", up=False)]
     moved, again = (bench.simulate(recipe, name, lost) for name in ("windfall", "restart"))
     return moved.step_mean_s - stays.step_mean_s, again.step_mean_s - stays.step_mean_s

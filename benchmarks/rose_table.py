@@ -37,13 +37,13 @@ from rlboost_model import (
     WINDOW_S,
     Assumptions,
     Model,
-    at_most,
     market,
 )  # fmt: skip
 
 from windfall import config
 from windfall.config.sections import SimLenders
 from windfall.events import log as events
+from windfall.fleet import trace
 from windfall.fleet.trace_formats import Change
 from windfall.sim.core import run, scenario
 from windfall.sim.machines.lender import SimLender
@@ -169,7 +169,7 @@ class Bench:
                 r = scenario.with_keys(r, {"sim": {"lenders": None}})
             w = scenario.build(variants.apply(r, self.spot_policy if where in self.spot else "windfall"))
             if where in self.spot:
-                w = replace(w, changes=tuple(at_most(thinned(self.spot[where], self.scale), s.borrowed // s.gpus)))
+                w = replace(w, changes=tuple(trace.slots(thinned(self.spot[where], self.scale), s.borrowed // s.gpus)))
             began_s, log = time.perf_counter(), self.folder / "events.jsonl"
             done = run.simulate(w, log)
             found = [e for e in events.read(log) if e["name"] in ("rollout", "step") and e.get("step", 0) > 1]
@@ -261,7 +261,7 @@ def over_spot(bench: Bench, s: Setting, lent_s: float) -> None:
     times, more, most = [], [], s.borrowed // s.gpus
     for segment, changes in bench.spot.items():
         times.append(bench.rollout_s(s, "GRPO", segment)[0])
-        up = mean_up(at_most(thinned(changes, bench.scale), most), bench.steps * times[-1])
+        up = mean_up(trace.slots(thinned(changes, bench.scale), most), bench.steps * times[-1])
         more.append(f"{segment}: {times[-1]:,.0f} s with {up:.1f} of {most}")
     print_row(s.model.name, "over spot", mean(times), lent_s, 0.0, mean(times) / lent_s, "; ".join(more))
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from rank_processes import CONTEXT
 
+from windfall.fleet import trace
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -201,7 +203,7 @@ def test_small_market_of_roses_table_has_as_large_a_share_up(monkeypatch: pytest
     table = load("rose_table", monkeypatch)
     windows, _ = table.market(None)
     for changes in windows.values():
-        up = table.mean_up(table.at_most(changes, 16), 2000.0)
-        quarter = table.mean_up(table.at_most(table.thinned(changes, 4), 4), 2000.0)
+        up = table.mean_up(trace.slots(changes, 16), 2000.0)
+        quarter = table.mean_up(trace.slots(table.thinned(changes, 4), 4), 2000.0)
         assert quarter == pytest.approx(up / 4, rel=0.25), "the machines that are up first would be 3.3 to 4 of 4"
         assert table.thinned(changes, 1) == changes

@@ -44,7 +44,9 @@ def test_equal_workers_have_equal_profiles(seed: int) -> None:
     speeds = joined(*names)
     play(speeds, dict.fromkeys(names, 1.0), noise=0.25, seed=seed)
     profiles = [speeds.profile(name) for name in names]
-    assert all(p == profiles[0] for p in profiles)
+    assert all(p is profiles[0] for p in profiles), "computed once for all of them"
+    play(speeds, dict.fromkeys(names, 1.0), noise=0.25, seed=seed, steps=1)
+    assert speeds.profile("a") != profiles[0]
 
 
 def test_time_per_context_token_is_separated_from_time_per_response() -> None:

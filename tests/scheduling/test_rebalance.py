@@ -93,6 +93,33 @@ def test_each_move_pays_and_fits_into_free_slots(workers: Fleet, typical: float)
         assert target.running < target.slots
 
 
+@given(fleets(waits=True), st.sampled_from([20.0, 1000.0]))
+@settings(max_examples=150, deadline=None)
+def test_bound_for_the_context_changes_no_move(workers: Fleet, typical: float) -> None:
+    loads = [load for load, _ in workers.values()]
+    least = {name: min((r.context for r in held), default=0) for name, (_, held) in workers.items()}
+    bounded = rebalance(loads, lambda w: workers[w][1], typical=typical, least_context=least.__getitem__)
+    assert bounded == choose(workers, typical, max_moves=256)
+
+
+def test_responses_of_a_large_fleet_are_looked_at_only_if_a_move_may_pay() -> None:
+    """Otherwise a round would cost as much as all workers have responses, with each response that ends."""
+    looked: list[str] = []
+
+    def rounds(workers: Fleet, context: int) -> list[Move]:
+        loads = [load for load, _ in workers.values()]
+        held = lambda w: looked.append(w) or workers[w][1]  # noqa: E731
+        return rebalance(loads, held, typical=20.0, least_context=lambda worker: context)
+
+    balanced = fleet(*[(ENGINE, 20 + n % 2, 32) for n in range(300)])
+    assert rounds(balanced, 500) == []
+    one_idle = fleet(*[(ENGINE, 20, 32)] * 300, (ENGINE, 0, 32), context=8000)
+    assert rounds(one_idle, 8000) == []
+    assert looked == []
+    short = fleet(*[(ENGINE, 20, 32)] * 300, (ENGINE, 0, 32), context=1)
+    assert rounds(short, 1) == choose(short, 20.0, max_moves=256)
+
+
 @given(fleets(waits=True))
 @settings(max_examples=150, deadline=None)
 def test_moving_comes_to_an_end(workers: Fleet) -> None:

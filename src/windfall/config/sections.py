@@ -263,7 +263,8 @@ class Techniques(Section):
 class Trace(Section):
     nodes: int = Field(default=0, ge=0)
     """Upper limit for the machines of the trace that are up at once. Each is one worker process that is started and
-    killed as the trace says. 0 disables the trace."""
+    killed as the trace says. If `file` has more machines, the others replace those that are lost: this many are up
+    whenever the file has them. 0 disables the trace."""
     file: FilePath | None = None
     """Availability trace to replay: lines of `milliseconds,add,node` (or `remove`), lines of `date, time, count`, or
     SkyPilot's JSON. If left out, a random trace is generated."""

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 
 from windfall.errors import WindfallError
@@ -98,21 +99,33 @@ def window(changes: Sequence[Change], start_s: float, length_s: float) -> list[C
 
 
 def slots(changes: Sequence[Change], count: int) -> list[Change]:
-    """Map the nodes to `count` slots named s1, s2, ...: for traces whose nodes never return under the same name. A node
-    that comes up takes the lowest free slot until it goes down. While no slot is free, new nodes are left out."""
+    """At most `count` nodes at a time, in slots named s1, s2, ...: for traces whose nodes never return under the same
+    name. A node that comes up takes the lowest free slot until it goes down. If there is none, it waits, and takes the
+    first slot that becomes free while it is up. So `count` slots are taken whenever that many nodes are up.
+
+    >>> a, b = (Change(at_s=0.0, node=node, up=True) for node in "ab")
+    >>> [(c.at_s, c.node, c.up) for c in slots([a, b, Change(at_s=9.0, node="a", up=False)], 1)]
+    [(0.0, 's1', True), (9.0, 's1', False), (9.0, 's1', True)]
+    """
     held: dict[str, int] = {}
+    waiting: dict[str, None] = {}
     free = set(range(1, count + 1))
     taken: list[Change] = []
-    for change in changes:
-        if change.up and free:
-            slot = held[change.node] = min(free)
+    for at_s, moment in groupby(changes, key=lambda c: c.at_s):
+        for change in moment:  # all of them before a slot is taken: a node may go down when its turn comes
+            if change.up:
+                waiting[change.node] = None
+            elif change.node in held:
+                slot = held.pop(change.node)
+                free.add(slot)
+                taken.append(Change(at_s=at_s, node=f"s{slot}", up=False))
+            else:
+                del waiting[change.node]
+        for node in list(islice(waiting, len(free))):
+            del waiting[node]
+            slot = held[node] = min(free)
             free.remove(slot)
-        elif not change.up and change.node in held:
-            slot = held.pop(change.node)
-            free.add(slot)
-        else:
-            continue
-        taken.append(Change(at_s=change.at_s, node=f"s{slot}", up=change.up))
+            taken.append(Change(at_s=at_s, node=f"s{slot}", up=True))
     return taken
 
 

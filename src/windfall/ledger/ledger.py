@@ -98,6 +98,10 @@ class Ledger:
     def held(self, worker: str) -> list[LedgerEntry]:
         return list(self._by_worker.get(worker, {}).values())
 
+    def held_with(self, worker: str, handle: int) -> LedgerEntry | None:
+        """The response that the worker has under this handle, if it has one."""
+        return self._by_worker.get(worker, {}).get(handle)
+
     def open(self, episode: Episode) -> None:
         """Add a response with the tokens it already has: it may have begun earlier."""
         if episode.id in self.entries:

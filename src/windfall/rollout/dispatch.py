@@ -272,8 +272,7 @@ class Dispatch:
     def _rejected_by(self, member: Member, message: m.Rejected) -> None:
         """The worker is too small for this response and others that need as much room: another worker gets it. Or the
         response is invalid: it fails, and the worker's room is as it was."""
-        entry = next((e for e in self.ledger.held(member.id) if e.handle == message.handle), None)
-        if entry is None:
+        if (entry := self.ledger.held_with(member.id, message.handle)) is None:
             return
         id, needed, why = entry.episode.id, room(entry.episode), message.why[:MAX_CHARS]
         if message.invalid:
@@ -295,13 +294,13 @@ class Dispatch:
             self._events.instant("no_room", response=verdict.response, tokens=verdict.tokens, most=verdict.most)
 
     def _released(self, member: Member, handles: tuple[int, ...]) -> None:
-        held = {e.handle: e for e in self.ledger.held(member.id)}
+        was_busy = self.ledger.running(member.id) > 0
         for handle in handles:
             self._releasing.pop(handle, None)
-            if handle in held:
-                self.ledger.requeue(held[handle])
+            if entry := self.ledger.held_with(member.id, handle):
+                self.ledger.requeue(entry)
                 member.moved += 1
-        if held:
+        if was_busy:
             self._account_idle(member.id)
         self._schedule_soon()
 
@@ -436,14 +435,15 @@ class Dispatch:
         self._borrow(ready)
         for version in list(self.ledger.fixed_versions):
             self._assign_fixed(version)
+        if self.placement.nothing_to_do(ready, moving=bool(self._releasing)):
+            return
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
         if self.ledger.queue:
-            now = self._last_schedule_s
+            now, versions = self._last_schedule_s, {w.id: w.version for w in ready}
             coming = len(self.borrowing.usable(self.members.nearly_ready(now), now))
-            versions = {w.id: w.version for w in ready}
             for worker, entries in self.placement.assign(loads, versions, coming=coming, longest=longest).items():
                 self._assign(worker, entries)
-        elif loads and not self._releasing:
+        else:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
 

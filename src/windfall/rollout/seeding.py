@@ -338,7 +338,7 @@ class Seeding:
     def _progress(self, now: float) -> Progress:
         ledger, step = self._dispatch.ledger, self._step
         generated = max(ledger.counts.accepted - step.accepted_before, step.trainable_tokens)
-        context = sum(ledger.context(id) for id in (step.generators[-1][1] if step.generators else ()))
+        context = sum(map(ledger.context, step.generators[-1][1])) if step.generators else 0
         return Progress(now - step.began_s, generated, step.trainable_tokens, len(ledger), context)
 
     def _speeds(self) -> tuple[tuple[float, FleetSpeed], ...]:

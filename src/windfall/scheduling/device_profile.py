@@ -86,6 +86,8 @@ class _Device:
     """Median over its workers."""
     refit_in: int = 0
     """Windows until fit and median are computed again. One window of one worker changes them little."""
+    coefficients: tuple[float, float, float] | None = None
+    """Those of its workers that have no slowdown: computed once for all of them. None: not since the last window."""
 
     def add(self, batch: float, context: float, step_s: float, expected_s: float) -> None:
         row = np.array([1.0, batch, context, step_s]) / expected_s
@@ -150,6 +152,8 @@ class DeviceProfiles:
         device.add(batch, context, step_s, expected_s)
         self._windows += 1
         self.context += (context / batch - self.context) / min(self._windows, 1000)
+        for other in self._devices.values():
+            other.coefficients = None
 
     def _refit(self, device: _Device) -> None:
         slowdowns = sorted(w.log_slowdown for w in self._workers.values() if w.device is device and w.windows)
@@ -164,8 +168,14 @@ class DeviceProfiles:
         known = self._workers.get(worker)
         if known is None or not any(known.device.fit):
             return None
-        fixed, per_response, per_context_token = known.device.fit
-        slowdown = math.exp(known.log_slowdown) if abs(known.log_slowdown) > NOISE else 1.0
+        if abs(known.log_slowdown) > NOISE:
+            return self._slower(known.device, math.exp(known.log_slowdown))
+        if known.device.coefficients is None:
+            known.device.coefficients = self._slower(known.device, 1.0)
+        return known.device.coefficients
+
+    def _slower(self, device: _Device, slowdown: float) -> tuple[float, float, float]:
+        fixed, per_response, per_context_token = device.fit
         per_response += per_context_token * self.context
         fixed = max(fixed, per_response * MIN_RATIO)
         return slowdown * fixed, slowdown * max(per_response, fixed * MIN_RATIO), slowdown * per_context_token

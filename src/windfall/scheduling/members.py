@@ -331,10 +331,8 @@ class Members:
 
     def routable(self, window: VersionWindow) -> list[Member]:
         """Workers that may get work."""
-        return [
-            m for m in self._here.values()
-            if m.state is WorkerState.READY and not m.suspect and window.allows(m.version, m.digest)
-        ]  # fmt: skip
+        ready, digest = WorkerState.READY, window.digests.get
+        return [m for m in self._here.values() if m.state is ready and not m.suspect and digest(m.version) == m.digest]
 
     def outdated(self, window: VersionWindow, *, needed: bool) -> list[Member]:
         """Workers that do not hold the newest version and should pull it: new workers at once, others if `needed`. A
@@ -343,6 +341,9 @@ class Members:
         if not needed:
             return [m for m in here if m.state is WorkerState.JOINING]
         served = {window.newest, window.newest - 1}
+        ready, newest = WorkerState.READY, (window.newest, window.digests.get(window.newest))
+        idle = ((-1, ""), newest)
+        here = [m for m in here if m.state is not ready or (m.version, m.digest) != newest or m.requested not in idle]
         return [
             m for m in here
             if m.state is WorkerState.JOINING

@@ -34,7 +34,7 @@ from windfall.scheduling.members import Member
 from windfall.scheduling.rebalance import Running, rebalance
 from windfall.scheduling.turn_routing import NextTurn, route
 from windfall.scheduling.turns import Turns
-from windfall.scheduling.worker_speed import WorkerSpeeds
+from windfall.scheduling.worker_speed import Profile, WorkerSpeeds
 
 PREFILL_SHARE = 0.1
 """If more than this share of a worker's tokens must be prefilled again, ignore its step times: they measure prefill,
@@ -68,6 +68,9 @@ class Placement:
         self._move_targets: dict[str, str] = {}
         """By response: the worker to which it is being moved."""
         self._finished = self._finished_tokens = 0
+        self._least_context: dict[str, int] = {}
+        """By worker: a lower bound for the context of its responses. A context only grows, so a bound stays one until
+        the worker gets another response."""
         self._prefilling: dict[str, _Prefill] = {}
         """By worker: the responses begun elsewhere that it prefills, if these are a large part of its tokens."""
 
@@ -87,14 +90,16 @@ class Placement:
 
     def fleet_speed(self, members: Iterable[Member]) -> FleetSpeed | None:
         """The combined speed of these workers; None if the speed of one is not known, or if there are no workers."""
-        out = FleetSpeed()
+        counts: dict[Profile, int] = {}
+        slots = 0
         for member in members:
             profile = self.speeds.profile(member.id)
             if profile is None:
                 return None
             if member.lendable:
-                out += FleetSpeed.of(profile, member.lendable)
-        return out if out.workers else None
+                counts[profile] = counts.get(profile, 0) + 1
+                slots += member.lendable
+        return FleetSpeed(tuple(counts.items()), slots) if counts else None
 
     def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: int) -> None:
         """Learns the speed of a worker from a frame, or the speed of its prefill while it prefills moved responses."""
@@ -115,6 +120,7 @@ class Placement:
         self.speeds.forget(worker)
         self.turns.cleared(worker)
         self._prefilling.pop(worker, None)
+        self._least_context.pop(worker, None)
 
     def loads(self, ready: Iterable[Member]) -> list[WorkerLoad]:
         speed = self.speeds.profile if self._balancing else lambda worker: None
@@ -129,6 +135,14 @@ class Placement:
             )
             for w in ready
         ]  # fmt: skip
+
+    def nothing_to_do(self, ready: Collection[Member], *, moving: bool) -> bool:
+        """Whether nothing can be assigned, because all slots are taken, or nothing may be moved, because earlier moves
+        are under way (`moving`). In a large fleet this is so in most rounds, and computing its loads takes long."""
+        running = self._ledger.running
+        if not self._ledger.queue:
+            return not ready or moving
+        return not self.turns.queued and not any(running(w.id) < w.open_slots for w in ready)
 
     def assign(
         self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], *, coming: int,
@@ -209,7 +223,11 @@ class Placement:
         self._ledger.queue.remove(id)  # the head, unless an earlier response waits for more room
         self._move_targets.pop(id, None)
         self._prefix_holders.setdefault(id.rpartition("/")[0], {})[worker] = None
-        out.setdefault(worker, []).append(self._ledger.assign(id, worker, versions[worker]))
+        entry = self._ledger.assign(id, worker, versions[worker])
+        alone = self._ledger.running(worker) == 1
+        context = len(entry.episode.prompt) + len(entry.episode.tokens)
+        self._least_context[worker] = context if alone else min(context, self._least_context.get(worker, 0))
+        out.setdefault(worker, []).append(entry)
 
     def reclaim(
         self, loads: Sequence[WorkerLoad], longest: Mapping[str, float] | None = None
@@ -220,20 +238,24 @@ class Placement:
         if self._balancing == "algorithm2":
             moves = rlboost.balance(loads, self._held)
         else:
-            moves = rebalance(loads, self._held, typical=self.typical)
+            moves = rebalance(
+                loads, self._held, typical=self.typical, least_context=lambda worker: self._least_context.get(worker, 0)
+            )
         rooms, entries = longest or {}, self._ledger.entries
         moves = [move for move in moves if room(entries[move.id].episode) <= rooms.get(move.target, math.inf)]
         self._move_targets |= {move.id: move.target for move in moves}
         return [(move.source, entries[move.id]) for move in moves]
 
     def _held(self, worker: str) -> list[Running]:
-        return [
+        out = [
             Running(
                 id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves,
                 waiting=len(e.episode.tokens) == e.recorded,  # the worker has not sent a token of it
             )
             for e in self._ledger.held(worker)
         ]  # fmt: skip
+        self._least_context[worker] = min((r.context for r in out), default=0)
+        return out
 
     def finished(self, tokens: int) -> None:
         """A response has finished with this number of tokens."""

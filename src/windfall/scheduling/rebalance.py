@@ -30,6 +30,7 @@ Rules:
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -72,14 +73,17 @@ Held = Callable[[str], Sequence[Running]]
 
 def rebalance(
     loads: Sequence[WorkerLoad], held: Held, *, typical: float, round_trip_s: float = ROUND_TRIP_S,
-    max_moves: int = 256,
+    max_moves: int = 256, least_context: Callable[[str], int] = lambda worker: 0,
 ) -> list[Move]:  # fmt: skip
     """At most `max_moves` moves. `held` is called only for possible sources. `typical`: tokens that a response will
-    still generate. If lengths are about log-normal, this is the mean length, however long a response already is."""
-    workers = [_Worker(n, load, load.profile) for n, load in enumerate(loads) if load.profile is not None]
-    if len(workers) < 2 or typical <= 0:
+    still generate. If lengths are about log-normal, this is the mean length, however long a response already is.
+    `least_context`: a lower bound for the context of any response that a worker has."""
+    if typical <= 0 or _is_balanced(loads):
         return []
-    planner = _Planner(held, typical, round_trip_s, max_moves)
+    workers = [_Worker(n, load, load.profile) for n, load in enumerate(loads) if load.profile is not None]
+    if len(workers) < 2:
+        return []
+    planner = _Planner(held, least_context, typical, round_trip_s, max_moves)
     if any(w.waiting for w in workers):
         planner.move([w for w in workers if w.waiting], [w for w in workers if not w.waiting], waiting=True)
     if not any(w.waiting for w in workers):
@@ -89,8 +93,27 @@ def rebalance(
     return planner.moves
 
 
+def _is_balanced(loads: Sequence[WorkerLoad]) -> bool:
+    """Whether no response waits at a worker, no worker is idle, and no step is much shorter than another: then nothing
+    moves. This is so in most rounds of a large fleet, and quick to see."""
+    longest_s, shortest_s = 0.0, math.inf
+    for load in loads:
+        profile, running = load.profile, load.running
+        if profile is None:
+            continue
+        if load.waiting or (not running and load.slots):
+            return False
+        if running < load.slots:
+            shortest_s = min(shortest_s, profile.step_s(running + 1))
+        if running:
+            longest_s = max(longest_s, profile.step_s(running))
+    return shortest_s >= MAX_STEP_RATIO * longest_s
+
+
 class _Worker:
     """A worker while moves are being chosen."""
+
+    __slots__ = ("candidates", "count", "n", "name", "prefill_s", "profile", "slots", "waiting")
 
     def __init__(self, n: int, load: WorkerLoad, profile: Profile) -> None:
         self.n, self.name, self.slots, self.profile = n, load.worker, load.slots, profile
@@ -106,8 +129,11 @@ class _Worker:
 
 
 class _Planner:
-    def __init__(self, held: Held, typical: float, round_trip_s: float, max_moves: int) -> None:
-        self.held, self.typical, self.round_trip_s, self.max_moves = held, typical, round_trip_s, max_moves
+    def __init__(
+        self, held: Held, least_context: Callable[[str], int], typical: float, round_trip_s: float, max_moves: int
+    ) -> None:
+        self.held, self.least_context, self.typical = held, least_context, typical
+        self.round_trip_s, self.max_moves = round_trip_s, max_moves
         self.moves: list[Move] = []
 
     def move(self, sources: Sequence[_Worker], targets: Sequence[_Worker], waiting: bool = False) -> None:
@@ -126,7 +152,8 @@ class _Planner:
             if shortest[0][0] != target.step_s(1):  # it has given up a response since
                 heapq.heapreplace(shortest, (target.step_s(1), target.n))
                 continue
-            if not waiting and target.step_s(1) >= source.step_s():
+            # No other worker has a longer step, and this target would be too slow for all of them.
+            if not waiting and target.step_s(1) >= (MAX_STEP_RATIO if target.count else 1.0) * source.step_s():
                 return
             move = self._best_move(source, target, waiting) if source is not target else None
             if move is None:
@@ -141,7 +168,16 @@ class _Planner:
 
     def _best_move(self, source: _Worker, target: _Worker, waiting: bool) -> Move | None:
         """The move of the best candidate; None if it does not gain enough."""
-        if not waiting and target.count and target.step_s(1) >= MAX_STEP_RATIO * source.step_s():
+        shorter_s = source.step_s() - target.step_s(1)
+        fixed_s = source.profile.fixed_s - target.profile.fixed_s
+        gain_s = self.typical * (fixed_s + REMAINING * (shorter_s - fixed_s))
+        gain_s -= REMAINING * self.typical * target.profile.each_s * target.count
+        if waiting:
+            # At the source, the response and each one ahead of it must wait for a running response to end.
+            gain_s += self.typical * source.step_s() * source.waiting / max(1, source.count - source.waiting)
+        else:
+            gain_s += REMAINING * self.typical * source.profile.each_s * (source.count - 1)
+        if gain_s <= self._cost_s(self.least_context(source.name), target, waiting) * MARGIN:
             return None
         if waiting not in source.candidates:  # the fewer tokens to prefill, the better
             candidates = (r for r in self.held(source.name) if r.waiting == waiting)
@@ -149,19 +185,14 @@ class _Planner:
         if not source.candidates[waiting]:
             return None
         r = source.candidates[waiting][-1]
-        shorter_s = source.step_s() - target.step_s(1)
-        fixed_s = source.profile.fixed_s - target.profile.fixed_s
-        gain_s = self.typical * (fixed_s + REMAINING * (shorter_s - fixed_s))
-        gain_s -= REMAINING * self.typical * target.profile.each_s * target.count
-        cost_s = self.round_trip_s
-        if waiting:
-            # At the source, the response and each one ahead of it must wait for a running response to end. Its prefill
-            # is needed at either worker, so it is no cost of the move.
-            gain_s += self.typical * source.step_s() * source.waiting / max(1, source.count - source.waiting)
-        else:
-            gain_s += REMAINING * self.typical * source.profile.each_s * (source.count - 1)
-            cost_s += r.context * target.prefill_s * (1 + target.count)
+        cost_s = self._cost_s(r.context, target, waiting)
         if gain_s <= cost_s * MARGIN * 2**r.moves:
             return None
         source.candidates[waiting].pop()
         return Move(id=r.id, source=source.name, target=target.name, gain_s=gain_s, cost_s=cost_s)
+
+    def _cost_s(self, context: int, target: _Worker, waiting: bool) -> float:
+        """Seconds that a response with this context loses by a move, together with those at the target. A waiting
+        response is prefilled at either worker, so its prefill is no cost of the move."""
+        prefill_s = 0.0 if waiting else context * target.prefill_s * (1 + target.count)
+        return self.round_trip_s + prefill_s

@@ -143,6 +143,8 @@ class WorkerSpeeds:
         """Median profile by device; None: of all devices. It is kept when the last worker of a device is gone."""
         self._new_windows = 0
         self._devices = DeviceProfiles()
+        self._last: tuple[tuple[float, float, float], Profile] | None = None
+        """The last coefficients of a device and their profile: most workers of a large fleet share them."""
         self._prefill_s: dict[str, float] = {}
         """Seconds to prefill one token, by device."""
 
@@ -202,7 +204,11 @@ class WorkerSpeeds:
     def profile(self, worker: str) -> Profile | None:
         """None: no worker has been measured yet."""
         if (found := self._devices.coefficients(worker)) is not None:
-            return Profile(fixed_s=found[0], each_s=found[1], context_s=found[2], context=self._devices.context)
+            if self._last is None or self._last[0] is not found:
+                fixed_s, each_s, context_s = found
+                made = Profile(fixed_s=fixed_s, each_s=each_s, context_s=context_s, context=self._devices.context)
+                self._last = (found, made)
+            return self._last[1]
         known = self._workers.get(worker)
         if known is None:
             return self._typical.get(None)

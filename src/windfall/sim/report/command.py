@@ -32,7 +32,7 @@ def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None) -> None:
     virtual_s, wall_s = sum(f.whole_s for r in rows for f in r.runs), sum(r.wall_s for r in rows)
     print(
         f"{virtual_s:,.0f} virtual s in {wall_s:.1f} s, {seeds} seed{'s' if seeds > 1 else ''}. Values are means over "
-        f"seeds of the steps after the first {recipe.sim.skip_steps}; {compare.LEGEND}"
+        f"seeds of {compare.steps(rows)} after the first {recipe.sim.skip_steps}; {compare.LEGEND}"
     )
     if out is not None:
         for path in compare.write(rows, out):

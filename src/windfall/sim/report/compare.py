@@ -1,4 +1,7 @@
-"""Simulates variants of a recipe over several seeds and reports the results as rows, a table, JSON, CSV and SVG."""
+"""Simulates variants of a recipe over several seeds and reports the results as rows, a table, JSON, CSV and SVG.
+
+All variants of a seed are compared over the steps that each of them has completed (equal_steps.py).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from pathlib import Path
 from windfall.config import Recipe
 from windfall.errors import WindfallError
 from windfall.events.log import Event
-from windfall.sim.core import run
 from windfall.sim.core.scenario import build
 from windfall.sim.report import plots, variants
-from windfall.sim.report.figures import Figures, Moment, Spread, figures, spread, timeline
+from windfall.sim.report.equal_steps import SimulatedRun, figures_of_equal_steps, simulate
+from windfall.sim.report.figures import Figures, Moment, Spread, spread, timeline
 
 SPREADS = (
     "tok_per_s", "tok_per_usd", "usd", "step_mean_s", "trainer_idle", "workers_there", "workers_idle", "workers_lost",
@@ -81,31 +84,41 @@ def compare(
 ) -> Comparison:
     """Simulate every variant with every seed. Event logs stay in `folder`. A variant that fails does not stop the
     others; if all fail, the first error is raised."""
-    rows: list[VariantResult] = []
-    moments: list[Moment] = []
+    done: dict[str, list[SimulatedRun]] = {}
+    wall_s: dict[str, float] = {}
     failed: dict[str, WindfallError] = {}
     for name in names:
-        began, runs, first_timeline = time.perf_counter(), list[Figures](), list[Moment]()
+        began = time.perf_counter()
         try:
-            for scenario in [build(r) for r in variants.seeded(variants.apply(recipe, name), seeds)]:
-                seed = scenario.real.run.seed
-                log = folder / f"{name}-{seed}.jsonl"
-                sink = partial(progress, name, seed) if progress else None
-                done = run.simulate(scenario, log, sink=sink)
-                runs.append(figures(log, scenario, done.stays))
-                first_timeline = first_timeline or timeline(log, scenario.granule)
+            done[name] = _simulate_seeds(recipe, name, seeds, folder, progress)
         except WindfallError as e:
             failed[name] = e
-            continue
-        moments, values = first_timeline, [f.row() for f in runs]
-        row = VariantResult(
-            name=name, runs=tuple(runs), spreads={key: spread([v[key] for v in values]) for key in SPREADS},
-            wall_s=time.perf_counter() - began, steps_s=spread([s for f in runs for s in f.step_s]),
-        )  # fmt: skip
-        rows.append(row)
-    if not rows:
+        wall_s[name] = time.perf_counter() - began
+    if not done:
         raise next(iter(failed.values()))
-    return Comparison(rows=tuple(rows), moments=tuple(moments), failed=failed)
+    by_seed = [figures_of_equal_steps(runs) for runs in zip(*done.values(), strict=True)]
+    rows = tuple(_row(name, runs, wall_s[name]) for name, runs in zip(done, zip(*by_seed, strict=True), strict=True))
+    first = done[rows[-1].name][0]
+    return Comparison(rows=rows, moments=tuple(timeline(first.log, first.scenario.granule)), failed=failed)
+
+
+def _simulate_seeds(
+    recipe: Recipe, name: str, seeds: int, folder: Path, progress: OnEvent | None
+) -> list[SimulatedRun]:
+    out = []
+    for scenario in [build(r) for r in variants.seeded(variants.apply(recipe, name), seeds)]:
+        seed = scenario.real.run.seed
+        sink = partial(progress, name, seed) if progress else None
+        out.append(simulate(scenario, folder / f"{name}-{seed}.jsonl", sink))
+    return out
+
+
+def _row(name: str, runs: tuple[Figures, ...], wall_s: float) -> VariantResult:
+    values = [f.row() for f in runs]
+    return VariantResult(
+        name=name, runs=runs, spreads={key: spread([v[key] for v in values]) for key in SPREADS}, wall_s=wall_s,
+        steps_s=spread([s for f in runs for s in f.step_s]),
+    )  # fmt: skip
 
 
 def table(rows: Sequence[VariantResult]) -> list[str]:
@@ -124,6 +137,13 @@ def table(rows: Sequence[VariantResult]) -> list[str]:
         )
         lines.append(f"{row.name:16}" + "".join(cells))
     return lines
+
+
+def steps(rows: Sequence[VariantResult]) -> str:
+    """How many steps of each seed the figures cover: the same ones in all variants."""
+    counts = sorted({f.steps for f in rows[0].runs})
+    number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{number} step{'s' if counts[-1] > 1 else ''}{' that all variants completed' if len(rows) > 1 else ''}"
 
 
 def spreads(rows: Sequence[VariantResult]) -> list[str]:

@@ -67,14 +67,20 @@ class Figures:
         return {**asdict(self), "step_mean_s": self.step_mean_s}
 
 
-def figures(log: Path, scenario: Scenario, stays: Sequence[Stay]) -> Figures:
-    """The figures of a simulated run."""
-    events = read(log)
-    skip = scenario.real.sim.skip_steps
-    steps = steps_of(events)
+def completed_steps(events: Sequence[Event], scenario: Scenario) -> list[Event]:
+    """The completed steps of a simulated run. An error if there are none after those that figures skip."""
+    steps, skip = steps_of(events), scenario.real.sim.skip_steps
     if len(steps) <= skip:
         fix = "Raise run.steps or sim.seconds, or lower sim.skip_steps."
         raise WindfallError(f"only {len(steps)} steps were completed, and {skip} are skipped", where="sim", fix=fix)
+    return steps
+
+
+def figures(log: Path, scenario: Scenario, stays: Sequence[Stay], *, last: int | None = None) -> Figures:
+    """The figures of a simulated run. `last`: leave out the steps after this one."""
+    events = read(log)
+    skip = scenario.real.sim.skip_steps
+    steps = completed_steps(events, scenario)[:last]
     since_s = _first_end_s(log, skip) if any(e["name"] == "void" for e in events) else None
     start_s, end_s = steps[skip]["m"] - steps[skip]["s"], steps[-1]["m"]
     if since_s is not None:
@@ -89,7 +95,7 @@ def figures(log: Path, scenario: Scenario, stays: Sequence[Stay]) -> Figures:
             unjoined_usd += stay.prices.between(from_s, to_s)
             unjoined_s += to_s - from_s
     more_usd += unjoined_usd
-    result = from_events(events, skip=skip, granule=scenario.granule, more_usd=more_usd, since_s=since_s)
+    result = from_events(events, skip=skip, last=last, granule=scenario.granule, more_usd=more_usd, since_s=since_s)
     return replace(result, unjoined_s=unjoined_s)
 
 
@@ -104,11 +110,13 @@ def _first_end_s(log: Path, step: int) -> float:
 
 
 def from_events(
-    events: Sequence[Event], *, skip: int, granule: int = 1, more_usd: float = 0.0, since_s: float | None = None
-) -> Figures:
-    """The figures of any run, real or simulated, from its log alone. The first `skip` steps are left out; there must be
-    at least one more. `since_s`: count from this time, including the cost of steps that had to be trained again."""
-    all_steps = steps_of(events)
+    events: Sequence[Event], *, skip: int, last: int | None = None, granule: int = 1, more_usd: float = 0.0,
+    since_s: float | None = None,
+) -> Figures:  # fmt: skip
+    """The figures of any run, real or simulated, from its log alone. The first `skip` steps and those after step `last`
+    are left out; at least one must remain. `since_s`: count from this time, including the cost of steps that had to be
+    trained again."""
+    all_steps = steps_of(events)[:last]
     steps = all_steps[skip:]
     start_s, end_s = steps[0]["t"] - steps[0]["s"] if since_s is None else since_s, steps[-1]["t"]
     void = [e for e in events if e["name"] == "void" and start_s < e["t"] <= end_s] if since_s is not None else []

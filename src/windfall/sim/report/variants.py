@@ -16,7 +16,11 @@ class Variant(NamedTuple):
     """Recipe keys that the variant sets, by section."""
 
 
-NO_WORKERS = {"trace": {"nodes": 0, "file": None}, "fleet": {"workers": 0, "local": True}, "sim": {"prices_file": None}}
+NO_WORKERS = {
+    "trace": {"nodes": 0, "file": None},
+    "fleet": {"workers": 0, "workers_max": 0, "borrowed_max": 0, "local": True},
+    "sim": {"prices_file": None, "lenders": None},
+}
 ALGORITHM_1 = {"fleet": {"offload": "feedback"}}
 ALGORITHM_2 = {"techniques": {"balancing": "algorithm2"}}
 VARIANTS = {

@@ -52,9 +52,12 @@ class Plan:
     """Seconds until all workers hold new weights; hidden behind generation if the staleness is above 0."""
     step_s: float
     usd_per_h: float
-    method: str
+    """All GPUs that are used, and traffic between zones."""
+    traffic_usd_per_h: float
     tok_per_s: float
     """Response tokens per second."""
+    own: Replica | None = None
+    """The trainer's own engine, if it generates as well (`fleet.local`)."""
 
     @property
     def training_kind(self) -> Kind:
@@ -86,14 +89,16 @@ class Plan:
     def name(self) -> str:
         """The plan in words. "roll out 4 H100 + 2 x 4 L40S spot" ends with two engines of four GPUs each."""
         made = [f"{n} x {r.tp} {kind.name}" if r.tp > 1 else f"{n} {kind.name}" for kind, r, n, _ in self.replicas]
-        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {' + '.join(made)}"
+        own = " + the trainer's own engine" if self.own else ""
+        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {' + '.join(made)}{own}"
 
     @property
     def counts(self) -> frozenset[tuple[Kind, int, int]]:
-        """What tells plans apart: kind, GPUs per engine (0: the trainer), and number. Names do not, because kinds that
+        """What tells plans apart: kind, GPUs per engine (0: the trainer, -1: its own engine), and number. Names do not, because kinds that
         differ only in price or provider have the same one."""
         engines = {(kind, r.tp, n) for kind, r, n, _ in self.replicas}
-        return frozenset({(self.training_kind, 0, self.training.gpus), *engines})
+        own = {(self.training_kind, -1, 1)} if self.own else set[tuple[Kind, int, int]]()
+        return frozenset({(self.training_kind, 0, self.training.gpus), *engines, *own})
 
     @property
     def why(self) -> str:
@@ -146,10 +151,12 @@ def pull_s(request: Request, placed: Sequence[Placed]) -> float:
     """Seconds until all engines hold new weights."""
     work, links = request.work, request.cluster.links
     if links.pull:  # measured, with other pulls beside it
-        return cost_model.pull_s(work, [(links.pull, 1)], 1)
+        return work.update_bytes / (links.pull * cost_model.LINK_SHARE)
     sources = [p.machine for p in placed if p.training]
     away, local = list[tuple[float, float]](), 0
     for p in placed:
+        if not p.replicas:
+            continue
         if p.training:
             local = max(local, len(p.replicas))
         engines = float(len(p.replicas))
@@ -162,22 +169,39 @@ def pull_s(request: Request, placed: Sequence[Placed]) -> float:
 
 
 def pull_alone(request: Request, placed: Sequence[Placed]) -> float:
-    """Bytes per second of a pull if no other engine pulls: on the slowest of the links that are used."""
+    """Seconds of a pull if no other engine pulls: on the slowest of the links that are used."""
+    work = request.work
     if request.cluster.links.pull:
-        return request.cluster.links.pull * cost_model.LINK_SHARE
+        return work.update_bytes / (request.cluster.links.pull * cost_model.LINK_SHARE)
     sources = [p.machine for p in placed if p.training]
     away = [p.machine for p in placed if p.replicas and not p.training]
-    return min(
-        [request.cluster.pull_rate(m, sources) * cost_model.LINK_SHARE for m in away], default=cost_model.LOOPBACK
-    )
+    rates = [request.cluster.pull_rate(m, sources) for m in away]
+    return cost_model.pull_s(work, [(min(rates), 1)], 1) if rates else work.update_bytes / cost_model.LOOPBACK
+
+
+def traffic_usd(request: Request, placed: Sequence[Placed], trained: Training) -> float:
+    """Dollars per step for traffic between zones: every pull of an engine in a zone in which nothing trains, and the
+    rings of a trainer in several zones, which leave every zone once."""
+    links, sources = request.cluster.links, {p.machine.zone for p in placed if p.training}
+    gb = request.work.pull_bytes / 1e9
+    usd = sum(len(p.replicas) * gb * min(links.price(p.machine.zone, z) for z in sources) for p in placed if p.replicas)
+    if len(sources) > 1:
+        order = sorted(sources)
+        ring = zip(order, [*order[1:], order[0]], strict=True)
+        usd += trained.sent_bytes / 1e9 * sum(links.price(a, b) for a, b in ring)
+    return usd
 
 
 def score(
     request: Request, placed: Sequence[Placed], engines: Sequence[tuple[Replica, int]], kinds: Sequence[Kind],
-    trained: Training, method: str,
+    trained: Training, own: Replica | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan with its predicted times and costs. `engines`: with their numbers; `kinds`: the kind of each."""
+    """The plan with its predicted times and costs. `engines`: with their numbers; `kinds`: the kind of each; `own`: the
+    trainer's own engine, if it generates while the trainer would wait."""
     w = request.work
+    weights_s = pull_s(request, placed)
+    # The last group of a step is trained after its longest response has ended, then the weights are published.
+    last_s = trained.update_s + (trained.step_s - trained.update_s) * min(1.0, trained.last_share)
     shares = [n * useful_share(request, kind) for (_, n), kind in zip(engines, kinds, strict=True)]
 
     def speed(batches: Sequence[float]) -> float:
@@ -190,7 +214,8 @@ def score(
 
     def tail(batches: Sequence[float]) -> float:
         fastest = min(step_time(e, b, w) for (e, _), b in zip(engines, batches, strict=True))
-        return (w.longest_tokens * fastest + w.staleness * again(batches)) / (w.staleness + 1)
+        around_s = weights_s + last_s if w.staleness else 0.0
+        return (w.longest_tokens * fastest + around_s + w.staleness * again(batches)) / (w.staleness + 1)
 
     full = share_out(engines, w)
     low, high = 0.0, max(step_time(e, b, w) for (e, _), b in zip(engines, full, strict=True))
@@ -206,7 +231,6 @@ def score(
     tail_s = tail(batches)
     if w.tokens / speed(batches) + again(batches) < w.tokens / tok_per_s + again_s:
         tok_per_s, again_s = speed(batches), again(batches)
-    weights_s = pull_s(request, placed)
     # With staleness, engines go on while new weights arrive; then the contexts of running responses are computed again.
     update_s = w.reward_s + (again_s if w.staleness else weights_s)
     bound_s = max(tail_s, weights_s) if w.staleness else tail_s
@@ -214,11 +238,21 @@ def score(
         have=(), usd_per_h=(), trainers=(), replicas=(), tokens=w.tokens, update_s=update_s, tail_s=bound_s,
         overlapped=w.staleness > 0, hidden=PIPELINED,
     )  # fmt: skip
-    rate = problem.rate(trained.step_s, tok_per_s)
-    usd = sum((p.training + sum(p.replicas)) * price(request, p.machine.kind) for p in placed)
+    busy_s = trained.step_s
+    if own is not None:
+        # The trainer's engine generates until training and generation would end together.
+        batch = min(own.slots, in_flight(w) * own.slots / (own.slots + sum(e.slots * n for e, n in engines)))
+        share = own.tok_per_s(batch, w) / tok_per_s
+        seconds = max(0.0, w.tokens / tok_per_s - busy_s) / (1 + share)
+        tok_per_s *= 1 / (1 - share * seconds * tok_per_s / w.tokens)
+        busy_s += seconds
+    rate = float(problem.rate(busy_s, tok_per_s))
+    used = [p for p in placed if p.training or p.replicas]
+    usd = sum((p.training + sum(p.replicas)) * price(request, p.machine.kind) for p in used)
+    traffic = traffic_usd(request, placed, trained) * 3600 * rate
     return Plan(
         work=w, training=trained, placed=tuple(placed), train_s=trained.step_s,
         replicas=tuple((kind, e, n, b) for (e, n), b, kind in zip(engines, batches, kinds, strict=True)),
         rollout_s=w.tokens / tok_per_s + update_s, update_s=update_s, tail_s=tail_s, pull_s=weights_s, step_s=1 / rate,
-        usd_per_h=usd, method=method, tok_per_s=rate * w.tokens,
+        usd_per_h=usd + traffic, traffic_usd_per_h=traffic, tok_per_s=rate * w.tokens, own=own,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from windfall.config import Recipe
 from windfall.plan import command, report
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload
@@ -120,11 +121,11 @@ def test_plans_on_machines_that_differ_in_price_only_are_told_apart() -> None:
 def test_a_deadline_is_met_in_the_simulation_not_only_in_the_cost_model() -> None:
     """With few responses the cost model is too optimistic."""
     asked = replace(request("16xH100", top=1, objective="deadline", deadline_h=0.4), work=replace(WORK, groups=16))
-    (first, figures), *_ = command.rank(planner.plans(asked), asked, None, simulate=True)
+    (first, figures), *_ = command.best(replace(asked, deadline_h=9.0), Recipe(), simulate=True).ranked
     predicted, simulated = report.run_hours(first, None), report.run_hours(first, figures)
     assert predicted < 0.97 * simulated
     asked = replace(asked, deadline_h=0.98 * simulated)
-    (found, seen), *_ = command.best(asked, None, simulate=True)[0]
+    (found, seen), *_ = command.best(asked, Recipe(), simulate=True).ranked
     assert not report.is_late(found, seen, asked)
     assert found.usd_per_h >= first.usd_per_h
     never = replace(asked, deadline_h=1e-4)
@@ -181,14 +182,13 @@ def test_spot_workers_that_are_away_on_average_are_away_in_the_simulation() -> N
 def test_simulation_agrees_with_the_cost_model_and_ranks(groups: int) -> None:
     """Small steps are mostly the tail of long responses, for which the cost model is too optimistic."""
     asked = replace(request("6xH100 + 2x2xH100:spot", top=2), work=replace(WORK, groups=groups))
-    ranked = command.rank(planner.plans(asked), asked, None, simulate=True)
-    figures = [f for _, f in ranked if f is not None]
-    assert [f.tok_per_s for f in figures] == sorted((f.tok_per_s for f in figures), reverse=True)
+    made = command.best(asked, Recipe(), simulate=True)
+    ranked = made.ranked
     for plan, found in ranked:
         assert found is not None
         assert found.tok_per_s == pytest.approx(plan.tok_per_s, rel=0.25 if groups > 100 else 0.6)
-    lines = "\n".join(report.report("8B", asked, ranked))
-    for word in ("tok/s", "per million tokens", "idle", "GB per GPU", "bottleneck", "placement", "T"):
+    lines = "\n".join(report.report("8B", asked, ranked, made.frontier, made.groups))
+    for word in ("what every group of machines adds", "$/100 steps", "tok/s", "per million tokens", "idle", "GB per GPU", "bottleneck", "placement", "T"):
         assert word in lines
 
 

@@ -105,6 +105,8 @@ class Best(NamedTuple):
     """Plans that are faster than every cheaper one, the cheapest first."""
     groups: list[report.Group]
     """What every group of machines adds."""
+    compared: list[Row]
+    """Everything that was compared at last, best first."""
     refused: list[str]
 
 
@@ -143,7 +145,7 @@ def best(request: Request, base: Recipe, *, simulate: bool) -> Best:
     if ranked[0] not in frontier:
         frontier = sorted([*frontier, ranked[0]], key=lambda row: row[0].usd_per_h)
     groups = found.groups(ranked[0])
-    return Best(ranked=ranked[: request.top], frontier=frontier, groups=groups, refused=found.refused)
+    return Best(ranked=ranked[: request.top], frontier=frontier, groups=groups, compared=ranked, refused=found.refused)
 
 
 class Candidates:
@@ -158,7 +160,8 @@ class Candidates:
         """Of plans for a part of the cluster: the groups that were left out."""
 
     def add(self, plans: Sequence[Plan], most: int, first: WindfallError | None = None) -> list[Plan]:
-        """Simulate the first plans that can run, this many, with the trainer's own engine and without it."""
+        """Simulate the first plans that can run, this many; the first of them with the trainer's own engine and
+        without it."""
         out: list[Plan] = []
         self.first = self.first or first
         for plan in plans:
@@ -170,7 +173,7 @@ class Candidates:
                 self.refused.append(f"{plan.name}: {error.what}")
                 continue
             out.append(plan)
-            for made in planner.variants(self.request, plan) if self._simulate else (plan,):
+            for made in planner.variants(self.request, plan) if self._simulate and len(out) == 1 else (plan,):
                 if made.counts not in self.rows:
                     figures = recipe.simulate(made, self.request, self.base) if self._simulate else None
                     self.rows[made.counts] = made, figures

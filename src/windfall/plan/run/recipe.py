@@ -41,7 +41,9 @@ from windfall.sim.core.scenario import with_keys
 from windfall.sim.report.figures import figures
 
 PORT = 29400
-SIM_STEPS, SIM_SKIP = 6, 2
+SOME_ADDRESS = "192.0.2.1"
+"""Stands for the address of a machine that is not known yet (RFC 5737)."""
+SIM_STEPS, SIM_SKIP = 5, 2
 """Steps that the figures cover, and steps before them. As many steps as the staleness follow, in which nothing is
 generated for later steps."""
 SIM_TOKENS = 8
@@ -220,7 +222,7 @@ def refusal(plan: Plan, request: Request, base: Recipe | None) -> WindfallError 
     """Why this plan cannot run from here: a provider or an engine is missing. Missing addresses are asked for only when
     a recipe is written. None: it can."""
     first = next(p for p in plan.placed if p.training)
-    named = replace(first.machine, address=first.machine.address or "0.0.0.0")
+    named = replace(first.machine, address=first.machine.address or SOME_ADDRESS)
     placed = tuple(replace(p, machine=named) if p is first else p for p in plan.placed)
     try:
         if base is not None:

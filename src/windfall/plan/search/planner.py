@@ -39,7 +39,7 @@ TIE = 0.02
 """Throughput within this share of the highest is equal to it: then the cheaper plan is better."""
 MOST_ZONES = 4
 """Zones that are tried together are fewer than this."""
-IMPROVED = 3
+IMPROVED = 2
 """Plans that are improved."""
 CHANGES = 300
 """Changed plans that are scored, per plan that is improved."""
@@ -110,11 +110,12 @@ def search(request: Request, *, near: bool = True) -> list[Plan]:
     found: dict[frozenset[tuple[Kind, int, int]], Plan] = {}
 
     def add(splits: Sequence[Split]) -> list[Plan]:
-        """The plans that are new, each also with the trainer's own engine."""
+        """The plans that are new, each also with the trainer's own engine if that should help."""
         made = [plan for split in splits if (plan := place(request, options, split)) is not None]
         new = [plan for plan in made if plan.counts not in found]
         found.update((plan.counts, plan) for plan in new)
-        found.update((own.counts, own) for plan in new if (own := with_own_engine(request, plan)) is not None)
+        owns = [own for plan in new if (own := with_own_engine(request, plan)) and own.tok_per_s > plan.tok_per_s]
+        found.update((own.counts, own) for own in owns)
         return new
 
     for crowded in (False, True):
@@ -178,7 +179,7 @@ def _near(request: Request, options: Options) -> Iterator[Plan]:
                 placed = fixed_in(request, options, plan)
                 if placed is not None:
                     yield placed
-                    if own := with_own_engine(request, placed):
+                    if (own := with_own_engine(request, placed)) and own.tok_per_s > placed.tok_per_s:
                         yield own
 
 
@@ -283,6 +284,7 @@ class Options:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.kinds: list[tuple[Kind, list[Machine]]] = list(request.cluster.kinds().items())
+        self.idle = [[Placed(machine=m, training=0, replicas=()) for m in machines] for _, machines in self.kinds]
         self.graphs = [_graph(request, machines) for _, machines in self.kinds]
         self.fastest = [max(map(max, graph.network)) for graph in self.graphs]
         """The fastest link between two machines of a kind. What a plan has is known when it is placed."""
@@ -405,6 +407,8 @@ def place(request: Request, options: Options, split: solvers.Split) -> Plan | No
     for k in sorted(range(len(options.kinds)), key=lambda k: k != split.trainer.kind):
         kind, machines = options.kinds[k]
         train = split.trainer.gpus if k == split.trainer.kind else 0
+        if not train and not any(option.kind == k for option in split.replicas):
+            continue
         rates = {m.zone: request.cluster.pull_rate(m, sources) for m in _of_each_zone(machines)} if sources else {}
         near = [rates[m.zone] for m in machines] if sources else []
         made = _partition(request, options, split, k, near)
@@ -419,12 +423,14 @@ def place(request: Request, options: Options, split: solvers.Split) -> Plan | No
                     trained = training(request, kind, train, most, made.slowest)
                 except DoesNotFit:
                     return None
-    placed = [
-        Placed(machine=machine, training=own, replicas=row)
-        for k, (_, machines) in enumerate(options.kinds)
-        for machine, own, row in zip(machines, found[k].training, found[k].replicas, strict=True)
-    ]
-    counts = Counter((k, tp) for k in range(len(options.kinds)) for row in found[k].replicas for tp in row)
+    placed: list[Placed] = []
+    for k, (_, machines) in enumerate(options.kinds):
+        if k not in found:
+            placed += options.idle[k]
+            continue
+        rows = zip(machines, found[k].training, found[k].replicas, strict=True)
+        placed += [Placed(machine=machine, training=own, replicas=row) for machine, own, row in rows]
+    counts = Counter((k, tp) for k, made in found.items() for row in made.replicas for tp in row)
     if not counts:
         return None
     engines = [(options.replicas[key], n) for key, n in counts.items()]

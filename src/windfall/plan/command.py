@@ -23,8 +23,8 @@ from windfall.plan.model.cluster import Cluster, Links, Machine
 from windfall.plan.model.devices import Gpu, PriceList, Terms
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.model.workload import Workload
-from windfall.plan.run import recipe, review, run_log
 from windfall.plan.report import Row
+from windfall.plan.run import recipe, review, run_log
 from windfall.plan.run.recipe import Simulated
 from windfall.plan.search import planner
 from windfall.plan.search.request import LOSSES_PER_H, Request, SpotMarket, price

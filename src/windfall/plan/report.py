@@ -10,7 +10,6 @@ from windfall.plan.run.recipe import Simulated
 from windfall.plan.search.request import Request
 from windfall.plan.search.scoring import Plan
 
-
 Row = tuple[Plan, Simulated | None]
 """A plan, with its simulated figures if it was simulated."""
 FRONTIER = 8
@@ -29,7 +28,11 @@ class Group(NamedTuple):
 
 
 def report(
-    name: str, request: Request, ranked: list[Row], frontier: list[Row] = [], groups: list[Group] = []  # noqa: B006
+    name: str,
+    request: Request,
+    ranked: list[Row],
+    frontier: list[Row] = [],
+    groups: list[Group] = [],  # noqa: B006
 ) -> list[str]:
     w, e = request.work, request.efficiency
     held = ", ".join(f"{part} {error:.0%}" for part, error in measured.held_out().by_part().items())
@@ -95,7 +98,9 @@ def _assumptions(request: Request) -> list[str]:
         market += "assumed: no --spot TRACE was given" if m.assumed else "from the trace"
         lines.append(f"spot machines: {market}; a new one boots for {m.boot_s:g} s")
     if request.work.delta < 1:
-        lines.append(f"pulls: deltas of {request.work.delta:.1%} of the weights, by the learning rate (docs/weights.md)")
+        lines.append(
+            f"pulls: deltas of {request.work.delta:.1%} of the weights, by the learning rate (docs/weights.md)"
+        )
     return lines
 
 

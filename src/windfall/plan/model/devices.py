@@ -70,7 +70,9 @@ TABLE: dict[str, Gpu] = {
     for g in (
         replace(
             _gpu("B200", 180, 7.7, 2250, 900e9, "NVIDIA HGX B200 data sheet, 2025-03; bus: pytorch/ao#4002, 2026-03"),
-            reserved_usd_per_h=7.15, spot_usd_per_h=3.95, reserved_source=f"nebius B200 on demand, {CATALOG}",
+            reserved_usd_per_h=7.15,
+            spot_usd_per_h=3.95,
+            reserved_source=f"nebius B200 on demand, {CATALOG}",
             spot_source=f"nebius B200 spot, {CATALOG}",
         ),
         _gpu("H200", 141, 4.8, 989, 450e9, "NVIDIA H200 SXM data sheet, 2023-11"),
@@ -82,7 +84,9 @@ TABLE: dict[str, Gpu] = {
         _gpu("L4", 24, 0.3, 121, PCIE4, "NVIDIA L4 data sheet, 2023-03"),
         replace(
             _gpu("RTX4090", 24, 1.008, 165, PCIE4, "NVIDIA Ada white paper 2.01, 2023-03; accumulation in float32"),
-            reserved_usd_per_h=0.74, spot_usd_per_h=0.74, reserved_source=f"runpod RTX4090, {CATALOG}",
+            reserved_usd_per_h=0.74,
+            spot_usd_per_h=0.74,
+            reserved_source=f"runpod RTX4090, {CATALOG}",
             spot_source=f"runpod RTX4090, {CATALOG}",
         ),
         _gpu("H800-SXM", 80, 3.35, 989, 200e9, "NVIDIA H100 SXM5 data sheet, 2022-09; 400 GB/s NVLink, 2023-03"),

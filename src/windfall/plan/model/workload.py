@@ -68,7 +68,9 @@ def model(name: str) -> tuple[str, ModelShape]:
             return known, shape
     close = nearest(name, MODELS)
     known = f"Known: {', '.join(MODELS)}."
-    fix = f"{close if close.startswith('Did') else ''} {known} Or give a folder with a config.json, or a recipe with one."
+    fix = (
+        f"{close if close.startswith('Did') else ''} {known} Or give a folder with a config.json, or a recipe with one."
+    )
     raise WindfallError(f"the sizes of model {name!r} are not known", where="model", fix=fix.strip())
 
 

@@ -265,5 +265,3 @@ def solve(problem: Problem, count: int = 1, between: int = 0) -> list[Split]:
         rates, prices = (np.array([row[i] for row in rows]) for i in (2, 3))
         out += [tables.split(*rows[n]) for n in _spread(_undominated(rates, prices), rates, between)]
     return out
-
-

@@ -119,9 +119,9 @@ def test_large_problems_are_solved_in_steps_close_to_the_best() -> None:
         )  # fmt: skip
         best = math.inf
         for trainer in trainers:
-            h, l = np.meshgrid(np.arange(1024 - trainer.gpus + 1), np.arange(1025))
-            rate = p.rate(trainer.step_s, 900.0 * h + 310.0 * l)
-            usd = 7.0 * (h + trainer.gpus) + 2.0 * l
+            a, b = np.meshgrid(np.arange(1024 - trainer.gpus + 1), np.arange(1025))
+            rate = p.rate(trainer.step_s, 900.0 * a + 310.0 * b)
+            usd = 7.0 * (a + trainer.gpus) + 2.0 * b
             value = usd / rate if objective == "cost" else usd
             best = min(best, float(np.min(value[p.allowed(rate, usd)], initial=math.inf)))
         found = solve(p)[0]

@@ -125,6 +125,7 @@ def best(request: Request, base: Recipe, *, simulate: bool) -> Best:
     if not found.add(every, request.top, first) or not found.rows:
         raise found.first or first or WindfallError("no plan can run", where="windfall plan")
     found.add([fastest], 1)
+    found.add([plan for plan in every if plan.own], 1)
     hours = request.deadline_h
     for _ in range(SEARCHES):
         plan, figures = found.best()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from windfall.plan.model import measured
@@ -28,11 +29,7 @@ class Group(NamedTuple):
 
 
 def report(
-    name: str,
-    request: Request,
-    ranked: list[Row],
-    frontier: list[Row] = [],
-    groups: list[Group] = [],  # noqa: B006
+    name: str, request: Request, ranked: Sequence[Row], frontier: Sequence[Row] = (), groups: Sequence[Group] = ()
 ) -> list[str]:
     w, e = request.work, request.efficiency
     held = ", ".join(f"{part} {error:.0%}" for part, error in measured.held_out().by_part().items())
@@ -80,7 +77,8 @@ def _adds(group: Group, chosen: Row) -> str:
     more, less = (chosen, group.other) if group.used else (group.other, chosen)
     tok_per_s = speed(*more) - speed(*less)
     share = f"({tok_per_s / speed(*less):+.1%})"
-    usd = f"{more[0].usd_per_h - less[0].usd_per_h:+,.2f} $/h, {usd_per_100(*more) - usd_per_100(*less):+,.2f} $/100 steps"
+    usd = f"{more[0].usd_per_h - less[0].usd_per_h:+,.2f} $/h, "
+    usd += f"{usd_per_100(*more) - usd_per_100(*less):+,.2f} $/100 steps"
     if group.used:
         return f"{tok_per_s:+,.0f} tok/s {share}, {usd}; costs ${group.usd_per_h:.2f}/h"
     return f"not used; with it: {tok_per_s:+,.0f} tok/s {share}, {usd}"

@@ -300,9 +300,7 @@ def pull_s(work: Workload, away: Sequence[tuple[float, float]], sources: int, lo
     sent_s = [n * work.pull_bytes / (bandwidth * LINK_SHARE) for bandwidth, n in away]
     most = max([n for _, n in away], default=0.0)
     applied_s = most * apply_s(work)
-    return max(
-        [local * work.update_bytes / LOOPBACK, sum(sent_s) / sources + applied_s, *(s + applied_s for s in sent_s)]
-    )
+    return max(local * work.update_bytes / LOOPBACK, max([sum(sent_s) / sources, *sent_s]) + applied_s)
 
 
 def apply_s(work: Workload) -> float:

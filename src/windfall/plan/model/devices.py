@@ -115,7 +115,8 @@ def find(name: str, known: Mapping[str, Gpu] | None = None, where: str = "cluste
     if gpu is None:
         close = nearest(wanted, table)
         names = f"Known: {', '.join(known or TABLE)}."
-        fix = f"{close if close.startswith('Did') else ''} {names} Or describe it in a [[device]] table of a cluster file."
+        hint = close if close.startswith("Did") else ""
+        fix = f"{hint} {names} Or describe it in a [[device]] table of a cluster file."
         raise WindfallError(f"unknown GPU {name!r}", where=where, fix=fix.strip())
     return _priced(gpu)
 

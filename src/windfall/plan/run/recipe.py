@@ -6,8 +6,9 @@ measured. Machines other than the trainer's first one are started by their owner
 Machines of a provider need its section in the recipe, which the plan completes: number of workers, engine, tensor
 parallelism, GPUs, terms and price.
 
-In the simulation every replica is one worker, and a lender is a worker that is slower by what it does not lend. With a
-trace, workers of reserved machines stay; those of spot machines come and go by the market's rates, as `windfall sim` does it.
+In the simulation every replica is one worker, and a lender is a worker that is slower by what it does not lend. Workers
+of reserved machines stay. Those of spot machines come and go by the rates of the trace, as `windfall sim` does it;
+without a trace they are slower by what boots cost on average.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ NOTES = {
 
 
 def of_model(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a plan that was asked for with a model's name only: this model, usual sizes, and the user's keys."""
+    """The recipe of a plan that was asked for with a model's name only: usual sizes, and the user's keys."""
     known = name in load.NAMED or "/" in name or Path(name).is_dir()
     sizes = {f.name: f.default for f in fields(Workload)}
     adapters = any(text.startswith("train.lora") for text in overrides)
@@ -161,7 +162,8 @@ def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
     here = [tp for tp in first.replicas if tp == 1]
     borrowed = sum(len(p.replicas) for p in plan.placed if p.machine.lease == "borrowed")
     fleet: dict[str, Any] = {
-        "local": plan.own is not None, "workers": len(here), "workers_max": 0, "kind": "reserved", "borrowed_max": borrowed,
+        "local": plan.own is not None, "workers": len(here), "workers_max": 0, "kind": "reserved",
+        "borrowed_max": borrowed,
         "trainer_price_usd_per_h": round(sum(p.training * p.machine.kind.usd_per_h for p in training), 4),
     }  # fmt: skip
     if here:
@@ -303,7 +305,8 @@ def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, measur
         },
         "train": {"minibatches": 1, "micro_tokens": max(plan.training.pack_tokens, 1)},
         "fleet": {
-            "local": plan.own is not None, "workers": 0, "workers_max": 0, "gone_s": 60.0, "suspect_s": 30.0, "heartbeat_s": 10.0,
+            "local": plan.own is not None, "workers": 0, "workers_max": 0, "gone_s": 60.0, "suspect_s": 30.0,
+            "heartbeat_s": 10.0,
             "trainer_price_usd_per_h": sum(p.training * p.machine.kind.usd_per_h for p in plan.placed),
             **dict.fromkeys(PROVIDERS),
         },

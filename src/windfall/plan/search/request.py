@@ -13,7 +13,7 @@ from windfall.plan.search.solvers import Objective
 BOOT_S = 60.0
 """Seconds until the worker of a new spot machine connects, unless the recipe sets `sim.boot_s`."""
 LOSSES_PER_H = 0.36
-"""Losses of a spot machine per hour, if no trace is given: the mean of the two public traces of docs/fleet-traces.md."""
+"""Losses of a spot machine per hour, if no trace is given: the mean of two public traces (docs/fleet-traces.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -94,8 +94,8 @@ class Plan:
 
     @property
     def counts(self) -> frozenset[tuple[Kind, int, int]]:
-        """What tells plans apart: kind, GPUs per engine (0: the trainer, -1: its own engine), and number. Names do not, because kinds that
-        differ only in price or provider have the same one."""
+        """What tells plans apart: kind, GPUs per engine (0: the trainer, -1: its own engine), and number. Names do not,
+        because kinds that differ only in price or provider have the same one."""
         engines = {(kind, r.tp, n) for kind, r, n, _ in self.replicas}
         own = {(self.training_kind, -1, 1)} if self.own else set[tuple[Kind, int, int]]()
         return frozenset({(self.training_kind, 0, self.training.gpus), *engines, *own})
@@ -202,28 +202,37 @@ def score(
     weights_s = pull_s(request, placed)
     # The last group of a step is trained after its longest response has ended, then the weights are published.
     last_s = trained.update_s + (trained.step_s - trained.update_s) * min(1.0, trained.last_share)
-    shares = [n * useful_share(request, kind) for (_, n), kind in zip(engines, kinds, strict=True)]
+    run = [*engines, *([(own, 1)] if own else [])]
+    shares = [n * useful_share(request, kind) for (_, n), kind in zip(engines, kinds, strict=True)] + [1.0] * bool(own)
 
     def speed(batches: Sequence[float]) -> float:
-        return sum(x * e.tok_per_s(b, w) for (e, _), x, b in zip(engines, shares, batches, strict=True))
+        """Tokens per second. The trainer's own engine generates until training and generation would end together."""
+        speeds = [x * e.tok_per_s(b, w) for (e, _), x, b in zip(run, shares, batches, strict=True)]
+        if own is None:
+            return sum(speeds)
+        workers = sum(speeds[:-1])
+        share = speeds[-1] / workers
+        alone_s = w.tokens / workers
+        own_s = max(0.0, alone_s - trained.step_s) / (1 + share)
+        return w.tokens / (alone_s - share * own_s)
 
     def again(batches: Sequence[float]) -> float:
         """Seconds to compute the contexts of all running responses again, after new weights."""
-        used = max(e.service.prefill_s * b * w.mean_context for (e, _), b in zip(engines, batches, strict=True))
+        used = max(e.service.prefill_s * b * w.mean_context for (e, _), b in zip(run, batches, strict=True))
         return used if w.staleness else 0.0
 
     def tail(batches: Sequence[float]) -> float:
-        fastest = min(step_time(e, b, w) for (e, _), b in zip(engines, batches, strict=True))
+        fastest = min(step_time(e, b, w) for (e, _), b in zip(run, batches, strict=True))
         around_s = weights_s + last_s if w.staleness else 0.0
         return (w.longest_tokens * fastest + around_s + w.staleness * again(batches)) / (w.staleness + 1)
 
-    full = share_out(engines, w)
-    low, high = 0.0, max(step_time(e, b, w) for (e, _), b in zip(engines, full, strict=True))
+    full = share_out(run, w)
+    low, high = 0.0, max(step_time(e, b, w) for (e, _), b in zip(run, full, strict=True))
     batches, tok_per_s, again_s = full, speed(full), again(full)
     # With staleness, engines that are fast enough run fewer responses at once, and each of them is faster.
     for _ in range(20 if w.staleness else 0):
         middle = (low + high) / 2
-        fewer = [max(1.0, min(batch_at(e, middle, w), most)) for (e, _), most in zip(engines, full, strict=True)]
+        fewer = [max(1.0, min(batch_at(e, middle, w), most)) for (e, _), most in zip(run, full, strict=True)]
         if w.tokens / speed(fewer) + again(fewer) > max(trained.step_s, tail(fewer)):
             low = middle
         else:
@@ -238,21 +247,13 @@ def score(
         have=(), usd_per_h=(), trainers=(), replicas=(), tokens=w.tokens, update_s=update_s, tail_s=bound_s,
         overlapped=w.staleness > 0, hidden=PIPELINED,
     )  # fmt: skip
-    busy_s = trained.step_s
-    if own is not None:
-        # The trainer's engine generates until training and generation would end together.
-        batch = min(own.slots, in_flight(w) * own.slots / (own.slots + sum(e.slots * n for e, n in engines)))
-        share = own.tok_per_s(batch, w) / tok_per_s
-        seconds = max(0.0, w.tokens / tok_per_s - busy_s) / (1 + share)
-        tok_per_s *= 1 / (1 - share * seconds * tok_per_s / w.tokens)
-        busy_s += seconds
-    rate = float(problem.rate(busy_s, tok_per_s))
+    rate = float(problem.rate(trained.step_s, tok_per_s))
     used = [p for p in placed if p.training or p.replicas]
     usd = sum((p.training + sum(p.replicas)) * price(request, p.machine.kind) for p in used)
     traffic = traffic_usd(request, placed, trained) * 3600 * rate
     return Plan(
         work=w, training=trained, placed=tuple(placed), train_s=trained.step_s,
-        replicas=tuple((kind, e, n, b) for (e, n), b, kind in zip(engines, batches, kinds, strict=True)),
+        replicas=tuple((kind, e, n, b) for (e, n), b, kind in zip(engines, batches, kinds, strict=False)),
         rollout_s=w.tokens / tok_per_s + update_s, update_s=update_s, tail_s=tail_s, pull_s=weights_s, step_s=1 / rate,
         usd_per_h=usd + traffic, traffic_usd_per_h=traffic, tok_per_s=rate * w.tokens, own=own,
     )  # fmt: skip

@@ -39,16 +39,18 @@ class Case(NamedTuple):
 
 
 LONG = {"median_tokens": 3000.0, "max_tokens": 16_384, "groups": 32}
-SHORT = {"median_tokens": 200.0, "max_tokens": 1024}
+SHORT = {"median_tokens": 200.0, "max_tokens": 1024, "groups": 32}
 CASES = (
     Case("8 H100, long responses, staleness 0", "8xH100", keys={**LONG, "staleness": 0}),
     Case("the README's example", "8xH100 + 6x2xH100:spot"),
-    Case("the same, long responses, staleness 0", "8xH100 + 6x2xH100:spot", keys={**LONG, "staleness": 0}),
+    Case(
+        "the same, long responses, staleness 0", "8xH100 + 6x2xH100:spot", keys={**LONG, "groups": 16, "staleness": 0}
+    ),
     Case("the same, short responses, staleness 0", "8xH100 + 6x2xH100:spot", keys={**SHORT, "staleness": 0}),
-    Case("by cost", "8xH100 + 2x8xL40S + 4x2xH200:spot", objective="cost"),
-    Case("spot in another zone", "8xH100 + 4x4xH100:spot", zone="b"),
-    Case("a small model on small GPUs", "8xL40S + 4x4xL4:spot", "Qwen3-1.7B", keys={"groups": 32}),
-    Case("14B on two machines and spot", "2x8xH100 + 4x2xH200:spot", "Qwen3-14B", keys={"groups": 32}),
+    Case("by cost", "8xH100 + 2x8xL40S + 4x2xH200:spot", objective="cost", keys={"groups": 16}),
+    Case("spot in another zone", "8xH100 + 4x4xH100:spot", keys={"groups": 16}, zone="b"),
+    Case("a small model on small GPUs", "8xL40S + 4x4xL4:spot", "Qwen3-1.7B", keys={"groups": 16}),
+    Case("14B on two machines and spot", "2x8xH100 + 4x2xH200:spot", "Qwen3-14B", keys={"groups": 16}),
 )
 
 

@@ -35,6 +35,8 @@ ROUNDS = 3
 """Repetitions of search with the batches of the last solution."""
 CANDIDATES, BETWEEN = 12, 16
 """Solutions of a search that are placed and scored: the best of the best trainers, and some of the frontier."""
+OWN_GAIN = 1.01
+"""The trainer's own engine is planned if it should be worth at least this factor in speed."""
 TIE = 0.02
 """Throughput within this share of the highest is equal to it: then the cheaper plan is better."""
 MOST_ZONES = 4
@@ -114,7 +116,9 @@ def search(request: Request, *, near: bool = True) -> list[Plan]:
         made = [plan for split in splits if (plan := place(request, options, split)) is not None]
         new = [plan for plan in made if plan.counts not in found]
         found.update((plan.counts, plan) for plan in new)
-        owns = [own for plan in new if (own := with_own_engine(request, plan)) and own.tok_per_s > plan.tok_per_s]
+        owns = [
+            own for plan in new if (own := with_own_engine(request, plan)) and own.tok_per_s > OWN_GAIN * plan.tok_per_s
+        ]
         found.update((own.counts, own) for own in owns)
         return new
 
@@ -179,7 +183,7 @@ def _near(request: Request, options: Options) -> Iterator[Plan]:
                 placed = fixed_in(request, options, plan)
                 if placed is not None:
                     yield placed
-                    if (own := with_own_engine(request, placed)) and own.tok_per_s > placed.tok_per_s:
+                    if (own := with_own_engine(request, placed)) and own.tok_per_s > OWN_GAIN * placed.tok_per_s:
                         yield own
 
 

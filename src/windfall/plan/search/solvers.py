@@ -232,7 +232,7 @@ class _Tables:
         for k in self.kinds:
             for option in _chosen(self.fills[k], int(gpus[k])):
                 replicas[option] = replicas.get(option, 0) + 1
-        return Split(trainer=trainer, replicas=replicas, rate=float(rate), usd_per_h=float(usd_per_h))
+        return Split(trainer=trainer, replicas=replicas, rate=rate, usd_per_h=usd_per_h)
 
 
 def solve(problem: Problem, count: int = 1, between: int = 0) -> list[Split]:
@@ -257,9 +257,12 @@ def solve(problem: Problem, count: int = 1, between: int = 0) -> list[Split]:
             continue
         first, then = key(problem.objective, rate[ok], usd[ok])
         n = ok[np.lexsort((then, first))[0]]
-        best.append((problem.key(rate[n], usd[n]), tables.split(trainer, made.gpus[n], rate[n], usd[n])))
+        split = tables.split(trainer, made.gpus[n], float(rate[n]), float(usd[n]))
+        best.append((problem.key(split.rate, split.usd_per_h), split))
         if between:
-            rows += [(trainer, made.gpus[i], rate[i], usd[i]) for i in ok[_undominated(rate[ok], usd[ok])]]
+            rows += [
+                (trainer, made.gpus[i], float(rate[i]), float(usd[i])) for i in ok[_undominated(rate[ok], usd[ok])]
+            ]
     out = [split for _, split in sorted(best, key=lambda row: row[0])[:count]]
     if rows:
         rates, prices = (np.array([row[i] for row in rows]) for i in (2, 3))

@@ -56,10 +56,10 @@ def test_machines_that_add_nothing_are_not_paid_for() -> None:
     """It took twelve spot GPUs and $93 per 100 steps for less than what eight GPUs do for $61."""
     both, alone = (planner.plans(request(text))[0] for text in (README, "8xH100"))
     assert both.tok_per_s >= (1 - planner.TIE) * alone.tok_per_s
-    assert both.usd_per_mtok <= alone.usd_per_mtok
-    fastest = max(planner.search(request(README)), key=lambda p: p.tok_per_s)
-    assert fastest.usd_per_h > 1.2 * both.usd_per_h
-    assert both.tok_per_s >= (1 - planner.TIE) * fastest.tok_per_s
+    found = planner.search(request(README))
+    fastest = max(p.tok_per_s for p in found)
+    equal = [p for p in found if p.tok_per_s >= (1 - planner.TIE) * fastest]
+    assert both.usd_per_mtok == min(p.usd_per_mtok for p in equal) < 0.9 * max(p.usd_per_mtok for p in equal)
 
 
 def test_report_says_what_every_group_adds_and_shows_the_frontier() -> None:

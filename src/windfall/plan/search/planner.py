@@ -129,6 +129,7 @@ def search(request: Request, *, near: bool = True) -> list[Plan]:
             if not new:
                 break
             step_s = max(step_time(engine, batch, request.work) for _, engine, _, batch in new[0].replicas)
+    add(list(_beside_own_engine(options)))
     for plan in _near(request, options) if near else ():
         found.setdefault(plan.counts, plan)
     problem = options.problem(options.first_step_s(True))
@@ -139,6 +140,23 @@ def search(request: Request, *, near: bool = True) -> list[Plan]:
     if not allowed:
         raise _nothing(request, problem)
     return allowed
+
+
+def _beside_own_engine(options: Options) -> Iterator[Split]:
+    """For trainers in one machine, whose own engines may generate: all other GPUs generate, or those of one kind. The
+    search does not know of these engines; with them, larger trainers and fewer workers are better."""
+    have = [sum(m.count for m in machines) for _, machines in options.kinds]
+    smallest = {k: min(tp for i, tp in options.replicas if i == k) for k in {k for k, _ in options.replicas}}
+    for (trains, gpus), trained in options.trainers.items():
+        if gpus > max(m.count for m in options.kinds[trains][1]):
+            continue
+        engines = {
+            ReplicaOption(k, tp, 1.0): n for k, tp in smallest.items() if (n := (have[k] - gpus * (k == trains)) // tp)
+        }  # fmt: skip
+        for some in ({}, *({option: n} for option, n in engines.items())):
+            if replicas := some or engines:
+                trainer = TrainOption(trains, gpus, trained.step_s)
+                yield Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0)
 
 
 def variants(request: Request, plan: Plan) -> list[Plan]:
@@ -197,7 +215,9 @@ def _improved(request: Request, options: Options, problem: Problem, found: list[
         miss = 0.0 if problem.allowed(rate, usd) else max(late, usd / problem.budget_usd_per_h)
         return miss, *problem.key(rate, usd)
 
-    for start in sorted(found, key=key)[:IMPROVED]:
+    order = sorted(found, key=key)
+    own = [plan for plan in order[IMPROVED:] if plan.own][:1]
+    for start in [*order[:IMPROVED], *own]:
         best, left = start, CHANGES
         while left > 0:
             splits = list(_changes(options, best))[:left]

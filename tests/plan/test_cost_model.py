@@ -176,6 +176,6 @@ def test_unknown_names_suggest_known_ones() -> None:
     with pytest.raises(WindfallError, match="not known"):
         model("gpt-9")
     with pytest.raises(WindfallError, match="no on-demand price"):
-        devices.find("RTX4090").price(spot=False)
+        devices.find("A100-40GB").price(spot=False)
     with pytest.raises(WindfallError, match="line 2"):
         devices.priced([{"gpu": "L4", "on_demand_usd_per_gpu_h": "x", "spot_usd_per_gpu_h": "1"}], "p.csv")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from windfall.config import Recipe
 from windfall.plan import command, report
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload
@@ -52,7 +53,7 @@ def test_the_best_plan_is_close_to_brute_force_over_all_counts(seeds: range) -> 
         text = f"{draw.randint(4, 6)}xH100 + {draw.randint(1, 6)}xL40S"
         work = replace(WORK, median_tokens=draw.choice([300, 3000]), staleness=draw.randint(0, 2))
         asked = replace(request(text), work=replace(work, groups=draw.choice([32, 128])))
-        found = [p for p in every_plan(asked) if p is not None]
+        found = list(every_plan(asked))
         fastest, dearest = max(p.tok_per_s for p in found), max(p.usd_per_h for p in found)
         hours = draw.uniform(1.05, 2.5) * asked.work.steps * asked.work.tokens / fastest / 3600
         budget = draw.uniform(0.6, 0.9) * dearest
@@ -65,7 +66,8 @@ def test_the_best_plan_is_close_to_brute_force_over_all_counts(seeds: range) -> 
         ):  # fmt: skip
             best = max((value(p) for p in found if allowed(p)), default=None)
             if best is not None:
-                gaps.setdefault(name, []).append(1 - value(planner.plans(replace(asked, **keys))[0]) / best)
+                made = max(map(value, planner.search(replace(asked, **keys))))
+                gaps.setdefault(name, []).append(1 - made / best)
     for name, row in gaps.items():
         print(f"{name}: gap mean {sum(row) / len(row):.2%}, worst {max(row):.2%}, {len(row)} clusters")
     assert max(max(row) for row in gaps.values()) < 0.01
@@ -82,8 +84,9 @@ def every_plan(asked: Request):
             replicas = {ReplicaOption(i, 1, 1.0): c for i, c in enumerate(counts) if c}
             if replicas:
                 trainer = TrainOption(k, n, t.step_s)
-                split = Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0, method="all")
-                yield planner.place(asked, options, split)
+                split = Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0)
+                plan = planner.place(asked, options, split)
+                yield from planner.variants(asked, plan) if plan is not None else ()
 
 
 def test_objectives_differ_as_they_should() -> None:
@@ -97,10 +100,14 @@ def test_objectives_differ_as_they_should() -> None:
 
 
 def test_interruptions_cost_throughput_and_save_money() -> None:
-    calm, rough = (
-        planner.plans(request("8xH100 + 4x2xH100:spot", spot=market))[0]
-        for market in (SpotMarket(), SpotMarket(availability=0.5, losses_per_h=6.0))
-    )
+    made = []
+    for market in (SpotMarket(), SpotMarket(availability=0.5, losses_per_h=6.0)):
+        asked = request("8xH100 + 4x2xH100:spot", spot=market)
+        kinds = {kind.lease: kind for kind in asked.cluster.kinds()}
+        made.append(planner.fixed(asked, "H100", 8, {(kinds["spot"], 1): 8}))
+    calm, rough = made
+    assert calm is not None
+    assert rough is not None
     assert rough.rollout_s > calm.rollout_s
     assert rough.usd_per_h < calm.usd_per_h
 
@@ -109,7 +116,7 @@ def test_plans_on_machines_that_differ_in_price_only_are_told_apart() -> None:
     """Both kinds are called H100, and so are all plans on them."""
     rows = [{"gpu": "H100", "count": 8, "price_usd_per_gpu_h": usd} for usd in (9.0, 3.0)]
     asked = replace(request("8xH100", objective="cost", top=12), cluster=cluster.parse({"machine": rows}, "c.toml"))
-    found = planner.plans(asked)
+    found = planner.ranked(asked, planner.search(asked))
     assert len({plan.name for plan in found}) < len(found)
     assert {p.machine.kind.usd_per_h for p in found[0].placed if p.training or p.replicas} == {3.0}
 
@@ -118,11 +125,11 @@ def test_plans_on_machines_that_differ_in_price_only_are_told_apart() -> None:
 def test_a_deadline_is_met_in_the_simulation_not_only_in_the_cost_model() -> None:
     """With few responses the cost model is too optimistic."""
     asked = replace(request("16xH100", top=1, objective="deadline", deadline_h=0.4), work=replace(WORK, groups=16))
-    (first, figures), *_ = command.rank(planner.plans(asked), asked, None, simulate=True)
+    (first, figures), *_ = command.best(replace(asked, deadline_h=9.0), Recipe(), simulate=True).ranked
     predicted, simulated = report.run_hours(first, None), report.run_hours(first, figures)
     assert predicted < 0.97 * simulated
     asked = replace(asked, deadline_h=0.98 * simulated)
-    (found, seen), *_ = command.best(asked, None, simulate=True)[0]
+    (found, seen), *_ = command.best(asked, Recipe(), simulate=True).ranked
     assert not report.is_late(found, seen, asked)
     assert found.usd_per_h >= first.usd_per_h
     never = replace(asked, deadline_h=1e-4)
@@ -179,14 +186,14 @@ def test_spot_workers_that_are_away_on_average_are_away_in_the_simulation() -> N
 def test_simulation_agrees_with_the_cost_model_and_ranks(groups: int) -> None:
     """Small steps are mostly the tail of long responses, for which the cost model is too optimistic."""
     asked = replace(request("6xH100 + 2x2xH100:spot", top=2), work=replace(WORK, groups=groups))
-    ranked = command.rank(planner.plans(asked), asked, None, simulate=True)
-    figures = [f for _, f in ranked if f is not None]
-    assert [f.tok_per_s for f in figures] == sorted((f.tok_per_s for f in figures), reverse=True)
+    made = command.best(asked, Recipe(), simulate=True)
+    ranked = made.ranked
     for plan, found in ranked:
         assert found is not None
         assert found.tok_per_s == pytest.approx(plan.tok_per_s, rel=0.25 if groups > 100 else 0.6)
-    lines = "\n".join(report.report("8B", asked, ranked))
-    for word in ("tok/s", "per million tokens", "idle", "GB per GPU", "bottleneck", "placement", "T"):
+    lines = "\n".join(report.report("8B", asked, ranked, made.frontier, made.groups))
+    parts = ("tok/s", "per million tokens", "idle", "GB per GPU", "bottleneck", "placement", "T")
+    for word in ("what every group of machines adds", "$/100 steps", *parts):
         assert word in lines
 
 

@@ -1,18 +1,16 @@
-"""The solvers against brute force, on random small problems."""
+"""The solver against brute force, on random small problems."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from windfall.plan.search import solvers
 from windfall.plan.search.solvers import Problem, ReplicaOption, TrainOption, knapsack, solve
-
-needs_scipy = pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="pip install -e '.[plan]'")
 
 
 def random_problem(seed: int) -> Problem:
@@ -58,9 +56,9 @@ def brute_force(p: Problem) -> tuple[float, ...] | None:
     return best
 
 
-def gap(p: Problem, method: str) -> float | None:
+def gap(p: Problem) -> float | None:
     """How much worse than the best; None: neither finds a solution."""
-    best, found = brute_force(p), solve(p, method=method)
+    best, found = brute_force(p), solve(p)
     assert bool(found) == (best is not None)
     if best is None:
         return None
@@ -75,54 +73,10 @@ def gap(p: Problem, method: str) -> float | None:
     return abs(p.key(split.rate, split.usd_per_h)[0] / best[0] - 1)
 
 
-def test_enumeration_is_exact_on_300_random_problems() -> None:
-    gaps = [g for seed in range(300) if (g := gap(random_problem(seed), "exact")) is not None]
+def test_frontier_is_exact_on_300_random_problems() -> None:
+    gaps = [g for seed in range(300) if (g := gap(random_problem(seed))) is not None]
     assert len(gaps) > 150
     assert max(gaps) < 1e-9
-
-
-@needs_scipy
-@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
-def test_program_is_exact_on_random_problems(count: int) -> None:
-    gaps = [g for seed in range(count) if (g := gap(random_problem(seed), "milp")) is not None]
-    assert len(gaps) > count / 2
-    assert max(gaps) < 1e-4
-
-
-@needs_scipy
-def test_program_is_solved_where_highs_fails_with_its_presolve() -> None:
-    """HiGHS ended the third solve of this one with "Solve error", which was taken for "no solution"."""
-    speeds = ((0, 1, 2519.2803453951633), (0, 2, 1303.0465890149128), (1, 1, 2740.2451117503083),
-              (1, 2, 5664.540005621897), (1, 4, 12217.809290601594))  # fmt: skip
-    p = Problem(
-        have=(3, 4), usd_per_h=(2.7438667860935024, 3.7400755459827657),
-        trainers=(TrainOption(0, 1, 70.98701934777918), TrainOption(0, 2, 98.16337464986164),
-                  TrainOption(0, 3, 7.8879248283847305)),
-        replicas=tuple(ReplicaOption(*row) for row in speeds), tokens=334364.5485803058, update_s=23.213675250124545,
-        objective="cost", budget_usd_per_h=41.160742684554265,
-    )  # fmt: skip
-    assert gap(p, "milp") == pytest.approx(0.0, abs=1e-9)
-    # HiGHS keeps constraints to 1e-6 only: the bound stays above the true rate, however many tangents it gets.
-    program = solvers._Program(p)
-    rows = len(program.rows)
-    program.best()
-    assert len(program.rows) - rows < 20
-
-
-def test_bisection_finds_the_split_of_highest_throughput() -> None:
-    for seed in range(300):
-        p = random_problem(seed)
-        full = tuple(
-            TrainOption(k, n, 300 / n**0.9 * (k + 1)) for k, have in enumerate(p.have) for n in range(1, have + 1)
-        )
-        p = Problem(
-            have=p.have, usd_per_h=p.usd_per_h, trainers=full, replicas=p.replicas, tokens=p.tokens,
-            update_s=p.update_s,
-        )  # fmt: skip
-        exact, found = solve(p, method="exact"), solve(p, method="bisection")
-        assert bool(exact) == bool(found)
-        if exact:
-            assert found[0].rate == pytest.approx(exact[0].rate)
 
 
 def test_next_best_solutions_have_other_trainers_and_are_in_order() -> None:
@@ -141,3 +95,34 @@ def test_knapsack_prefers_fewer_gpus_for_equal_speed() -> None:
 
 def test_nothing_to_choose_from_is_no_solution() -> None:
     assert solve(Problem(have=(1,), usd_per_h=(1.0,), trainers=(), replicas=(), tokens=1.0)) == []
+
+
+def test_frontier_has_no_solution_that_is_slower_and_dearer_than_another() -> None:
+    for seed in range(40):
+        p = replace(random_problem(seed), objective="throughput", budget_usd_per_h=math.inf)
+        found = solve(p, 0, between=6)
+        assert [s.usd_per_h for s in found] == sorted(s.usd_per_h for s in found)
+        assert [s.rate for s in found] == sorted(s.rate for s in found)
+        if best := solve(p):
+            assert found[-1].rate == pytest.approx(best[0].rate)
+            assert found[-1].usd_per_h == pytest.approx(best[0].usd_per_h)
+
+
+def test_large_problems_are_solved_in_steps_close_to_the_best() -> None:
+    """Two kinds of 1,024 GPUs: the best of all pairs of numbers, by cost per step, and by the least for a deadline."""
+    trainers = tuple(TrainOption(0, n, 4000 / n) for n in (8, 64, 512))
+    options = (ReplicaOption(0, 1, 900.0), ReplicaOption(1, 1, 310.0))
+    for objective, deadline_rate in (("cost", 0.0), ("deadline", 0.1)):
+        p = Problem(
+            have=(1024, 1024), usd_per_h=(7.0, 2.0), trainers=trainers, replicas=options, tokens=2e6, update_s=1.0,
+            objective=objective, deadline_rate=deadline_rate,  # pyright: ignore
+        )  # fmt: skip
+        best = math.inf
+        for trainer in trainers:
+            a, b = np.meshgrid(np.arange(1024 - trainer.gpus + 1), np.arange(1025))
+            rate = p.rate(trainer.step_s, 900.0 * a + 310.0 * b)
+            usd = 7.0 * (a + trainer.gpus) + 2.0 * b
+            value = usd / rate if objective == "cost" else usd
+            best = min(best, float(np.min(value[p.allowed(rate, usd)], initial=math.inf)))
+        found = solve(p)[0]
+        assert p.key(found.rate, found.usd_per_h)[0] < 1.03 * best

@@ -14,7 +14,7 @@ from windfall.config.worker_sources import SOURCES
 from windfall.errors import WindfallError
 from windfall.plan import command
 from windfall.plan.model import cluster, inputs, measured
-from windfall.plan.model.workload import MODELS, Workload
+from windfall.plan.model.workload import MODELS, Workload, delta_share
 from windfall.plan.run import recipe, review, run_log
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request
@@ -60,17 +60,40 @@ def test_recipe_of_a_model_name_trains_that_model_with_the_planned_sizes(tmp_pat
     assert (made.rollout.groups, made.rollout.group_size, made.rollout.max_tokens, made.rollout.staleness) == (
         work.groups, work.group_size, work.max_tokens, 2,
     )  # fmt: skip
-    assert inputs.recipe_workload(made) == replace(work, staleness=2)
+    assert inputs.recipe_workload(made) == replace(work, staleness=2, delta=delta_share(1e-6))
+    assert made.train.lr == 1e-6
+    notes = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert len(notes) == 2
+    assert "your own task" in notes[0]
 
 
-def test_several_machines_need_an_address() -> None:
+def test_plan_of_the_readme_can_be_written_and_keys_can_be_set(tmp_path: Path) -> None:
+    """Its workers are on other machines, and no address is known: the run listens on all of its own."""
+    path = tmp_path / "planned.toml"
+    keys: dict[str, Any] = {
+        "cluster": None, "budget": "", "prices": None, "objective": "throughput", "deadline": 0.0, "staleness": None,
+        "spot": None, "measured_in": None, "top": 1, "simulate": False, "write": path,
+    }  # fmt: skip
+    command.main("8B", gpus="8xH100 + 6x2xH100:spot", **keys)
+    assert config.load(path).fleet.host == "0.0.0.0"
+    with pytest.raises(WindfallError, match=r"train\.offload"):
+        command.main("8B", gpus="8xL4", **keys)
+    command.main("8B", gpus="8xL40S", overrides=["train.offload=true", "rollout.max_tokens=1000"], **keys)
+    assert config.load(path).train.offload
+    assert config.load(path).rollout.max_tokens == 1000
+
+
+def test_a_trainer_on_several_machines_needs_an_address() -> None:
     asked = request("2x8xH100")
-    best = planner.plans(asked)[0]
+    kind = next(iter(asked.cluster.kinds()))
+    best = planner.fixed(asked, "H100", 9, {(kind, 1): 7})
+    assert best is not None
     with pytest.raises(WindfallError, match="address"):
         recipe.write(best, asked, None)
     machines = tuple(replace(m, address="10.0.0.5") for m in asked.cluster.machines)
     asked = replace(asked, cluster=replace(asked.cluster, machines=machines))
-    best = planner.plans(asked)[0]
+    best = planner.fixed(asked, "H100", 9, {(kind, 1): 7})
+    assert best is not None
     assert recipe.write(best, asked, None).fleet.host == "10.0.0.5"
     assert any("windfall worker" in line or "windfall ranks" in line for line in recipe.commands(best))
 
@@ -92,14 +115,14 @@ def test_workers_of_a_provider_follow_from_the_plan(tmp_path: Path, monkeypatch:
 
 def test_plans_without_their_provider_are_refused_before_they_are_shown() -> None:
     asked = from_toml(TRAINER, {"gpu": "L40S", "count": 8, "machines": 2, "lease": "spot", "provider": "kubernetes"})
-    shown, refused = command.runnable(asked, Recipe())
-    assert refused == ["machines of kubernetes: the recipe does not say how to start workers with kubernetes"]
-    assert shown
-    assert not any(p.machine.provider for plan in shown for p in plan.placed)
+    found = command.best(asked, Recipe(), simulate=False)
+    assert found.refused == ["machines of kubernetes: the recipe does not say how to start workers with kubernetes"]
+    assert found.ranked
+    assert not any(p.machine.provider for plan, _ in found.ranked for p in plan.placed)
     only = from_toml({"gpu": "H100", "count": 3}, {"gpu": "L40S", "machines": 4, "provider": "slurm"})
     base = config.parse({"fleet": {"slurm": {"partition": "gpu"}}}, "test")
     with pytest.raises(WindfallError, match="sbatch"):
-        command.runnable(only, base)
+        command.best(only, base, simulate=False)
 
 
 def test_providers_are_those_of_recipes() -> None:
@@ -125,7 +148,7 @@ def test_vllm_must_be_installed_for_workers_of_the_trainers_machine(monkeypatch:
     monkeypatch.setattr("windfall.engine.vllm.installed.find", lambda: None)
     asked = from_toml({**TRAINER, "engine": "vllm"})
     with pytest.raises(WindfallError, match="need vLLM"):
-        command.runnable(asked, config.parse({"engine": {"name": "vllm"}}, "test"))
+        command.best(asked, config.parse({"engine": {"name": "vllm"}}, "test"), simulate=False)
 
 
 def test_lenders_generate_for_nothing_and_never_train() -> None:

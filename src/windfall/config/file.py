@@ -69,7 +69,9 @@ def _is_recipe(path: Path) -> bool:
     return "model" in data or (bool(data) and data.keys() <= Recipe.model_fields.keys())
 
 
-def parse(data: dict[str, Any], where: str) -> Recipe:
+def parse(data: dict[str, Any], where: str, overrides: Iterable[str] = ()) -> Recipe:
+    for text in overrides:
+        _override(data, text)
     try:
         return Recipe.model_validate(data)
     except ValidationError as e:

@@ -6,29 +6,28 @@ import csv
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from windfall import config
 from windfall.config import Recipe
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import Event, read
 from windfall.fleet import trace
-from windfall.models import load
 from windfall.plan import report
 from windfall.plan.model import cluster as clusters
 from windfall.plan.model import devices, measured
 from windfall.plan.model.cluster import Cluster, Links, Machine
 from windfall.plan.model.devices import Gpu, PriceList, Terms
-from windfall.plan.model.inputs import model_shape, recipe_workload
+from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.model.workload import Workload
-from windfall.plan.model.workload import model as find_model
+from windfall.plan.report import Row
 from windfall.plan.run import recipe, review, run_log
 from windfall.plan.run.recipe import Simulated
 from windfall.plan.search import planner
-from windfall.plan.search.request import Request, SpotMarket
+from windfall.plan.search.request import LOSSES_PER_H, Request, SpotMarket, price
 from windfall.plan.search.scoring import Plan
 
 OBJECTIVES = ("throughput", "cost", "deadline")
@@ -45,6 +44,7 @@ MOST_PER_KIND = 128
 def main(
     what: str, *, cluster: Path | None, gpus: str, budget: str, prices: Path | None, objective: str, deadline: float,
     staleness: int | None, spot: Path | None, measured_in: Path | None, top: int, simulate: bool, write: Path | None,
+    overrides: Sequence[str] = (),
 ) -> None:  # fmt: skip
     if objective not in OBJECTIVES:
         wrong = f"unknown value {objective!r}; expected one of: {', '.join(OBJECTIVES)}"
@@ -54,13 +54,13 @@ def main(
         raise WindfallError(f"the objective {objective} has no deadline", where="--deadline", fix=fix)
     if write is not None:
         _check_target(write, what)
-    base, name, work = _workload(what, staleness)
+    base, name, work = _workload(what, staleness, overrides)
     listed = _prices(prices) if prices is not None else None
     known = listed.gpus if listed else None
     usd = _budget(budget) if budget else math.inf
     if sum((cluster is not None, bool(gpus))) > 1:
         raise WindfallError("--cluster and --gpus both describe the GPUs", where="windfall plan", fix="Give one.")
-    engine = "vllm" if base is not None and base.engine.name == "vllm" else "windfall"
+    engine = "vllm" if base.engine.name == "vllm" else "windfall"
     if cluster is not None:
         made = clusters.parse(_toml(cluster), str(cluster), known, engine)
     elif gpus:
@@ -78,73 +78,163 @@ def main(
         raise WindfallError("the objective needs a time", where="--deadline", fix="Give the hours: --deadline 12.")
     request = Request(
         cluster=made, work=work, efficiency=measured.efficiency(), objective=objective, budget_usd_per_h=usd,  # pyright: ignore
-        deadline_h=deadline if objective == "deadline" else 0.0, spot=_spot(spot), top=top,
+        deadline_h=deadline if objective == "deadline" else 0.0, spot=_spot(spot, base.sim.boot_s), top=top,
     )  # fmt: skip
-    ranked, refused = best(request, base, simulate=simulate)
-    print("\n".join(report.report(name, request, ranked)))
-    for line in refused:
+    found = best(request, base, simulate=simulate)
+    print("\n".join(report.report(name, request, found.ranked, found.frontier, found.groups)))
+    for line in found.refused:
         print(f"refused: {line}")
     if listed and listed.unknown:
         print(f"not planned, because their figures are not known: {', '.join(listed.unknown)} of {prices}")
     if write is not None:
-        planned = recipe.write(ranked[0][0], request, base or recipe.of_model(name, work), ranked[0][1])
+        plan, figures = found.ranked[0]
+        text = config.dump(recipe.write(plan, request, base, figures))
         try:
-            write.write_text(config.dump(planned), encoding="utf-8")
+            write.write_text(text if what.endswith(".toml") else recipe.with_notes(text), encoding="utf-8")
         except OSError as e:
             raise WindfallError(f"cannot write: {e.strerror}", where=str(write), fix="Give another file.") from e
         print(f"\nwritten: {write}; start it with: windfall train {write}")
-        for line in recipe.commands(ranked[0][0], name):
+        for line in recipe.commands(plan, name):
             print(f"  then on {line}")
 
 
-def best(
-    request: Request, base: Recipe | None, *, simulate: bool
-) -> tuple[list[tuple[Plan, Simulated | None]], list[str]]:
-    """The best plans that can run, ranked, and what was refused. If all of them miss the deadline in the simulation,
-    the search is repeated with less time, as far as there are faster plans."""
-    found, refused = runnable(request, base)
-    ranked = rank(found, request, base, simulate=simulate)
+class Best(NamedTuple):
+    ranked: list[Row]
+    """The plan to choose, then the next best ones by the objective."""
+    frontier: list[Row]
+    """Plans that are faster than every cheaper one, the cheapest first."""
+    groups: list[report.Group]
+    """What every group of machines adds."""
+    compared: list[Row]
+    """Everything that was compared at last, best first."""
+    refused: list[str]
+
+
+def best(request: Request, base: Recipe, *, simulate: bool) -> Best:
+    """The best plans that can run. What is chosen is compared with the best plan without each group of machines that it
+    uses, and with `fleet.local` on and off; if one of these is better, it is chosen and compared in the same way. If
+    all plans miss the deadline in the simulation, the search is repeated with less time, as far as there are faster
+    plans."""
+    request, refused, first = _possible(request, base)
+    try:
+        every = planner.ranked(request, planner.search(request))
+    except WindfallError as e:
+        raise (first or e) from e
+    found = Candidates(request, base, simulate=simulate, refused=refused)
+    fastest = min(every, key=lambda p: (-p.tok_per_s, p.usd_per_h))
+    if not found.add(every, request.top, first) or not found.rows:
+        raise found.first or first or WindfallError("no plan can run", where="windfall plan")
+    found.add([fastest], 1)
+    found.add([plan for plan in every if plan.own], 1)
     hours = request.deadline_h
     for _ in range(SEARCHES):
-        plan, figures = ranked[0]
+        plan, figures = found.best()[0]
         if figures is None or not report.is_late(plan, figures, request):
             break
         hours *= 0.99 * min(1.0, request.deadline_h / report.run_hours(plan, figures))
         try:
-            faster, refused = runnable(replace(request, deadline_h=hours), base)
+            faster = planner.plans(replace(request, deadline_h=hours, top=request.top + MORE))
         except WindfallError:  # nothing is that fast by the cost model
-            faster, refused = runnable(replace(request, objective="throughput"), base)
-        known = {p.counts for p, _ in ranked}
-        more = rank([p for p in faster if p.counts not in known], request, base, simulate=True)
-        if not more:
+            faster = planner.plans(replace(request, objective="throughput", top=request.top + MORE))
+        if not found.add(faster, request.top):
             break
-        ranked = sorted([*ranked, *more], key=lambda row: _key(request, *row))
-    return ranked[: request.top], refused
+    found.without_groups()
+    ranked = found.best()
+    rows = [*found.rows.values(), *((p, None) for p in every if p.counts not in found.rows)]
+    speeds = [(report.speed(*row), row[0].usd_per_h) for row in rows]
+    frontier = [rows[n] for n in planner.frontier(speeds, report.FRONTIER)]
+    if ranked[0] not in frontier:
+        frontier = sorted([*frontier, ranked[0]], key=lambda row: row[0].usd_per_h)
+    groups = found.groups(ranked[0])
+    return Best(ranked=ranked[: request.top], frontier=frontier, groups=groups, compared=ranked, refused=found.refused)
 
 
-def runnable(request: Request, base: Recipe | None) -> tuple[list[Plan], list[str]]:
-    """The best plans that can run, and why machines and better plans cannot be used."""
-    found, refused, first = list[Plan](), list[str](), None
+class Candidates:
+    """Plans that can run, with their simulated figures."""
+
+    def __init__(self, request: Request, base: Recipe, *, simulate: bool, refused: list[str]) -> None:
+        self.request, self.base, self.refused, self._simulate = request, base, refused, simulate
+        self.rows: dict[frozenset[Any], Row] = {}
+        self.first: WindfallError | None = None
+        """Why the first plan that cannot run cannot."""
+        self._removed: dict[frozenset[Any], frozenset[str]] = {}
+        """Of plans for a part of the cluster: the groups that were left out."""
+
+    def add(self, plans: Sequence[Plan], most: int, first: WindfallError | None = None) -> list[Plan]:
+        """Simulate the first plans that can run, this many; the first of them with the trainer's own engine and
+        without it."""
+        out: list[Plan] = []
+        self.first = self.first or first
+        for plan in plans:
+            if len(out) == most or len(self.refused) > MORE:
+                break
+            error = recipe.refusal(plan, self.request, self.base)
+            if error is not None:
+                self.first = self.first or error
+                self.refused.append(f"{plan.name}: {error.what}")
+                continue
+            out.append(plan)
+            for made in planner.variants(self.request, plan) if self._simulate and len(out) == 1 else (plan,):
+                if made.counts not in self.rows:
+                    figures = recipe.simulate(made, self.request, self.base) if self._simulate else None
+                    self.rows[made.counts] = made, figures
+        return out
+
+    def best(self) -> list[Row]:
+        """The plan to choose, then the others by the objective."""
+        rows = sorted(self.rows.values(), key=lambda row: _key(self.request, *row))
+        speeds = [(figures.tok_per_s if figures else plan.tok_per_s, plan.usd_per_h) for plan, figures in rows]
+        n = planner.preferred(self.request.objective, speeds)
+        return [rows[n], *rows[:n], *rows[n + 1 :]]
+
+    def without_groups(self) -> None:
+        """Add the best plan without each group that the best plan uses, until that is compared with all of them."""
+        groups, done = self.request.cluster.groups(), set[frozenset[str]]()
+        while True:
+            plan = self.best()[0][0]
+            removed = self._removed.get(plan.counts, frozenset())
+            left = [r for name in used(plan, groups) if (r := removed | {name}) not in done]
+            if not left:
+                return
+            for names in left:
+                done.add(names)
+                machines = [m for name in names for m in groups[name]]
+                for made in self.add(planner.without(self.request, machines), 1):
+                    for variant in planner.variants(self.request, made):
+                        self._removed.setdefault(variant.counts, names)
+
+    def groups(self, chosen: Row) -> list[report.Group]:
+        """Every group of machines: what the chosen plan gains from it, or would gain if it used it."""
+        out: list[report.Group] = []
+        groups = self.request.cluster.groups()
+        for name in groups:
+            uses = name in used(chosen[0], groups)
+            others = [row for row in self.best() if (name in used(row[0], groups)) != uses]
+            usd = sum(
+                (p.training + sum(p.replicas)) * price(self.request, p.machine.kind)
+                for p in chosen[0].placed if p.machine in groups[name]
+            )  # fmt: skip
+            out.append(report.Group(name=name, used=uses, usd_per_h=usd, other=others[0] if others else None))
+        return out
+
+
+def used(plan: Plan, groups: Mapping[str, list[Machine]]) -> list[str]:
+    """The groups of machines that a plan uses."""
+    busy = {p.machine.name for p in plan.placed if p.training or p.replicas}
+    return [name for name, machines in groups.items() if any(m.name in busy for m in machines)]
+
+
+def _possible(request: Request, base: Recipe) -> tuple[Request, list[str], WindfallError | None]:
+    """The request without machines of providers that cannot be used from here, what was left out, and the first
+    reason."""
+    refused, first = list[str](), None
     for name in {m.provider: None for m in request.cluster.machines if m.provider}:
-        if error := recipe.provider_refusal(name, base or Recipe()):
+        if error := recipe.provider_refusal(name, base):
             first = first or error
             refused.append(f"machines of {name}: {error.what}")
             left = tuple(m for m in request.cluster.machines if m.provider != name)
             request = replace(request, cluster=replace(request.cluster, machines=left))
-    try:
-        plans = planner.plans(replace(request, top=request.top + MORE))
-    except WindfallError as e:
-        raise (first or e) from e
-    for plan in plans:
-        error = recipe.refusal(plan, request, base)
-        if error is None:
-            found.append(plan)
-        elif len(found) < request.top:
-            first = first or error
-            refused.append(f"{plan.name}: {error.what}")
-    if not found and first is not None:
-        raise first
-    return found[: request.top], refused
+    return request, refused, first
 
 
 def events_of(run: Path) -> list[Event]:
@@ -160,17 +250,6 @@ def check(run: Path) -> None:
     if not (run / "recipe.toml").is_file():
         raise review.no_run(run, "recipe.toml")
     print("\n".join([review.HEADER, *map(str, review.review(run))]))
-
-
-def rank(
-    plans: list[Plan], request: Request, base: Recipe | None, *, simulate: bool
-) -> list[tuple[Plan, Simulated | None]]:
-    """The plans with their simulated figures, best first by these. A plan that cannot be simulated keeps its place."""
-    if not simulate:
-        return [(plan, None) for plan in plans]
-    rows: list[tuple[Plan, Simulated | None]] = [(plan, recipe.simulate(plan, request, base)) for plan in plans]
-
-    return sorted(rows, key=lambda row: _key(request, *row))
 
 
 def _key(request: Request, plan: Plan, figures: Simulated | None) -> tuple[float, ...]:
@@ -189,12 +268,9 @@ def _key(request: Request, plan: Plan, figures: Simulated | None) -> tuple[float
 # inputs
 
 
-def _workload(what: str, staleness: int | None) -> tuple[Recipe | None, str, Workload]:
-    if not what.endswith(".toml"):
-        shape = model_shape(what) if what in load.NAMED or Path(what).is_dir() else None
-        name, shape = (what, shape) if shape else find_model(what)
-        return None, name, Workload(shape=shape, staleness=1 if staleness is None else staleness)
-    base = config.load(Path(what))
+def _workload(what: str, staleness: int | None, overrides: Sequence[str]) -> tuple[Recipe, str, Workload]:
+    """The recipe, or that of a model's name; what the plan is called; and what a step asks for."""
+    base = config.load(Path(what), list(overrides)) if what.endswith(".toml") else recipe.of_model(what, overrides)
     work = recipe_workload(base)
     return base, base.model.path, work if staleness is None else replace(work, staleness=staleness)
 
@@ -269,11 +345,11 @@ def market(known: Mapping[str, Gpu], usd_per_h: float, spot: bool) -> Cluster:
     return Cluster(machines=tuple(machines), links=Links())
 
 
-def _spot(path: Path | None) -> SpotMarket:
+def _spot(path: Path | None, boot_s: float) -> SpotMarket:
     if path is None:
-        return SpotMarket()
+        return SpotMarket(losses_per_h=LOSSES_PER_H, boot_s=boot_s, assumed=True)
     changes = trace.read(path)
     seconds = changes[-1].at_s
     made = trace.summary(changes, max(1.0, seconds))
     availability = min(1.0, made.mean_up / max(1, made.max_up))
-    return SpotMarket(availability=availability, losses_per_h=made.losses_per_node_hour)
+    return SpotMarket(availability=availability, losses_per_h=made.losses_per_node_hour, boot_s=boot_s)

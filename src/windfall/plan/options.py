@@ -25,6 +25,9 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option(min=1, max=20, help="Number of plans to show.")] = 3,
     simulate: Annotated[bool, typer.Option(help="Simulate the plans and rank them by that.")] = True,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a recipe key; may be repeated.")
+    ] = None,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Recipe of the best plan to write.")] = None,
     check: Annotated[Path | None, typer.Option(metavar="RUN", help="Compare this run with its plan.")] = None,
 ) -> None:  # fmt: skip
@@ -39,4 +42,5 @@ def plan(
     command.main(
         what, cluster=cluster, gpus=gpus, budget=budget, prices=prices, objective=objective, deadline=deadline,
         staleness=staleness, spot=spot, measured_in=measured, top=top, simulate=simulate, write=write,
+        overrides=set_ or (),
     )  # fmt: skip

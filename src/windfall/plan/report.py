@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from windfall.plan.model import measured
 from windfall.plan.model.cluster import Kind
 from windfall.plan.run.recipe import Simulated
-from windfall.plan.search.request import Request, SpotMarket
+from windfall.plan.search.request import Request
 from windfall.plan.search.scoring import Plan
 
+Row = tuple[Plan, Simulated | None]
+"""A plan, with its simulated figures if it was simulated."""
+FRONTIER = 8
+"""Rows of the table of speed and cost."""
 
-def report(name: str, request: Request, ranked: list[tuple[Plan, Simulated | None]]) -> list[str]:
+
+class Group(NamedTuple):
+    """A group of machines, beside the chosen plan."""
+
+    name: str
+    used: bool
+    usd_per_h: float
+    """Dollars per hour that the chosen plan pays for it."""
+    other: Row | None
+    """The best plan without it, or with it if the chosen plan does not use it. None: there is none."""
+
+
+def report(
+    name: str, request: Request, ranked: Sequence[Row], frontier: Sequence[Row] = (), groups: Sequence[Group] = ()
+) -> list[str]:
     w, e = request.work, request.efficiency
     held = ", ".join(f"{part} {error:.0%}" for part, error in measured.held_out().by_part().items())
     lines = [
@@ -24,7 +45,43 @@ def report(name: str, request: Request, ranked: list[tuple[Plan, Simulated | Non
         lines.append(f"{kind}: {' and '.join(parts)} as measured")
     for n, (plan, figures) in enumerate(ranked, start=1):
         lines += ["", f"{n}. {plan.name}", *_plan_lines(plan, figures, request)]
+    if len(groups) > 1:
+        lines += ["", "what every group of machines adds to plan 1:"]
+        lines += [f"   {group.name:22} {_adds(group, ranked[0])}" for group in groups]
+    if len(frontier) > 1:
+        lines += ["", "speed and cost, from the cheapest to the fastest plan (s: simulated, otherwise predicted):"]
+        lines.append(f"   {'tok/s':>10} {'$/h':>9} {'$/100 steps':>12}  plan")
+        for plan, figures in frontier:
+            mark = "s" if figures else " "
+            usd = f"{plan.usd_per_h:9,.2f} {usd_per_100(plan, figures):12,.2f}"
+            chosen = " (plan 1)" if plan is ranked[0][0] else ""
+            lines.append(f"   {speed(plan, figures):9,.0f}{mark} {usd}  {plan.name}{chosen}")
     return [*lines, "", *picture(ranked[0][0])]
+
+
+def speed(plan: Plan, figures: Simulated | None) -> float:
+    """Tokens per second: simulated, or predicted."""
+    return figures.tok_per_s if figures else plan.tok_per_s
+
+
+def usd_per_100(plan: Plan, figures: Simulated | None) -> float:
+    """Dollars per 100 steps."""
+    return 100 * plan.work.tokens / speed(plan, figures) / 3600 * plan.usd_per_h
+
+
+def _adds(group: Group, chosen: Row) -> str:
+    """What a group adds and costs: the chosen plan beside the best one without it, or the best one with it beside the
+    chosen one."""
+    if group.other is None:
+        return f"needed: no plan without it; ${group.usd_per_h:.2f}/h" if group.used else "not used"
+    more, less = (chosen, group.other) if group.used else (group.other, chosen)
+    tok_per_s = speed(*more) - speed(*less)
+    share = f"({tok_per_s / speed(*less):+.1%})"
+    usd = f"{more[0].usd_per_h - less[0].usd_per_h:+,.2f} $/h, "
+    usd += f"{usd_per_100(*more) - usd_per_100(*less):+,.2f} $/100 steps"
+    if group.used:
+        return f"{tok_per_s:+,.0f} tok/s {share}, {usd}; costs ${group.usd_per_h:.2f}/h"
+    return f"not used; with it: {tok_per_s:+,.0f} tok/s {share}, {usd}"
 
 
 def _assumptions(request: Request) -> list[str]:
@@ -34,11 +91,14 @@ def _assumptions(request: Request) -> list[str]:
     if len(request.cluster.machines) > 1:
         lines.append(f"links: {request.cluster.links}")
     if any(kind.lease == "spot" for kind in kinds):
-        market = "always available: no --spot TRACE was given"
-        if request.spot != SpotMarket():
-            market = f"available {request.spot.availability:.0%} of the time, "
-            market += f"{request.spot.losses_per_h:.2f} losses per machine-hour, from the trace"
-        lines.append(f"spot machines: {market}")
+        m = request.spot
+        market = f"available {m.availability:.0%} of the time, {m.losses_per_h:.2f} losses per machine-hour, "
+        market += "assumed: no --spot TRACE was given" if m.assumed else "from the trace"
+        lines.append(f"spot machines: {market}; a new one boots for {m.boot_s:g} s")
+    if request.work.delta < 1:
+        lines.append(
+            f"pulls: deltas of {request.work.delta:.1%} of the weights, by the learning rate (docs/weights.md)"
+        )
     return lines
 
 
@@ -51,7 +111,7 @@ def _price(kind: Kind) -> str:
 
 def run_hours(plan: Plan, figures: Simulated | None) -> float:
     """Hours of all steps: simulated, or predicted."""
-    return plan.work.steps * plan.work.tokens / (figures.tok_per_s if figures else plan.tok_per_s) / 3600
+    return plan.work.steps * plan.work.tokens / speed(plan, figures) / 3600
 
 
 def is_late(plan: Plan, figures: Simulated | None, request: Request) -> bool:
@@ -84,7 +144,7 @@ def _plan_lines(plan: Plan, figures: Simulated | None, request: Request) -> list
         f"   run         {plan.work.steps} steps take {duration(hours)} and cost ${hours * plan.usd_per_h:,.2f}{late}",
         f"   training    {plan.training.layout}, {gb}; engines: {engines}",
         f"   bottleneck  {plan.bottleneck}: {plan.why}",
-        f"   search      {plan.method}",
+        *([f"   traffic     ${plan.traffic_usd_per_h:.2f}/h between zones"] if plan.traffic_usd_per_h else []),
     ]
 
 

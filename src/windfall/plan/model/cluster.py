@@ -29,10 +29,12 @@ with two each.
     same_type_gb_per_s = 12.5
     across_types_gb_per_s = 12.5
     pull_gb_per_s = 0.5           # measured speed of a pull of new weights, if there is one; instead of the links
+    across_zones_usd_per_gb = 0.02    # price of traffic between two zones; 0.02 if it is left out
 
     [[link]]                      # between the machines of two zones, or of one: between = ["a", "a"]
     between = ["a", "b"]
     gb_per_s = 1.0
+    usd_per_gb = 0.08             # price of traffic between these two, instead of across_zones_usd_per_gb; 0: free
 """
 
 from __future__ import annotations
@@ -56,6 +58,9 @@ LENT = 0.5
 NETWORK = 12.5e9
 """Bytes per second of a machine's network, unless the cluster says otherwise (100 Gbit/s)."""
 MAX_GPUS = 4096
+ZONE_USD_PER_GB = 0.02
+"""Dollars per GB between two zones, unless the cluster says otherwise: what large clouds charge between zones (0.01 in
+each direction) and between near regions. Between continents, or over the internet, it is 0.05 to 0.09."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +72,22 @@ class Links:
     """Bytes per second between machines of two zones, or of one; instead of the above."""
     pull: float = 0.0
     """Measured bytes per second of a pull of new weights; 0: by the links."""
+    usd_per_gb: float = ZONE_USD_PER_GB
+    """Price of traffic between two zones."""
+    zone_prices: tuple[tuple[str, str, float], ...] = ()
+    """Dollars per GB between two zones, instead of the above."""
+
+    def price(self, a: str, b: str) -> float:
+        """Dollars per GB between two zones. Traffic within a zone is free.
+
+        >>> links = Links(zone_prices=(("a", "b", 0.08),))
+        >>> links.price("b", "a"), links.price("a", "c"), links.price("a", "a")
+        (0.08, 0.02, 0.0)
+        """
+        for x, y, usd in self.zone_prices:
+            if (x, y) in ((a, b), (b, a)):
+                return usd
+        return 0.0 if a == b else self.usd_per_gb
 
     def between(self, a: str, b: str, *, same_type: bool) -> float:
         """Bytes per second between a machine of zone `a` and one of zone `b`.
@@ -162,7 +183,27 @@ class Cluster:
 
     def pull_rate(self, worker: Machine, sources: Iterable[Machine]) -> float:
         """Bytes per second at which a machine pulls new weights from the best of these."""
-        return self.links.pull or max(self.bandwidth(worker, source) for source in sources)
+        alike = {(source.zone, source.gpu.name, source.name == worker.name): source for source in sources}
+        return self.links.pull or max(self.bandwidth(worker, source) for source in alike.values())
+
+    def groups(self) -> dict[str, list[Machine]]:
+        """Machines that are rented together: same kind, same zone. By name, in the order of the cluster.
+
+        >>> list(from_text("8xH100 + 6x2xH100:spot").groups())
+        ['8 H100', '12 H100 spot']
+        """
+        found: dict[tuple[Kind, str], list[Machine]] = {}
+        for machine in self.machines:
+            found.setdefault((machine.kind, machine.zone), []).append(machine)
+        out: dict[str, list[Machine]] = {}
+        for (kind, zone), machines in found.items():
+            name = f"{sum(m.count for m in machines)} {kind.name}" + (f" in {zone}" if zone else "")
+            out[name if name not in out else f"{name} at ${kind.usd_per_h:g}"] = machines
+        return out
+
+    def without(self, machines: Iterable[Machine]) -> Cluster:
+        gone = {m.name for m in machines}
+        return replace(self, machines=tuple(m for m in self.machines if m.name not in gone))
 
     def __str__(self) -> str:
         return " + ".join(f"{sum(m.count for m in ms)} {kind.name}" for kind, ms in self.kinds().items())
@@ -172,8 +213,8 @@ MACHINE_KEYS = (
     "gpu", "count", "machines", "lease", "price_usd_per_gpu_h", "address", "engine", "provider", "lent", "zone",
 )  # fmt: skip
 DEVICE_KEYS = ("name", "memory_gb", "bandwidth_gb_per_s", "tflops", "link_gb_per_s", "worker", "trainer")
-LINK_KEYS = ("same_type_gb_per_s", "across_types_gb_per_s", "pull_gb_per_s")
-ZONE_KEYS = ("between", "gb_per_s")
+LINK_KEYS = ("same_type_gb_per_s", "across_types_gb_per_s", "pull_gb_per_s", "across_zones_usd_per_gb")
+ZONE_KEYS = ("between", "gb_per_s", "usd_per_gb")
 
 
 def parse(
@@ -196,8 +237,17 @@ def parse(
     same = _number(links, LINK_KEYS[0], where, NETWORK / 1e9) * 1e9
     across = _number(links, LINK_KEYS[1], where, same / 1e9) * 1e9
     pull = _number(links, LINK_KEYS[2], where, 0.0) * 1e9 if LINK_KEYS[2] in links else 0.0
-    zones = tuple(_zone_link(row, machines, f"{where}, [[link]]") for row in _tables(data, "link", where))
-    return _checked(tuple(machines), where, Links(same_type=same, across_types=across, zones=zones, pull=pull))
+    rows = _tables(data, "link", where)
+    zones = tuple(_zone_link(row, machines, f"{where}, [[link]]") for row in rows)
+    usd = _number(links, LINK_KEYS[3], where, ZONE_USD_PER_GB, free=True)
+    usd_between = tuple(
+        (a, b, _number(row, "usd_per_gb", f"{where}, [[link]]", None, free=True))
+        for row, (a, b, _) in zip(rows, zones, strict=True) if "usd_per_gb" in row
+    )  # fmt: skip
+    made = Links(
+        same_type=same, across_types=across, zones=zones, pull=pull, usd_per_gb=usd, zone_prices=usd_between
+    )  # fmt: skip
+    return _checked(tuple(machines), where, made)
 
 
 def _zone_link(row: Mapping[str, Any], machines: Sequence[Machine], where: str) -> tuple[str, str, float]:
@@ -328,12 +378,15 @@ def _count(row: Mapping[str, Any], key: str, where: str) -> int:
     return value
 
 
-def _number(row: Mapping[str, Any], key: str, where: str, default: float | None) -> float:
+def _number(row: Mapping[str, Any], key: str, where: str, default: float | None, *, free: bool = False) -> float:
+    """A number above 0; `free`: or 0."""
     value = row.get(key, default)
     if value is None:
         raise WindfallError(f"'{key}' is missing", where=where, fix=f"Set {key}.")
-    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value >= 0):
         raise WindfallError(f"{key} is {value!r}", where=where, fix="Give a number above 0.")
+    if value == 0 and not free:
+        raise WindfallError(f"{key} is 0", where=where, fix="Give a number above 0.")
     return float(value)
 
 
@@ -366,7 +419,12 @@ def dump(cluster: Cluster) -> dict[str, Any]:
             rows.append(row)
     links = {LINK_KEYS[0]: cluster.links.same_type / 1e9, LINK_KEYS[1]: cluster.links.across_types / 1e9}
     links |= {LINK_KEYS[2]: cluster.links.pull / 1e9} if cluster.links.pull else {}
-    zones = [{"between": [a, b], "gb_per_s": bandwidth / 1e9} for a, b, bandwidth in cluster.links.zones]
+    links |= {LINK_KEYS[3]: cluster.links.usd_per_gb} if len({m.zone for m in cluster.machines}) > 1 else {}
+    prices = {(a, b): {"usd_per_gb": usd} for a, b, usd in cluster.links.zone_prices}
+    zones = [
+        {"between": [a, b], "gb_per_s": bandwidth / 1e9, **prices.get((a, b), {})}
+        for a, b, bandwidth in cluster.links.zones
+    ]  # fmt: skip
     plain = [{key: value for key, value in d.items() if key != "_gpu"} for d in device.values()]
     return {"machine": rows, "device": plain, "links": links} | ({"link": zones} if zones else {})
 

@@ -178,6 +178,10 @@ class Training:
     memory_bytes: float
     """Per GPU, with the activations that it keeps at least."""
     pack_tokens: int
+    sent_bytes: float = 0.0
+    """Bytes that leave every machine per step, to the next one."""
+    last_share: float = 0.0
+    """Share of a step's training in its last pack."""
 
 
 def _token_s(work: Workload, gpu: Gpu, e: Efficiency, recompute: float) -> float:
@@ -237,6 +241,7 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     return Training(
         gpu=gpu, layout=f"fsdp {gpus}", gpus=gpus, compute_s=compute_s * e.slower, send_s=send_s * e.slower,
         update_s=update_s * e.slower, step_s=step_s, memory_bytes=rank.fixed + rank.least_activations, pack_tokens=pack,
+        sent_bytes=packs * rank.sent_per_pack, last_share=1 / packs,
     )  # fmt: skip
 
 
@@ -281,9 +286,9 @@ def megatron(
 
 def pull_s(work: Workload, away: Sequence[tuple[float, float]], sources: int, local: int = 0) -> float:
     """Seconds until all engines hold new weights, if all pull at once. `away`: of every machine, bytes per second of
-    its link to the trainer, and its engines. Every engine pulls a copy of its own; the `sources`, the trainer's
-    machines, share the sending. `local`: engines on the trainer's machine, which do not need the network. A delta would
-    be shorter; it is not assumed.
+    its link to the trainer, and its engines. Every engine pulls for itself; the `sources`, the trainer's machines,
+    share the sending. `local`: engines on the trainer's machine, which do not need the network. A delta saves bytes on
+    the network only: to apply and verify it takes as long as a copy on loopback (docs/weights.md).
 
     >>> from windfall.plan.model.workload import MODELS
     >>> work = Workload(shape=MODELS["Qwen3-8B"])
@@ -292,5 +297,32 @@ def pull_s(work: Workload, away: Sequence[tuple[float, float]], sources: int, lo
     >>> pull_s(work, [(12.5e9, 1), (1e9, 2)], 2) == pull_s(work, [(1e9, 2)], 1)
     True
     """
-    seconds = [n * work.update_bytes / (bandwidth * LINK_SHARE) for bandwidth, n in away]
-    return max([local * work.update_bytes / LOOPBACK, sum(seconds) / sources, *seconds])
+    sent_s = [n * work.pull_bytes / (bandwidth * LINK_SHARE) for bandwidth, n in away]
+    most = max([n for _, n in away], default=0.0)
+    applied_s = most * apply_s(work)
+    return max(local * work.update_bytes / LOOPBACK, max([sum(sent_s) / sources, *sent_s]) + applied_s)
+
+
+def apply_s(work: Workload) -> float:
+    """Seconds to apply and verify a delta in one engine."""
+    return work.update_bytes / LOOPBACK if work.delta < 1 else 0.0
+
+
+def own_engine(work: Workload, trained: Training, gpus: int, e: Efficiency) -> Replica | None:
+    """The trainer's own engine (`fleet.local`): one on each of these GPUs, all together as one worker. Beside the
+    trainer's state, each needs a KV cache and, if the trainer has several ranks, a copy of the weights. None: they do
+    not fit."""
+    gpu, shape = trained.gpu, work.shape
+    copies = work.weights_bytes if trained.gpus > 1 else 0.0
+    room = ENGINE_MEMORY * gpu.memory_bytes - trained.memory_bytes - copies
+    kv_tokens = int(room // kv_bytes(shape))
+    if kv_tokens < work.prompt_tokens + work.max_tokens or (gpu.measured_only and gpu.worker is None):
+        return None
+    s = gpu.worker or decode_service(shape, gpu, 1, e)
+    service = replace(
+        s, each_s=s.each_s / gpus, context_s=s.context_s / gpus, prefill_s=s.prefill_s / gpus,
+        over_batch=s.over_batch * gpus, over_s=s.over_s / gpus,
+    )  # fmt: skip
+    slots = gpus * max(1, min(MAX_RUNNING, int(kv_tokens / work.mean_context)))
+    memory = trained.memory_bytes + copies + slots / gpus * work.mean_context * kv_bytes(shape)
+    return Replica(gpu=gpu, tp=gpus, service=service, slots=slots, kv_tokens=gpus * kv_tokens, memory_bytes=memory)

@@ -22,6 +22,7 @@ from windfall.sim.core.service import Service
 PCIE4, PCIE5 = 25e9, 50e9
 """Bytes per second that a PCIe x16 link reaches in one direction."""
 PRICE_COLUMNS = "Columns: cloud,gpu,on_demand_usd_per_gpu_h,spot_usd_per_gpu_h."
+CATALOG = f"{prices.SOURCE}, {prices.DATE}"
 HEX = "AReaL-Hex, arXiv 2511.00796 (2025-11)"
 
 
@@ -67,13 +68,12 @@ def _gpu(name: str, gb: float, tb_per_s: float, tflops: float, link: float, sour
 TABLE: dict[str, Gpu] = {
     g.name: g
     for g in (
-        _gpu(
-            "B200",
-            180,
-            7.7,
-            2250,
-            900e9,
-            "NVIDIA HGX B200 data sheet, 2025-03; bus: pytorch/ao#4002, 2026-03",
+        replace(
+            _gpu("B200", 180, 7.7, 2250, 900e9, "NVIDIA HGX B200 data sheet, 2025-03; bus: pytorch/ao#4002, 2026-03"),
+            reserved_usd_per_h=7.15,
+            spot_usd_per_h=3.95,
+            reserved_source=f"nebius B200 on demand, {CATALOG}",
+            spot_source=f"nebius B200 spot, {CATALOG}",
         ),
         _gpu("H200", 141, 4.8, 989, 450e9, "NVIDIA H200 SXM data sheet, 2023-11"),
         _gpu("H100", 80, 3.35, 989, 450e9, "NVIDIA H100 SXM5 data sheet, 2022-09"),
@@ -82,7 +82,13 @@ TABLE: dict[str, Gpu] = {
         _gpu("L40S", 48, 0.864, 362, PCIE4, "NVIDIA L40S data sheet, 2023-08"),
         _gpu("A10G", 24, 0.6, 70, PCIE4, "AWS G5, 2021-11; tensor FLOP/s: baseten.co, A10 vs A10G, 2023"),
         _gpu("L4", 24, 0.3, 121, PCIE4, "NVIDIA L4 data sheet, 2023-03"),
-        _gpu("RTX4090", 24, 1.008, 165, PCIE4, "NVIDIA Ada white paper 2.01, 2023-03; accumulation in float32"),
+        replace(
+            _gpu("RTX4090", 24, 1.008, 165, PCIE4, "NVIDIA Ada white paper 2.01, 2023-03; accumulation in float32"),
+            reserved_usd_per_h=0.74,
+            spot_usd_per_h=0.74,
+            reserved_source=f"runpod RTX4090, {CATALOG}",
+            spot_source=f"runpod RTX4090, {CATALOG}",
+        ),
         _gpu("H800-SXM", 80, 3.35, 989, 200e9, "NVIDIA H100 SXM5 data sheet, 2022-09; 400 GB/s NVLink, 2023-03"),
         replace(_gpu("H800", 80, 2.0, 756, 200e9, HEX), reserved_usd_per_h=5.28, reserved_source=HEX),
         replace(_gpu("H20", 96, 4.0, 148, 450e9, HEX), reserved_usd_per_h=1.85, reserved_source=HEX),
@@ -90,19 +96,28 @@ TABLE: dict[str, Gpu] = {
     )
 }
 
+ALIASES = {
+    "A100": "A100-80GB", "A100-SXM4-80GB": "A100-80GB", "A100-SXM4-40GB": "A100-40GB", "4090": "RTX4090",
+    "RTX-4090": "RTX4090", "H100-SXM": "H100", "H200-SXM": "H200",
+}  # fmt: skip
+"""Other names in use. An A100 without a size is one with 80 GB."""
+
 
 def find(name: str, known: Mapping[str, Gpu] | None = None, where: str = "cluster") -> Gpu:
     """The GPU of this name, with prices of the built-in table where it has none of its own.
 
-    >>> find("h100").memory_bytes, find("H200").spot_usd_per_h
-    (80000000000.0, 3.29)
+    >>> find("h100").memory_bytes, find("H200").spot_usd_per_h, find("A100").name
+    (80000000000.0, 3.29, 'A100-80GB')
     """
     table = {g.upper(): gpu for g, gpu in (known or TABLE).items()}
-    gpu = table.get(name.strip().upper())
+    wanted = name.strip().upper()
+    gpu = table.get(wanted) or table.get(ALIASES.get(wanted, ""))
     if gpu is None:
-        hint = nearest(name.strip().upper(), table)
-        fix = f"{hint} Or describe it in the cluster file, in a [[device]] table."
-        raise WindfallError(f"unknown GPU {name!r}", where=where, fix=fix)
+        close = nearest(wanted, table)
+        names = f"Known: {', '.join(known or TABLE)}."
+        hint = close if close.startswith("Did") else ""
+        fix = f"{hint} {names} Or describe it in a [[device]] table of a cluster file."
+        raise WindfallError(f"unknown GPU {name!r}", where=where, fix=fix.strip())
     return _priced(gpu)
 
 

@@ -10,13 +10,14 @@ from windfall.config import Recipe
 from windfall.config.lora import DEFAULT_RANK
 from windfall.errors import WindfallError
 from windfall.models import load
-from windfall.plan.model.workload import MODELS, Workload
+from windfall.plan.model.workload import Workload, delta_share
 from windfall.plan.model.workload import model as find_model
 from windfall.train.rank_budget import ModelShape
 
 
 def recipe_workload(base: Recipe) -> Workload:
-    """Lengths are those of [sim]; without that section, a third of `rollout.max_tokens`."""
+    """Lengths are those of [sim]; without that section, a third of `rollout.max_tokens`. Adapters, and weights in
+    float32, are pulled whole: nearly every element changes (docs/weights.md)."""
     o, s, lora = base.rollout, base.sim, base.train.lora
     shape = model_shape(base.model.path)
     given = s.model_fields_set
@@ -25,6 +26,7 @@ def recipe_workload(base: Recipe) -> Workload:
         prompt_tokens=s.prompt_tokens, median_tokens=s.median_tokens if "median_tokens" in given else o.max_tokens / 3,
         sigma=s.sigma, staleness=o.staleness, reward_s=s.reward_s, steps=base.run.steps, kl=base.algorithm.kl > 0,
         offload=base.train.offload, minibatches=base.train.minibatches,
+        delta=1.0 if lora is not None or base.model.dtype == "float32" else delta_share(base.train.lr),
         adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank or DEFAULT_RANK),
     )  # fmt: skip
 
@@ -37,12 +39,9 @@ def _adapter_parameters(shape: ModelShape, rank: int) -> int:
 
 def model_shape(path: str) -> ModelShape:
     """The sizes of a model, from its config.json or from the table of known models."""
-    if path.rpartition("/")[2].lower().removeprefix("deepseek-") in (name.lower() for name in MODELS):
+    if path not in load.NAMED and not Path(path).expanduser().is_dir():
         return find_model(path)[1]
-    where = load.resolve(path)
-    if not isinstance(where, Path):
-        return find_model(path)[1]
-    file = where / "config.json"
+    file = Path(load.resolve(path)) / "config.json"
     try:
         c: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         heads = c["num_attention_heads"]

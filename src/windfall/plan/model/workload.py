@@ -6,6 +6,7 @@ The length of a response is min(X, max_tokens) with a log-normal X, as in the si
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -17,39 +18,66 @@ VALUE_BYTES = 2
 """Bytes of a weight and of a KV value: bfloat16."""
 
 
-def _qwen(hidden: int, intermediate: int, layers: int, heads: int, kv: int, vocabulary: int, tied: bool) -> ModelShape:
+def _shape(
+    hidden: int, intermediate: int, layers: int, heads: int, kv: int, vocabulary: int, tied: bool, head: int = 128
+) -> ModelShape:
     return ModelShape(
-        hidden=hidden, intermediate=intermediate, layers=layers, heads=heads, kv_heads=kv, head=128,
+        hidden=hidden, intermediate=intermediate, layers=layers, heads=heads, kv_heads=kv, head=head,
         vocabulary=vocabulary, tied=tied,
     )  # fmt: skip
 
 
 MODELS: dict[str, ModelShape] = {
-    "Qwen3-0.6B": _qwen(1024, 3072, 28, 16, 8, 151_936, True),
-    "Qwen3-1.7B": _qwen(2048, 6144, 28, 16, 8, 151_936, True),
-    "Qwen3-4B": _qwen(2560, 9728, 36, 32, 8, 151_936, True),
-    "Qwen3-8B": _qwen(4096, 12_288, 36, 32, 8, 151_936, False),
-    "Qwen3-14B": _qwen(5120, 17_408, 40, 40, 8, 151_936, False),
-    "Qwen3-32B": _qwen(5120, 25_600, 64, 64, 8, 151_936, False),
-    "R1-Distill-Qwen-1.5B": _qwen(1536, 8960, 28, 12, 2, 151_936, False),
-    "R1-Distill-Qwen-7B": _qwen(3584, 18_944, 28, 28, 4, 152_064, False),
-    "R1-Distill-Qwen-14B": _qwen(5120, 13_824, 48, 40, 8, 152_064, False),
+    "Qwen3-0.6B": _shape(1024, 3072, 28, 16, 8, 151_936, True),
+    "Qwen3-1.7B": _shape(2048, 6144, 28, 16, 8, 151_936, True),
+    "Qwen3-4B": _shape(2560, 9728, 36, 32, 8, 151_936, True),
+    "Qwen3-8B": _shape(4096, 12_288, 36, 32, 8, 151_936, False),
+    "Qwen3-14B": _shape(5120, 17_408, 40, 40, 8, 151_936, False),
+    "Qwen3-32B": _shape(5120, 25_600, 64, 64, 8, 151_936, False),
+    "R1-Distill-Qwen-1.5B": _shape(1536, 8960, 28, 12, 2, 151_936, False),
+    "R1-Distill-Qwen-7B": _shape(3584, 18_944, 28, 28, 4, 152_064, False),
+    "R1-Distill-Qwen-14B": _shape(5120, 13_824, 48, 40, 8, 152_064, False),
+    "Qwen2.5-0.5B": _shape(896, 4864, 24, 14, 2, 151_936, True, 64),
+    "Qwen2.5-1.5B": _shape(1536, 8960, 28, 12, 2, 151_936, True),
+    "Qwen2.5-3B": _shape(2048, 11_008, 36, 16, 2, 151_936, True),
+    "Qwen2.5-7B": _shape(3584, 18_944, 28, 28, 4, 152_064, False),
+    "Qwen2.5-14B": _shape(5120, 13_824, 48, 40, 8, 152_064, False),
+    "Qwen2.5-32B": _shape(5120, 27_648, 64, 40, 8, 152_064, False),
+    "Qwen2.5-72B": _shape(8192, 29_568, 80, 64, 8, 152_064, False),
+    "Llama-3.2-1B": _shape(2048, 8192, 16, 32, 8, 128_256, True, 64),
+    "Llama-3.2-3B": _shape(3072, 8192, 28, 24, 8, 128_256, True),
+    "Llama-3.1-8B": _shape(4096, 14_336, 32, 32, 8, 128_256, False),
+    "Llama-3.1-70B": _shape(8192, 28_672, 80, 64, 8, 128_256, False),
+    "Llama-3.3-70B-Instruct": _shape(8192, 28_672, 80, 64, 8, 128_256, False),
 }
 """From the models' config.json on the Hugging Face hub."""
 
 
 def model(name: str) -> tuple[str, ModelShape]:
-    """The model of this name. A size such as "8B" means the first model of that size.
+    """The model of this name. A size such as "8B" means the first model of that size; variants such as "-Instruct" have
+    the sizes of their base.
 
     >>> model("8b")[0], model("Qwen/Qwen3-8B")[1].kv_heads, model("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")[0]
     ('Qwen3-8B', 8, 'R1-Distill-Qwen-7B')
+    >>> model("70B")[0], model("meta-llama/Llama-3.1-8B-Instruct")[0], model("Qwen/Qwen3-4B-Instruct-2507")[0]
+    ('Llama-3.1-70B', 'Llama-3.1-8B', 'Qwen3-4B')
     """
-    wanted = name.rpartition("/")[2].lower().removeprefix("deepseek-")
+    wanted = _plain(name.rpartition("/")[2])
     for known, shape in MODELS.items():
-        if wanted in (known.lower(), known.lower().rpartition("-")[2]):
+        if wanted in (_plain(known), _plain(known).rpartition("-")[2]):
             return known, shape
-    fix = f"{nearest(name, MODELS)} Or give a recipe whose model is a folder with a config.json."
-    raise WindfallError(f"the sizes of model {name!r} are not known", where="model", fix=fix)
+    close = nearest(name, MODELS)
+    known = f"Known: {', '.join(MODELS)}."
+    fix = (
+        f"{close if close.startswith('Did') else ''} {known} Or give a folder with a config.json, or a recipe with one."
+    )
+    raise WindfallError(f"the sizes of model {name!r} are not known", where="model", fix=fix.strip())
+
+
+def _plain(name: str) -> str:
+    """The name without its maker and without the variant at its end."""
+    name = name.lower().removeprefix("deepseek-").removeprefix("meta-")
+    return re.sub(r"(-instruct|-base|-chat|-it)?(-\d{4})?$", "", name)
 
 
 def hub_id(name: str) -> str:
@@ -60,7 +88,29 @@ def hub_id(name: str) -> str:
     """
     if name not in MODELS:
         return name
-    return f"Qwen/{name}" if name.startswith("Qwen") else f"deepseek-ai/DeepSeek-{name}"
+    makers = {"Qwen": "Qwen/", "Llama": "meta-llama/", "R1": "deepseek-ai/DeepSeek-"}
+    return next(maker + name for start, maker in makers.items() if name.startswith(start))
+
+
+DELTAS = ((1e-6, 0.025), (1e-5, 0.149))
+"""Learning rates, and the measured size of a delta in bfloat16 relative to a full copy: the larger ones of
+docs/weights.md, which are those of its smallest model."""
+NO_DELTA = 0.9
+"""A delta above this share is not sent (weights/delta.py)."""
+
+
+def delta_share(lr: float) -> float:
+    """Size of a delta of all weights in bfloat16, relative to a full copy: a power of the learning rate through the
+    two measured points.
+
+    >>> [round(delta_share(lr), 3) for lr in (1e-6, 3e-6, 1e-5, 1e-4)]
+    [0.025, 0.059, 0.149, 0.888]
+    >>> delta_share(1e-3)
+    1.0
+    """
+    (low, small), (high, large) = DELTAS
+    share = small * (max(lr, 1e-12) / low) ** (math.log(large / small) / math.log(high / low))
+    return share if share <= NO_DELTA else 1.0
 
 
 def kv_bytes(shape: ModelShape) -> int:
@@ -96,6 +146,8 @@ class Workload:
     offload: bool = False
     adapter_parameters: int = 0
     minibatches: int = 1
+    delta: float = 1.0
+    """Bytes of a pull, as a share of a full copy (`delta_share`)."""
 
     @property
     def responses(self) -> int:
@@ -146,5 +198,10 @@ class Workload:
 
     @property
     def update_bytes(self) -> float:
-        """Bytes that are published and pulled per step: all weights, or the adapters."""
+        """Bytes that are published per step: all weights, or the adapters."""
         return VALUE_BYTES * (self.adapter_parameters or self.shape.parameters)
+
+    @property
+    def pull_bytes(self) -> float:
+        """Bytes that an engine with the previous version pulls per step."""
+        return self.delta * self.update_bytes

@@ -100,7 +100,7 @@ class Situation:
     """The plan of a run under changing conditions. Pure."""
 
     def __init__(self, recipe: Recipe, work: Workload) -> None:
-        self.plan, self._work = recipe.plan, work
+        self.plan, self._work, self._own = recipe.plan, work, recipe.fleet.local
         self.cluster = clusters.parse(recipe.plan.cluster, "plan.cluster")
 
     def request(self, now: Conditions) -> Request:
@@ -147,7 +147,7 @@ class Situation:
                 return None
             counts[kinds[0], self.gpus_of(kinds[0])] = counts.get((kinds[0], self.gpus_of(kinds[0])), 0) + count
         try:
-            return planner.fixed(request, self.plan.trainer_device, gpus, counts)
+            return planner.fixed(request, self.plan.trainer_device, gpus, counts, own=self._own)
         except WindfallError:  # nothing fits any more
             return None
 

@@ -7,7 +7,8 @@ Machines of a provider need its section in the recipe, which the plan completes:
 parallelism, GPUs, terms and price.
 
 In the simulation every replica is one worker, and a lender is a worker that is slower by what it does not lend. Workers
-of reserved machines stay; those of spot machines come and go by the market's rates, as `windfall sim` does it.
+of reserved machines stay. Those of spot machines come and go by the rates of the trace, as `windfall sim` does it;
+without a trace they are slower by what boots cost on average.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from __future__ import annotations
 import math
 import random
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from windfall.errors import WindfallError, install_command
 from windfall.events.log import read
 from windfall.fleet.trace_formats import Change
 from windfall.launch import worker_sources
+from windfall.models import load
 from windfall.plan.model import cluster as clusters
 from windfall.plan.model.cluster import PROVIDERS, Kind
 from windfall.plan.model.workload import Workload, hub_id
-from windfall.plan.search.request import Request
+from windfall.plan.model.workload import model as find_model
+from windfall.plan.search.request import Request, useful_share
 from windfall.plan.search.scoring import Placed, Plan, pull_alone
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
@@ -39,10 +42,12 @@ from windfall.sim.core.scenario import with_keys
 from windfall.sim.report.figures import figures
 
 PORT = 29400
-SIM_STEPS, SIM_SKIP = 6, 2
+SOME_ADDRESS = "192.0.2.1"
+"""Stands for the address of a machine that is not known yet (RFC 5737)."""
+SIM_STEPS, SIM_SKIP = 5, 2
 """Steps that the figures cover, and steps before them. As many steps as the staleness follow, in which nothing is
 generated for later steps."""
-SIM_TOKENS = 16
+SIM_TOKENS = 8
 """Simulated tokens of a response of median length."""
 TRACE_S = 14 * 86400.0
 AWAY_S = 1e-3
@@ -50,8 +55,8 @@ AWAY_S = 1e-3
 
 
 def trainer_keys(plan: Plan) -> dict[str, float]:
-    """The trainer's machine for [sim]: the keys of sim/core/service.py. Its own engine is that of one replica."""
-    engine, work = plan.replicas[0][1].service, plan.work
+    """The trainer's machine for [sim]: the keys of sim/core/service.py, with its own engine if that generates."""
+    engine, work = (plan.own or plan.replicas[0][1]).service, plan.work
     train_s = max(1e-12, plan.train_s - plan.training.update_s) / work.tokens
     return {**_engine_keys(engine), "train_s": train_s, "update_s": plan.training.update_s}
 
@@ -65,26 +70,54 @@ def sim_keys(plan: Plan, request: Request) -> dict[str, Any]:
     """Section [sim]."""
     work, first = plan.work, plan.replicas[0][1]
     # If all engines pull at once, that takes as long as planned; one alone has all that its link has.
-    together = sum(n for _, _, n, _ in plan.replicas) * work.update_bytes / plan.pull_s
-    alone = pull_alone(request, plan.placed)
+    together = sum(n for _, _, n, _ in plan.replicas) * work.pull_bytes / plan.pull_s
+    alone = work.pull_bytes / pull_alone(request, plan.placed)
     return {
         "trainer": trainer_keys(plan), "worker": _engine_keys(first.service), "worker_slots": first.slots,
-        "trainer_slots": first.slots, "worker_kv_tokens": first.kv_tokens, "weights_bytes": float(work.update_bytes),
+        "trainer_slots": (plan.own or first).slots, "worker_kv_tokens": first.kv_tokens,
+        "weights_bytes": float(work.pull_bytes), "boot_s": request.spot.boot_s,
         "egress_bytes_per_s": together, "ingress_bytes_per_s": min(together, alone),
         "prompt_tokens": work.prompt_tokens, "median_tokens": work.median_tokens, "sigma": work.sigma,
         "reward_s": work.reward_s,
     }  # fmt: skip
 
 
-def of_model(name: str, work: Workload) -> Recipe:
-    """The recipe of a plan that was asked for with a model's name only: this model, and the sizes that were planned."""
-    return config.parse(
-        {
-            "run": {"steps": work.steps}, "model": {"path": hub_id(name)},
-            "rollout": {"groups": work.groups, "group_size": work.group_size, "max_tokens": work.max_tokens},
-        },
-        where=f"the recipe of {name}",
-    )  # fmt: skip
+LR, ADAPTER_LR = 1e-6, 1e-5
+"""Learning rates of a recipe that is made from a model's name: for all weights, and for adapters."""
+NOTES = {
+    "[env]": "# A stand-in, so that the recipe runs: put your own task here (docs/environments.md).",
+    "lr = ": f"# A careful start: {LR:g} for all weights, {ADAPTER_LR:g} for adapters.",
+}
+"""Comments above these lines of such a recipe."""
+
+
+def of_model(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a plan that was asked for with a model's name only: usual sizes, and the user's keys."""
+    known = name in load.NAMED or "/" in name or Path(name).is_dir()
+    sizes = {f.name: f.default for f in fields(Workload)}
+    adapters = any(text.startswith("train.lora") for text in overrides)
+    data = {
+        "run": {"steps": sizes["steps"]}, "model": {"path": name if known else hub_id(find_model(name)[0])},
+        "rollout": {key: sizes[key] for key in ("groups", "group_size", "max_tokens", "staleness")},
+        "train": {"lr": ADAPTER_LR if adapters else LR},
+        "sim": {key: sizes[key] for key in ("prompt_tokens", "median_tokens", "sigma")},
+    }  # fmt: skip
+    return config.parse(data, f"the recipe of {name}", overrides)
+
+
+def with_notes(text: str) -> str:
+    """The recipe of a model's name, with comments on what its user should decide.
+
+    >>> print(with_notes("[env]\\nname = 'arithmetic'"))
+    # A stand-in, so that the recipe runs: put your own task here (docs/environments.md).
+    [env]
+    name = 'arithmetic'
+    """
+    out: list[str] = []
+    for line in text.split("\n"):
+        out += [note for start, note in NOTES.items() if line.startswith(start)]
+        out.append(line)
+    return "\n".join(out)
 
 
 def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulated | None = None) -> Recipe:
@@ -95,13 +128,14 @@ def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulate
     train: dict[str, Any] = {"ranks": first.training, "machines": len(training)}
     fleet = _fleet(plan, base)
     if len(training) > 1 or any(p.replicas for p in plan.placed if p is not first):
-        address = first.machine.address or base.fleet.host
-        if not first.machine.address and address in ("127.0.0.1", "localhost"):
-            fix = "Set address of that machine in the cluster file, or fleet.host in the recipe."
-            what = "the plan uses several machines, and the address of the trainer's first one is not known"
-            raise WindfallError(what, where=f"machine {first.machine.name}", fix=fix)
+        here = base.fleet.host in ("127.0.0.1", "localhost")
+        address = first.machine.address or ("0.0.0.0" if here else base.fleet.host)
         fleet["host"] = address
         if len(training) > 1:
+            if address == "0.0.0.0" and not base.train.rendezvous:
+                fix = "Give --set fleet.host=10.0.0.5, or set address of that machine in the cluster file."
+                what = "the trainer spans several machines, and the address of its first one is not known"
+                raise WindfallError(what, where=f"machine {first.machine.name}", fix=fix)
             train["rendezvous"] = base.train.rendezvous or f"{address}:{PORT}"
     engine: dict[str, Any] = {}
     if first.replicas:
@@ -128,7 +162,8 @@ def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
     here = [tp for tp in first.replicas if tp == 1]
     borrowed = sum(len(p.replicas) for p in plan.placed if p.machine.lease == "borrowed")
     fleet: dict[str, Any] = {
-        "local": False, "workers": len(here), "workers_max": 0, "kind": "reserved", "borrowed_max": borrowed,
+        "local": plan.own is not None, "workers": len(here), "workers_max": 0, "kind": "reserved",
+        "borrowed_max": borrowed,
         "trainer_price_usd_per_h": round(sum(p.training * p.machine.kind.usd_per_h for p in training), 4),
     }  # fmt: skip
     if here:
@@ -189,7 +224,7 @@ def refusal(plan: Plan, request: Request, base: Recipe | None) -> WindfallError 
     """Why this plan cannot run from here: a provider or an engine is missing. Missing addresses are asked for only when
     a recipe is written. None: it can."""
     first = next(p for p in plan.placed if p.training)
-    named = replace(first.machine, address=first.machine.address or "0.0.0.0")
+    named = replace(first.machine, address=first.machine.address or SOME_ADDRESS)
     placed = tuple(replace(p, machine=named) if p is first else p for p in plan.placed)
     try:
         if base is not None:
@@ -270,16 +305,17 @@ def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, measur
         },
         "train": {"minibatches": 1, "micro_tokens": max(plan.training.pack_tokens, 1)},
         "fleet": {
-            "local": False, "workers": 0, "workers_max": 0, "gone_s": 60.0, "suspect_s": 30.0, "heartbeat_s": 10.0,
+            "local": plan.own is not None, "workers": 0, "workers_max": 0, "gone_s": 60.0, "suspect_s": 30.0,
+            "heartbeat_s": 10.0,
             "trainer_price_usd_per_h": sum(p.training * p.machine.kind.usd_per_h for p in plan.placed),
             **dict.fromkeys(PROVIDERS),
         },
         "sim": {
-            **sim_keys(plan, request), "boot_s": 0.0, "skip_steps": SIM_SKIP,
+            **sim_keys(plan, request), "skip_steps": SIM_SKIP,
             "granule": max(1, round(work.median_tokens / SIM_TOKENS)), "lengths_file": None, "prices_file": None,
             "kinds": [
                 config.SimKind(
-                    name=kind.name, share=count, worker=_engine_keys(engine.service.slower(1 / kind.lent)),
+                    name=kind.name, share=count, worker=_engine_keys(engine.service.slower(_slower(request, kind))),
                     slots=engine.slots, kv_tokens=engine.kv_tokens, price_usd_per_h=engine.tp * kind.usd_per_h,
                 )
                 for kind, engine, count, _ in plan.replicas
@@ -300,6 +336,13 @@ def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, measur
     )  # fmt: skip
 
 
+def _slower(request: Request, kind: Kind) -> float:
+    """How much slower workers are simulated: lenders lend a share of their speed, and of spot machines without a trace
+    the mean loss is taken, because few steps would see one or none."""
+    steady = kind.lease == "borrowed" or (kind.lease == "spot" and request.spot.assumed)
+    return 1 / max(1e-3, useful_share(request, kind)) if steady else 1.0
+
+
 def _changes(plan: Plan, request: Request) -> list[Change]:
     """Workers in the order of their kinds. Of the spot workers, only the share that is available on average stays after
     the start, because the few simulated steps are too short for that to come about by itself; then they come and go.
@@ -309,7 +352,7 @@ def _changes(plan: Plan, request: Request) -> list[Change]:
     start = [Change(at_s=0.0, node=f"w{n}", up=True) for n in range(len(workers))]
     later = list[Change]()
     spot = [n for n, kind in enumerate(workers) if kind.lease == "spot"]
-    if not market.losses_per_h and market.availability == 1.0:
+    if market.assumed or (not market.losses_per_h and market.availability == 1.0):
         return start
     up_s = 3600 / max(market.losses_per_h, 1e-6)
     down_s = max(1.0, up_s * (1 / max(market.availability, 1e-3) - 1))

@@ -89,7 +89,7 @@ def with_own_times(recipe: Recipe, events: Sequence[Event]) -> Part | None:
         (kind, w.gpus): w.count for w in plan.workers for kind in cluster.kinds()
         if (kind.lease, round(w.gpus * kind.usd_per_h, 4)) == (w.lease, w.price_usd_per_h) and w.device == kind.gpu.name
     }  # fmt: skip
-    made = planner.fixed(request, plan.trainer_device, 1, counts)
+    made = planner.fixed(request, plan.trainer_device, 1, counts, own=recipe.fleet.local)
     if made is None:
         return None
     tok_per_s = sum(e.get("trained", 0) for e in steps) / seconds

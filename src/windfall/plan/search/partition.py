@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 EXACT_LIMIT = 20_000
 """Largest number of vectors that are enumerated."""
@@ -98,13 +99,16 @@ def pack(left: Sequence[int], sizes: Sequence[int], prefer: Sequence[float] = ()
     """
     free, out = list(left), [list[int]() for _ in left]
     wanted = list(prefer) or [0.0] * len(free)
-    for size in sorted(sizes, reverse=True):
-        room = [n for n, f in enumerate(free) if f >= size]
-        if not room:
+    for size, count in sorted(Counter(sizes).items(), reverse=True):
+        for n in sorted(range(len(free)), key=lambda n: (-wanted[n], not out[n], free[n])):
+            here = min(count, free[n] // size)
+            free[n] -= here * size
+            out[n] += [size] * here
+            count -= here
+            if not count:
+                break
+        else:
             return None
-        chosen = min(room, key=lambda n: (-wanted[n], not out[n], free[n]))
-        free[chosen] -= size
-        out[chosen].append(size)
     return tuple(map(tuple, out))
 
 
@@ -151,7 +155,11 @@ def vectors(graph: Graph, train: int) -> int:
 def _all(graph: Graph, train: int) -> Iterator[tuple[int, ...]]:
     """Every vector, with the numbers of equal machines in descending order."""
     alike = list(zip(graph.machines, graph.zones, strict=True))
+    if not train:
+        yield (0,) * len(alike)
+        return
     order = sorted(range(len(alike)), key=lambda n: (-alike[n][0], alike[n][1]))
+    room = list(accumulate((graph.machines[n] for n in reversed(order)), initial=0))[::-1]
 
     def choose(at: int, left: int, before: int) -> Iterator[tuple[int, ...]]:
         if at == len(order):
@@ -161,7 +169,7 @@ def _all(graph: Graph, train: int) -> Iterator[tuple[int, ...]]:
         most = min(alike[order[at]][0], left)
         if at and alike[order[at - 1]] == alike[order[at]]:
             most = min(most, before)
-        if left > sum(graph.machines[n] for n in order[at:]):
+        if left > room[at]:
             return
         for n in range(most, -1, -1):
             for rest in choose(at + 1, left - n, n):

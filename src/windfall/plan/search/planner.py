@@ -1,10 +1,12 @@
 """From a cluster and a workload to a list of plans, best first. Pure.
 
     1  options   trainers and replicas that fit in memory, with the cost model's times
-    2  search    counts per kind (solvers.py). A replica's speed depends on its batch, and the batch on how many
-                 replicas there are, so search and speeds are repeated until nothing new is found
+    2  search    counts per kind (solvers.py): the best for every trainer, and the frontier of speed and price. A
+                 replica's speed depends on its batch, and the batch on how many replicas there are, so search and
+                 speeds are repeated until nothing new is found
     3  place     individual GPUs (partition.py); replicas that cannot be placed are replaced by smaller ones
-    4  score     the placed plan with its true links and batches (scoring.py); plans are sorted by this
+    4  score     the placed plan with its true links and batches (scoring.py), with the trainer's own engine and
+                 without it; plans are sorted by this
     5  improve   from the best plans, single changes of counts that raise the true score. The search cannot see all of
                  it: whether anything must be pulled depends on which machines are used at all
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from windfall.errors import WindfallError
@@ -27,51 +29,153 @@ from windfall.plan.model.cost_model import DoesNotFit, Replica, Training
 from windfall.plan.search import partition, solvers
 from windfall.plan.search.request import Request, price, useful_share
 from windfall.plan.search.scoring import PIPELINED, Placed, Plan, batch_at, in_flight, score, step_time
-from windfall.plan.search.solvers import Problem, ReplicaOption, Split, TrainOption
+from windfall.plan.search.solvers import Objective, Problem, ReplicaOption, Split, TrainOption
 
 ROUNDS = 3
 """Repetitions of search with the batches of the last solution."""
-CANDIDATES = 24
-"""Solutions that are placed and scored where they are enumerated anyway."""
+CANDIDATES, BETWEEN = 12, 16
+"""Solutions of a search that are placed and scored: the best of the best trainers, and some of the frontier."""
+OWN_GAIN = 1.01
+"""The trainer's own engine is planned if it should be worth at least this factor in speed."""
+TIE = 0.02
+"""Throughput within this share of the highest is equal to it: then the cheaper plan is better."""
 MOST_ZONES = 4
 """Zones that are tried together are fewer than this."""
-IMPROVED = 3
+IMPROVED = 2
 """Plans that are improved."""
 CHANGES = 300
 """Changed plans that are scored, per plan that is improved."""
-IMPROVED_BY = ", improved"
 STEPS = (1, 2, 4, 8)
 """Numbers of engines that a change adds or removes."""
 
 
-def plans(request: Request, *, near: bool = True) -> list[Plan]:
-    """The best plans, best first; raises WindfallError if there is none. `near`: also try to use only some zones."""
+def plans(request: Request) -> list[Plan]:
+    """The best plans, best first; raises WindfallError if there is none."""
+    return ranked(request, search(request))[: request.top]
+
+
+def ranked(request: Request, found: Sequence[Plan]) -> list[Plan]:
+    """The plan to choose, then all others by the objective."""
+    rows = sorted(found, key=lambda p: solvers.key(request.objective, p.tok_per_s, p.usd_per_h))
+    first = preferred(request.objective, [(p.tok_per_s, p.usd_per_h) for p in rows])
+    return [rows[first], *rows[:first], *rows[first + 1 :]]
+
+
+def preferred(objective: Objective, rows: Sequence[tuple[float, float]]) -> int:
+    """Which of these pairs of tokens per second and dollars per hour to choose, the best by the objective first. Of
+    those that are within TIE of the highest throughput, the one with the cheapest tokens.
+
+    >>> preferred("throughput", [(100.0, 90.0), (99.0, 50.0), (97.0, 10.0)])
+    1
+    """
+    if objective != "throughput":
+        return 0
+    near = [n for n, (tok_per_s, _) in enumerate(rows) if tok_per_s >= (1 - TIE) * rows[0][0]]
+    return min(near, key=lambda n: rows[n][1] / rows[n][0])
+
+
+def frontier(rows: Sequence[tuple[float, float]], most: int) -> list[int]:
+    """Which of these pairs of tokens per second and dollars per hour are faster than every cheaper one, the cheapest
+    first: at most this many, at even distances of the logarithms of their prices.
+
+    >>> frontier([(10.0, 1.0), (30.0, 4.0), (20.0, 2.0), (5.0, 3.0)], 2)
+    [0, 1]
+    """
+    out: list[int] = []
+    for n in sorted(range(len(rows)), key=lambda n: (rows[n][1], -rows[n][0])):
+        if not out or rows[n][0] > rows[out[-1]][0] * (1 + 1e-9):
+            out.append(n)
+    if len(out) <= most:
+        return out
+    at = [math.log(max(rows[n][1], 1e-9)) for n in out]
+    wanted = [at[0] + (at[-1] - at[0]) * i / (most - 1) for i in range(most)]
+    return [out[i] for i in sorted({min(range(len(at)), key=lambda n: abs(at[n] - x)) for x in wanted})]
+
+
+def without(request: Request, machines: Sequence[Machine]) -> list[Plan]:
+    """The plans for the rest of the cluster, as plans for all of it; empty: there is none."""
+    left = request.cluster.without(machines)
+    if not left.machines:
+        return []
+    try:
+        found = ranked(request, search(replace(request, cluster=left)))
+    except WindfallError:  # nothing else can train, or the limits cannot be met
+        return []
+    idle = tuple(Placed(machine=m, training=0, replicas=()) for m in machines)
+    return [replace(plan, placed=(*plan.placed, *idle)) for plan in found]
+
+
+def search(request: Request, *, near: bool = True) -> list[Plan]:
+    """All plans that were scored and keep the limits; raises WindfallError if there is none. `near`: also try to use
+    only some zones."""
     options = Options(request)
     found: dict[frozenset[tuple[Kind, int, int]], Plan] = {}
-    exact = solvers.combinations(options.problem(1.0)) <= solvers.EXACT_LIMIT
-    candidates = CANDIDATES if exact and request.method in ("auto", "exact") else 1
+
+    def add(splits: Sequence[Split]) -> list[Plan]:
+        """The plans that are new, each also with the trainer's own engine if that should help."""
+        made = [plan for split in splits if (plan := place(request, options, split)) is not None]
+        new = [plan for plan in made if plan.counts not in found]
+        found.update((plan.counts, plan) for plan in new)
+        owns = [
+            own for plan in new if (own := with_own_engine(request, plan)) and own.tok_per_s > OWN_GAIN * plan.tok_per_s
+        ]
+        found.update((own.counts, own) for own in owns)
+        return new
+
     for crowded in (False, True):
         step_s = options.first_step_s(crowded)
-        for _ in range(ROUNDS):
-            splits = solvers.solve(options.problem(step_s), max(request.top, candidates), request.method)
-            made = [plan for split in splits if (plan := place(request, options, split)) is not None]
-            new = [plan for plan in made if plan.counts not in found]
-            found.update((plan.counts, plan) for plan in new)
+        for n in range(ROUNDS):
+            new = add(solvers.solve(options.problem(step_s), CANDIDATES, BETWEEN if n == 0 else 0))
             if not new:
                 break
-            step_s = max(step_time(engine, batch, request.work) for _, engine, _, batch in made[0].replicas)
+            step_s = max(step_time(engine, batch, request.work) for _, engine, _, batch in new[0].replicas)
+    add(list(_beside_own_engine(options)))
     for plan in _near(request, options) if near else ():
         found.setdefault(plan.counts, plan)
     problem = options.problem(options.first_step_s(True))
     if not found:  # the search's speeds are estimates: limits that it cannot meet may still be met
-        fastest = replace(problem, objective="throughput", budget_usd_per_h=math.inf)
-        made = [place(request, options, split) for split in solvers.solve(fastest, request.top, request.method)]
-        found.update((plan.counts, plan) for plan in made if plan is not None)
+        add(solvers.solve(replace(problem, objective="throughput", budget_usd_per_h=math.inf), CANDIDATES))
     found.update((p.counts, p) for p in _improved(request, options, problem, list(found.values())))
     allowed = [p for p in found.values() if problem.allowed(1 / p.step_s, p.usd_per_h)]
     if not allowed:
         raise _nothing(request, problem)
-    return sorted(allowed, key=lambda p: problem.key(1 / p.step_s, p.usd_per_h))[: request.top]
+    return allowed
+
+
+def _beside_own_engine(options: Options) -> Iterator[Split]:
+    """For trainers in one machine, whose own engines may generate: all other GPUs generate, or those of one kind. The
+    search does not know of these engines; with them, larger trainers and fewer workers are better."""
+    have = [sum(m.count for m in machines) for _, machines in options.kinds]
+    smallest = {k: min(tp for i, tp in options.replicas if i == k) for k in {k for k, _ in options.replicas}}
+    for (trains, gpus), trained in options.trainers.items():
+        if gpus > max(m.count for m in options.kinds[trains][1]):
+            continue
+        engines = {
+            ReplicaOption(k, tp, 1.0): n for k, tp in smallest.items() if (n := (have[k] - gpus * (k == trains)) // tp)
+        }  # fmt: skip
+        for some in ({}, *({option: n} for option, n in engines.items())):
+            if replicas := some or engines:
+                trainer = TrainOption(trains, gpus, trained.step_s)
+                yield Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0)
+
+
+def variants(request: Request, plan: Plan) -> list[Plan]:
+    """The plan without the trainer's own engine, and with it if it fits."""
+    engines, kinds = [(e, n) for _, e, n, _ in plan.replicas], [kind for kind, *_ in plan.replicas]
+    plain = plan if plan.own is None else score(request, plan.placed, engines, kinds, plan.training)
+    own = with_own_engine(request, plan)
+    return [plain] if own is None else [plain, own]
+
+
+def with_own_engine(request: Request, plan: Plan) -> Plan | None:
+    """The same plan with `fleet.local`: the trainer's own engine generates while the trainer would wait. Only ranks on
+    the machine of rank 0 have an engine. None: it does not fit beside the trainer's state."""
+    first = next(p for p in plan.placed if p.training)
+    own = cost_model.own_engine(request.work, plan.training, first.training, request.efficiency)
+    if own is None or request.can.megatron:
+        return None
+    engines, kinds = [(e, n) for _, e, n, _ in plan.replicas], [kind for kind, *_ in plan.replicas]
+    return score(request, plan.placed, engines, kinds, plan.training, own)
 
 
 def _near(request: Request, options: Options) -> Iterator[Plan]:
@@ -90,13 +194,15 @@ def _near(request: Request, options: Options) -> Iterator[Plan]:
             machines = tuple(m for m in request.cluster.machines if m.zone in chosen)
             part = replace(request, cluster=replace(request.cluster, machines=machines))
             try:
-                made = plans(part, near=False)
+                made = ranked(part, search(part, near=False))[:CANDIDATES]
             except WindfallError:  # too few GPUs for the model, the budget or the deadline
                 continue
             for plan in made:
                 placed = fixed_in(request, options, plan)
                 if placed is not None:
                     yield placed
+                    if (own := with_own_engine(request, placed)) and own.tok_per_s > OWN_GAIN * placed.tok_per_s:
+                        yield own
 
 
 def _improved(request: Request, options: Options, problem: Problem, found: list[Plan]) -> Iterator[Plan]:
@@ -109,12 +215,16 @@ def _improved(request: Request, options: Options, problem: Problem, found: list[
         miss = 0.0 if problem.allowed(rate, usd) else max(late, usd / problem.budget_usd_per_h)
         return miss, *problem.key(rate, usd)
 
-    for start in sorted(found, key=key)[:IMPROVED]:
+    order = sorted(found, key=key)
+    own = [plan for plan in order[IMPROVED:] if plan.own][:1]
+    for start in [*order[:IMPROVED], *own]:
         best, left = start, CHANGES
         while left > 0:
             splits = list(_changes(options, best))[:left]
             left -= len(splits)
             made = [plan for split in splits if (plan := place(request, options, split)) is not None]
+            if best.own:
+                made = [own for plan in made if (own := with_own_engine(request, plan)) is not None]
             better = min(made, key=key, default=None)
             if better is None or not key(better) < key(best):
                 break
@@ -137,14 +247,13 @@ def _changes(options: Options, plan: Plan) -> Iterator[Split]:
         if any(counts.values()) and all(u <= h for u, h in zip(used, have, strict=True)):
             trainer = TrainOption(trains, gpus, options.trainers[trains, gpus].step_s)
             replicas = {ReplicaOption(k, tp, 1.0): n for (k, tp), n in counts.items() if n}
-            yield Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0, method=method)
+            yield Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0)
 
-    method = f"{plan.method.removesuffix(IMPROVED_BY)}{IMPROVED_BY}"
     gpus = plan.training.gpus
     for k in {k for k, _ in now}:
         yield from split(gpus, {key: n for key, n in now.items() if key[0] != k})
     for key in options.replicas:
-        for step in STEPS if key in now else (1,):
+        for step in {*STEPS, now[key] // 8} - {0} if key in now else (1,):
             yield from split(gpus, {**now, key: max(0, now.get(key, 0) - step)})
             yield from split(gpus, {**now, key: now.get(key, 0) + step})
     for old in now:
@@ -163,12 +272,15 @@ def _changes(options: Options, plan: Plan) -> Iterator[Split]:
                 yield from split(n, {**now, key: max(0, free // key[1])})
 
 
-def fixed(request: Request, device: str, gpus: int, counts: Mapping[tuple[Kind, int], int]) -> Plan | None:
-    """The plan in which this many GPUs of a device train, with these numbers of engines by kind and size. None: it
-    cannot be placed."""
+def fixed(
+    request: Request, device: str, gpus: int, counts: Mapping[tuple[Kind, int], int], *, own: bool = False
+) -> Plan | None:
+    """The plan in which this many GPUs of a device train, with these numbers of engines by kind and size, and with the
+    trainer's own engine. None: it cannot be placed."""
     options = Options(request)
     trains = [k for k, n in options.trainers if n == gpus and options.kinds[k][0].gpu.name == device]
-    return _placed(request, options, trains[0], gpus, counts) if trains else None
+    plan = _placed(request, options, trains[0], gpus, counts) if trains else None
+    return with_own_engine(request, plan) or plan if own and plan is not None else plan
 
 
 def fixed_in(request: Request, options: Options, plan: Plan) -> Plan | None:
@@ -187,7 +299,7 @@ def _placed(
         return None
     trainer = TrainOption(trains, gpus, options.trainers[trains, gpus].step_s)
     replicas = {ReplicaOption(number[kind], tp, 1.0): n for (kind, tp), n in counts.items()}
-    return place(request, options, Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0, method="fixed"))
+    return place(request, options, Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0))
 
 
 class Options:
@@ -196,6 +308,7 @@ class Options:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.kinds: list[tuple[Kind, list[Machine]]] = list(request.cluster.kinds().items())
+        self.idle = [[Placed(machine=m, training=0, replicas=()) for m in machines] for _, machines in self.kinds]
         self.graphs = [_graph(request, machines) for _, machines in self.kinds]
         self.fastest = [max(map(max, graph.network)) for graph in self.graphs]
         """The fastest link between two machines of a kind. What a plan has is known when it is placed."""
@@ -305,6 +418,11 @@ def _trainer_sizes(have: int) -> Iterator[int]:
         n += 1 if n < 16 else 8 if n < 256 else 64
 
 
+def _of_each_zone(machines: Sequence[Machine]) -> list[Machine]:
+    """One machine of every zone: links depend on nothing else."""
+    return list({m.zone: m for m in machines}.values())
+
+
 def place(request: Request, options: Options, split: solvers.Split) -> Plan | None:
     found: dict[int, partition.Partition] = {}
     trained = options.trainers[split.trainer.kind, split.trainer.gpus]
@@ -313,7 +431,10 @@ def place(request: Request, options: Options, split: solvers.Split) -> Plan | No
     for k in sorted(range(len(options.kinds)), key=lambda k: k != split.trainer.kind):
         kind, machines = options.kinds[k]
         train = split.trainer.gpus if k == split.trainer.kind else 0
-        near = [request.cluster.pull_rate(m, sources) for m in machines] if sources else []
+        if not train and not any(option.kind == k for option in split.replicas):
+            continue
+        rates = {m.zone: request.cluster.pull_rate(m, sources) for m in _of_each_zone(machines)} if sources else {}
+        near = [rates[m.zone] for m in machines] if sources else []
         made = _partition(request, options, split, k, near)
         if made is None:
             return None
@@ -326,16 +447,18 @@ def place(request: Request, options: Options, split: solvers.Split) -> Plan | No
                     trained = training(request, kind, train, most, made.slowest)
                 except DoesNotFit:
                     return None
-    placed = [
-        Placed(machine=machine, training=own, replicas=row)
-        for k, (_, machines) in enumerate(options.kinds)
-        for machine, own, row in zip(machines, found[k].training, found[k].replicas, strict=True)
-    ]
-    counts = Counter((k, tp) for k in range(len(options.kinds)) for row in found[k].replicas for tp in row)
+    placed: list[Placed] = []
+    for k, (_, machines) in enumerate(options.kinds):
+        if k not in found:
+            placed += options.idle[k]
+            continue
+        rows = zip(machines, found[k].training, found[k].replicas, strict=True)
+        placed += [Placed(machine=machine, training=own, replicas=row) for machine, own, row in rows]
+    counts = Counter((k, tp) for k, made in found.items() for row in made.replicas for tp in row)
     if not counts:
         return None
     engines = [(options.replicas[key], n) for key, n in counts.items()]
-    return score(request, placed, engines, [options.kinds[k][0] for k, _ in counts], trained, split.method)
+    return score(request, placed, engines, [options.kinds[k][0] for k, _ in counts], trained)
 
 
 def _partition(

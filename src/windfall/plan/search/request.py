@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass, field
 
 from windfall.plan.model.cluster import Cluster, Kind
-from windfall.plan.model.cost_model import REPLICA_SIZES, Efficiency
+from windfall.plan.model.cost_model import LINK_SHARE, REPLICA_SIZES, Efficiency
 from windfall.plan.model.workload import Workload
 from windfall.plan.search.solvers import Objective
 
 BOOT_S = 60.0
-"""Seconds until a new spot machine generates."""
+"""Seconds until the worker of a new spot machine connects, unless the recipe sets `sim.boot_s`."""
+LOSSES_PER_H = 0.36
+"""Losses of a spot machine per hour, if no trace is given: the mean of two public traces (docs/fleet-traces.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +32,13 @@ class SpotMarket:
     """Share of the time in which a machine is up."""
     losses_per_h: float = 0.0
     """Losses of one machine per hour that it is up."""
+    boot_s: float = BOOT_S
+    assumed: bool = False
+    """No trace was given."""
 
-    @property
-    def useful(self) -> float:
-        """Share of the paid time after booting."""
-        return max(0.0, 1 - self.losses_per_h * BOOT_S / 3600)
+    def useful(self, first_pull_s: float) -> float:
+        """Share of the paid time after booting and pulling a full copy of the weights."""
+        return max(0.0, 1 - self.losses_per_h * (self.boot_s + first_pull_s) / 3600)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +52,6 @@ class Request:
     spot: SpotMarket = field(default_factory=SpotMarket)
     can: Capabilities = field(default_factory=Capabilities)
     top: int = 3
-    method: str = "auto"
 
     def replica_sizes(self, kind: Kind) -> tuple[int, ...]:
         """GPUs that one engine on machines of this kind may span."""
@@ -64,4 +67,7 @@ def useful_share(request: Request, kind: Kind) -> float:
     """Share of an engine's speed that the run gets: a spot machine is away at times, and a lender serves others."""
     if kind.lease == "borrowed":
         return kind.lent
-    return request.spot.availability * request.spot.useful if kind.lease == "spot" else 1.0
+    if kind.lease != "spot":
+        return 1.0
+    first_pull_s = request.work.weights_bytes / (request.cluster.links.across_types * LINK_SHARE)
+    return request.spot.availability * request.spot.useful(first_pull_s)

@@ -52,9 +52,12 @@ class Plan:
     """Seconds until all workers hold new weights; hidden behind generation if the staleness is above 0."""
     step_s: float
     usd_per_h: float
-    method: str
+    """All GPUs that are used, and traffic between zones."""
+    traffic_usd_per_h: float
     tok_per_s: float
     """Response tokens per second."""
+    own: Replica | None = None
+    """The trainer's own engine, if it generates as well (`fleet.local`)."""
 
     @property
     def training_kind(self) -> Kind:
@@ -86,14 +89,16 @@ class Plan:
     def name(self) -> str:
         """The plan in words. "roll out 4 H100 + 2 x 4 L40S spot" ends with two engines of four GPUs each."""
         made = [f"{n} x {r.tp} {kind.name}" if r.tp > 1 else f"{n} {kind.name}" for kind, r, n, _ in self.replicas]
-        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {' + '.join(made)}"
+        own = " + the trainer's own engine" if self.own else ""
+        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {' + '.join(made)}{own}"
 
     @property
     def counts(self) -> frozenset[tuple[Kind, int, int]]:
-        """What tells plans apart: kind, GPUs per engine (0: the trainer), and number. Names do not, because kinds that
-        differ only in price or provider have the same one."""
+        """What tells plans apart: kind, GPUs per engine (0: the trainer, -1: its own engine), and number. Names do not,
+        because kinds that differ only in price or provider have the same one."""
         engines = {(kind, r.tp, n) for kind, r, n, _ in self.replicas}
-        return frozenset({(self.training_kind, 0, self.training.gpus), *engines})
+        own = {(self.training_kind, -1, 1)} if self.own else set[tuple[Kind, int, int]]()
+        return frozenset({(self.training_kind, 0, self.training.gpus), *engines, *own})
 
     @property
     def why(self) -> str:
@@ -146,10 +151,12 @@ def pull_s(request: Request, placed: Sequence[Placed]) -> float:
     """Seconds until all engines hold new weights."""
     work, links = request.work, request.cluster.links
     if links.pull:  # measured, with other pulls beside it
-        return cost_model.pull_s(work, [(links.pull, 1)], 1)
+        return work.update_bytes / (links.pull * cost_model.LINK_SHARE)
     sources = [p.machine for p in placed if p.training]
     away, local = list[tuple[float, float]](), 0
     for p in placed:
+        if not p.replicas:
+            continue
         if p.training:
             local = max(local, len(p.replicas))
         engines = float(len(p.replicas))
@@ -162,43 +169,70 @@ def pull_s(request: Request, placed: Sequence[Placed]) -> float:
 
 
 def pull_alone(request: Request, placed: Sequence[Placed]) -> float:
-    """Bytes per second of a pull if no other engine pulls: on the slowest of the links that are used."""
+    """Seconds of a pull if no other engine pulls: on the slowest of the links that are used."""
+    work = request.work
     if request.cluster.links.pull:
-        return request.cluster.links.pull * cost_model.LINK_SHARE
+        return work.update_bytes / (request.cluster.links.pull * cost_model.LINK_SHARE)
     sources = [p.machine for p in placed if p.training]
     away = [p.machine for p in placed if p.replicas and not p.training]
-    return min(
-        [request.cluster.pull_rate(m, sources) * cost_model.LINK_SHARE for m in away], default=cost_model.LOOPBACK
-    )
+    rates = [request.cluster.pull_rate(m, sources) for m in away]
+    return cost_model.pull_s(work, [(min(rates), 1)], 1) if rates else work.update_bytes / cost_model.LOOPBACK
+
+
+def traffic_usd(request: Request, placed: Sequence[Placed], trained: Training) -> float:
+    """Dollars per step for traffic between zones: every pull of an engine in a zone in which nothing trains, and the
+    rings of a trainer in several zones, which leave every zone once."""
+    links, sources = request.cluster.links, {p.machine.zone for p in placed if p.training}
+    gb = request.work.pull_bytes / 1e9
+    usd = sum(len(p.replicas) * gb * min(links.price(p.machine.zone, z) for z in sources) for p in placed if p.replicas)
+    if len(sources) > 1:
+        order = sorted(sources)
+        ring = zip(order, [*order[1:], order[0]], strict=True)
+        usd += trained.sent_bytes / 1e9 * sum(links.price(a, b) for a, b in ring)
+    return usd
 
 
 def score(
     request: Request, placed: Sequence[Placed], engines: Sequence[tuple[Replica, int]], kinds: Sequence[Kind],
-    trained: Training, method: str,
+    trained: Training, own: Replica | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan with its predicted times and costs. `engines`: with their numbers; `kinds`: the kind of each."""
+    """The plan with its predicted times and costs. `engines`: with their numbers; `kinds`: the kind of each; `own`: the
+    trainer's own engine, if it generates while the trainer would wait."""
     w = request.work
-    shares = [n * useful_share(request, kind) for (_, n), kind in zip(engines, kinds, strict=True)]
+    weights_s = pull_s(request, placed)
+    # The last group of a step is trained after its longest response has ended, then the weights are published.
+    last_s = trained.update_s + (trained.step_s - trained.update_s) * min(1.0, trained.last_share)
+    run = [*engines, *([(own, 1)] if own else [])]
+    shares = [n * useful_share(request, kind) for (_, n), kind in zip(engines, kinds, strict=True)] + [1.0] * bool(own)
 
     def speed(batches: Sequence[float]) -> float:
-        return sum(x * e.tok_per_s(b, w) for (e, _), x, b in zip(engines, shares, batches, strict=True))
+        """Tokens per second. The trainer's own engine generates until training and generation would end together."""
+        speeds = [x * e.tok_per_s(b, w) for (e, _), x, b in zip(run, shares, batches, strict=True)]
+        if own is None:
+            return sum(speeds)
+        workers = sum(speeds[:-1])
+        share = speeds[-1] / workers
+        alone_s = w.tokens / workers
+        own_s = max(0.0, alone_s - trained.step_s) / (1 + share)
+        return w.tokens / (alone_s - share * own_s)
 
     def again(batches: Sequence[float]) -> float:
         """Seconds to compute the contexts of all running responses again, after new weights."""
-        used = max(e.service.prefill_s * b * w.mean_context for (e, _), b in zip(engines, batches, strict=True))
+        used = max(e.service.prefill_s * b * w.mean_context for (e, _), b in zip(run, batches, strict=True))
         return used if w.staleness else 0.0
 
     def tail(batches: Sequence[float]) -> float:
-        fastest = min(step_time(e, b, w) for (e, _), b in zip(engines, batches, strict=True))
-        return (w.longest_tokens * fastest + w.staleness * again(batches)) / (w.staleness + 1)
+        fastest = min(step_time(e, b, w) for (e, _), b in zip(run, batches, strict=True))
+        around_s = weights_s + last_s if w.staleness else 0.0
+        return (w.longest_tokens * fastest + around_s + w.staleness * again(batches)) / (w.staleness + 1)
 
-    full = share_out(engines, w)
-    low, high = 0.0, max(step_time(e, b, w) for (e, _), b in zip(engines, full, strict=True))
+    full = share_out(run, w)
+    low, high = 0.0, max(step_time(e, b, w) for (e, _), b in zip(run, full, strict=True))
     batches, tok_per_s, again_s = full, speed(full), again(full)
     # With staleness, engines that are fast enough run fewer responses at once, and each of them is faster.
     for _ in range(20 if w.staleness else 0):
         middle = (low + high) / 2
-        fewer = [max(1.0, min(batch_at(e, middle, w), most)) for (e, _), most in zip(engines, full, strict=True)]
+        fewer = [max(1.0, min(batch_at(e, middle, w), most)) for (e, _), most in zip(run, full, strict=True)]
         if w.tokens / speed(fewer) + again(fewer) > max(trained.step_s, tail(fewer)):
             low = middle
         else:
@@ -206,7 +240,6 @@ def score(
     tail_s = tail(batches)
     if w.tokens / speed(batches) + again(batches) < w.tokens / tok_per_s + again_s:
         tok_per_s, again_s = speed(batches), again(batches)
-    weights_s = pull_s(request, placed)
     # With staleness, engines go on while new weights arrive; then the contexts of running responses are computed again.
     update_s = w.reward_s + (again_s if w.staleness else weights_s)
     bound_s = max(tail_s, weights_s) if w.staleness else tail_s
@@ -214,11 +247,13 @@ def score(
         have=(), usd_per_h=(), trainers=(), replicas=(), tokens=w.tokens, update_s=update_s, tail_s=bound_s,
         overlapped=w.staleness > 0, hidden=PIPELINED,
     )  # fmt: skip
-    rate = problem.rate(trained.step_s, tok_per_s)
-    usd = sum((p.training + sum(p.replicas)) * price(request, p.machine.kind) for p in placed)
+    rate = float(problem.rate(trained.step_s, tok_per_s))
+    used = [p for p in placed if p.training or p.replicas]
+    usd = sum((p.training + sum(p.replicas)) * price(request, p.machine.kind) for p in used)
+    traffic = traffic_usd(request, placed, trained) * 3600 * rate
     return Plan(
         work=w, training=trained, placed=tuple(placed), train_s=trained.step_s,
-        replicas=tuple((kind, e, n, b) for (e, n), b, kind in zip(engines, batches, kinds, strict=True)),
+        replicas=tuple((kind, e, n, b) for (e, n), b, kind in zip(engines, batches, kinds, strict=False)),
         rollout_s=w.tokens / tok_per_s + update_s, update_s=update_s, tail_s=tail_s, pull_s=weights_s, step_s=1 / rate,
-        usd_per_h=usd, method=method, tok_per_s=rate * w.tokens,
+        usd_per_h=usd + traffic, traffic_usd_per_h=traffic, tok_per_s=rate * w.tokens, own=own,
     )  # fmt: skip

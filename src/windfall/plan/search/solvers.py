@@ -5,14 +5,12 @@
                        that pipelining does not hide, + update)       staleness 0
     H                  sum of the replicas' tokens per second
 
-Three solvers give the same answer; `solve` chooses:
+The rate never falls with H, so for every trainer only the Pareto frontier of H and price matters: no solution is faster
+for less money. It is built kind by kind: the best use of n GPUs of a kind is a knapsack table, and the frontiers of two
+kinds are merged by adding every point of one to every point of the other. All objectives choose from this frontier.
 
-    exact        every trainer and every number of rollout GPUs per kind; H by a knapsack table. Small problems.
-    milp         one mixed-integer program on HiGHS, through SciPy (the extra `plan`). 1 / time is concave
-                 in H, so tangents bound it from above; a tangent is added where the solution exceeds the true rate.
-                 Cost per token is a ratio: Dinkelbach's method solves cost - lambda x rate until lambda is that ratio.
-    bisection    AReaL-Hex: for every kind that can train, bisect on its number of GPUs until training takes as long as
-                 generation. Only for the highest throughput without a budget, where all other GPUs generate.
+It is exact as long as it is small. A kind with more than DENSE GPUs is tried in steps of STEP, and a frontier keeps at
+most POINTS points, spread over its speeds; planner.py then improves the best plans by single changes.
 
 AReaL-Hex states rollout as x responses and y replicas per configuration, which is bilinear; with continuous x it is the
 knapsack for H used here.
@@ -23,21 +21,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from windfall.errors import WindfallError, install_command
-
 Objective = Literal["throughput", "cost", "deadline"]
-EXACT_LIMIT = 200_000
-"""Largest number of combinations that are enumerated."""
-TANGENTS = 24
 TOLERANCE = 1e-6
-MAX_ROUNDS = 40
-INFEASIBLE = 2
-"""Status of scipy.optimize.milp."""
+DENSE, STEP = 48, 1.06
+"""Up to this many GPUs of a kind, every number is tried; above it, numbers that grow by this factor."""
+POINTS = 256
+"""Points of a frontier that are kept."""
+
+
+def key(objective: Objective, rate: Any, usd_per_h: Any) -> tuple[Any, Any]:
+    """What an objective minimizes, and what decides between equal ones; of one solution, or of arrays of them."""
+    match objective:
+        case "throughput":
+            return -rate, usd_per_h
+        case "cost":
+            return usd_per_h / rate, -rate
+        case "deadline":
+            return usd_per_h, -rate
 
 
 class TrainOption(NamedTuple):
@@ -74,29 +78,23 @@ class Problem:
     deadline_rate: float = 0.0
     """Steps per second that must be reached."""
 
-    def rate(self, train_s: float, tok_per_s: float) -> float:
-        """Steps per second."""
-        if tok_per_s <= 0:
-            return 0.0
-        generate_s = self.tokens / tok_per_s
+    def rate(self, train_s: float, tok_per_s: Any) -> Any:
+        """Steps per second; of one speed, or of an array of them."""
+        generate_s = self.tokens / np.maximum(tok_per_s, 1e-30)
         if self.overlapped:
-            return 1 / max(train_s, generate_s + self.update_s, self.tail_s)
-        parts = train_s, max(generate_s, self.tail_s)
-        return 1 / (max(parts) + (1 - self.hidden) * min(parts) + self.update_s)
+            return 1 / np.maximum(np.maximum(train_s, self.tail_s), generate_s + self.update_s)
+        generate_s = np.maximum(generate_s, self.tail_s)
+        longer, shorter = np.maximum(train_s, generate_s), np.minimum(train_s, generate_s)
+        return 1 / (longer + (1 - self.hidden) * shorter + self.update_s)
 
     def key(self, rate: float, usd_per_h: float) -> tuple[float, ...]:
         """Smaller is better. Solutions over the budget or behind the deadline are not compared."""
-        match self.objective:
-            case "throughput":
-                return -rate, usd_per_h
-            case "cost":
-                return usd_per_h / rate, -rate
-            case "deadline":
-                return usd_per_h, -rate
+        return key(self.objective, rate, usd_per_h)
 
-    def allowed(self, rate: float, usd_per_h: float) -> bool:
-        late = self.objective == "deadline" and rate < self.deadline_rate * (1 - TOLERANCE)
-        return rate > 0 and usd_per_h <= self.budget_usd_per_h * (1 + TOLERANCE) and not late
+    def allowed(self, rate: Any, usd_per_h: Any) -> Any:
+        """Whether limits are kept; of one solution, or of arrays of them."""
+        in_time = rate >= self.deadline_rate * (1 - TOLERANCE) if self.objective == "deadline" else True
+        return (rate > 1e-20) & (usd_per_h <= self.budget_usd_per_h * (1 + TOLERANCE)) & in_time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,56 +105,11 @@ class Split:
     replicas: dict[ReplicaOption, int] = field(hash=False)
     rate: float
     usd_per_h: float
-    method: str
 
     @property
     def tok_per_s(self) -> float:
         """What the replicas could generate."""
         return sum(option.tok_per_s * count for option, count in self.replicas.items())
-
-
-def solve(problem: Problem, count: int = 1, method: str = "auto") -> list[Split]:
-    """The best solutions, best first, each with another trainer. Empty: nothing satisfies the limits."""
-    if not problem.trainers or not problem.replicas:
-        return []
-    if method == "auto":
-        if combinations(problem) <= EXACT_LIMIT:
-            method = "exact"
-        elif _has_scipy():
-            method = "milp"
-        elif _bisectable(problem):
-            method = "bisection"
-        else:
-            fix = f"Install SciPy: {install_command('plan')}"
-            raise WindfallError("this search needs a solver", where="windfall plan", fix=fix)
-    match method:
-        case "exact":
-            return _exact(problem, count)
-        case "milp":
-            return _milp(problem, count)
-        case _:
-            return _bisection(problem, count)
-
-
-def combinations(problem: Problem) -> int:
-    if _bisectable(problem):
-        return len(problem.trainers)
-    return len(problem.trainers) * math.prod(n + 1 for n in problem.have)
-
-
-def _bisectable(problem: Problem) -> bool:
-    return problem.objective == "throughput" and math.isinf(problem.budget_usd_per_h)
-
-
-def _has_scipy() -> bool:
-    try:
-        import scipy.optimize  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return False
-    return True
-
-
-# exact
 
 
 class _Fill(NamedTuple):
@@ -197,248 +150,121 @@ def _chosen(table: Sequence[_Fill], n: int) -> Iterator[ReplicaOption]:
             n -= option.tp
 
 
-def _exact(problem: Problem, count: int) -> list[Split]:
-    kinds = range(len(problem.have))
-    tables = [knapsack([r for r in problem.replicas if r.kind == k], problem.have[k]) for k in kinds]
-    found: list[tuple[tuple[float, ...], TrainOption, tuple[int, ...], float, float]] = []
-    for trainer in problem.trainers:
-        left = [problem.have[k] - (trainer.gpus if trainer.kind == k else 0) for k in kinds]
-        if min(left) < 0:
-            continue
-        every = [tuple(left)] if _bisectable(problem) else product(*(range(n + 1) for n in left))
-        best = None
-        for counts in every:
-            fills = [tables[k][n] for k, n in enumerate(counts)]
-            usd = problem.usd_per_h[trainer.kind] * trainer.gpus
-            usd += sum(f.used * p for f, p in zip(fills, problem.usd_per_h, strict=True))
-            rate = problem.rate(trainer.step_s, sum(f.tok_per_s for f in fills))
-            if problem.allowed(rate, usd):
-                row = (problem.key(rate, usd), trainer, counts, rate, usd)
-                best = row if best is None or row[0] < best[0] else best
-        if best is not None:
-            found.append(best)
-    found.sort(key=lambda row: row[0])
-    out = []
-    for _, trainer, counts, rate, usd in found[:count]:
-        replicas: dict[ReplicaOption, int] = {}
-        for k, n in enumerate(counts):
-            for option in _chosen(tables[k], n):
-                replicas[option] = replicas.get(option, 0) + 1
-        out.append(Split(trainer=trainer, replicas=replicas, rate=rate, usd_per_h=usd, method="exact"))
+def _numbers(most: int) -> list[int]:
+    """Numbers of GPUs to try: all up to DENSE, then in growing steps, and the last one."""
+    out = list(range(min(most, DENSE) + 1))
+    while out[-1] < most:
+        out.append(min(most, math.ceil(out[-1] * STEP)))
     return out
 
 
-# bisection
+class Frontier(NamedTuple):
+    """Speeds with their prices, none of which is both slower and dearer than another."""
+
+    tok_per_s: np.ndarray
+    usd_per_h: np.ndarray
+    gpus: np.ndarray
+    """A row per point: GPUs of every kind."""
+
+    def plus(self, other: Frontier) -> Frontier:
+        """Everything that both can do together."""
+        speed = (self.tok_per_s[:, None] + other.tok_per_s).ravel()
+        usd = (self.usd_per_h[:, None] + other.usd_per_h).ravel()
+        kept = _spread(_undominated(speed, usd), speed)
+        a, b = np.divmod(kept, len(other.tok_per_s))
+        return Frontier(speed[kept], usd[kept], self.gpus[a] + other.gpus[b])
 
 
-def _bisection(problem: Problem, count: int) -> list[Split]:
-    kinds = range(len(problem.have))
-    tables = [knapsack([r for r in problem.replicas if r.kind == k], problem.have[k]) for k in kinds]
-    tried: set[TrainOption] = set()
-    for kind in kinds:
-        options = sorted((t for t in problem.trainers if t.kind == kind), key=lambda t: t.gpus)
-        low, high = 0, len(options) - 1
-        while low < high:  # training gets shorter and generation longer as more GPUs train
-            middle = (low + high) // 2
-            trainer = options[middle]
-            tok_per_s = sum(tables[k][problem.have[k] - trainer.gpus * (k == kind)].tok_per_s for k in kinds)
-            tried.add(trainer)
-            if trainer.step_s > problem.tokens / max(tok_per_s, 1e-9) + problem.update_s:
-                low = middle + 1
-            else:
-                high = middle
-        tried.update(options[max(0, low - 1) : low + 2])
-    few = [t for t in problem.trainers if t in tried]
-    splits = _exact(Problem(**{**_fields(problem), "trainers": tuple(few)}), count)
-    return [Split(**{**_fields(s), "method": "bisection"}) for s in splits]
+def _undominated(value: np.ndarray, usd: np.ndarray) -> np.ndarray:
+    """Points that are better than every cheaper one, the cheapest first.
+
+    >>> _undominated(np.array([1.0, 3.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0, 4.0])).tolist()
+    [0, 1]
+    """
+    order = np.lexsort((-value, usd))
+    before = np.concatenate(([-math.inf], np.maximum.accumulate(value[order])[:-1]))
+    return order[value[order] > before * (1 + 1e-12)]
 
 
-def _fields(x: Problem | Split) -> dict:
-    return {name: getattr(x, name) for name in x.__dataclass_fields__}
+def _spread(points: np.ndarray, value: np.ndarray, most: int = POINTS) -> np.ndarray:
+    """At most about this many of the points, at even distances of the logarithms of their values, and the last."""
+    if len(points) <= most:
+        return points
+    places = np.log(np.maximum(value[points], value[points].max() * 1e-4))
+    shares = (places - places[0]) / max(places[-1] - places[0], 1e-12)
+    _, first = np.unique(np.floor(shares * (most - 1)).astype(int), return_index=True)
+    return points[np.union1d(first, [len(points) - 1])]
 
 
-# mixed-integer program
+def _none(kinds: int) -> Frontier:
+    return Frontier(np.zeros(1), np.zeros(1), np.zeros((1, kinds), dtype=int))
 
 
-class _Unsolved(Exception):
-    """The program has no solution within the limits, or HiGHS gave none."""
-
-
-class _Solved(NamedTuple):
-    """What scipy.optimize.milp returns, as far as it is used."""
-
-    x: np.ndarray | None
-    infeasible: bool
-
-
-def _milp(problem: Problem, count: int) -> list[Split]:
-    out: list[Split] = []
-    banned: set[TrainOption] = set()
-    while len(out) < count:
-        trainers = tuple(t for t in problem.trainers if t not in banned and t.gpus <= problem.have[t.kind])
-        if not trainers:
-            break
-        try:
-            split = _Program(Problem(**{**_fields(problem), "trainers": trainers})).best()
-        except _Unsolved:
-            break
-        banned.add(split.trainer)
-        out.append(split)
-    return out
-
-
-class _Program:
-    """Variables: one binary per trainer, one integer per replica option, then the rate and H, scaled to about 1."""
+class _Tables:
+    """What the GPUs of every kind can generate."""
 
     def __init__(self, problem: Problem) -> None:
-        self.p = problem
-        self.z, self.y = len(problem.trainers), len(problem.replicas)
-        self.size = self.z + self.y + 2
-        most = sum(problem.have[r.kind] // r.tp * r.tok_per_s for r in problem.replicas)
-        self.h_scale = max(most, 1e-9)
-        self.rate_scale = max(problem.rate(t.step_s, self.h_scale) for t in problem.trainers) or 1.0
-        self.rows: list[np.ndarray] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-        usd = [problem.usd_per_h[t.kind] * t.gpus for t in problem.trainers]
-        usd += [problem.usd_per_h[r.kind] * r.tp for r in problem.replicas]
-        self.usd = np.array([*usd, 0.0, 0.0])
-        self._limits()
-        self._bounds_on_rate()
+        self.p, self.kinds = problem, range(len(problem.have))
+        self.fills = [knapsack([r for r in problem.replicas if r.kind == k], problem.have[k]) for k in self.kinds]
+        self._others: dict[int, Frontier] = {}
 
-    def _add(self, row: np.ndarray, low: float, high: float) -> None:
-        self.rows.append(row)
-        self.low.append(low)
-        self.high.append(high)
+    def one(self, kind: int, most: int) -> Frontier:
+        """Up to this many GPUs of one kind."""
+        numbers = _numbers(most)
+        fills = [self.fills[kind][n] for n in numbers]
+        gpus = np.zeros((len(numbers), len(self.kinds)), dtype=int)
+        gpus[:, kind] = numbers
+        usd = np.array([self.p.usd_per_h[kind] * f.used for f in fills])
+        return Frontier(np.array([f.tok_per_s for f in fills]), usd, gpus)
 
-    def _limits(self) -> None:
-        p, one = self.p, np.zeros(self.size)
-        one[: self.z] = 1
-        self._add(one, 1, 1)
-        some = np.zeros(self.size)
-        some[self.z : self.z + self.y] = 1
-        self._add(some, 1, np.inf)  # something must generate
-        for k, have in enumerate(p.have):
-            row = np.zeros(self.size)
-            row[: self.z] = [t.gpus * (t.kind == k) for t in p.trainers]
-            row[self.z : self.z + self.y] = [r.tp * (r.kind == k) for r in p.replicas]
-            self._add(row, 0, have)
-        row = np.zeros(self.size)
-        row[self.z : self.z + self.y] = [r.tok_per_s / self.h_scale for r in p.replicas]
-        row[-1] = -1
-        self._add(row, 0, 0)
-        if math.isfinite(p.budget_usd_per_h):
-            self._add(self.usd.copy(), 0, p.budget_usd_per_h)
-        if p.objective == "deadline":
-            row = np.zeros(self.size)
-            row[-2] = 1
-            self._add(row, p.deadline_rate / self.rate_scale, np.inf)
+    def others(self, kind: int) -> Frontier:
+        """All kinds but one."""
+        if kind not in self._others:
+            made = _none(len(self.kinds))
+            for k in self.kinds:
+                if k != kind:
+                    made = made.plus(self.one(k, self.p.have[k]))
+            self._others[kind] = made
+        return self._others[kind]
 
-    def _bounds_on_rate(self) -> None:
-        p = self.p
-        row = np.zeros(self.size)
-        row[-2] = 1
-        # The rate with any number of replicas: the trainer's own limit.
-        row[: self.z] = [-p.rate(t.step_s, 1e30) / self.rate_scale for t in p.trainers]
-        self._add(row, -np.inf, 0)
-        for n in range(TANGENTS):
-            h = self.h_scale * 2.0 ** (-n / 2)
-            for k in range(self.z) if not p.overlapped else (0,):
-                self._tangent(k, h)
+    def split(self, trainer: TrainOption, gpus: np.ndarray, rate: float, usd_per_h: float) -> Split:
+        replicas: dict[ReplicaOption, int] = {}
+        for k in self.kinds:
+            for option in _chosen(self.fills[k], int(gpus[k])):
+                replicas[option] = replicas.get(option, 0) + 1
+        return Split(trainer=trainer, replicas=replicas, rate=rate, usd_per_h=usd_per_h)
 
-    def _tangent(self, k: int, h: float) -> None:
-        """R <= the line that touches 1 / time at h. Overlapped: the same for all trainers."""
-        p = self.p
-        forms = [(1.0, p.update_s)]  # seconds of a step = share x tokens / h + fixed, for every form
-        if not p.overlapped:
-            train_s = p.trainers[k].step_s
-            forms = [(1.0, p.update_s + (1 - p.hidden) * train_s), (1 - p.hidden, p.update_s + train_s)]
-        for share, fixed_s in forms:
-            tokens = share * p.tokens
-            value, slope = h / (tokens + fixed_s * h), tokens / (tokens + fixed_s * h) ** 2
-            row = np.zeros(self.size)
-            row[-2], row[-1] = 1, -slope * self.h_scale / self.rate_scale
-            high = (value - slope * h) / self.rate_scale
-            if not p.overlapped:
-                row[k] = 1.0  # the bound holds only for this trainer; the rate is at most 1
-                high += 1.0
-            self._add(row, -np.inf, high)
 
-    def best(self) -> Split:
-        if self.p.objective != "cost":
-            first = self._solve(self._objective(0.0))
-            if self.p.objective == "deadline":
-                return first
-            return self._cheapest(first)
-        found = self._solve(self._objective(0.0))
-        for _ in range(MAX_ROUNDS):
-            ratio = found.usd_per_h / (found.rate / self.rate_scale)
-            try:
-                new = self._solve(self._objective(ratio))
-            except _Unsolved:  # `found` is a solution, so this is a failure of HiGHS
-                break
-            if new.usd_per_h / new.rate >= found.usd_per_h / found.rate * (1 - TOLERANCE):
-                break
-            found = new
-        return found
-
-    def _objective(self, ratio: float) -> np.ndarray:
-        """What to minimize. The rate alone, the cost alone (deadline), or cost - ratio x rate."""
-        c = np.zeros(self.size)
-        if self.p.objective == "deadline":
-            return self.usd / max(self.usd.max(), 1e-9)
-        c[-2] = -1.0
-        if ratio:
-            c += self.usd / ratio
-        return c
-
-    def _cheapest(self, split: Split) -> Split:
-        """Return the cheapest solution with this rate: GPUs that do not help are left out."""
-        row = np.zeros(self.size)
-        row[-2] = 1
-        self._add(row, split.rate / self.rate_scale * (1 - TOLERANCE), np.inf)
-        try:
-            return self._solve(self.usd / max(self.usd.max(), 1e-9))
-        except _Unsolved:
-            return split
-
-    def _solve(self, objective: np.ndarray) -> Split:
-        touched = set[tuple[int, tuple[tuple[ReplicaOption, int], ...]]]()
-        for _ in range(MAX_ROUNDS):
-            done = self._run(objective, presolve=True)
-            if done.x is None and not done.infeasible:  # HiGHS ends some small programs with "Solve error"
-                done = self._run(objective, presolve=False)
-            if done.x is None:
-                raise _Unsolved
-            split, k = self._split(done.x)
-            point = k, tuple(split.replicas.items())
-            # The bound touches the true rate where a tangent was added; what is left are the tolerances of HiGHS.
-            if point in touched or done.x[-2] * self.rate_scale <= split.rate * (1 + TOLERANCE):
-                return split
-            touched.add(point)
-            self._tangent(k, max(split.tok_per_s, 1e-9 * self.h_scale))
-        return split
-
-    def _run(self, objective: np.ndarray, *, presolve: bool) -> _Solved:
-        import scipy.optimize  # pyright: ignore[reportMissingImports]
-
-        highs: Any = scipy.optimize  # SciPy's types say float where arrays are meant
-        upper = [1.0] * self.z + [self.p.have[r.kind] // r.tp for r in self.p.replicas] + [1.0 + 1e-9, np.inf]
-        whole = np.array([1] * (self.z + self.y) + [0, 0])
-        constraint = highs.LinearConstraint(np.array(self.rows), np.array(self.low), np.array(self.high))
-        done = highs.milp(
-            objective, constraints=constraint, bounds=highs.Bounds(np.zeros(self.size), np.array(upper)),
-            integrality=whole,
-            options={"mip_rel_gap": TOLERANCE / 10, "time_limit": 60.0, "presolve": presolve},
-        )  # fmt: skip
-        return _Solved(done.x, done.status == INFEASIBLE)
-
-    def _split(self, x: np.ndarray) -> tuple[Split, int]:
-        p = self.p
-        k = int(np.argmax(x[: self.z]))
-        replicas = {r: n for r, n in zip(p.replicas, np.rint(x[self.z : -2]).astype(int).tolist(), strict=True) if n}
-        tok_per_s = sum(r.tok_per_s * n for r, n in replicas.items())
-        rate = p.rate(p.trainers[k].step_s, tok_per_s)
-        usd = p.usd_per_h[p.trainers[k].kind] * p.trainers[k].gpus
-        usd += sum(p.usd_per_h[r.kind] * r.tp * n for r, n in replicas.items())
-        return Split(trainer=p.trainers[k], replicas=replicas, rate=rate, usd_per_h=usd, method="milp"), k
+def solve(problem: Problem, count: int = 1, between: int = 0) -> list[Split]:
+    """The best solutions, best first, each with another trainer; then `between` solutions of the frontier of speed and
+    price over all trainers. Empty: nothing satisfies the limits."""
+    tables = _Tables(problem)
+    best: list[tuple[tuple[float, ...], Split]] = []
+    rows: list[tuple[TrainOption, np.ndarray, float, float]] = []
+    enough: dict[int, int] = {}
+    """Of every kind, the smallest trainer that is never waited for: a larger one costs more and is no better."""
+    for trainer in sorted(problem.trainers):
+        left = problem.have[trainer.kind] - trainer.gpus
+        if left < 0 or trainer.gpus > enough.get(trainer.kind, trainer.gpus):
+            continue
+        if problem.overlapped and trainer.step_s <= problem.tail_s:
+            enough.setdefault(trainer.kind, trainer.gpus)
+        made = tables.others(trainer.kind).plus(tables.one(trainer.kind, left))
+        rate = problem.rate(trainer.step_s, made.tok_per_s)
+        usd = made.usd_per_h + problem.usd_per_h[trainer.kind] * trainer.gpus
+        ok = np.flatnonzero(problem.allowed(rate, usd) & (made.tok_per_s > 0))
+        if not len(ok):
+            continue
+        first, then = key(problem.objective, rate[ok], usd[ok])
+        n = ok[np.lexsort((then, first))[0]]
+        split = tables.split(trainer, made.gpus[n], float(rate[n]), float(usd[n]))
+        best.append((problem.key(split.rate, split.usd_per_h), split))
+        if between:
+            rows += [
+                (trainer, made.gpus[i], float(rate[i]), float(usd[i])) for i in ok[_undominated(rate[ok], usd[ok])]
+            ]
+    out = [split for _, split in sorted(best, key=lambda row: row[0])[:count]]
+    if rows:
+        rates, prices = (np.array([row[i] for row in rows]) for i in (2, 3))
+        out += [tables.split(*rows[n]) for n in _spread(_undominated(rates, prices), rates, between)]
+    return out

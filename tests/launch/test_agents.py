@@ -179,6 +179,9 @@ def test_stop_strings_are_those_of_the_agent() -> None:
 
 
 def test_run_without_a_gateway(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="not a run"):
+        agents.address(tmp_path)
+    (tmp_path / "recipe.toml").touch()
     with pytest.raises(WindfallError, match="no gateway"):
         agents.address(tmp_path)
 

@@ -1,6 +1,7 @@
 """How old trained responses are if the lead over the trainer is measured (scheduling/lead.py), and if it is the bound.
 
     python benchmarks/staleness.py age [--steps 44] [--bounds 2] [--jobs 2]      simulated
+    python benchmarks/staleness.py age --nodes 2 --leads 96 48 24 [--slots 64]   simulated, also with constant leads
     python benchmarks/staleness.py age --processes [--steps 44] [--nodes 6]      real processes, both runs at once
 
 The runs are those of harvest.py, without the trainer's own engine. Simulated: recipes/sim-harvest.toml with 4 or 8
@@ -60,6 +61,10 @@ class Case:
     """Workers are killed after 40 s on average, and come back after 15 s."""
     pipelined: bool = True
     """Groups are trained on as they arrive."""
+    slots: int = 256
+    """Responses that a worker generates at once."""
+    sets: tuple[str, ...] = ()
+    """Other keys of the simulated recipe."""
 
     def __str__(self) -> str:
         return f"{self.nodes} workers{', killed' * self.killed}{', pipelined' * self.pipelined}, bound {self.bound}"
@@ -80,31 +85,36 @@ def measure(events: Sequence[Event], bound: int) -> Measured:
     )  # fmt: skip
 
 
-def fixed_lead() -> Any:
-    """As long as this context is open, the lead stays at the bound."""
-    return patch.object(Lead, "end_step", lambda *_, **__: None)
+def fixed_lead(groups: int | None = None) -> Any:
+    """As long as this context is open, the lead stays at the bound, or at `groups` after the first step."""
+
+    def end_step(lead: Lead, **_: Any) -> None:
+        lead.groups = lead.groups if groups is None else groups
+
+    return patch.object(Lead, "end_step", end_step)
 
 
-def simulate(case: Case) -> tuple[Measured, Measured]:
-    """With the lead at the bound, and measured."""
+def simulate(case: Case, leads: Sequence[int] = ()) -> list[Measured]:
+    """With the lead at the bound, measured, and with each of these constant leads."""
     from windfall.config import load
     from windfall.sim.core import run, scenario
 
     sets = [
         "sim.granule=16", "fleet.local=false", f"run.steps={case.steps}", f"rollout.staleness={case.bound}",
-        f"trace.nodes={case.nodes}", f"techniques.pipelining={str(case.pipelined).lower()}",
-        *([] if case.killed else ["trace.mean_up_s=1e7", "trace.mean_down_s=1"]),
+        f"trace.nodes={case.nodes}", f"sim.worker_slots={case.slots}",
+        f"techniques.pipelining={str(case.pipelined).lower()}",
+        *([] if case.killed else ["trace.mean_up_s=1e7", "trace.mean_down_s=1"]), *case.sets,
     ]  # fmt: skip
     recipe = load(Path(__file__).parent.parent / "recipes" / "sim-harvest.toml", sets)
     found = []
-    for context in (fixed_lead(), nullcontext()):
+    for context in (fixed_lead(), nullcontext(), *map(fixed_lead, leads)):
         with tempfile.TemporaryDirectory() as folder, context:
             run.simulate(scenario.build(recipe), Path(folder) / "events.jsonl")
             found.append(measure(read(Path(folder) / "events.jsonl"), case.bound))
-    return found[0], found[1]
+    return found
 
 
-async def run_processes(case: Case) -> tuple[Measured, Measured]:
+async def run_processes(case: Case) -> list[Measured]:
     """Both runs at once, so that other load on the machine hits both."""
     import harvest
 
@@ -121,8 +131,7 @@ async def run_processes(case: Case) -> tuple[Measured, Measured]:
                     rollout=f"staleness = {case.bound}", controller_argv=argv,
                 )  # fmt: skip
                 group.create_task(run)
-        fixed, measured = (measure(read(folder / "events.jsonl"), case.bound) for folder in folders.values())
-    return fixed, measured
+        return [measure(read(folder / "events.jsonl"), case.bound) for folder in folders.values()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,29 +139,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bounds", type=int, nargs="+", default=[2])
     parser.add_argument("--jobs", type=int, default=2, help="Simulations that run at once.")
     parser.add_argument("--processes", action="store_true", help="Run real processes instead of a simulation.")
-    parser.add_argument("--nodes", type=int, default=6, help="Number of workers of real processes.")
+    parser.add_argument("--nodes", type=int, default=0, help="Number of workers. Default: 6 processes; simulated 4, 8.")
+    parser.add_argument("--slots", type=int, default=256, help="Responses that a simulated worker generates at once.")
+    parser.add_argument("--set", nargs="+", default=[], metavar="a.b=value", help="Keys of the simulated recipe.")
+    parser.add_argument("--leads", type=int, nargs="+", default=[], help="Simulate also with these constant leads.")
 
 
 def main(options: argparse.Namespace) -> None:
     print(HEAD, flush=True)
     if options.processes:
-        cases = [Case(nodes=options.nodes, bound=bound, steps=options.steps) for bound in options.bounds]
+        cases = [Case(nodes=options.nodes or 6, bound=bound, steps=options.steps) for bound in options.bounds]
         for case in cases:
-            show(case, *asyncio.run(run_processes(case)))
+            show(case, asyncio.run(run_processes(case)))
     else:
+        kinds = [(4, False, True), (8, False, True), (8, False, False), (8, True, True)]
         cases = [
-            Case(nodes=nodes, bound=bound, steps=options.steps, killed=killed, pipelined=pipelined)
+            Case(
+                nodes=nodes, bound=bound, steps=options.steps, killed=killed, pipelined=pipelined, slots=options.slots,
+                sets=tuple(options.set),
+            )
             for bound in options.bounds
-            for nodes, killed, pipelined in ((4, False, True), (8, False, True), (8, False, False), (8, True, True))
-        ]
+            for nodes, killed, pipelined in ([(options.nodes, False, True)] if options.nodes else kinds)
+        ]  # fmt: skip
         with ProcessPoolExecutor(options.jobs) as pool:
-            for case, found in zip(cases, pool.map(simulate, cases), strict=True):
-                show(case, *found)
+            for case, found in zip(cases, pool.map(simulate, cases, [options.leads] * len(cases)), strict=True):
+                show(case, found, options.leads)
     print(f"{options.steps} steps; load on the machine (1 min): {os.getloadavg()[0]:.1f}")
 
 
-def show(case: Case, fixed: Measured, measured: Measured) -> None:
-    print(fixed.row(f"{case}: bound"), measured.row(f"{' ' * len(str(case))}  measured", fixed), sep="\n", flush=True)
+def show(case: Case, found: Sequence[Measured], leads: Sequence[int] = ()) -> None:
+    print(found[0].row(f"{case}: bound"))
+    for name, measured in zip(["measured", *leads], found[1:], strict=True):
+        print(measured.row(f"{' ' * len(str(case))}  {name}", found[0]), flush=True)
 
 
 if __name__ == "__main__":  # a controller whose lead stays at the bound

@@ -7,11 +7,12 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from windfall import __version__, config
 from windfall.commands.env_server import env_server
@@ -27,8 +28,18 @@ if TYPE_CHECKING:
     from windfall.events.log import EventLog
     from windfall.worker.engine_choice import EngineName
 
+
+class _Commands(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Suggest a command for one that does not exist; never one that the help does not show."""
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            shown = [name for name, command in self.commands.items() if not command.hidden]
+            raise WindfallError(f"unknown command {args[0]!r}", where="windfall", fix=nearest(args[0], shown))
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
-    help="Train language models with reinforcement learning on GPUs that come and go.",
+    cls=_Commands, help="Train language models with reinforcement learning on GPUs that come and go.",
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)

@@ -56,6 +56,15 @@ def test_a_planned_recipe_stands_beside_a_run(page: Any, tmp_path: Path) -> None
     assert page.locator("option:not([disabled])").count() == 1  # a plan has no tabs of its own
 
 
+def test_the_bound_on_staleness_is_shown_only_if_it_is_known(page: Any, tmp_path: Path) -> None:
+    older = [*small_log(4), step(53, 5, staleness_mean=1.9, staleness_max=2)]
+    newer = [*older[:-1], {**older[-1], "staleness_bound": 3}]
+    for name, log, shown in (("older", older, "largest: 2"), ("newer", newer, "largest: 2; bound: 3")):
+        (tmp_path / name).mkdir()
+        page.goto(written(tmp_path / name, log))
+        page.get_by_text(shown, exact=True).wait_for()
+
+
 def test_legends_have_small_numbers_and_the_last_evaluation(page: Any, tmp_path: Path) -> None:
     log = small_log(5)
     log.insert(10, event(20, "scalar", "eval", step=1, reward=0.4375, graded=3, responses=4))

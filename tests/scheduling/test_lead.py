@@ -63,6 +63,19 @@ def test_a_wait_is_remembered_long_enough_that_such_waits_cost_one_percent_at_mo
     assert waits * 0.25 / steps <= 1 / FORGET
 
 
+def test_a_long_wait_is_remembered_no_longer_than_a_lead_at_the_bound_is_worth() -> None:
+    """No worker is there for the time of 1,000 steps: no lead within the bound covers that."""
+    lead, batch, staleness = Lead(batch=8, staleness=2), 8, 2
+    for _ in range(20):
+        lead.end_step(spare=batch * staleness, **BUSY)
+    assert lead.groups == 0
+    lead.end_step(spare=0, missing=8, wait_s=1000.0, train_s=1.0)
+    assert lead.groups == batch * staleness
+    for _ in range(FORGET * staleness + 8):
+        lead.end_step(spare=batch * staleness, **BUSY)
+    assert lead.groups == 0
+
+
 def test_generation_as_the_bottleneck_keeps_the_lead_at_the_bound() -> None:
     lead = Lead(batch=8, staleness=2)
     for n in range(100):

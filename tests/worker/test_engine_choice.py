@@ -108,6 +108,6 @@ def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> No
     has(monkeypatch, Installed("vllm", version))
     assert installed.unsupported_reason("cuda") is None
     tested = version in ("0.23.0", "0.26.0+cu129")
-    note = f"; vllm {version} has not been tested with windfall, 0.23, 0.26 have"
+    note = f"; vllm {version} has not been tested with windfall (tested: 0.23, 0.26)"
     choice = engine_choice.choose(spec(engine="vllm"), "cuda")
     assert choice.why == "engine.name is 'vllm'" + ("" if tested else note)

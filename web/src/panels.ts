@@ -13,6 +13,7 @@ export function now(run: Run): [HTMLElement, HTMLElement] {
   const { history, snapshot } = run, steps = Number(run.recipe.steps ?? history.facts.steps ?? 0), running = run.status === "running";
   const workers = (snapshot?.leases ?? []).reduce((sum, [, , count]) => sum + count, 0);
   const last = history.evals.at(-1), wait = run.last("train_wait_s"), step_s = run.last("s"), money = history.money;
+  const bound = run.last("staleness_bound"); // null: synchronous, or the log of an older version
   const busy = trainer(run);
   const { lost } = history, moved = running ? snapshot?.moved ?? 0 : run.sum("moved");
   return [
@@ -23,7 +24,7 @@ export function now(run: Run): [HTMLElement, HTMLElement] {
       card("cost so far", dollars(money.usd || null), money.usd_per_million !== null ? `${dollars(money.usd_per_million)} per million trained tokens` : "no prices are known"),
       card(running ? "workers" : "workers at the end", running ? workers : run.last("workers") ?? 0, `${number(lost)} lost so far`),
       card("responses open", running ? snapshot?.open ?? "–" : 0, `${running ? `${snapshot?.queued ?? 0} queued; ` : ""}${number(moved)} moved so far`),
-      card("staleness", number(run.last("staleness_mean") ?? 0), `largest: ${number(run.last("staleness_max") ?? 0)}; bound: ${number(run.last("staleness_bound") ?? 0)}`),
+      card("staleness", number(run.last("staleness_mean") ?? 0), `largest: ${number(run.last("staleness_max") ?? 0)}${bound === null ? "" : `; bound: ${number(bound)}`}`),
       card(running ? "trainer" : "run", running ? busy : run.status, running ? (wait !== null && step_s ? `waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "") : run.sum("s") ? `trainer waited ${((100 * run.sum("train_wait_s")) / run.sum("s")).toFixed(0)} %` : "")),
     h("section", {}, running && workers ? h("div", { class: "split" }, h("div", {}, h("h2", {}, "Workers by lease and state"), byLease(run)), h("div", {}, h("h2", {}, "Workers"), workerTable(run))) : null,
       h("h2", {}, "Last problems"), problems(run))];

@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.models import load
 from windfall.train import checkpoint
@@ -77,6 +78,7 @@ def _find(source: Path) -> tuple[Path, tuple[str, ...]]:
     if (source / checkpoint.STATE).is_file():
         checkpoint.check(source, optimizer=False)
     elif not adapter_folder.is_adapter(source):
+        folders.check_exists(source)
         fix = "Give the folder of a run, of a checkpoint, or of an adapter in PEFT format."
         raise WindfallError("nothing to export here", where=str(source), fix=fix)
     return source, ()

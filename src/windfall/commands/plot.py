@@ -65,7 +65,8 @@ def main(runs: list[Path], out: Path, *, panels: list[str], by_time: bool) -> Pa
         drawn = {name: ax for name, ax in zip(panels, axes, strict=False) if name != "timeline"}
         named = [next(iter(drawn))] if len(readers) > 1 and drawn else []
         if "reward" in drawn and any(_evaluations(reader) for reader in readers):
-            drawn["reward"].plot([], [], "o", color="gray", ms=4, label="held-out tasks")
+            color = "gray" if len(readers) > 1 else COLORS[0]
+            drawn["reward"].plot([], [], "o", color=color, ms=4, label="held-out tasks")
             named.append("reward")
         for name in dict.fromkeys(named):
             drawn[name].legend(frameon=False)

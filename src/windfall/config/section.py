@@ -40,7 +40,7 @@ FunctionName = Annotated[str, AfterValidator(_check_function)]
 
 def _check_options(options: dict[str, Any]) -> dict[str, Any]:
     if nan := _find_nan(options):
-        raise ValueError(f"{nan} is nan, which is not equal to itself; if you mean the text, write it in quotes")
+        raise ValueError(f"{nan} is nan (not a number); if you mean the text, write it in quotes")
     return options
 
 

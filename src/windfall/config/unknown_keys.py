@@ -34,7 +34,7 @@ MEANT_BY: dict[str, str] = {
     "env.rewards": "reward reward_fn reward_func reward_funcs reward_function",
     "algorithm.kl": "beta init_kl_coef kl_beta kl_coef kl_loss_coef",
     "algorithm.name": "adv_estimator advantage_estimator loss_type",
-    "algorithm.options.clip": "clip_eps clip_range clip_ratio cliprange eps_clip epsilon",
+    "algorithm.options.clip": "clip clip_eps clip_range clip_ratio cliprange eps_clip epsilon",
     "rollout.group_size": (
         "n n_samples n_samples_per_prompt num_generations num_return_sequences rollouts_per_example samples_per_prompt"
     ),
@@ -47,7 +47,7 @@ MEANT_BY: dict[str, str] = {
     "train.checkpoint_activations": "activation_checkpointing gradient_checkpointing",
     "train.clip_norm": "grad_clip gradient_clipping max_grad_norm",
     "train.lora.alpha": "lora_alpha",
-    "train.lora.rank": "lora_r lora_rank",
+    "train.lora.rank": "lora_r lora_rank r",
     "train.lora.targets": "target_modules",
     "train.lr": "learning_rate",
     "train.machines": "nnodes",
@@ -59,13 +59,17 @@ MEANT_BY: dict[str, str] = {
     "checkpoint.every": "checkpoint_interval save_freq save_interval save_steps",
     "checkpoint.keep": "save_total_limit",
     "eval.every": "eval_freq eval_interval eval_steps test_freq",
+    "eval.responses": "n n_samples samples",
     "engine.max_running": "max_num_seqs",
     "fleet.worker_memory": "gpu_memory_utilization",
     "fleet.workers": "num_workers worker",
     "log.wandb": "project_name report_to wandb_project",
 }
 """Names that other frameworks use, by the key or section of a recipe that means the same or comes closest."""
-OTHER_NAMES = {name: meant for meant, names in MEANT_BY.items() for name in names.split()}
+OTHER_NAMES: dict[str, list[str]] = {}
+for _meant, _names in MEANT_BY.items():
+    for _name in _names.split():
+        OTHER_NAMES.setdefault(_name, []).append(_meant)
 SPECIAL = ("plan", "sim", "techniques", "trace")
 """Sections for simulations and experiments: a key that is unknown elsewhere is hardly one of theirs."""
 MAX_SUGGESTIONS = 3
@@ -87,14 +91,15 @@ def suggestion(path: list[str], data: dict[str, Any]) -> str:
     everywhere = dict[str, list[str]]()
     for name in _all_keys(data):
         everywhere.setdefault(name.rpartition(".")[2], []).append(name)
-    exact = [OTHER_NAMES[word]] if word in OTHER_NAMES else []
+    meant = OTHER_NAMES.get(word, [])
+    exact = [name for name in meant if name.startswith(prefix)] or meant[:1]
     elsewhere = everywhere.get(word, [])
     exact += elsewhere if len(elsewhere) <= MAX_SUGGESTIONS else []
     similar = difflib.get_close_matches(word, here, n=1, cutoff=VERY_CLOSE if exact else CLOSE)
     found = [*(prefix + name for name in similar), *exact]
     if not found:
         other = difflib.get_close_matches(word, [*OTHER_NAMES, *everywhere], n=1, cutoff=VERY_CLOSE)
-        found = [name for near in other for name in [OTHER_NAMES.get(near), *everywhere.get(near, [])] if name]
+        found = [name for near in other for name in [*OTHER_NAMES.get(near, []), *everywhere.get(near, [])]]
     found = [name for name in dict.fromkeys(found) if f"{name}." != prefix]
     if not 0 < len(found) <= MAX_SUGGESTIONS:
         return nearest("", here)

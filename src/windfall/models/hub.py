@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub: whether one is in the hub's cache, and what to do if the hub does not give it."""
+"""Models from the Hugging Face hub: whether one is in the hub's cache, and why one cannot be downloaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_cached(name: str) -> bool:
 
 
 def refusal(name: str, error: BaseException) -> WindfallError | None:
-    """Why the hub did not give this model. None: the error has another reason."""
+    """Why the model could not be downloaded. None: the error has another reason."""
     from huggingface_hub import constants, errors
 
     chain: list[BaseException] = [error]
@@ -35,7 +35,7 @@ def refusal(name: str, error: BaseException) -> WindfallError | None:
 
     if failed(errors.GatedRepoError):
         fix = "Accept its terms on its page, and log in: hf auth login (or set HF_TOKEN)."
-        return WindfallError("the Hugging Face hub does not give this model to everyone", where=name, fix=fix)
+        return WindfallError("access to this model of the Hugging Face hub is restricted", where=name, fix=fix)
     if failed(errors.RepositoryNotFoundError):
         fix = "Check the spelling. If it is private, log in: hf auth login (or set HF_TOKEN). Or give a folder."
         return WindfallError("the Hugging Face hub has no such model", where=name, fix=fix)

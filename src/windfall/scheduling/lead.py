@@ -18,7 +18,8 @@ Rules:
   above is the largest of those.
 - The need of a step that waited is forgotten slowly, by 1 / FORGET of a batch per step. A wait for a share w of a step
   raises the lead by w batches or more, and it takes w * FORGET steps until that is forgotten. So the waits that this
-  rule causes cost at most about 1 / FORGET of the time.
+  rule causes cost at most about 1 / FORGET of the time. A need above the bound counts as the bound: a larger lead could
+  not have prevented the rest of the wait, for example while no worker was there.
 - A step that waits although the lead is at its limit says that generation is the bottleneck. The lead stays there until
   FEWEST steps did not wait.
 - A wait for responses that are about to become too old says nothing about the lead: other groups are ready.
@@ -35,10 +36,8 @@ FEWEST = 3
 """Number of steps that must have been measured before the lead shrinks."""
 FORGET = 128
 """Steps after which a need of one batch that caused a wait is forgotten."""
-
-
 WAITED_SHARE = 0.005
-"""Shorter waits, as a share of the training time of a step, are those of messages and not for groups."""
+"""Waits below this share of a step's training time are ignored: the trainer waits for messages, not for groups."""
 
 
 class Lead:
@@ -69,15 +68,14 @@ class Lead:
     def end_step(self, *, spare: int, missing: int, wait_s: float, train_s: float) -> None:
         """Decide the lead of the next step. In the last one, the trainer trained for `train_s` seconds. It waited for
         `wait_s` seconds because too few groups were finished; up to `missing` were lacking."""
-        short = max(missing, math.ceil(self._batch * wait_s / max(train_s, 1e-9)))  # it trains on these in `wait_s`
-        short *= wait_s > WAITED_SHARE * train_s
-        if short and self.groups >= self._limit:
-            self._needs.clear()
-        elif short:
-            self._waited = max(self._waited, self.groups + short)
-        else:
+        if wait_s <= WAITED_SHARE * train_s:
             self._waited -= self._batch / FORGET
             self._needs.append(max(self._leads) - spare)
+        elif self.groups >= self._limit:
+            self._needs.clear()
+        else:
+            short = max(missing, math.ceil(self._batch * wait_s / max(train_s, 1e-9)))  # it trains on these in `wait_s`
+            self._waited = min(self._limit, max(self._waited, self.groups + short))
         self.groups = min(self._limit, max(math.ceil(self._waited), self._shrunk()))
         self._leads.append(self.groups)
 

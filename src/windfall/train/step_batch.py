@@ -62,9 +62,10 @@ class StepBatch:
 
     def hand_over(self, ready: int) -> list[Group]:
         """The next groups for the trainer. `ready`: number of finished groups that are not in this batch."""
-        groups = self.micro_batches.popleft() if self.micro_batches else self.partial
-        if groups is self.partial:
-            self.partial = []
+        if self.micro_batches:
+            groups = self.micro_batches.popleft()
+        else:
+            groups, self.partial = self.partial, []
         self.spare = min(self.spare, ready + sum(map(len, self.micro_batches)) + len(self.partial))
         return groups
 

@@ -84,7 +84,7 @@ def untested_note(device: str) -> str:
     if found is None or release(found.version) in TESTED[kind]:
         return ""
     tested = ", ".join(".".join(map(str, v)) for v in TESTED[kind])
-    return f"; {found.distribution} {found.version} has not been tested with windfall, {tested} have"
+    return f"; {found.distribution} {found.version} has not been tested with windfall (tested: {tested})"
 
 
 def prepare() -> None:

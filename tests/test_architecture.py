@@ -222,18 +222,6 @@ def test_light_core_is_light() -> None:
     assert not loaded & HEAVY
 
 
-def test_sizes() -> None:
-    lines = {f: len((SRC / f).read_text().splitlines()) for f in FILES}
-    assert {f: n for f, n in lines.items() if n > 500} == {}
-    long = {
-        f"{file}: {node.name}": node.end_lineno - node.lineno + 1  # pyright: ignore
-        for file, nodes in FILES.items()
-        for node in nodes
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert {name: n for name, n in long.items() if n > 80} == {}
-
-
 def test_modules_are_named_by_what_they_hold() -> None:
     words = {word.removesuffix(".py") for f in FILES for word in f.split("/")}
     assert not words & {"utils", "util", "common", "helpers", "helper", "misc", "v2"}

@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     def stop() -> None:
         server.terminate()
-        server.wait(timeout=20)
+        server.wait(timeout=60)
         shutil.rmtree(folder)
 
     config.add_cleanup(stop)

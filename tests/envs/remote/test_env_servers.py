@@ -49,7 +49,7 @@ def token(tmp_path: Path) -> Path:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 60))
+    asyncio.run(asyncio.wait_for(main, 120))
 
 
 def section(**keys: Any) -> CustomEnv:
@@ -198,14 +198,14 @@ def test_sessions_end_with_their_link(token: Path, tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_slot_counts_against_no_limit(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight calls of 0.2 s with a limit of 0.6 s, one at a time."""
+    """Eight calls of 0.2 s with a limit of 1.2 s, one at a time."""
 
     async def main() -> None:
         keys = {"factory": "lighthouse:Crowd"}
         async with serving(slots=1, **keys) as (port, _), client(token, port, **keys) as host:
             await host.ready()
             task = await host.task(0, 10.0)
-            calls = [asyncio.create_task(host.feedback(0, task, [Turn(text="")], 0.6)) for _ in range(8)]
+            calls = [asyncio.create_task(host.feedback(0, task, [Turn(text="")], 1.2)) for _ in range(8)]
             await asyncio.sleep(0.05)
             assert host.load().limit == 1
             assert host.load().queued == 7
@@ -229,7 +229,7 @@ def test_two_runs_share_one_server(token: Path) -> None:
             await two.ready()
             task = await one.task(0, 10.0)
             first = await one.feedback(0, task, [Turn(text="east")], 10.0)
-            waiting = asyncio.create_task(two.feedback(0, task, [Turn(text="west")], 0.5))
+            waiting = asyncio.create_task(two.feedback(0, task, [Turn(text="west")], 10.0))
             await asyncio.sleep(0.2)
             turns = [Turn(text="east", observation=first.observation)]
             assert (await one.feedback(0, task, [*turns, Turn(text="east")], 10.0)).reward == 1.0

@@ -56,7 +56,7 @@ def section(**keys: Any) -> CustomEnv:
     return CustomEnv(**(ENV | keys))
 
 
-def client(token: Path, *ports: int, start_s: float = 20.0, seed: int = 0, **keys: Any) -> EnvServers:
+def client(token: Path, *ports: int, start_s: float = 120.0, seed: int = 0, **keys: Any) -> EnvServers:
     addresses = [f"127.0.0.1:{port}" for port in ports]
     return EnvServers(section(servers=addresses, servers_token=token, **keys), seed, start_s=start_s)
 
@@ -372,7 +372,8 @@ LIES: dict[str, Callable[[Any, int], Any]] = {
 
 def test_servers_that_lie_do_not_hurt(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them answers tasks, lies about the first turn, and is as fast as can be. One server is honest."""
-    monkeypatch.setattr(connection, "GRACE_S", -9.5)  # twice the limit of 5 s, less this
+    monkeypatch.setattr(connection, "GRACE_S", -7.0)  # twice the limit of 5 s, less this
+    monkeypatch.setattr(servers, "MAX_MOVES", 1000)  # a call may meet all of them, and those that are back
 
     def liar(lie: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
         async def attend(link: Any) -> None:
@@ -403,7 +404,7 @@ def test_servers_that_lie_do_not_hurt(token: Path, monkeypatch: pytest.MonkeyPat
 
     began_s = time.monotonic()
     run(main())
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
 
 
 def test_server_that_fails_its_calls_gets_few(token: Path) -> None:

@@ -105,13 +105,13 @@ def test_commands_and_their_options_exist() -> None:
     assert not wrong
 
 
-def test_recipes_of_the_guides_are_valid() -> None:
-    for page in GUIDES:
-        for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
-            data = tomllib.loads(block)
-            recipe = config.parse(data, where=page.name)
-            if "fleet" in data and recipe.fleet.tls_cert is None:  # a certificate would be read
-                assert worker_sources.preview(recipe), page.name
+@pytest.mark.parametrize("page", GUIDES, ids=lambda p: p.name)
+def test_recipes_of_the_guides_are_valid(page: Path) -> None:
+    for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
+        data = tomllib.loads(block)
+        recipe = config.parse(data, where=page.name)
+        if "fleet" in data and recipe.fleet.tls_cert is None:  # a certificate would be read
+            assert worker_sources.preview(recipe)
 
 
 def test_own_task_of_the_readme_runs(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def program(**changes: Any) -> AgentProgram:
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, 120))
+    return asyncio.run(asyncio.wait_for(main, 20))
 
 
 async def start(launcher: AgentLauncher, do: str, kill: asyncio.Future[str] | None = None, **options: Any) -> AgentExit:
@@ -82,7 +82,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def wait_for_end(pids: list[int]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 5
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(pids)
@@ -127,7 +127,7 @@ def test_nothing_survives_a_killed_reaper(tmp_path: Path) -> None:
             path = tmp_path / "pids"
             ended = await start(launcher, "kill_reaper", path=str(path))
             assert ended.code == -signal.SIGKILL
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 5
             while alive(await pids_in(path)) and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             assert not alive(await pids_in(path))
@@ -164,7 +164,7 @@ def test_order_to_end_that_comes_before_the_agent_is_kept(monkeypatch: pytest.Mo
         early = lambda parent, death: os.kill(os.getpid(), death) if death == signal.SIGTERM else None  # noqa: E731
         monkeypatch.setattr(reaper, "die_with_parent", early)
         reaper.run_agent(lambda: time.sleep(60) or os._exit(0), 2)  # type: ignore[func-returns-value]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 5
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
     if not ended[0]:

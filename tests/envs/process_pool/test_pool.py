@@ -51,7 +51,7 @@ def test_blocking_call_is_killed_at_its_limit_and_named(env: type) -> None:
                 await asyncio.sleep(0.01)
                 ticks += 1
             error = await blocked
-            assert 0.4 < time.monotonic() - began < 30.0
+            assert 0.4 < time.monotonic() - began < 5.0
             assert ticks > 10
             assert error.error == f"waited 0.5 s for {env.__name__}.feedback of task 'hostile/1'"
             assert "in misbehave" in error.traceback
@@ -76,7 +76,7 @@ def test_child_that_cannot_be_killed_delays_nothing(
             assert (await ask(pool, 0, "four")).reward == 4.0
 
     try:
-        run(lambda: asyncio.wait_for(main(), 60.0))
+        run(lambda: asyncio.wait_for(main(), 20.0))
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -127,7 +127,7 @@ def test_call_that_ignores_its_cancellation_is_killed_while_others_are_answered(
     async def main() -> None:
         async with hosting(hostile.Stubborn) as pool:
             hang = asyncio.create_task(failure(ask(pool, 1, "hang", 0.4)))
-            deadline = time.monotonic() + 60.0
+            deadline = time.monotonic() + 10.0
             while not hang.done() and time.monotonic() < deadline:
                 assert (await ask(pool, 2)).reward == 1.0
             assert hang.done()
@@ -238,12 +238,12 @@ def test_output_goes_to_the_log_and_not_into_messages(capfd: pytest.CaptureFixtu
 
 
 def test_slow_grader_loses_nothing_and_gets_more_processes() -> None:
-    """200 responses of 0.1 s at once would take 20 s one after the other. Each has a limit of 3 s."""
+    """200 responses of 0.1 s at once would take 20 s one after the other. Each has a limit of 1 s."""
 
     async def main() -> float:
         async with hosting(hostile.Sleeps, s=0.1) as pool:
             task, began = await pool.task(0, 5.0), time.monotonic()
-            calls = [pool.feedback(0, task, [Turn(text="a")], 3.0) for _ in range(200)]
+            calls = [pool.feedback(0, task, [Turn(text="a")], 1.0) for _ in range(200)]
             assert [f.reward for f in await asyncio.gather(*calls)] == [1.0] * 200
             assert len(pool._children) > 4
             return time.monotonic() - began
@@ -278,10 +278,10 @@ def test_computing_grader_gets_no_more_processes_than_cores() -> None:
 def test_task_that_fails_is_named(env: type) -> None:
     async def main() -> None:
         async with hosting(env, from_task=3) as pool:
-            futures = [pool.task(i, 2.0) for i in range(5)]
+            futures = [pool.task(i, 0.5) for i in range(5)]
             await asyncio.wait(futures)
             assert [f.result().id for f in futures[:3]] == ["hostile/0", "hostile/1", "hostile/2"]
-            said = "waited 2 s for SlowTasks.task(3)" if env is hostile.SlowTasks else "row 3 is broken"
+            said = "waited 0.5 s for SlowTasks.task(3)" if env is hostile.SlowTasks else "row 3 is broken"
             assert said in str(futures[3].exception())
 
     run(main)
@@ -340,7 +340,7 @@ def test_children_end_with_the_pool_and_take_along_what_they_started(capfd: pyte
             call.cancel()
             return [pool._children[0].process._process.pid, int(said.split("started ")[1].split()[0])]
 
-    left, deadline_s = run(main), time.monotonic() + 60.0
+    left, deadline_s = run(main), time.monotonic() + 5.0
     while (left := [pid for pid in left if not ended(pid)]) and time.monotonic() < deadline_s:
         time.sleep(0.01)  # a killed process needs a moment to end
     assert not left
@@ -364,13 +364,12 @@ asyncio.run(main())
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     time.sleep(0.6)  # the call is in progress
-    group, deadline = list[int](), time.monotonic() + 60.0
-    while len(group) < (2 if env == "Threads" else 1):  # with what the environment has started
-        assert time.monotonic() < deadline, group
-        group = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _group(int(p.name)) == pid]
+    group = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _group(int(p.name)) == pid]
+    assert len(group) >= (2 if env == "Threads" else 1)  # with what the environment has started
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
+    deadline = time.monotonic() + 10.0
     while any(map(_running, group)):
         assert time.monotonic() < deadline, "the child is still there"
         time.sleep(0.02)

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 # Many tests start Python processes, each of which would compile windfall again if it could not keep the result.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 3 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
 .PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet check format bench slow smollm2 clean

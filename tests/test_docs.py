@@ -55,12 +55,14 @@ def test_the_table_of_models_is_the_one_that_its_command_prints() -> None:
     assert (len(rows), sum(not any(r) for r in refused.values())) == (int(printed[2]), int(printed[3]))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_and_named_files_exist(page: Path) -> None:
-    text = page.read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    named = re.findall(r"`((?:src|tests|docs|recipes|benchmarks|scripts|constraints)/[\w./-]+)`", text)
-    missing = [x for x in links if not (page.parent / x).exists()] + [x for x in named if not (ROOT / x).exists()]
+def test_links_and_named_files_exist() -> None:
+    missing = list[str]()
+    for page in PAGES:
+        text = page.read_text()
+        links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+        named = re.findall(r"`((?:src|tests|docs|recipes|benchmarks|scripts|constraints)/[\w./-]+)`", text)
+        missing += [f"{page.name}: {x}" for x in links if not (page.parent / x).exists()]
+        missing += [f"{page.name}: {x}" for x in named if not (ROOT / x).exists()]
     assert not missing
 
 
@@ -88,18 +90,20 @@ def command_line() -> Any:
     return typer.main.get_command(app)  # takes 40 ms
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_commands_and_their_options_exist(page: Path) -> None:
-    for words in commands(page.read_text()):
+def test_commands_and_their_options_exist() -> None:
+    wrong = list[str]()
+    for page, words in ((p.name, words) for p in PAGES for words in commands(p.read_text())):
         command, rest = command_line(), words[1:]
         while rest and rest[0] in getattr(command, "commands", {}):
             command, rest = command.commands[rest[0]], rest[1:]
         known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
         options = [word.strip("[]").partition("=")[0] for word in rest if re.match(r"\[?--\w", word)]
-        unknown = [option for option in options if option not in known]
-        assert not unknown, f"{' '.join(words)}: {command.name} has no {', '.join(unknown)}"
+        if unknown := [option for option in options if option not in known]:
+            wrong.append(f"{page}: {' '.join(words)}: {command.name} has no {', '.join(unknown)}")
         is_group = bool(getattr(command, "commands", {})) and not getattr(command, "invoke_without_command", False)
-        assert not is_group or not rest or rest[0].isupper() or rest[0] == "...", f"{' '.join(words)}: no such command"
+        if is_group and rest and not rest[0].isupper() and rest[0] != "...":
+            wrong.append(f"{page}: {' '.join(words)}: no such command")
+    assert not wrong
 
 
 def test_every_extra_is_installed_from_a_clone_and_exists() -> None:

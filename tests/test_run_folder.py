@@ -48,7 +48,7 @@ def test_second_owner_is_refused_quickly(tmp_path: Path) -> None:
     began = time.monotonic()
     with folders.owned(tmp_path), pytest.raises(WindfallError, match="another process"), folders.owned(tmp_path):
         pass
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 10.0
 
 
 def test_newest_logs_are_kept(tmp_path: Path) -> None:

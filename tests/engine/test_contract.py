@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import drain, engine, logprobs, requests, tokens
+from small_models import MODELS, drain, engine, logprobs, requests, tokens
 
 from windfall.errors import WindfallError
 from windfall.types import Request, Sampling
 
 MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+TWO_MODELS = pytest.mark.parametrize(
+    "plain", [pytest.param(n, marks=[pytest.mark.slow] if n == "qwen3" else []) for n in MODELS], indirect=True
+)
+"""For what has nothing to do with the layers of a model, apart from windows."""
 
 
 @MODES
@@ -42,6 +46,7 @@ def test_logprobs_agree_with_transformers(plain: Any, model: Any, deterministic:
         assert torch.allclose(torch.tensor(logprobs(made[r.id])), oracle, atol=1e-4, rtol=0)
 
 
+@TWO_MODELS
 def test_deterministic_results_do_not_depend_on_batch_or_order(model: Any) -> None:
     asked = requests(14, longest=20)
     together = drain(engine(model, deterministic=True), asked)
@@ -56,6 +61,7 @@ def test_deterministic_results_do_not_depend_on_batch_or_order(model: Any) -> No
             assert logprobs(other) == logprobs(alone)  # bit for bit
 
 
+@TWO_MODELS
 def test_deterministic_response_resumes_from_any_token_bit_for_bit(model: Any) -> None:
     request = replace(requests(1, seed=4)[0], max_tokens=36)
     whole = drain(engine(model, deterministic=True), [request])[request.id]
@@ -88,6 +94,7 @@ def test_fast_mode_differs_only_by_rounding(model: Any, record_property: Any) ->
 
 
 @MODES
+@TWO_MODELS
 def test_preempted_requests_generate_the_same_tokens(model: Any, deterministic: bool) -> None:
     asked = [replace(r, prompt=r.prompt[:6], max_tokens=60) for r in requests(10)]  # small at first, then they grow
     roomy = drain(engine(model, deterministic=deterministic), asked)
@@ -109,6 +116,7 @@ def test_siblings_share_the_pages_of_their_prompt(model: Any) -> None:
 
 
 @MODES
+@TWO_MODELS
 def test_cancel_at_any_token_frees_pages_and_does_not_affect_others(model: Any, deterministic: bool) -> None:
     first, second = requests(2, seed=9)
     first, second = replace(first, max_tokens=20), replace(second, max_tokens=20)

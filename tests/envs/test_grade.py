@@ -9,6 +9,7 @@ import pytest
 
 from windfall.envs.grade import Graded, grade
 from windfall.envs.in_process import InProcess
+from windfall.sim.core import loop as loops
 from windfall.types import Feedback, Task, Turn
 
 TASK = Task(id="scripted/0", prompt="?")
@@ -37,7 +38,8 @@ class Scripted:
 
 
 def run(env: Scripted, **options: Any) -> Graded:
-    return asyncio.run(grade(InProcess(env), 0, TASK, TURNS, **{"timeout_s": 0.05, "backoff_s": 0.001, **options}))
+    options = {"timeout_s": 0.05, "backoff_s": 0.001, **options}
+    return loops.run(lambda _: grade(InProcess(env), 0, TASK, TURNS, **options))
 
 
 def test_success_on_the_first_try() -> None:
@@ -106,8 +108,8 @@ def test_cancellation_is_passed_on() -> None:
             await work
         assert env.calls == 1
 
-    asyncio.run(cancelled_while(Scripted(10.0)))  # waiting for the feedback
-    asyncio.run(cancelled_while(Scripted(OSError("no"))))  # waiting to try again
+    loops.run(lambda _: cancelled_while(Scripted(10.0)))  # waiting for the feedback
+    loops.run(lambda _: cancelled_while(Scripted(OSError("no"))))  # waiting to try again
 
 
 def test_pauses_between_tries_grow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,9 @@ def alive() -> Callable[[int], bool]:
 
 @pytest.fixture
 def gone() -> Callable[..., bool]:
-    """Whether all of these processes end within 2 s."""
+    """Whether all of these processes end within 20 s."""
 
-    def check(pids: Iterable[int], within_s: float = 2.0) -> bool:
+    def check(pids: Iterable[int], within_s: float = 20.0) -> bool:
         until = time.monotonic() + within_s
         left = list(pids)
         assert left, "nothing was started"
@@ -54,15 +54,15 @@ def gone() -> Callable[..., bool]:
 
 @pytest.fixture
 def read_when() -> Callable[..., str]:
-    """Waits up to 10 s until a file contains a word, and returns the text of the file."""
+    """Waits up to 60 s until a file contains a word, and returns the text of the file."""
 
     def read(path: Path, word: str = "\n") -> str:
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + 60.0
         while time.monotonic() < until:
             if path.exists() and word in (text := path.read_text()):
                 return text
             time.sleep(0.01)
-        raise AssertionError(f"waited 10 s for {word!r} in {path}: {path.read_text() if path.exists() else 'no file'}")
+        raise AssertionError(f"waited 60 s for {word!r} in {path}: {path.read_text() if path.exists() else 'no file'}")
 
     return read
 
@@ -87,10 +87,10 @@ def toy_import_server(tmp_path: Path, toy_env: dict[str, str]) -> Iterator[subpr
         )  # fmt: skip
     toy_env[import_server.VARIABLE] = str(path)
     try:
-        until = time.monotonic() + 20.0
+        until = time.monotonic() + 60.0
         while not path.exists():
             assert server.poll() is None, (tmp_path / "import_server.log").read_text()
-            assert time.monotonic() < until, "waited 20 s for the socket of the import server"
+            assert time.monotonic() < until, "waited 60 s for the socket of the import server"
             time.sleep(0.01)
         yield server
     finally:

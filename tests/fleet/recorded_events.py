@@ -10,7 +10,7 @@ from typing import Any
 class RecordedEvents:
     """All events of a provider, in order."""
 
-    def __init__(self, limit_s: float = 30.0) -> None:
+    def __init__(self, limit_s: float = 60.0) -> None:
         """`limit_s`: seconds that `until` waits."""
         self.all: list[tuple[str, dict[str, Any]]] = []
         self._limit_s = limit_s

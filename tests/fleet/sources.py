@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 DRAINING = (
     "import signal, sys, time; "
     "signal.signal(15, lambda *_: (open(ME + '.drained', 'w').close(), sys.exit(0))); "
-    "time.sleep(60)"
+    "open(ME + '.ready', 'w').close(); time.sleep(60)"
 )
 """A worker that records that it was asked to leave, and leaves."""
 
@@ -75,6 +75,14 @@ class Workers:
 
     def drained(self) -> int:
         return len(list(self.folder.glob("*.drained")))
+
+    async def until_ready(self, count: int, within_s: float = 30.0) -> None:
+        """Wait until so many workers with the code DRAINING have installed their signal handlers."""
+        for _ in range(int(within_s * 20)):
+            if len(list(self.folder.glob("*.ready"))) >= count:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"waited {within_s:g} s for {count} workers with signal handlers")
 
     async def until(self, count: int, *, of: str = "alive", within_s: float = 30.0) -> list[int]:
         """Wait until there are so many processes."""
@@ -199,7 +207,7 @@ async def running(provider: Provider) -> AsyncIterator[None]:
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
-            await asyncio.wait_for(task, 40)
+            await asyncio.wait_for(task, 90)
 
 
 def kill(pid: int) -> None:

@@ -74,7 +74,7 @@ def within(tmp_path: Path, toy_env: dict[str, str]) -> Callable[..., None]:
                         name=name, argv=["windfall", code, *args], env=env or {}, log=tmp_path / f"{name}.log"
                     )
 
-                await asyncio.wait_for(test(client, start), 20)
+                await asyncio.wait_for(test(client, start), 60)
 
         asyncio.run(main())
 
@@ -425,11 +425,11 @@ def test_workers_end_when_supervisor_and_fork_server_are_killed_together(
 def test_stopped_fork_server_is_killed_and_restarted(
     within: Callable[..., None], monkeypatch: pytest.MonkeyPatch, gone: Callable[..., bool]
 ) -> None:
-    monkeypatch.setattr("windfall.fleet.fork_client.PING_S", 0.05)
+    monkeypatch.setattr("windfall.fleet.fork_client.PING_S", 0.2)
 
     async def test(client: ForkClient, start: Start) -> None:
         worker = await start("a", SLEEP)
-        await asyncio.sleep(0.6)  # longer than it takes to reach the limit of unanswered pings
+        await asyncio.sleep(1.5)  # longer than it takes to reach the limit of unanswered pings
         first = client.pid
         assert first is not None
         assert worker.running

@@ -153,7 +153,7 @@ def test_what_needs_a_person_ends_the_provider(tmp_path: Path, token: str, name:
             Credentials(server=cluster.url, token=token), names, 1, namespace="default", drain_s=0.0, poll_s=0.1
         )
         with pytest.raises(WindfallError, match=expected):
-            await asyncio.wait_for(provider.run(), 10)
+            await asyncio.wait_for(provider.run(), 60)
 
     serve(tmp_path, use)
 

@@ -69,7 +69,7 @@ def test_kill_ends_the_whole_group(tmp_path: Path, gone: Callable[..., bool], re
         worker = await python(FAMILY + "time.sleep(60)", tmp_path / "log")
         child = int(read_when(tmp_path / "log").split()[0])
         worker.kill()
-        assert await asyncio.wait_for(worker.wait(), 5) == -signal.SIGKILL
+        assert await asyncio.wait_for(worker.wait(), 30) == -signal.SIGKILL
         worker.kill()  # no effect after the end
         return [worker.pid, child]
 
@@ -88,7 +88,7 @@ def test_rest_of_the_group_is_killed_when_the_leader_exits(
 
     async def main() -> None:
         worker = await python(FAMILY + "sys.exit(3)", tmp_path / "log")
-        assert await asyncio.wait_for(worker.wait(), 5) == 3
+        assert await asyncio.wait_for(worker.wait(), 30) == 3
         assert not worker.running
 
     asyncio.run(main())
@@ -110,7 +110,7 @@ def test_terminate_waits_for_the_grace_period_then_kills(tmp_path: Path, read_wh
     assert asyncio.run(main(polite, "polite", 10.0))[0] == 5
     code, took_s = asyncio.run(main(deaf, "deaf", 0.3))
     assert code == -signal.SIGKILL
-    assert 0.3 <= took_s < 2
+    assert 0.3 <= took_s < 20
     assert asyncio.run(main(polite, "no grace", 0.0))[0] == -signal.SIGKILL
 
 

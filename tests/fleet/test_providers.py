@@ -47,11 +47,11 @@ class Recorder:
         return {fields["worker"]: at_s for at_s, events, fields in self.events if events == name}
 
     async def until(self, *workers: str) -> None:
-        for _ in range(1000):
+        for _ in range(6000):
             if self.now == set(workers):
                 return
             await asyncio.sleep(0.01)
-        raise AssertionError(f"waited 10 s for {workers}: {self.events}")
+        raise AssertionError(f"waited 60 s for {workers}: {self.events}")
 
     async def watch(self, provider: LocalProvider | TraceProvider, *last: str) -> None:
         """Run the provider until these are its workers."""
@@ -130,7 +130,7 @@ def test_trace_is_replayed_at_its_times(tmp_path: Path) -> None:
     started = recorder.times("started")
     assert set(started) == set(expected)
     # Never early, but late if the machine is busy.
-    assert all(0 <= started[worker] - at_s < 2.0 for worker, at_s in expected.items())
+    assert all(0 <= started[worker] - at_s < 20.0 for worker, at_s in expected.items())
     (_, _, killed), *others = [events for events in recorder.events if events[1] == "exited"]
     assert (killed["worker"], killed["code"], killed["by"], killed["lost"]) == ("n1.1", -signal.SIGKILL, "killed", True)
     assert 0.5 <= recorder.times("exited")["n1.1"] < started["n1.2"]

@@ -94,7 +94,8 @@ def test_target_scales_up_and_down_and_drains(source: Any, tmp_path: Path) -> No
             (first,) = await workers.until(1)
             provider.target(3)
             await workers.until(3)
-            await asyncio.sleep(0.5)  # long enough to install the signal handlers, and to be seen as running
+            await workers.until_ready(3)
+            await asyncio.sleep(0.5)  # long enough to be seen as running
             provider.target(1)
             assert await workers.until(1) == [first]
             assert workers.drained() == (2 if source.drains else 0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import quiet_loop
 import xxhash
 
 from windfall.gateway.base import Progress, SampledTurn, TurnRequest
@@ -112,12 +113,14 @@ def openai_client(url: str, session: GatewaySession, **more: Any) -> Any:
 _CLIENTS: list[Any] = []
 
 
-def run(main: Callable[[], Any]) -> None:
+def run(main: Callable[[], Any], run_loop: Callable[[Any], object] = quiet_loop.run) -> None:
+    """`run_loop`: asyncio.run if engines have threads of their own."""
+
     async def limited() -> None:
         try:
-            await asyncio.wait_for(main(), 60)
+            await asyncio.wait_for(main(), 120)
         finally:
             while _CLIENTS:
                 await _CLIENTS.pop().close()
 
-    asyncio.run(limited())
+    run_loop(limited())

@@ -91,7 +91,7 @@ def talks(folder: Path, *, lose: bool) -> list[Response]:
             assert not dispatch.ledger.entries
             assert dispatch.ledger.lost_tokens() == 0
 
-    run(main)
+    run(main, asyncio.run)
     seeds = {f"{n}/0": 100 + n for n in range(4)}
     for r in out:
         if r.id in seeds:

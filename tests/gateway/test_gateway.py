@@ -157,10 +157,10 @@ def test_budgets() -> None:
 
 def test_a_repeated_call_joins_the_one_in_flight() -> None:
     async def main() -> None:
-        sampler = Scripted("It is 7.", "Another.", step_s=0.02)
+        sampler = Scripted("It is 7.", "Another.", step_s=0.5)
         async with serving(sampler) as (gateway, url):
             session = gateway.open("7/0", max_tokens=100)
-            impatient = openai_client(url, session, timeout=0.05, max_retries=5)  # the client gives up and asks again
+            impatient = openai_client(url, session, timeout=1.0, max_retries=5)  # the client gives up and asks again
             answer = await impatient.chat.completions.create(model="any", messages=[USER])
             assert answer.choices[0].message.content == "It is 7."
             assert len(sampler.requests) == 1
@@ -176,11 +176,11 @@ def test_a_repeated_call_joins_the_one_in_flight() -> None:
 
 def test_an_answer_that_no_client_received_is_not_trained() -> None:
     async def main() -> None:
-        sampler = Scripted("It is 7.", step_s=0.02)
+        sampler = Scripted("It is 7.", step_s=0.5)
         async with serving(sampler) as (gateway, url):
             session = gateway.open("7/0", max_tokens=100)
             with pytest.raises(openai.APITimeoutError):
-                await openai_client(url, session, timeout=0.05).chat.completions.create(model="any", messages=[USER])
+                await openai_client(url, session, timeout=1.0).chat.completions.create(model="any", messages=[USER])
             while not sampler.turns:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0)

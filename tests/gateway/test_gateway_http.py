@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from contextlib import asynccontextmanager
 from typing import Any
@@ -159,14 +160,14 @@ def test_a_session_that_is_answered_again_has_not_run_out() -> None:
 def test_long_text_is_refused_before_it_is_tokenized() -> None:
     async def main() -> None:
         async with talking(Scripted()) as (_, session, api):
-            long, began_s = "a1" * 500_000, time.monotonic()
+            long, began_s = "a1" * 500_000, time.process_time()
             for path, body in (
                 ("chat/completions", {"messages": [{"role": "user", "content": long}]}),
                 ("completions", {"prompt": long}),
             ):
                 status, answer = await api.post(path, **body)
                 assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-            assert time.monotonic() - began_s < 2
+            assert time.process_time() - began_s < 2
             assert session.ran_out
             status, answer = await api.post("completions", prompt="a" * (9 << 20))
             assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
@@ -175,11 +176,11 @@ def test_long_text_is_refused_before_it_is_tokenized() -> None:
 
 
 def test_the_event_loop_runs_while_a_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = TOKENIZER.encode
+    encode, go_on = TOKENIZER.encode, threading.Event()
 
     def slow(text: str, add_special_tokens: bool = True) -> list[int]:
         if "slow" in text:
-            time.sleep(0.3)
+            assert go_on.wait(30), "the event loop has not run meanwhile"
         return encode(text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(TOKENIZER, "encode", slow)
@@ -187,11 +188,11 @@ def test_the_event_loop_runs_while_a_prompt_is_tokenized(monkeypatch: pytest.Mon
     async def main() -> None:
         async with talking(Scripted("ok")) as (_, _, api):
             call = asyncio.create_task(api.chat({"role": "user", "content": "slow"}))
-            ticks = 0
-            while not call.done():
+            for _ in range(10):
                 await asyncio.sleep(0.01)
-                ticks += 1
-            assert (call.result()[0], ticks > 10) == (200, True)
+            assert not call.done()
+            go_on.set()
+            assert (await call)[0] == 200
 
     run(main)
 
@@ -417,6 +418,6 @@ def test_the_same_body_at_another_endpoint_is_another_call() -> None:
 
 def test_text_offsets_take_linear_time() -> None:
     assert protocol.text_logprobs(["ab", "c", "d"], [0.0] * 3)["text_offset"] == [0, 2, 3]
-    began_s = time.monotonic()
+    began_s = time.process_time()
     protocol.text_logprobs(["ab"] * 30_000, [0.0] * 30_000)
-    assert time.monotonic() - began_s < 2
+    assert time.process_time() - began_s < 2

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import quiet_loop
 from aiohttp import web
 
 from windfall.worker.preemption import PreemptionNotice, watch
@@ -142,9 +142,9 @@ class Watch:
 
     async def expect(self, count: int, within_s: float = 5.0) -> list[PreemptionNotice]:
         """Wait for this number of notices, and check that no more arrive."""
-        end_s = time.monotonic() + within_s
+        end_s = quiet_loop.now_s() + within_s
         while len(self.notices) < count:
-            assert time.monotonic() < end_s, f"waited {within_s} s for {count} notices, got {self.notices}"
+            assert quiet_loop.now_s() < end_s, f"waited {within_s} s for {count} notices, got {self.notices}"
             await asyncio.sleep(0.005)
         await asyncio.sleep(6 * POLL_S)
         assert len(self.notices) == count

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import quiet_loop
 
 from windfall.link import auth, listener
 from windfall.link import messages as m
@@ -21,6 +22,12 @@ from windfall.link.socket import Dialer, Port, Route, SocketLink
 RUN, TOKEN, MODEL = "demo", "a-token-for-the-tests-of-links", "model-1"
 SECRET = "a-secret-that-only-the-trainer-has"
 ANY = m.FromWorker | m.ToWorker
+
+
+@pytest.fixture(autouse=True)
+def clock_that_waits_for_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends of every link are in one event loop, which `asyncio.run` of the tests makes."""
+    monkeypatch.setattr(asyncio, "run", quiet_loop.run)
 
 
 def engine() -> m.EngineSpec:
@@ -165,7 +172,7 @@ class OpenGate:
             while True:
                 await link.send(m.Stats(running=0, made=sent, steps=0, idle_s=0.0))
                 sent += 1
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(0.02)
 
         sending = asyncio.create_task(send_stats())
         try:

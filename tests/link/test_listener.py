@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import quiet_loop
 from aiohttp import WSMsgType
 
 from windfall.link import auth, listener
@@ -41,13 +42,13 @@ async def connect(open_gate: OpenGate, request: bytes = b"") -> Stream:
 
 async def seconds_until_closed(stream: Stream, within_s: float) -> float:
     """Seconds until the other side closes the connection."""
-    started = time.monotonic()
+    started = quiet_loop.now_s()
     with contextlib.suppress(ConnectionError):
         async with asyncio.timeout(within_s):
             while await stream[0].read(1 << 16):
                 pass
     stream[1].transport.abort()
-    return time.monotonic() - started
+    return quiet_loop.now_s() - started
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from windfall.types import Chunk, Lease, Sampling
 from windfall.worker.agent import Agent
 
 TOKEN = "a token of these tests"
-WAIT_S = 15.0
+WAIT_S = 60.0
 SPEC = m.EngineSpec(
     model_config="{}", dtype="float32", kv_tokens=0, page_size=16, max_running=0, max_rows=64, deterministic=False,
     longest=100, wanted=8,

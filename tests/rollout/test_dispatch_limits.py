@@ -20,6 +20,7 @@ from windfall.rollout import loading
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.scheduling.members import WorkerState
+from windfall.sim.core import loop as loops
 from windfall.types import Sampling
 
 OFFER = Offer(version=1, digest="one", url="http://_:1")
@@ -74,7 +75,7 @@ def play(folder: Path, part: Any) -> World:
             await asyncio.gather(watching, *world.tasks, return_exceptions=True)
         return world
 
-    return asyncio.run(main())
+    return loops.run(lambda _: main())
 
 
 def test_work_is_split_into_frames_within_the_limit_of_a_link(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from windfall.link.memory import MemoryLink, pair
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.scheduling.members import WorkerState
+from windfall.sim.core import loop as loops
 from windfall.types import Finish, Sampling
 
 MAX_TOKENS = 9
@@ -157,7 +158,7 @@ def test_workers_one_version_behind_finish_their_work_and_get_none(
             assert len(run.ended) == 6
             assert run.versions("2/0") == [(4, MAX_TOKENS)]
 
-    asyncio.run(main())
+    loops.run(lambda _: main())
 
 
 @pytest.mark.parametrize("on_new_weights", ["interrupt", "finish"])
@@ -197,7 +198,7 @@ def test_work_of_workers_that_fell_out_of_the_window_goes_on_where_it_was(
             assert run.versions("0/0") == [(3, 2), (5, MAX_TOKENS - 2)]
             assert run.versions("2/0") == [(5, MAX_TOKENS)]
 
-    asyncio.run(main())
+    loops.run(lambda _: main())
 
 
 async def _to_the_end(worker: Worker) -> None:
@@ -230,7 +231,7 @@ def test_worker_that_skips_a_version_while_it_runs_keeps_its_work(tmp_path: Path
             assert all(run.versions(id) == [(3, 2), (4, MAX_TOKENS - 2)] for id in run.ended)
             assert a.work == {}, "version 4 gets no new work"
 
-    asyncio.run(main())
+    loops.run(lambda _: main())
 
 
 def test_worker_that_was_paused_while_it_loaded_stays_paused(tmp_path: Path) -> None:
@@ -253,4 +254,4 @@ def test_worker_that_was_paused_while_it_loaded_stays_paused(tmp_path: Path) -> 
                 "paused": 5.0
             }
 
-    asyncio.run(main())
+    loops.run(lambda _: main())

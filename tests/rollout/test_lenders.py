@@ -17,6 +17,7 @@ from windfall.link.memory import MemoryLink, pair
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.scheduling.members import Member, WorkerState
+from windfall.sim.core import loop as loops
 from windfall.types import Lease, LeaseKind, Sampling
 
 SLOTS = 4
@@ -98,7 +99,7 @@ def play(folder: Path, part: Callable[[World], Awaitable[None]], **options: Any)
             await asyncio.gather(watching, *world.tasks, return_exceptions=True)
         return world
 
-    return asyncio.run(main())
+    return loops.run(lambda _: main())
 
 
 def test_lender_gets_nothing_before_its_first_report(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def rollout_of(site: Site) -> Rollout:
 
 
 async def groups(rollout: Rollout) -> list[int]:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         return [g.index async for g in rollout.groups(range(3), size=2, sampling=Sampling())]
 
 

@@ -1,18 +1,19 @@
-"""The trainer's engine generates, is paused, and takes over when there is no other worker. Real sessions, memory
-links."""
+"""The trainer's engine generates, is paused, and takes over when there is no other worker. Real sessions, memory links,
+virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from crew import LoopHost
 from scripted import SEED, Asks, CharacterText, Scripted
+from step_loop import StepLoop
 
 from windfall.config import RolloutSection as Options
 from windfall.envs.in_process import InProcess
@@ -28,7 +29,8 @@ from windfall.scheduling.members import WorkerState
 from windfall.scheduling.seed_time import RemoteFleet, SeedPlan, StepMeasurement
 from windfall.scheduling.step_model import Progress
 from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn
-from windfall.worker.in_process import in_process_worker
+from windfall.worker.in_process import weights_already_loaded
+from windfall.worker.session import Session
 
 
 class Fixed:
@@ -52,10 +54,26 @@ async def right(task: Task, turns: Sequence[Turn]) -> Feedback:
     return Feedback(reward=1.0)
 
 
-def slow(step_s: float, words: int = 20) -> Scripted:
-    engine = Scripted(lambda request: "x" * (words - request.position))
-    engine.stepped = lambda: time.sleep(step_s)
-    return engine
+@asynccontextmanager
+async def worker(dispatch: Dispatch, step_s: float, *, name: str) -> AsyncIterator[None]:
+    """While this context is open, an engine generates for `dispatch`, one token of each response in `step_s`."""
+    ours, theirs = pair("controller", name)
+    host = LoopHost(Scripted(lambda request: "x" * (20 - request.position)), 64, step_s)
+    awake = asyncio.Event()
+    awake.set()
+    hello = messages.Hello(
+        protocol=messages.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease(kind="reserved", device="here")
+    )
+    session = Session(theirs, host, weights_already_loaded, heartbeat_s=0.5)
+    work = (dispatch.attend(ours, hello), session.serve(), host.live(awake))
+    tasks = [asyncio.create_task(it) for it in work]
+    try:
+        yield
+    finally:
+        await ours.close("over")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class World:
@@ -71,7 +89,8 @@ class World:
 
     async def step(self, tasks: Sequence[int] = (0, 1, 2)) -> float:
         """Runs the rollout of a step; returns its seconds."""
-        started = time.monotonic()
+        time = asyncio.get_running_loop().time
+        started = time()
         self.seeding.begin(1)
         groups = [g async for g in self.rollout.groups(tasks, size=4, sampling=Sampling())]
         self.seeding.generated()
@@ -79,7 +98,7 @@ class World:
         assert sorted(g.index for g in groups) == list(tasks)
         assert all(len(r.tokens) == 21 for g in groups for r in g.responses)
         assert self.dispatch.ledger.lost_tokens() == 0
-        return time.monotonic() - started
+        return time() - started
 
     def state(self, name: str = LOCAL) -> WorkerState | None:
         return next((m.state for m in self.dispatch.members.here() if m.name == name), None)
@@ -94,7 +113,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(folder: Path, seed_s: float, *engines: tuple[str, Scripted]) -> AsyncIterator[World]:
+async def world(folder: Path, seed_s: float, *engines: tuple[str, float]) -> AsyncIterator[World]:
     w = World(folder, seed_s)
 
     async def tick() -> None:
@@ -104,7 +123,7 @@ async def world(folder: Path, seed_s: float, *engines: tuple[str, Scripted]) -> 
 
     tasks = [asyncio.create_task(tick()), asyncio.create_task(w.dispatch.watch())]
     w.dispatch.set_offer(Offer(version=0, digest="as it is", url=""))
-    inner = [in_process_worker(w.dispatch, engine, 64, name=name) for name, engine in engines]
+    inner = [worker(w.dispatch, step_s, name=name) for name, step_s in engines]
     try:
         for it in inner:
             await it.__aenter__()
@@ -123,12 +142,14 @@ async def world(folder: Path, seed_s: float, *engines: tuple[str, Scripted]) -> 
 
 
 def play(coroutine: Any) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 30))
+    with asyncio.Runner(loop_factory=StepLoop) as runner:
+        runner.run(asyncio.wait_for(coroutine, 30))
+        assert not runner.get_loop().errors  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_alone_the_trainers_engine_generates_everything(tmp_path: Path) -> None:
     async def main() -> None:
-        async with world(tmp_path, 0.01, (LOCAL, slow(0.002))) as w:
+        async with world(tmp_path, 0.01, (LOCAL, 0.002)) as w:
             await w.step()
             assert w.generated(LOCAL) == 12 * 21
             assert w.seeding.last is not None
@@ -140,12 +161,13 @@ def test_alone_the_trainers_engine_generates_everything(tmp_path: Path) -> None:
 
 def test_engine_is_paused_after_seed_time_and_its_responses_continue_elsewhere(tmp_path: Path) -> None:
     async def main() -> None:
-        async with world(tmp_path, 0.1, (LOCAL, slow(0.01)), ("w", slow(0.01))) as w:
-            began = time.monotonic()
+        async with world(tmp_path, 0.1, (LOCAL, 0.01), ("w", 0.01)) as w:
+            time = asyncio.get_running_loop().time
+            began = time()
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.policy.planned)
             await w.until(w.seeding.over.is_set)
-            assert 0.05 < time.monotonic() - began < 0.5
+            assert 0.08 < time() - began < 0.12
             assert w.state() is WorkerState.PAUSED
             await step
             assert 0 < w.generated(LOCAL) < 12 * 21
@@ -153,7 +175,7 @@ def test_engine_is_paused_after_seed_time_and_its_responses_continue_elsewhere(t
             last = w.seeding.last
             assert last is not None
             assert (last.local_tokens, last.train_s, last.train_wait_s) == (w.generated(LOCAL), 0.5, 0.1)
-            assert 0.08 < last.seed_s < 0.3
+            assert 0.08 < last.seed_s < 0.12
             assert 0.9 < last.workers <= 1
             await w.step([3, 4])  # the engine takes part in the next step
             assert [o.workers for _, o in w.policy.planned] == [1, 1]
@@ -167,7 +189,7 @@ def test_plan_is_reviewed_when_the_speed_of_the_fleet_becomes_known(tmp_path: Pa
     generates."""
 
     async def main() -> None:
-        async with world(tmp_path, 5.0, (LOCAL, slow(0.05)), ("w", slow(0.05))) as w:
+        async with world(tmp_path, 5.0, (LOCAL, 0.05), ("w", 0.05)) as w:
             await w.step()
             (_, first), replanned = w.policy.planned[0], w.policy.replanned
             assert first.workers == 1
@@ -182,14 +204,14 @@ def test_zero_seed_time_lets_training_begin_at_once(tmp_path: Path) -> None:
     """Also in the second step, when the engine is still paused from the first."""
 
     async def main() -> None:
-        async with world(tmp_path, 0.0, (LOCAL, slow(0.005)), ("w", slow(0.005))) as w:
+        async with world(tmp_path, 0.0, (LOCAL, 0.005), ("w", 0.005)) as w:
             for tasks in ([0, 1, 2], [3, 4, 5]):
                 count = len(w.policy.planned)
                 step = asyncio.create_task(w.step(tasks))
                 await w.until(lambda count=count: len(w.policy.planned) > count)
-                began = time.monotonic()
+                began = asyncio.get_running_loop().time()
                 await w.until(w.seeding.over.is_set)
-                assert time.monotonic() - began < 0.06
+                assert asyncio.get_running_loop().time() - began < 0.02
                 assert not step.done()
                 await step
 
@@ -201,7 +223,7 @@ def test_engine_generates_until_something_is_trainable(tmp_path: Path, seed_s: f
     """Even with a very short T_seed: the trainer could only wait."""
 
     async def main() -> None:
-        async with world(tmp_path, seed_s, (LOCAL, slow(0.01)), ("w", slow(0.01))) as w:
+        async with world(tmp_path, seed_s, (LOCAL, 0.01), ("w", 0.01)) as w:
             w.policy.hold = True
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.generated(LOCAL) > 40)
@@ -218,8 +240,8 @@ def test_engine_generates_until_something_is_trainable(tmp_path: Path, seed_s: f
 
 def test_engine_resumes_when_all_other_workers_are_lost(tmp_path: Path) -> None:
     async def main() -> None:
-        async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
-            other = in_process_worker(w.dispatch, slow(0.01), 64, name="w")
+        async with world(tmp_path, 0.03, (LOCAL, 0.005)) as w:
+            other = worker(w.dispatch, 0.01, name="w")
             await other.__aenter__()
             await w.until(lambda: w.state("w") is WorkerState.READY)
             step = asyncio.create_task(w.step())
@@ -236,8 +258,8 @@ def test_booting_worker_does_not_keep_the_engine_paused(tmp_path: Path) -> None:
     """The other workers are lost while one boots, which may take minutes: the trainer's engine takes over."""
 
     async def main() -> None:
-        async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
-            other = in_process_worker(w.dispatch, slow(0.01), 64, name="w")
+        async with world(tmp_path, 0.03, (LOCAL, 0.005)) as w:
+            other = worker(w.dispatch, 0.01, name="w")
             await other.__aenter__()
             await w.until(lambda: w.state("w") is WorkerState.READY)
             ours, theirs = pair("controller", "boots")
@@ -259,7 +281,7 @@ def test_lender_whose_service_needs_it_does_not_keep_the_engine_paused(tmp_path:
     """It is there, has the weights, and may have no slot for hours."""
 
     async def main() -> None:
-        async with world(tmp_path, 0.03, (LOCAL, slow(0.005)), ("w", slow(0.01))) as w:
+        async with world(tmp_path, 0.03, (LOCAL, 0.005), ("w", 0.01)) as w:
             member = w.dispatch.members.all["w"]
             member.lends, member.able_s = True, asyncio.get_running_loop().time() + 1.0 - HOLD_S
             member.capacity = messages.Capacity(slots=64, state="normal", use=0.1, lent=0.0)
@@ -275,7 +297,7 @@ def test_lender_whose_service_needs_it_does_not_keep_the_engine_paused(tmp_path:
 
 def test_time_before_the_step_does_not_count_as_seed_time(tmp_path: Path) -> None:
     async def main() -> None:
-        async with world(tmp_path, 0.1, (LOCAL, slow(0.01)), ("w", slow(0.01))) as w:
+        async with world(tmp_path, 0.1, (LOCAL, 0.01), ("w", 0.01)) as w:
             w.seeding.begin_evaluation()
             await asyncio.sleep(0.5)
             await w.step()
@@ -287,10 +309,10 @@ def test_time_before_the_step_does_not_count_as_seed_time(tmp_path: Path) -> Non
 
 def test_engine_that_joins_during_a_step_takes_part_in_it(tmp_path: Path) -> None:
     async def main() -> None:
-        async with world(tmp_path, math.inf, ("w", slow(0.02))) as w:
+        async with world(tmp_path, math.inf, ("w", 0.02)) as w:
             step = asyncio.create_task(w.step(range(20)))  # more responses than `w` has slots
             await w.until(w.seeding.over.is_set)
-            async with in_process_worker(w.dispatch, slow(0.005), 64, name=LOCAL):
+            async with worker(w.dispatch, 0.005, name=LOCAL):
                 await w.until(lambda: not w.seeding.over.is_set())
                 await w.until(lambda: w.generated(LOCAL) > 0)
                 await step
@@ -302,7 +324,7 @@ def test_engine_that_joins_during_a_step_takes_part_in_it(tmp_path: Path) -> Non
 
 def test_worker_that_released_its_last_response_is_billed_as_waiting(tmp_path: Path) -> None:
     async def main() -> None:
-        async with world(tmp_path, math.inf, ("v", slow(0.05)), ("w", slow(0.05))) as w:
+        async with world(tmp_path, math.inf, ("v", 0.05), ("w", 0.05)) as w:
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.dispatch.ledger.running("v") > 0)
             w.dispatch.members.all["v"].suspect = True  # so that it gets nothing new
@@ -320,10 +342,10 @@ def test_worker_that_released_its_last_response_is_billed_as_waiting(tmp_path: P
 
 def test_engine_continues_after_seed_time_until_another_worker_joins(tmp_path: Path) -> None:
     async def main() -> None:
-        async with world(tmp_path, 0.0, (LOCAL, slow(0.01))) as w:
+        async with world(tmp_path, 0.0, (LOCAL, 0.01)) as w:
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.generated(LOCAL) > 24)
-            async with in_process_worker(w.dispatch, slow(0.005), 64, name="late"):
+            async with worker(w.dispatch, 0.005, name="late"):
                 await w.until(lambda: w.state() is WorkerState.PAUSED)
                 assert w.seeding.over.is_set()
                 await step
@@ -334,11 +356,11 @@ def test_engine_continues_after_seed_time_until_another_worker_joins(tmp_path: P
 
 def test_flapping_worker_does_no_harm(tmp_path: Path) -> None:
     async def main() -> None:
-        async with world(tmp_path, 0.05, (LOCAL, slow(0.004))) as w:
+        async with world(tmp_path, 0.05, (LOCAL, 0.004)) as w:
             step = asyncio.create_task(w.step(range(6)))
             n = 0
             while not step.done():
-                async with in_process_worker(w.dispatch, slow(0.004), 64, name="flaps"):
+                async with worker(w.dispatch, 0.004, name="flaps"):
                     await asyncio.sleep(0.03)
                 n += 1
                 await asyncio.sleep(0.005)
@@ -351,7 +373,7 @@ def test_flapping_worker_does_no_harm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed_s", [0.02, math.inf])
 def test_worker_ten_times_slower_does_not_delay_the_end(tmp_path: Path, seed_s: float) -> None:
     async def main() -> None:
-        engines = ((LOCAL, slow(0.01)), ("quick", slow(0.01)), ("slow", slow(0.1)))
+        engines = ((LOCAL, 0.01), ("quick", 0.01), ("slow", 0.1))
         async with world(tmp_path, seed_s, *engines) as w:
             for n in (9, 10):  # speeds are learned
                 await w.step([n])
@@ -366,7 +388,7 @@ def test_worker_ten_times_slower_does_not_delay_the_end(tmp_path: Path, seed_s: 
 
 def test_without_an_engine_training_may_begin_at_once(tmp_path: Path) -> None:
     async def main() -> None:
-        async with world(tmp_path, math.inf, ("w", slow(0.001))) as w:
+        async with world(tmp_path, math.inf, ("w", 0.001)) as w:
             step = asyncio.create_task(w.step())
             await asyncio.sleep(0)
             assert w.seeding.over.is_set()

@@ -78,7 +78,7 @@ def test_slow_reward_does_not_delay_tokens(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
         return await by_length(task, turns)
 
-    groups, rollout = run(engine, Asks(judge), tmp_path, tasks=[0, 1], reward_timeout_s=10.0)
+    groups, rollout = run(engine, Asks(judge), tmp_path, tasks=[0, 1], reward_timeout_s=60.0)
     assert {g.index: g.rewards for g in groups} == {0: (1.0,), 1: (50.0,)}
     assert rollout.failures.missing == 0
 

@@ -17,6 +17,7 @@ from windfall.events.log import EventLog
 from windfall.ledger.journal_reader import TokenRun
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.stream import OPEN_TOGETHER_S, Rollout, Stream
+from windfall.sim.core import loop as loops
 from windfall.types import Feedback, Group, Sampling, Task, Turn
 
 
@@ -82,7 +83,7 @@ def test_tasks_that_have_not_begun(tmp_path: Path) -> None:
         assert sorted(o.stream.not_begun()) == [0, 1, 5]
         await o.close(running)
 
-    asyncio.run(main())
+    loops.run(lambda _: main())
 
 
 def test_task_that_arrives_late_is_dropped_if_the_journal_has_it_too_old(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def test_task_that_arrives_late_is_dropped_if_the_journal_has_it_too_old(tmp_pat
         assert sorted(o.dispatch.ledger.entries) == ["0/1", "2/0", "2/1", "3/1"]
         await o.close(running)
 
-    asyncio.run(main())
+    loops.run(lambda _: main())
 
 
 def test_turns_of_an_evaluation_beside_training_are_not_counted(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_stop_does_not_wait_for_rewards(tmp_path: Path) -> None:
             return time.monotonic()
 
     started = time.monotonic()
-    assert asyncio.run(main()) - started < 5
+    assert asyncio.run(main()) - started < 15, "less than the time limit of a reward"
 
 
 def test_closing_the_generator_leaves_nothing_running(tmp_path: Path) -> None:

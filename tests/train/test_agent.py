@@ -78,7 +78,7 @@ def run_agent(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, Saving
         )  # fmt: skip
         return await agent.run()
 
-    return asyncio.run(asyncio.wait_for(run(), 10)), dials, trainer, lines
+    return asyncio.run(asyncio.wait_for(run(), 60)), dials, trainer, lines
 
 
 async def request_save(link: MemoryLink) -> None:
@@ -157,7 +157,7 @@ def test_ignores_other_controllers_and_keeps_dialing(play: Play) -> None:
     started = time.monotonic()
     code, dials, trainer, lines = run_agent(play)
     assert (code, trainer.saves) == (1, 0)
-    assert time.monotonic() - started < 5, "an impostor must not occupy it for ever"
+    assert time.monotonic() - started < 30, "an impostor must not occupy it for ever"
     assert dials.dials > 1
     assert len([line for line in lines if "secret" in line]) == 1, lines
     _, _, trainer, _ = run_agent(play, controller(), gone)
@@ -229,7 +229,7 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
     agent.give_back = lambda: seen.append(("give back", lock.locked()))
     agent.invalidate = lambda: seen.append(("invalidate", lock.locked()))
     with pytest.raises(TypeError):  # a finish without a report raises
-        asyncio.run(asyncio.wait_for(run(), 10))
+        asyncio.run(asyncio.wait_for(run(), 60))
     after = [("room", True), ("invalidate", True), ("finish", True), ("give back", True)]
     assert seen == [("copying", True), ("hashing", False), *after]
     assert not lock.locked()

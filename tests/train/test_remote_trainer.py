@@ -45,7 +45,7 @@ async def answer(link: MemoryLink, reply: object) -> None:
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 10))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def test_request_is_answered() -> None:

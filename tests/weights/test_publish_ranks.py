@@ -50,9 +50,24 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_or_two_writers_publish_the_same(size: int) -> None:
+    publish_all(size, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS[1:])
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_or_two_writers_publish_the_same_with_options(size: int, options: dict[str, Any]) -> None:
+    publish_all(size, options)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_any_number_of_writers_publishes_the_same(size: int, options: dict[str, Any]) -> None:
+def test_four_writers_publish_the_same(options: dict[str, Any]) -> None:
+    publish_all(4, options)
+
+
+def publish_all(size: int, options: dict[str, Any]) -> None:
     expected = alone(VERSIONS, **{k: v for k, v in options.items() if k != "where"})
     assert [bool(x["blob"]) for x in expected] == [False, False, True, True, False]
     with Writers(size, **options) as writers:

@@ -115,14 +115,14 @@ def test_stalled_connection_is_closed_and_retried(serving: Callable[..., Any], p
 
     def stall(number: int, sent: int, data: bytes) -> bytes:
         if number == 1 and sent > 200_000:
-            free.wait(10)
+            free.wait(60)
         return data
 
-    p = s.puller(parallel=1, timeout_s=0.4)
+    p = s.puller(parallel=1, timeout_s=1.0)
     started = time.monotonic()
     p.pull(proxied(s, stall).url, 0, m.digest)
     free.set()
-    assert 0.4 <= time.monotonic() - started < 3
+    assert 1.0 <= time.monotonic() - started < 30
     assert p.retries == 1
     assert p.bytes_received == m.nbytes + len(m.encode())
     assert torch.equal(p.tensors()["big"], w["big"])
@@ -138,7 +138,7 @@ def test_pull_from_a_dead_server_fails_in_time_and_the_next_one_continues(
     started = time.monotonic()
     with pytest.raises(PullFailed, match=r"/weights/0/full at byte .* no byte in 3 attempts"):
         p.pull(proxy.url, 0, m.digest)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15, "less than the time limit of a connection"
     assert p.held is None
     before = p.bytes_received
     assert before > 1_900_000
@@ -183,7 +183,7 @@ def test_stop_ends_a_pull(serving: Callable[..., Any], proxied: Callable[..., An
     started = time.monotonic()
     with pytest.raises(PullFailed, match="stopped"):
         s.puller().pull(proxied(s, stall).url, 0, m.digest, stop=stop)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 8
     free.set()
 
 

@@ -143,7 +143,7 @@ def test_dead_server_is_named_and_the_next_pull_continues(
     p, started = puller(), time.monotonic()
     with pytest.raises(PullFailed, match=rf"/weights/0/full at byte .*{re.escape(made[1].url[7:])}.* in 3 attempts"):
         p.pull(made[0].url, 0, m.digest)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15, "less than the time limit of a connection"
     assert p.held is None
     verified = sum(b - a for c, (a, b) in zip(p._weights.verified, pairwise(m.bounds()), strict=True) if c is not None)
     assert verified > 100_000

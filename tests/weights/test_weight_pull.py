@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import ssl
 import subprocess
@@ -178,7 +179,7 @@ def _hanging(s: Any, path: str) -> socket.socket:
 
 
 def _read_all(c: socket.socket) -> None:
-    c.settimeout(5)
+    c.settimeout(30)
     while c.recv(1 << 20):
         pass
 
@@ -192,7 +193,9 @@ def test_dead_or_stalled_readers_disturb_no_other(serving: Callable[..., Any]) -
     p = s.puller()
     p.pull(s.url, 0, m.digest)
     assert equal(p.tensors(), w)
-    time.sleep(0.6)
+    disconnected = select.poll()
+    disconnected.register(slow, 0)
+    assert disconnected.poll(30_000), "the server still waits for it"
     with pytest.raises(ConnectionResetError):  # disconnected before the end
         _read_all(slow)
     for version in (1, 2, 3):
@@ -206,7 +209,7 @@ def test_stalled_readers_occupy_no_thread(serving: Callable[..., Any]) -> None:
     stalled = [_hanging(s, "/weights/0/full") for _ in range(60)]
     p, started = s.puller(), time.monotonic()
     p.pull(s.url, 0, m.digest)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15, "less than the time limit of a stalled reader"
     assert equal(p.tensors(), w)
     for c in stalled:
         c.close()
@@ -215,10 +218,10 @@ def test_stalled_readers_occupy_no_thread(serving: Callable[..., Any]) -> None:
 def test_wrong_key_is_refused_at_once(serving: Callable[..., Any]) -> None:
     s = serving()
     m = s.publisher.publish(0, weights())
-    started = time.monotonic()
+    p = s.puller(key="another")
     with pytest.raises(PullFailed, match="401 wrong key"):
-        s.puller(key="another").pull(s.url, 0, m.digest)
-    assert time.monotonic() - started < 1
+        p.pull(s.url, 0, m.digest)
+    assert p.retries == 0
     for path in ("manifest", "full", f"delta/{'0' * 32}/manifest", f"delta/{'0' * 32}"):
         assert s.ask(f"/weights/0/{path}", key="").startswith(b"HTTP/1.1 401")
     assert s.ask("/elsewhere", key="x").startswith(b"HTTP/1.1 401")
@@ -243,12 +246,12 @@ def test_invalid_requests_are_refused(serving: Callable[..., Any]) -> None:
 def test_withdrawn_and_unknown_versions(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     digests = [s.publisher.publish(v, moved(w, 0.01 * v)).digest for v in range(3)]
-    started = time.monotonic()
+    p = s.puller()
     with pytest.raises(PullGone, match="withdrawn; current is 2"):
-        s.puller().pull(s.url, 0, digests[0])
+        p.pull(s.url, 0, digests[0])
     with pytest.raises(PullGone, match="not published"):
-        s.puller().pull(s.url, 9, digests[0])
-    assert time.monotonic() - started < 1
+        p.pull(s.url, 9, digests[0])
+    assert p.retries == 0
     for v in (1, 2):
         p = s.puller()
         p.pull(s.url, v, digests[v])

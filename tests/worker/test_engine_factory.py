@@ -108,7 +108,7 @@ def test_trainer_ends_if_its_own_engine_fails(fails: Callable[[], Exception], wh
         async def local() -> None:
             raise fails()
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await local_engine.run_beside(for_ever(), asyncio.create_task(local()))
 
     with pytest.raises(WindfallError, match=why):

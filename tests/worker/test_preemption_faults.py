@@ -6,10 +6,10 @@ import asyncio
 import gc
 import itertools
 import os
-import time
 import warnings
 
 import pytest
+import quiet_loop
 from aiohttp import web
 from hostile.metadata_services import (
     CLOUDS,
@@ -59,7 +59,7 @@ def test_faulty_service_is_polled_until_it_recovers(monkeypatch: pytest.MonkeyPa
             for fault in FAULTS:
                 group.create_task(run(fault), name=fault)
 
-    asyncio.run(run_all())
+    quiet_loop.run(run_all())
 
 
 @pytest.mark.parametrize("body", [b"", b"a b", b"x\r\nEvil: 1", b"\xff", b"t" * 5000])
@@ -75,7 +75,7 @@ def test_invalid_aws_token_is_not_sent(body: bytes) -> None:
             await watch_task.expect(0)
         assert asked == {"/latest/api/token"}
 
-    asyncio.run(run())
+    quiet_loop.run(run())
 
 
 def test_services_do_not_affect_each_other() -> None:
@@ -87,7 +87,7 @@ def test_services_do_not_affect_each_other() -> None:
             azure.warn()
             assert {n.source for n in await w.expect(2)} == {"aws", "azure"}
 
-    asyncio.run(run())
+    quiet_loop.run(run())
 
 
 @pytest.mark.parametrize("name", list(CLOUDS))
@@ -102,7 +102,7 @@ def test_unreachable_service_is_found_when_it_starts(name: str) -> None:
             async with serve(cloud, port=int(url.rpartition(":")[2])):
                 await watch_task.expect(1)
 
-    asyncio.run(run())
+    quiet_loop.run(run())
 
 
 def test_delays_grow_up_to_a_limit() -> None:
@@ -110,7 +110,7 @@ def test_delays_grow_up_to_a_limit() -> None:
         at_s: list[float] = []
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            at_s.append(time.monotonic())
+            at_s.append(quiet_loop.now_s())
             return web.Response(status=500)
 
         async with serve(handler) as url, Watch({"gcp": url}):
@@ -120,7 +120,7 @@ def test_delays_grow_up_to_a_limit() -> None:
         assert min(waits_s[2:]) >= 5 * POLL_S * 0.9
         assert len(at_s) >= 6
 
-    asyncio.run(run())
+    quiet_loop.run(run())
 
 
 def test_error_of_the_callback_is_raised() -> None:
@@ -134,7 +134,7 @@ def test_error_of_the_callback_is_raised() -> None:
             await asyncio.wait_for(watch(listener, clouds=["aws"], base_urls={"aws": url}), 5)
 
     with pytest.raises(ExceptionGroup) as e:
-        asyncio.run(run())
+        quiet_loop.run(run())
     assert e.group_contains(KeyError, match="ours")
 
 
@@ -161,6 +161,6 @@ def test_no_socket_is_left_open() -> None:
     gc.collect()  # collect what earlier tests left behind
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        asyncio.run(run())
+        quiet_loop.run(run())
         gc.collect()
     assert [w for w in caught if issubclass(w.category, ResourceWarning)] == []

@@ -23,7 +23,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 60))
+    asyncio.run(asyncio.wait_for(main, 120))
 
 
 def pool(max_sessions: int, **options: Any) -> EnvPool:
@@ -46,12 +46,12 @@ def test_opening_waits_for_room_and_not_against_its_limit() -> None:
 
             async def play(index: int) -> float | None:
                 nonlocal most, waiting
-                turns = await first_turn(host, index, limit_s=0.5)
+                turns = await first_turn(host, index, limit_s=0.9)
                 task = await host.task(index, 10.0)
                 while True:
                     most, waiting = max(most, len(host.sessions)), max(waiting, host.load().queued)
-                    await asyncio.sleep(0.1)  # the policy samples
-                    feedback = await host.feedback(index, task, [*turns, Turn(text="east")], 0.5)
+                    await asyncio.sleep(0.2)  # the policy samples
+                    feedback = await host.feedback(index, task, [*turns, Turn(text="east")], 0.9)
                     if feedback.observation is None:
                         return feedback.reward
                     turns.append(Turn(text="east", observation=feedback.observation))
@@ -64,7 +64,7 @@ def test_opening_waits_for_room_and_not_against_its_limit() -> None:
 
 
 def test_idle_session_yields_if_it_can_be_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(open_sessions, "YIELD_S", 0.3)
+    monkeypatch.setattr(open_sessions, "YIELD_S", 1.0)
 
     async def main() -> None:
         log = tmp_path / "log"

@@ -81,7 +81,8 @@ def test_response_canceled_while_no_child_is_there(case: Case, models: list[Any]
     assert e.counters.waiting >= 1
     e.cancel(wanted[0].id)
     made.finish(e)
-    assert len(of_chunks(made[wanted[0].id])) < wanted[0].max_tokens
+    # It has no chunk if its child was slow to begin and the 6 tokens came from the other one.
+    assert len(of_chunks(made.get(wanted[0].id, []))) < wanted[0].max_tokens
     check(wanted[1:], made, models)
 
 

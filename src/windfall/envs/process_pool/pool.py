@@ -209,7 +209,7 @@ class EnvPool:
                 break
             queue.popleft()
             if not child.sent:
-                child.last_message_s, child.room = time.monotonic(), sys.maxsize
+                child.last_message_s = time.monotonic()
             child.room = min(child.room, _room(call))
             child.sent[call.number], call.late_s, call.stack = call, None, ""
             child.stepping += self._steps(call)
@@ -311,6 +311,8 @@ class EnvPool:
             del child.sent[number]
             child.stepping -= self._steps(call)
             child.waiting.discard(number)
+            if call.moves:  # it may have been the one with the least room for others
+                child.room = min(map(_room, child.sent.values()), default=sys.maxsize)
             if isinstance(value, EnvFailed):
                 call.fail(value)
             else:

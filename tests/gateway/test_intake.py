@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import zlib
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -52,7 +53,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(limits: IntakeLimits = LIMITS, **options: Any) -> Any:
+async def site(limits: IntakeLimits = LIMITS, **options: Any) -> AsyncIterator[Site]:
     stop = frozenset([EOS])
     chat = Chat(TOKENIZER, stop, template=TEMPLATE)
     gateway = Gateway(Scripted(*["ok"] * 1000), TOKENIZER, chat, stop, limits)

@@ -17,6 +17,7 @@ import pytest
 from samplers import EOS, TEMPLATE, TOKENIZER, Scripted, run
 
 from windfall.gateway import intake
+from windfall.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.gateway.intake import SMALL_BYTES, IntakeLimits
 from windfall.gateway.server import Gateway
 from windfall.models.chat import Chat
@@ -133,10 +134,10 @@ def test_bytes_are_given_back_while_the_answer_is_sampled() -> None:
             began, end = asyncio.Event(), asyncio.Event()
             sample = s.gateway._sampler.sample
 
-            async def wait(*given: Any) -> Any:
+            async def wait(request: TurnRequest, progress: Progress) -> SampledTurn:
                 began.set()
                 await end.wait()
-                return await sample(*given)
+                return await sample(request, progress)
 
             s.gateway._sampler.sample = wait
             posting = asyncio.create_task(s.post(b" " * 500_000 + json.dumps(CALL).encode()))

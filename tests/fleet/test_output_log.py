@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,19 @@ def test_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     full = OutputFile(str(tmp_path / "env.log"), limit=10)
     full.write(b"123")
     full.write(b"4567890123")
+
+
+def test_file_system_without_locks_and_without_stable_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_lock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks")
+
+    path = tmp_path / "env.log"
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    OutputFile(str(path)).write(b"kept\n")
+    assert path.read_bytes() == b"kept\n"
+    monkeypatch.setattr("os.path.samestat", lambda *_: False)
+    OutputFile(str(path)).write(b"lost\n")  # but it ends
+    assert path.read_bytes() == b"kept\n"
 
 
 def test_beginning_is_shown_without_a_log(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import zlib
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from samplers import EOS, TEMPLATE, TOKENIZER, Scripted, run
 
 from windfall.gateway import intake
+from windfall.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.gateway.intake import SMALL_BYTES, IntakeLimits
 from windfall.gateway.server import Gateway
 from windfall.models.chat import Chat
@@ -52,7 +54,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(limits: IntakeLimits = LIMITS, **options: Any) -> Any:
+async def site(limits: IntakeLimits = LIMITS, **options: Any) -> AsyncIterator[Site]:
     stop = frozenset([EOS])
     chat = Chat(TOKENIZER, stop, template=TEMPLATE)
     gateway = Gateway(Scripted(*["ok"] * 1000), TOKENIZER, chat, stop, limits)
@@ -106,6 +108,44 @@ def test_body_with_more_values_than_a_context_holds_is_not_parsed(monkeypatch: p
         (large, thread), (small, own) = parsed
         assert large > SMALL_BYTES > small
         assert (thread.startswith("parsing"), own) == (True, threading.main_thread().name)
+
+    run(main)
+
+
+def test_string_without_an_end_is_read_once() -> None:
+    """The time that counting takes grows with the size of the body, not with its square."""
+    open_ended = b'{"prompt": "' + rb"\",[" * 1000
+    for text in (open_ended, open_ended + b"\\"):
+        assert len(list(intake._STRING.finditer(text))) == 2
+
+    async def main() -> None:
+        async with site() as s:
+            assert (await s.post(b'{"prompt": "' + rb"\"," * 300_000))[0] == 400
+            await s.others_are_served()
+
+    run(main)
+
+
+def test_bytes_are_given_back_while_the_answer_is_sampled() -> None:
+    """Otherwise long turns of many sessions would leave no room for the next body."""
+
+    async def main() -> None:
+        async with site() as s:
+            began, end = asyncio.Event(), asyncio.Event()
+            sample = s.gateway._sampler.sample
+
+            async def wait(request: TurnRequest, progress: Progress) -> SampledTurn:
+                began.set()
+                await end.wait()
+                return await sample(request, progress)
+
+            s.gateway._sampler.sample = wait
+            posting = asyncio.create_task(s.post(b" " * 500_000 + json.dumps(CALL).encode()))
+            await asyncio.wait_for(began.wait(), 30)
+            await until(lambda: s.gateway.intake._bytes.left == intake.ALL_BYTES)
+            assert s.gateway.intake._requests == 1
+            end.set()
+            assert (await posting)[0] == 200
 
     run(main)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -147,3 +148,20 @@ def test_sampled_ids_are_kept_whatever_happens(calls: list[tuple[str, list[int],
             assert s.ids[: len(before.get(s.index, ()))] == before.get(s.index, ())
     kept = sorted(t for s in h.segments for t, own in zip(s.tokens, s.sampled, strict=True) if own)
     assert kept == sorted(t for tokens in sampled for t in tokens)
+
+
+def test_messages_that_a_session_keeps_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in fields that no template renders. The segments that were continued least recently are given up."""
+    monkeypatch.setattr("windfall.models.history.KEPT_CHARS", 100_000)
+    made = history()
+    first = [{"role": "user", "content": "begin"}]
+    made.answer(made.place(first), ids("ok"), REPLY)
+    for n in range(20):
+        made.answer(made.place([{"role": "user", "content": str(n), "note": "x" * 30_000}]), ids("ok"), REPLY)
+        first += [REPLY, {"role": "user", "content": "more"}]
+        call = made.place(first)
+        assert call.segment is made.segments[0], "it is continued all the time"
+        made.answer(call, ids("ok"), REPLY)
+    assert len(made.segments) == 21
+    assert sum(len(message.get("note", "")) for s in made.segments for message in s.messages) == 90_000
+    assert all(any(s.sampled) for s in made.segments), "all of them are trained"

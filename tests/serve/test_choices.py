@@ -176,3 +176,15 @@ def test_a_failed_choice_ends_the_stream_with_an_error() -> None:
             await until(lambda: s.host.requests == 0, "all choices have ended")
 
     run(main)
+
+
+def test_list_of_long_prompts_is_not_refused_for_its_size() -> None:
+    """More token ids in one body than a context has, as evaluation harnesses send them."""
+
+    async def main() -> None:
+        async with serving() as s:
+            prompts = [[5] * 200] * 250
+            status, answer = await s.post("/v1/completions", {"prompt": prompts, "max_tokens": 1, "n": 2})
+            assert (status, answer["error"]["param"]) == (400, "n"), "it was read, and has too many choices"
+
+    run(main)

@@ -16,6 +16,8 @@ LIMIT_BYTES = 8 << 20
 """Size at which a log is renamed and a new one begins."""
 SHOWN_BYTES = 8 << 10
 """Bytes of the output of one process that are shown if there is no log."""
+TRIES = 100
+"""Number of attempts to write to a log that other processes rename. Some file systems make each look like another."""
 STANDARD_ERROR = "-"
 
 
@@ -54,13 +56,14 @@ class OutputFile:
     def write(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # for example a full disk: the program must not wait for its output
             for start in range(0, len(data), self._limit // 2):
-                while not self._append(data[start : start + self._limit // 2]):
-                    pass
+                piece = data[start : start + self._limit // 2]
+                any(self._append(piece) for _ in range(TRIES))
 
     def _append(self, data: bytes) -> bool:
         """False: it must be tried again, because the file was full, or another process has renamed it meanwhile."""
         with open(self._path, "ab", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
             there = os.fstat(file.fileno())
             if there.st_nlink == 0 or not os.path.samestat(there, os.stat(self._path)):
                 return False

@@ -13,7 +13,7 @@
 - The first reaper of an environment also reads what the environment prints, and keeps a limited part of it
   (output_log.py).
 
-Without subreapers (macOS), only the program's process group is killed.
+Without subreapers (macOS), there is one reaper, and it kills only the program's process group.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from windfall.fleet import output_log
@@ -44,6 +46,27 @@ FORWARDED = signal.SIGUSR1
 """A signal that a reaper passes on to its program."""
 
 
+def start(
+    entry: str, fds: Sequence[int], *, env: Mapping[str, str], python: Sequence[str] = (), folder: str = "",
+    log: Path | None = None,
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """Start a reaper and below it the program `entry`, given as module:function. The program gets the file descriptors
+    `fds`; their numbers are its arguments. `python`: options of the interpreter. `log`: file for what it prints; None
+    shows a little of it on standard error."""
+    arguments = (os.getpid(), log or output_log.STANDARD_ERROR, entry, *fds)
+    command = [sys.executable, *python, "-c", f"from {__name__} import main; main()", *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, start_new_session=True,
+        cwd=folder or None,
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Have a reaper kill its program and all that the program started, even if the reaper was stopped (SIGSTOP)."""
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        process.send_signal(number)
+
+
 def main() -> NoReturn:
     """The program of a reaper that is started as a process of its own. Its arguments: the pid of its parent, the log
     for what the program prints (output_log.py), the program as module:function, and the arguments of the program."""
@@ -57,6 +80,8 @@ def main() -> NoReturn:
         os.dup2(writer, 2)
         os.close(reader)
         os.close(writer)
+        if sys.platform != "linux":  # a second reaper has no use, and would hide the group of the program
+            _call(entry)
         run(lambda: _call(entry), parent=reaper, output=2)
 
     status = FAILED

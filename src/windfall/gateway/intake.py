@@ -1,16 +1,18 @@
 """Receives the bodies of requests within limits: reads, decompresses and parses them.
 
-    key is valid ──▶ count the request ──▶ read ──▶ decompress ──▶ count values ──▶ parse ──▶ handle it, give all back
+    key is valid ──▶ count the request ──▶ read ──▶ decompress ──▶ count values ──▶ parse ──▶ handle it
                           │ 429              │ 408, 413, 429  │ 400, 413     │ 400      │ 400
 
 Rules:
-- The requests and the bytes in flight are limited, for each client and for all clients together. Both count until the
-  answer has ended. A body waits for room before it is read any further, and is refused if there is none in `read_s`.
+- The requests and the bytes in flight are limited, for each client and for all clients together. A request counts until
+  its answer has ended, its bytes until its prompt is tokenized: what is sampled for minutes holds up no other body.
+- A body waits for room before it is read any further, and is refused if there is none in `read_s`.
 - The first SMALL_BYTES of a body need no room, so small bodies never wait for large ones, and a body of which only the
   start was sent holds up no other.
 - A body must arrive within `read_s`. It may be compressed with gzip or deflate; its size is limited before and after.
 - The number of JSON values in a body is limited, because nothing else runs in this process while Python parses a text,
-  whatever the thread. Large bodies are parsed in a thread, one after the other: other requests run in between.
+  whatever the thread. Counting stops at the limit, and takes time in proportion to the size of the body. Large bodies
+  are parsed in a thread, one after the other: other requests run in between.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -35,13 +38,16 @@ MIN_BODY_BYTES, MAX_BODY_BYTES = 1 << 20, 8 << 20
 BYTES_PER_TOKEN = 64
 """Upper limit for the size of a body, per token of the context."""
 MIN_VALUES, VALUES_PER_TOKEN = 32_768, 2
-"""Upper limit for the JSON values in a body: a fixed number, and so many more per token of the context."""
+"""Upper limit for the JSON values in a body: a fixed number, and a number per token of the context."""
+ID_BYTES = 6
+"""Bytes of a token id in a body, with its comma. A body with a list of prompts may be full of them."""
 SMALL_BYTES = 64 << 10
 CLIENT_BYTES, ALL_BYTES = 2 * MAX_BODY_BYTES, 32 * MAX_BODY_BYTES
 CLIENT_REQUESTS, ALL_REQUESTS = 128, 4096
 READ_S = 30.0
 
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A string in a JSON text, or one without an end: otherwise each quote in that would be tried as another start."""
 
 
 class Body(NamedTuple):
@@ -50,6 +56,8 @@ class Body(NamedTuple):
     key: str
     """Equal for requests that are repeated."""
     fields: dict[str, Any]
+    placed: Callable[[], None]
+    """To be called when the prompt is tokenized: the bytes of the body count no longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,10 +69,12 @@ class IntakeLimits:
     requests: int = ALL_REQUESTS
 
     @classmethod
-    def for_context(cls, tokens: int, **more: Any) -> IntakeLimits:
-        """Limits that leave room for every prompt that fits into a context of this many tokens."""
+    def for_context(cls, tokens: int, *, batches: bool = False, **more: Any) -> IntakeLimits:
+        """Limits that leave room for every prompt that fits into a context of this many tokens. `batches`: a body may
+        have a list of such prompts."""
         size = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, BYTES_PER_TOKEN * tokens))
-        return cls(body_bytes=size, values=MIN_VALUES + VALUES_PER_TOKEN * tokens, **more)
+        values = MIN_VALUES + VALUES_PER_TOKEN * tokens
+        return cls(body_bytes=size, values=max(values, size // ID_BYTES if batches else 0), **more)
 
 
 @dataclass(slots=True)
@@ -83,8 +93,8 @@ class Intake:
 
     @asynccontextmanager
     async def receive(self, request: web.Request, client: Hashable) -> AsyncIterator[Body]:
-        """The body of a request, which is in flight until the context ends. `client`: who must have a valid key. Raises
-        ApiError."""
+        """The body of a request, which is in flight until the context ends. `client`: the sender, whose key has been
+        checked. Raises ApiError."""
         own = self._clients.get(client) or _Client()
         for count, most, whose in (
             (own.requests, self.limits.client_requests, "this session"),
@@ -99,12 +109,12 @@ class Intake:
         try:
             data = await self._read(request, room)
             if len(data) <= SMALL_BYTES:
-                body = self._parse(request.path, data)
+                key, fields = self._parse(request.path, data)
             else:
                 loop = asyncio.get_running_loop()
-                body = await loop.run_in_executor(self._thread, self._parse, request.path, data)
+                key, fields = await loop.run_in_executor(self._thread, self._parse, request.path, data)
             del data
-            yield body
+            yield Body(key, fields, partial(room.shrink, 0))
         finally:
             room.shrink(0)
             own.requests, self._requests = own.requests - 1, self._requests - 1
@@ -153,10 +163,10 @@ class Intake:
             raise ApiError(400, "the body cannot be decompressed: its end is missing")
         return plain
 
-    def _parse(self, path: str, data: bytes | bytearray) -> Body:
+    def _parse(self, path: str, data: bytes | bytearray) -> tuple[str, dict[str, Any]]:
         most = self.limits.values
-        if len(data) > SMALL_BYTES and _values(data) > most and _values(_STRING.sub(b"", data)) > most:
-            what = f"the body has more than {most} JSON values; none that fits into the context has so many"
+        if len(data) > SMALL_BYTES and _has_more_values(data, most):
+            what = f"the body has more than {most} JSON values, which is more than the context has room for"
             raise ApiError(400, what, code="context_length_exceeded")
         try:
             fields = json.loads(data.decode("utf-8-sig"))
@@ -164,7 +174,7 @@ class Intake:
             raise ApiError(400, f"the body is not JSON: {e}") from e
         if not isinstance(fields, dict):
             raise ApiError(400, "the body is not a JSON object")
-        return Body(f"{path} {hashlib.blake2b(data).hexdigest()}", fields)
+        return f"{path} {hashlib.blake2b(data).hexdigest()}", fields
 
     def _too_large(self) -> ApiError:
         what = f"the body is larger than {self.limits.body_bytes} bytes, the limit of this server"
@@ -199,10 +209,23 @@ class _Room:
             self._held[budget] = min(held, size)
 
 
-def _values(data: bytes | bytearray) -> int:
-    """Upper limit for the number of values in a JSON text.
+def _has_more_values(data: bytes | bytearray, most: int) -> bool:
+    """Whether a JSON text has more than `most` values, counted as commas and opening brackets outside of strings.
 
-    >>> _values(b'{"a": [1, 2]}')
-    4
+    >>> text = b'{"a": [1, 2], "b": "[,,"}'
+    >>> _has_more_values(text, 4), _has_more_values(text, 5)
+    (True, False)
     """
-    return 1 + data.count(b",") + data.count(b"[") + data.count(b"{")
+    if _count(data) < most:
+        return False
+    count, end = 0, 0
+    for strings, string in enumerate(_STRING.finditer(data)):
+        count += _count(data[end : string.start()])
+        if count >= most or strings > 2 * most:  # a value and its name
+            return True
+        end = string.end()
+    return count + _count(data[end:]) >= most
+
+
+def _count(data: bytes | bytearray) -> int:
+    return data.count(b",") + data.count(b"[") + data.count(b"{")

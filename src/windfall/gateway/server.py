@@ -209,12 +209,14 @@ class Gateway:
         session = self._session(request)
         options = self._options(body.fields, chat=True)
         choices = self._start_chat(session, body.key, body.fields, options)
+        await _placed(choices, body)
         return await self._answer(request, choices, options, chat=True)
 
     async def _completions(self, request: web.Request, body: Body) -> web.StreamResponse:
         session = self._session(request)
         options = self._options(body.fields, chat=False)
         choices = self._start_texts(session, body.key, body.fields.get("prompt"), options)
+        await _placed(choices, body)
         return await self._answer(request, choices, options, chat=False)
 
     def _options(self, body: Mapping[str, Any], *, chat: bool) -> CallOptions:
@@ -234,7 +236,7 @@ class Gateway:
         return self._encode(prompt) if isinstance(prompt, str) else prompt
 
     async def _generate(self, request: web.Request, received: Body) -> web.StreamResponse:
-        session, (key, body) = self._session(request), received
+        session, body = self._session(request), received.fields
         given = body.get("sampling_params") or {}
         if not isinstance(given, Mapping):
             raise ApiError(400, "sampling_params must be an object", param="sampling_params")
@@ -242,8 +244,9 @@ class Gateway:
         wanted |= {k: body[k] for k in ("stream", "stream_options") if k in body}
         options = protocol.options({"max_tokens": None, **wanted}, chat=False)
         ids = protocol.prompt_ids(body.get("token_ids"), "token_ids")
-        flight = session.ids_call(key, options, lambda: ids)
+        flight = session.ids_call(received.key, options, lambda: ids)
         choices = [Choice(session, flight)]
+        await _placed(choices, received)
         if options.stream:
             return await self._stream(request, choices, [IdChunks(flight, options, self._token_texts)])
         await flight.done()
@@ -305,13 +308,12 @@ class Gateway:
     async def _stream(
         self, request: web.Request, choices: Sequence[Choice], chunks: Sequence[TextChunks | IdChunks], n: int = 1
     ) -> web.StreamResponse:
-        """Send the choices in chunks, as they come. The stream begins when all calls are known to be valid."""
+        """Send the choices of calls that are known to be valid in chunks, as they come."""
         stream = EventStream(request, self.write_s)
         try:
-            if len(choices) == 1:  # its first token shows that it is valid
+            if len(choices) == 1:
                 await _send_choice(stream, choices[0].flight, chunks[0])
             else:
-                await asyncio.gather(*(choice.flight.checked() for choice in choices))
                 await _together([_send_choice(stream, c.flight, own) for c, own in zip(choices, chunks, strict=True)])
             await stream.send(chunks[0].usage(_usage(choices, n)))
         except TimeoutError:  # a client that does not read would not read an error either
@@ -324,6 +326,12 @@ class Gateway:
         for session, flight in choices:
             session.delivered(flight)
         return await stream.end(b"data: [DONE]\n\n")
+
+
+async def _placed(choices: Sequence[Choice], body: Body) -> None:
+    """Wait until all calls of a request are known to be valid. Raises the error of one that is not."""
+    await asyncio.gather(*(choice.flight.checked() for choice in choices))
+    body.placed()
 
 
 async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextChunks | IdChunks) -> None:

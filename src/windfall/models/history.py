@@ -17,16 +17,22 @@ Rules:
 - Messages are compared by their meaning (`message_key`): an absent field equals null, parts of text equal their joined
   text, the arguments of tool calls are compared as JSON, and white space around an assistant's text does not count,
   because clients remove it.
+- The messages of a session take a limited amount of memory, whatever fields they have. Beyond KEPT_CHARS, the segments
+  that were continued least recently forget theirs: they are trained, but not continued.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from windfall.models.chat import Chat, Message, normalize
+
+KEPT_CHARS = 32 << 20
+"""Upper limit for the characters of all messages of clients that a session keeps, as JSON."""
 
 
 @dataclass(slots=True)
@@ -47,10 +53,18 @@ class Segment:
     ended_with: int | None = None
     """The stop token of the last turn; None if it was cut off."""
     busy: bool = False
+    chars: int = 0
+    """Characters of the clients' messages, as JSON."""
+    last_call: int = 0
+    """Number of the last call that continued this segment."""
 
     @property
     def ids(self) -> tuple[int, ...]:
         return (*self.prompt, *self.tokens)
+
+    def retire(self) -> None:
+        """Forget the messages: the segment is not continued any more."""
+        self.messages, self.keys, self.chars, self.busy = [], [], 0, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +76,8 @@ class Call:
     """The ids that the call adds to the segment before its turn. Empty for the first turn: they are its prompt."""
     messages: tuple[Message, ...]
     """The messages that are new in the segment."""
+    chars: int = 0
+    """Their characters, as JSON."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -74,6 +90,7 @@ class History:
         """`chat`: None for a session that sends only plain text or ids."""
         self._chat = chat
         self.segments: list[Segment] = []
+        self._calls = 0
 
     def place(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> Call:
         """Choose the segment of a call. Raises WindfallError if the messages cannot be rendered."""
@@ -85,8 +102,25 @@ class History:
             ids = self._chat.continuation(segment.messages, new, tools, segment.ended_with)
             if ids is not None:
                 segment.busy = True
-                return Call(segment, ids, tuple(new))
-        return self._open(settings, self._chat.prompt(messages, tools), tuple(messages))
+                break
+        else:
+            ids, new = (), messages
+            segment = self._open(settings, self._chat.prompt(messages, tools))
+        self._calls += 1
+        segment.last_call = self._calls
+        call = Call(segment, ids, tuple(new), chars=len(json.dumps(new)))
+        self._forget(call.chars)
+        return call
+
+    def _forget(self, needed: int) -> None:
+        """Make room for messages of `needed` characters."""
+        kept = needed + sum(segment.chars for segment in self.segments)
+        for segment in sorted(self.segments, key=lambda s: s.last_call):
+            if kept <= KEPT_CHARS:
+                break
+            if segment.chars and not segment.busy:
+                kept -= segment.chars
+                segment.retire()
 
     def place_ids(self, ids: Sequence[int]) -> Call:
         """Choose the segment of a call that sends ids: it continues the longest segment that is a prefix of them."""
@@ -94,15 +128,15 @@ class History:
         known = [s for s in self.segments if not s.busy and not s.keys and ids[: len(s.ids)] == s.ids]
         known = [s for s in known if len(ids) > len(s.ids)]
         if not known:
-            return self._open("ids", ids, ())
+            return Call(self._open("ids", ids), (), ())
         segment = max(known, key=lambda s: len(s.ids))
         segment.busy = True
         return Call(segment, ids[len(segment.ids) :], ())
 
-    def _open(self, settings: str, prompt: tuple[int, ...], messages: tuple[Message, ...]) -> Call:
+    def _open(self, settings: str, prompt: tuple[int, ...]) -> Segment:
         segment = Segment(len(self.segments), settings, prompt, busy=True)
         self.segments.append(segment)
-        return Call(segment, (), messages)
+        return segment
 
     def answer(self, call: Call, ids: Sequence[int], reply: Message | None) -> None:
         """Add the sampled ids. `reply`: the assistant's message that the client gets for them; None for plain text."""
@@ -113,6 +147,7 @@ class History:
             segment.sampled.extend([sampled] * len(new))
         if reply is not None:
             segment.messages.extend([*call.messages, reply])
+            segment.chars += call.chars
             segment.keys.extend(message_key(m) for m in (*call.messages, reply))
         stop = self._chat.stop if self._chat is not None else frozenset()
         segment.ended_with = ids[-1] if ids and ids[-1] in stop else None
@@ -129,7 +164,10 @@ class History:
     def abandon(self, call: Call, *, begun: bool = False) -> None:
         """The call has no answer. `begun`: sampling had begun, so the segment is not continued any more. Neither is a
         segment without a turn."""
-        call.segment.busy = begun or not call.segment.tokens
+        if begun or not call.segment.tokens:
+            call.segment.retire()
+        else:
+            call.segment.busy = False
 
 
 def _extends(segment: Segment, keys: Sequence[str], messages: Sequence[Message]) -> bool:
@@ -140,7 +178,7 @@ def _extends(segment: Segment, keys: Sequence[str], messages: Sequence[Message])
 
 
 def _settings(tools: Sequence[Message] | None) -> str:
-    return json.dumps(list(tools or ()), sort_keys=True)
+    return hashlib.blake2b(json.dumps(list(tools or ()), sort_keys=True).encode()).hexdigest()
 
 
 def message_key(message: Message) -> str:

@@ -73,7 +73,7 @@ class ServeApi(Gateway):
         self.draining = ""
         """Why no request is accepted any more; empty while they are."""
         most, read_s = self._limits.max_requests, self._limits.read_s
-        intake = IntakeLimits.for_context(served.context, read_s=read_s, requests=most)
+        intake = IntakeLimits.for_context(served.context, batches=True, read_s=read_s, requests=most)
         super().__init__(CallSampler(host, served, stop, RequestState(), 0), tokenizer, chat, stop, intake)
         self.app.on_response_prepare.append(_mark_begun)
 

@@ -433,3 +433,16 @@ def test_agent_runs_in_its_folder(tmp_path: Path) -> None:
         assert e.value.where == "env.directory"
 
     run(main())
+
+
+@linux
+def test_stopped_reaper_does_not_hold_up_the_end_of_a_run() -> None:
+    async def main() -> None:
+        async with AgentLauncher(program()) as launcher:
+            await launcher.ready()
+            assert launcher._server is not None
+            tree = [launcher._server.pid, *reaper.descendants(launcher._server.pid)]
+            os.kill(tree[0], signal.SIGSTOP)
+        assert not [pid for pid in tree if os.path.exists(f"/proc/{pid}")]
+
+    run(main())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 
 import pytest
 from hostile import environments as hostile
-from hostile.pool_calls import ask, environment_pid, failure, hosting, run
+from hostile.pool_calls import ask, environment_pid, failure, hosting, run, section
 
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.pool import EnvPool
@@ -59,6 +62,45 @@ def test_only_the_call_that_writes_to_the_link_fails() -> None:
 def test_call_that_harms_its_process_unseen_fails_alone(text: str) -> None:
     """It is not known which of the waiting calls it was. With fewer calls in a child each time, it becomes known."""
     check_only_one_fails(hostile.AwaitsAndHarms, text, "", of=8)
+
+
+def test_call_that_ran_alone_does_not_limit_its_process_afterwards() -> None:
+    """While calls are in progress all the time, a process would otherwise have few calls at once forever."""
+
+    async def main() -> None:
+        async with EnvPool(section(hostile.Hangs), 0, processes=1) as pool:
+            await pool.ready()
+            suspect = asyncio.create_task(ask(pool, 0))
+            while not (found := [call for call in pool._pending if call.what == "feedback"]):
+                await asyncio.sleep(0)
+            found[0].moves = 2  # it may share a process with three others
+            hanging = [asyncio.create_task(ask(pool, n, "hang", 600.0)) for n in range(1, 9)]
+            assert (await suspect).reward == 1.0
+            assert (await ask(pool, 9)).reward == 1.0
+            assert not any(call.done() for call in hanging)
+            for call in hanging:
+                call.cancel()
+
+    run(main)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_process_that_takes_long_to_end_is_described_as_it_ended() -> None:
+    """On a busy machine, its reapers may take seconds to notice that it has crashed."""
+
+    async def main() -> None:
+        async with hosting(hostile.Sleeps, from_task=1) as pool:
+            failing = asyncio.create_task(failure(ask(pool, 1, limit_s=600.0)))
+            process = pool._children[0].process
+            while not process.running_call()[0]:
+                await asyncio.sleep(0.01)
+            os.kill(process._process.pid, signal.SIGSTOP)
+            os.kill(environment_pid(pool), signal.SIGSEGV)
+            await asyncio.sleep(1.5)
+            os.kill(process._process.pid, signal.SIGCONT)
+            assert "was killed (SIGSEGV)" in (await failing).error
+
+    run(main)
 
 
 JUNK = ["no JSON", "3", '[77, "value", 0, 0, 1.0, null]', '[2, "value", 0, 0, "x", null]', "[" * 100_000]

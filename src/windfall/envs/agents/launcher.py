@@ -25,7 +25,7 @@ from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.server_main import SIZES
 from windfall.envs.process_pool.child_process import SECRETS, child_environment
 from windfall.errors import WindfallError, describe_exit
-from windfall.fleet.output_log import STANDARD_ERROR
+from windfall.fleet import reaper
 
 BUILD_S = 300.0
 """Time limit for importing an agent's function (seconds)."""
@@ -135,13 +135,10 @@ class AgentLauncher:
 
     async def _begin(self) -> None:
         ours, theirs = socket.socketpair()
-        program, entry = "from windfall.fleet.reaper import main; main()", "windfall.envs.agents.server_main:main"
-        arguments = (os.getpid(), STANDARD_ERROR, entry, theirs.fileno())
         with theirs, _folder_errors(ours, self._program.directory):
-            self._server = subprocess.Popen(
-                [sys.executable, "-c", program, *map(str, arguments)],
-                env=child_environment(strict=False), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),), start_new_session=True, cwd=self._program.directory or None,
+            self._server = reaper.start(
+                "windfall.envs.agents.server_main:main", [theirs.fileno()], env=child_environment(strict=False),
+                folder=self._program.directory,
             )  # fmt: skip
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
         self._built = asyncio.get_running_loop().create_future()
@@ -156,7 +153,7 @@ class AgentLauncher:
         with contextlib.suppress(ConnectionError, ValueError):  # a line that is not one of ours: the server is broken
             while line := await reader.readline():
                 self._handle(json.loads(line))
-        server.terminate()  # a reaper: it kills all that is left, and ends as the server did
+        reaper.end(server)  # it kills all that is left, and ends as the server did
         code = await asyncio.to_thread(server.wait)
         assert self._built is not None
         if not self._built.done():
@@ -191,7 +188,7 @@ class AgentLauncher:
             writer.write_eof()  # the server kills its agents, with all processes that they started, and ends
         await asyncio.wait([reading], timeout=STOP_S)
         if server is not None and not reading.done():
-            server.terminate()
+            reaper.end(server)
         await asyncio.gather(reading, return_exceptions=True)
         if writer is not None:
             writer.close()

@@ -12,6 +12,9 @@ from windfall.envs.failures import EnvFailed, feedback_fault, task_fault
 from windfall.envs.process_pool.child_process import ChildProcess
 from windfall.types import Feedback, Task
 
+MAX_WAITING = 1024
+"""Maximum number of waiting `async def` calls in one child."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Call:
@@ -33,6 +36,11 @@ class Call:
     """Number of children that ended during this call, and it is not known which of their calls was the reason."""
     begin: Callable[[], object] = lambda: None
     """Called when the call goes to a child."""
+
+    @property
+    def room(self) -> int:
+        """Upper limit for the calls in the same child, this one included: 64 after the first move, 4, then 1."""
+        return max(1, MAX_WAITING >> 4 * self.moves) if self.moves else sys.maxsize
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -60,6 +68,13 @@ class PoolChild:
 
     room: int = sys.maxsize
     """Upper limit for the sent calls: the smallest that one of them allows."""
+
+    def remove(self, call: Call) -> None:
+        """The child has answered a call."""
+        del self.sent[call.number]
+        self.waiting.discard(call.number)
+        if call.moves:  # it may have been the one with the least room for others
+            self.room = min((other.room for other in self.sent.values()), default=sys.maxsize)
 
     @property
     def queued(self) -> int:

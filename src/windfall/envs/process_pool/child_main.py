@@ -114,7 +114,8 @@ class ChildProgram:
         if strict or memory_mb:
             limits.limit_memory(memory_mb << 20 or limits.MEMORY_BYTES)
         try:
-            self._env = env = envs.build(section, seed)
+            env: Any = envs.build(section, seed)
+            self._env = env
             stateful = bool(getattr(env, "stateful", False))
             self._name = env.name if stateful else type(env).__name__
             traits = (bool(getattr(env, "needs_tokens", False)), bool(getattr(env, "replayable", True)))

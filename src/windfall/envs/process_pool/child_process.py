@@ -2,9 +2,11 @@
 
 The child runs below a reaper (fleet/reaper.py), which keeps a limited part of what the environment prints. When the
 child ends, or this process, or the thread that started it, the reaper kills all that the environment has started, also
-daemons. Environments that ship with windfall evaluate text written by a
-model: their children have a memory limit and almost none of our environment variables. A user's own environment may
-need keys and proxies, so it gets all variables except windfall's secrets. All children have the same hash seed.
+daemons.
+
+Environments that ship with windfall evaluate text written by a model: their children have a memory limit and almost
+none of our environment variables. A user's own environment may need keys and proxies, so it gets all variables except
+windfall's secrets. All children have the same hash seed.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from windfall.envs.process_pool.running_call import LAYOUT, LINK_LOST
-from windfall.fleet.output_log import STANDARD_ERROR
+from windfall.fleet import reaper
 
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 SECRETS = "WINDFALL_"
 DUMP_S = 1.0
 """Seconds that a child may take to write its stack before it is killed."""
 REAP_S = 7.0
-"""Seconds that a killed child may take to end: more than its reaper waits for it (reaper.KILL_S). A child in
-uninterruptible sleep may take forever."""
+"""Seconds that a child may take to end after it was killed or has closed its link: more than its reaper waits for
+processes (reaper.KILL_S). A child in uninterruptible sleep may take forever."""
 STACK_CHARS = 4000
 MAX_LINE_BYTES = 64 << 20
 """Longest message of a child: more than a task or a feedback can have."""
@@ -52,15 +54,11 @@ class ChildProcess:
         self._record.flush()
         self._link, theirs = socket.socketpair()
         fds = (theirs.fileno(), self._record.fileno(), self._trace.fileno())
-        entry = "windfall.envs.process_pool.child_main:main"
         warnings = ["-W", "ignore"] if strict else []
-        arguments = (os.getpid(), output or STANDARD_ERROR, entry, *fds)
-        program = "from windfall.fleet.reaper import main; main()"
-        command = [sys.executable, *warnings, "-c", program, *map(str, arguments)]
         with theirs:
-            self._process = subprocess.Popen(
-                command, env=child_environment(strict), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                pass_fds=fds, start_new_session=True,
+            self._process = reaper.start(
+                "windfall.envs.process_pool.child_main:main", fds, env=child_environment(strict), python=warnings,
+                log=output,
             )  # fmt: skip
         self._link.setblocking(False)
         self._loop = asyncio.get_running_loop()
@@ -110,10 +108,10 @@ class ChildProcess:
 
     async def _handle_end(self) -> None:
         """The child closed its side of the link, so it has ended or will end soon."""
-        await self._wait_until(self._has_ended)
+        await self._wait_until(self._has_ended, REAP_S)
         number, stack, ended = self.running_call()[0], self._stack(), self._has_ended()
         code = await self._reap()
-        self._on_end(code if ended else LINK_LOST, number, stack)
+        self._on_end(code if ended or code != -signal.SIGKILL else LINK_LOST, number, stack)
 
     async def dump_stack(self) -> str:
         """The stack of the child, if it can write it within DUMP_S. The child must be killed after this."""
@@ -122,7 +120,7 @@ class ChildProcess:
         self._close_link()
         if not self._has_ended():
             os.kill(self._process.pid, signal.SIGUSR1)  # its reapers pass it on
-            await self._wait_until(lambda: self._stack() or self._has_ended())
+            await self._wait_until(lambda: self._stack() or self._has_ended(), DUMP_S)
         return self._stack()
 
     async def kill(self) -> None:
@@ -141,9 +139,9 @@ class ChildProcess:
                 while self._open:
                     await asyncio.sleep(0.01)
 
-    async def _wait_until(self, condition: Callable[[], object]) -> None:
+    async def _wait_until(self, condition: Callable[[], object], limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DUMP_S):
+            async with asyncio.timeout(limit_s):
                 while not condition():
                     await asyncio.sleep(0.01)
 
@@ -153,8 +151,7 @@ class ChildProcess:
 
     async def _reap(self) -> int:
         """Have the reaper kill the child and all that it started, and wait for it."""
-        for number in (signal.SIGTERM, signal.SIGCONT):
-            self._process.send_signal(number)
+        reaper.end(self._process)
         try:  # in a thread, because ending a large process takes a while
             code = await asyncio.shield(asyncio.to_thread(self._process.wait, REAP_S))
         except subprocess.TimeoutExpired:

@@ -36,7 +36,7 @@ from windfall import backoff, envs
 from windfall.envs.base import HostLoad
 from windfall.envs.failures import EnvFailed, timeout_failure
 from windfall.envs.process_pool import limits
-from windfall.envs.process_pool.calls import Call, PoolChild, feedback_of, parse_answer
+from windfall.envs.process_pool.calls import MAX_WAITING, Call, PoolChild, feedback_of, parse_answer
 from windfall.envs.process_pool.child_process import ChildProcess
 from windfall.envs.process_pool.running_call import LINK_LOST
 from windfall.envs.process_pool.sizing import MAX_CHILDREN, Sizing
@@ -57,8 +57,6 @@ SILENT_S = 5.0
 continues after it was canceled."""
 CLOSE_S = 5.0
 """Seconds that the sessions of an environment may take to close when the run ends."""
-MAX_WAITING = 1024
-"""Maximum number of waiting `async def` calls in one child."""
 MAX_MOVES = 5
 """Number of children that may end during a call for an unknown reason before the call fails. By then it is alone."""
 MAX_KILLED_BUILDS = 3
@@ -209,8 +207,8 @@ class EnvPool:
                 break
             queue.popleft()
             if not child.sent:
-                child.last_message_s, child.room = time.monotonic(), sys.maxsize
-            child.room = min(child.room, _room(call))
+                child.last_message_s = time.monotonic()
+            child.room = min(child.room, call.room)
             child.sent[call.number], call.late_s, call.stack = call, None, ""
             child.stepping += self._steps(call)
             call.begin()
@@ -227,7 +225,7 @@ class EnvPool:
 
     def _free_child(self, call: Call) -> PoolChild | None:
         """The child with the shortest queue among those that can take this call."""
-        limit, room = self._sizing.queue_limit(call.what), _room(call)
+        limit, room = self._sizing.queue_limit(call.what), call.room
         free = [
             c for c in self._children
             if c.ready and c.queued < limit and len(c.waiting) < MAX_WAITING and len(c.sent) < min(c.room, room)
@@ -308,9 +306,8 @@ class EnvPool:
             value = parse_answer(what, call.what, fields)
             if not call.future.cancelled():  # a canceled call may not even have begun
                 self._sizing.learn(call.what, float(took_s), float(slept_s))
-            del child.sent[number]
+            child.remove(call)
             child.stepping -= self._steps(call)
-            child.waiting.discard(number)
             if isinstance(value, EnvFailed):
                 call.fail(value)
             else:
@@ -488,11 +485,6 @@ class EnvPool:
             what, pending = queue[0].what, len(queue)
             for _ in range(self._sizing.children_to_start(what, pending, len(self._children), running_s)):
                 self._start()
-
-
-def _room(call: Call) -> int:
-    """Upper limit for the calls in the same child, this one included: 1024, 64 and 4, then it is alone."""
-    return max(1, MAX_WAITING >> 4 * call.moves) if call.moves else sys.maxsize
 
 
 def available_cores() -> int:

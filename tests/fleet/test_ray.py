@@ -197,5 +197,5 @@ def test_missing_cluster_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_absence_of_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(WindfallError, match=r"pip install 'windfall\[ray\]'"):
+    with pytest.raises(WindfallError, match=r"pip install -e '.*\[ray\]'"):
         ray_provider.check_installed()

@@ -331,8 +331,10 @@ class Members:
 
     def routable(self, window: VersionWindow) -> list[Member]:
         """Workers that may get work."""
-        ready, digest = WorkerState.READY, window.digests.get
-        return [m for m in self._here.values() if m.state is ready and not m.suspect and digest(m.version) == m.digest]
+        return [
+            m for m in self._here.values()
+            if m.state is WorkerState.READY and not m.suspect and window.allows(m.version, m.digest)
+        ]  # fmt: skip
 
     def outdated(self, window: VersionWindow, *, needed: bool) -> list[Member]:
         """Workers that do not hold the newest version and should pull it: new workers at once, others if `needed`. A

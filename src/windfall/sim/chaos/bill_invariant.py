@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -68,7 +68,7 @@ def _seconds_of_controller(
         name = str(e.get("worker", "")).partition("#")[0]
         if e["name"] == "worker_joined":
             holders.setdefault(name, e["lease"])
-            start_s = trainer_starts[bisect_right(trainer_starts, e["m"]) - 1] if name == LOCAL else starts[name]
+            start_s = _trainer_start(trainer_starts, e["m"]) if name == LOCAL else starts[name]
             old = newest.get((name, start_s))
             newest[name, start_s] = e["worker"]
             if old in since:
@@ -81,3 +81,15 @@ def _seconds_of_controller(
             yield holders[name], e["m"] - since.pop(e["worker"])
     for worker, since_s in since.items():
         yield holders[worker.partition("#")[0]], last_s - since_s
+
+
+def _trainer_start(trainer_starts: Sequence[float], joined_s: float) -> float:
+    """When the trainer process started whose worker joined at `joined_s`.
+
+    When a trainer is killed, its next process starts at that moment, but its worker joins only after it has booted. So
+    a worker that joins at the time of a start belongs to the killed process. Only the first process joins at its start.
+
+    >>> [_trainer_start([0.0, 15.0], joined_s) for joined_s in (0.0, 15.0, 15.5)]
+    [0.0, 0.0, 15.0]
+    """
+    return trainer_starts[bisect_left(trainer_starts, joined_s, lo=1) - 1]

@@ -43,7 +43,7 @@ def test_no_invariant_breaks(first: int, tmp_path: Path) -> None:
     assert set(sum((o.faults for o in done), Counter[str]())) == set(KINDS)
 
 
-@pytest.mark.parametrize(("seed", "faults"), [(667, 120)])
+@pytest.mark.parametrize(("seed", "faults"), [(667, 120), (707, 120)])
 def test_seed_that_once_broke_an_invariant(seed: int, faults: int, tmp_path: Path) -> None:
     run_trials(seed, 1, faults, tmp_path)
 

@@ -11,7 +11,8 @@
 - batch: a step that is trained again from an older checkpoint gets the same samples; no response is in it twice, and
   none whose reward is missing (`missing`);
 - bill: every second of every worker is in exactly one bill (sim/chaos/bill_invariant.py lists the exceptions);
-- level: after a step, the controller keeps nothing of that step, and of later ones no more than admission allows;
+- level: after a step, the controller keeps nothing of that step, and of later ones no more than admission allows, in
+  addition to the responses of running evaluations;
 - progress: a token is accepted, or a step completed, within PROGRESS_S.
 
 Cheap checks run whenever something has changed; what has not changed is not checked again. windfall's own `check()`
@@ -273,6 +274,8 @@ class Invariants:
             a = controller.admission
             self._staleness.check_lost(a, event["step"] - 1)
             limit = max((a.staleness + 1) * a.batch, self._reopened or 0) * rollout.options.group_size
+            options = self._simulation.life.recipe.eval
+            limit += len(controller.evaluation._running) * options.tasks * options.samples
         if left := left_over(dispatch, rollout, here, self._simulation.trainer.weights.state.next_task, limit):
             raise InvariantBroken("level", f"the controller still holds after step {event['step']}: {left}")
         if event["lost_tokens"]:

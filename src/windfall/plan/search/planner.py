@@ -159,12 +159,11 @@ def _beside_own_engine(options: Options) -> Iterator[Split]:
                 yield Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0)
 
 
-def variants(request: Request, plan: Plan) -> list[Plan]:
-    """The plan without the trainer's own engine, and with it if it fits."""
-    engines, kinds = [(e, n) for _, e, n, _ in plan.replicas], [kind for kind, *_ in plan.replicas]
-    plain = plan if plan.own is None else score(request, plan.placed, engines, kinds, plan.training)
-    own = with_own_engine(request, plan)
-    return [plain] if own is None else [plain, own]
+def by_own_engine(request: Request, plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
+    """The plans without the trainer's own engine, and those with it. If the search kept none with it, because it should
+    not help, the first plan gets it, if it fits."""
+    off, on = [p for p in plans if p.own is None], [p for p in plans if p.own is not None]
+    return off, on or [own for plan in off[:1] if (own := with_own_engine(request, plan)) is not None]
 
 
 def with_own_engine(request: Request, plan: Plan) -> Plan | None:

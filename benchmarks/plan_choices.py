@@ -91,10 +91,10 @@ def compare(case: Case, seed: int = 0) -> Choice:
     parts = {"": planner.ranked(asked, planner.search(asked))}
     parts |= {f"without {n}, ": planner.without(asked, machines) for n, machines in asked.cluster.groups().items()}
     for part, plans in parts.items():
-        for some in planner.by_own_engine(asked, plans):
-            for plan in some[:1]:
-                if plan.counts != chosen[0].counts:
-                    others[f"{part}local {'on' if plan.own else 'off'}"] = simulated(plan)
+        for plan in planner.by_own_engine(asked, plans):
+            name, row = f"{part}local {'on' if plan.own else 'off'}", simulated(plan)
+            if plan.counts != chosen[0].counts and (name not in others or value(case, row) > value(case, others[name])):
+                others[name] = row
     return Choice(chosen, others)
 
 

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,9 +180,13 @@ class Candidates:
         return out
 
     def add_both(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Simulate the best plan without the trainer's own engine, and the best one with it. These are different plans,
-        and the cost model is off by different shares for them."""
-        return [made for own in planner.by_own_engine(self.request, plans) for made in self.add(own, 1)]
+        """Simulate the best plans with and without the trainer's own engine that can run."""
+
+        def first(own: bool) -> list[Plan]:
+            of_kind = (p for p in plans if (p.own is not None) == own)
+            return list(islice((p for p in of_kind if recipe.refusal(p, self.request, self.base) is None), 1))
+
+        return self.add(planner.by_own_engine(self.request, first(False) + first(True)), MORE)
 
     def best(self) -> list[Row]:
         """The plan to choose, then the others by the objective."""

@@ -1,4 +1,4 @@
-"""What `windfall plan` chooses, beside the best plan without each group of machines, and with `fleet.local` on and off.
+"""What `windfall plan` chooses, beside the best plans without each group of machines, with `fleet.local` on and off.
 
     python benchmarks/plan_choices.py                 eight clusters, some minutes
     python benchmarks/plan_choices.py --only 1,3      some of them
@@ -88,13 +88,13 @@ def compare(case: Case, seed: int = 0) -> Choice:
 
     others: dict[str, Row] = {}
     chosen = simulated(found.ranked[0][0])
-    for plan in planner.variants(asked, chosen[0]):
-        if plan.counts != chosen[0].counts:
-            others[f"local {'on' if plan.own else 'off'}"] = simulated(plan)
-    for name, machines in asked.cluster.groups().items():
-        for plan in planner.without(asked, machines)[:1]:
-            for variant in planner.variants(asked, plan):
-                others[f"without {name}, local {'on' if variant.own else 'off'}"] = simulated(variant)
+    parts = {"": planner.ranked(asked, planner.search(asked))}
+    parts |= {f"without {n}, ": planner.without(asked, machines) for n, machines in asked.cluster.groups().items()}
+    for part, plans in parts.items():
+        for plan in planner.by_own_engine(asked, plans):
+            name, row = f"{part}local {'on' if plan.own else 'off'}", simulated(plan)
+            if plan.counts != chosen[0].counts and (name not in others or value(case, row) > value(case, others[name])):
+                others[name] = row
     return Choice(chosen, others)
 
 

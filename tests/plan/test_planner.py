@@ -86,7 +86,7 @@ def every_plan(asked: Request):
                 trainer = TrainOption(k, n, t.step_s)
                 split = Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0)
                 plan = planner.place(asked, options, split)
-                yield from planner.variants(asked, plan) if plan is not None else ()
+                yield from planner.by_own_engine(asked, [plan] if plan is not None else [])
 
 
 def test_objectives_differ_as_they_should() -> None:

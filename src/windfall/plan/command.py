@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ def best(request: Request, base: Recipe, *, simulate: bool) -> Best:
     if not found.add(every, request.top, first) or not found.rows:
         raise found.first or first or WindfallError("no plan can run", where="windfall plan")
     found.add([fastest], 1)
-    found.add([plan for plan in every if plan.own], 1)
+    found.add_both(every)
     hours = request.deadline_h
     for _ in range(SEARCHES):
         plan, figures = found.best()[0]
@@ -161,8 +162,7 @@ class Candidates:
         """Of plans for a part of the cluster: the groups that were left out."""
 
     def add(self, plans: Sequence[Plan], most: int, first: WindfallError | None = None) -> list[Plan]:
-        """Simulate the first plans that can run, this many; the first of them with the trainer's own engine and
-        without it."""
+        """Simulate the first plans that can run, this many."""
         out: list[Plan] = []
         self.first = self.first or first
         for plan in plans:
@@ -174,11 +174,19 @@ class Candidates:
                 self.refused.append(f"{plan.name}: {error.what}")
                 continue
             out.append(plan)
-            for made in planner.variants(self.request, plan) if self._simulate and len(out) == 1 else (plan,):
-                if made.counts not in self.rows:
-                    figures = recipe.simulate(made, self.request, self.base) if self._simulate else None
-                    self.rows[made.counts] = made, figures
+            if plan.counts not in self.rows:
+                figures = recipe.simulate(plan, self.request, self.base) if self._simulate else None
+                self.rows[plan.counts] = plan, figures
         return out
+
+    def add_both(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Simulate the best plans with and without the trainer's own engine that can run."""
+
+        def first(own: bool) -> list[Plan]:
+            of_kind = (p for p in plans if (p.own is not None) == own)
+            return list(islice((p for p in of_kind if recipe.refusal(p, self.request, self.base) is None), 1))
+
+        return self.add(planner.by_own_engine(self.request, first(False) + first(True)), MORE)
 
     def best(self) -> list[Row]:
         """The plan to choose, then the others by the objective."""
@@ -199,9 +207,8 @@ class Candidates:
             for names in left:
                 done.add(names)
                 machines = [m for name in names for m in groups[name]]
-                for made in self.add(planner.without(self.request, machines), 1):
-                    for variant in planner.variants(self.request, made):
-                        self._removed.setdefault(variant.counts, names)
+                for made in self.add_both(planner.without(self.request, machines)):
+                    self._removed.setdefault(made.counts, names)
 
     def groups(self, chosen: Row) -> list[report.Group]:
         """Every group of machines: what the chosen plan gains from it, or would gain if it used it."""

@@ -159,12 +159,17 @@ def _beside_own_engine(options: Options) -> Iterator[Split]:
                 yield Split(trainer=trainer, replicas=replicas, rate=0.0, usd_per_h=0.0)
 
 
-def variants(request: Request, plan: Plan) -> list[Plan]:
-    """The plan without the trainer's own engine, and with it if it fits."""
+def by_own_engine(request: Request, plans: Sequence[Plan]) -> list[Plan]:
+    """The best plan without the trainer's own engine and the best one with it, then each of them the other way round,
+    if that fits. The cost model is off by different shares for the two ways."""
+    best = [next((p for p in plans if (p.own is not None) == own), None) for own in (False, True)]
+    twins = [_without_own_engine(request, p) if p.own else with_own_engine(request, p) for p in best if p is not None]
+    return list({p.counts: p for p in (*best, *twins) if p is not None}.values())
+
+
+def _without_own_engine(request: Request, plan: Plan) -> Plan:
     engines, kinds = [(e, n) for _, e, n, _ in plan.replicas], [kind for kind, *_ in plan.replicas]
-    plain = plan if plan.own is None else score(request, plan.placed, engines, kinds, plan.training)
-    own = with_own_engine(request, plan)
-    return [plain] if own is None else [plain, own]
+    return score(request, plan.placed, engines, kinds, plan.training)
 
 
 def with_own_engine(request: Request, plan: Plan) -> Plan | None:

@@ -157,9 +157,9 @@ class Candidates:
         self.request, self.base, self.refused, self._simulate = request, base, refused, simulate
         self.rows: dict[frozenset[Any], Row] = {}
         self.first: WindfallError | None = None
-        """Why the first plan that cannot run cannot."""
+        """The error of the first plan that cannot run."""
         self._removed: dict[frozenset[Any], frozenset[str]] = {}
-        """Of plans for a part of the cluster: the groups that were left out."""
+        """The groups of machines that were left out, by plan; only plans for a part of the cluster are listed."""
 
     def add(self, plans: Sequence[Plan], most: int, first: WindfallError | None = None) -> list[Plan]:
         """Simulate the first plans that can run, this many."""

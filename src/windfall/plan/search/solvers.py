@@ -242,7 +242,7 @@ def solve(problem: Problem, count: int = 1, between: int = 0) -> list[Split]:
     best: list[tuple[tuple[float, ...], Split]] = []
     rows: list[tuple[TrainOption, np.ndarray, float, float]] = []
     enough: dict[int, int] = {}
-    """Of every kind, the smallest trainer that is never waited for: a larger one costs more and is no better."""
+    """The smallest trainer of each kind that is never waited for: a larger one costs more and is no better."""
     for trainer in sorted(problem.trainers):
         left = problem.have[trainer.kind] - trainer.gpus
         if left < 0 or trainer.gpus > enough.get(trainer.kind, trainer.gpus):

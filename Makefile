@@ -45,10 +45,10 @@ slow: $(READY)-dev ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
 test-ray: .venv-ray/ready ## Tests on a Ray cluster, in an environment of its own (.venv-ray)
-	.venv-ray/bin/python -m pytest tests/fleet/test_ray.py tests/fleet/test_source_contract.py
+	.venv-ray/bin/python -m pytest tests/providers/test_ray.py tests/providers/test_source_contract.py
 
 test-fleet: .venv-fleet/ready ## Check SkyPilot tasks and Kubernetes manifests with their own tools (.venv-fleet)
-	.venv-fleet/bin/python -m pytest tests/fleet/test_skypilot.py tests/fleet/test_kubernetes.py -k "not trains"
+	.venv-fleet/bin/python -m pytest tests/providers/test_skypilot.py tests/providers/test_kubernetes.py -k "not trains"
 
 check: $(READY)-dev ## Lint, format, types, tests
 	$(BIN)/ruff check .

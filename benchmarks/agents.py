@@ -36,14 +36,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from windfall import config
-from windfall.config import Techniques
+from windfall import recipe as config
+from windfall.controller.ledger.episode import Episode
+from windfall.controller.rollout.assignment import Offer
+from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.scheduling.turns import Turns
 from windfall.events import log as events
-from windfall.ledger.episode import Episode
-from windfall.rollout.assignment import Offer
-from windfall.rollout.dispatch import Dispatch, Listener
-from windfall.scheduling.members import WorkerState
-from windfall.scheduling.turns import Turns
+from windfall.recipe import Techniques
 from windfall.types import Chunk, Request, Sampling
 
 VOCABULARY = 90
@@ -145,7 +145,7 @@ def make_engines(args: argparse.Namespace, work: Workload, keep_share: float) ->
             TorchEngine(model, kv_tokens=kv_tokens, max_running=slots, max_rows=512, keep_share=keep_share)
             for _ in range(args.workers)
         ], slots
-    from windfall.worker.engine_factory import build_engine
+    from windfall.engine.engine_factory import build_engine
 
     spec = engine_spec(args, work, slots, kv_tokens, keep_share)
     engines = [
@@ -178,7 +178,7 @@ def engine_spec(args: argparse.Namespace, work: Workload, slots: int, kv_tokens:
 def random_model(spec: Any, device: str) -> Any:
     import torch
 
-    from windfall.worker.engine_factory import build_model
+    from windfall.engine.engine_factory import build_model
 
     model = build_model(spec, device)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def random_model(spec: Any, device: str) -> Any:
 
 
 def make_vllm(args: argparse.Namespace, work: Workload) -> tuple[list[Any], int]:
-    from windfall.worker import vllm_factory
+    from windfall.engine.vllm import vllm_factory
 
     slots = -(-work.sessions // args.workers)
     kv_tokens = int(args.cache * slots * work.longest) + work.longest
@@ -279,11 +279,11 @@ class Sessions:
 async def measure(
     variant: str, engines: Sequence[Any], slots: int, work: Workload, techniques: dict[str, Any], vocabulary: int
 ) -> Row:
-    from windfall.worker.in_process import in_process_worker
+    from windfall.run.commands.in_process import in_process_worker
 
     with tempfile.TemporaryDirectory() as folder:
         log = events.EventLog(Path(folder) / "events.jsonl")
-        with patch("windfall.scheduling.placement.Turns", TimedTurns):
+        with patch("windfall.controller.scheduling.placement.Turns", TimedTurns):
             dispatch = Dispatch(events=log, vocabulary=vocabulary, techniques=Techniques(**techniques))
         dispatch.set_offer(Offer(version=0, digest="", url=""))
         async with AsyncExitStack() as stack:
@@ -406,7 +406,10 @@ def simulated(workers: int = 64, *, steps: int = 1, groups: int = 64, cache: int
     rows = []
     for name, (techniques, keep_share) in VARIANTS.items():
         built = scenario.build(recipe(workers, techniques, keep_share, steps=steps, groups=groups, cache=cache))
-        with tempfile.TemporaryDirectory() as folder, patch("windfall.scheduling.placement.Turns", TimedTurns):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            patch("windfall.controller.scheduling.placement.Turns", TimedTurns),
+        ):
             log = Path(folder) / "events.jsonl"
             done = run.simulate(built, log)
             logged = steps_of(events.read(log))

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from windfall.config import load
-from windfall.cost.bill import Totals
+from windfall.controller.cost.bill import Totals
 from windfall.events.log import Event, read
+from windfall.recipe import load
 from windfall.sim.core import run
 from windfall.sim.core.scenario import build
 

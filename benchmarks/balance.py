@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 
 from one_step import PREFILL_S, PROMPT, ROUND_TRIP_S, TICK_S, Policy, Response, Step, Worker
 
-from windfall.scheduling.balance import WorkerLoad, place
-from windfall.scheduling.rebalance import Running, rebalance
-from windfall.scheduling.worker_speed import Profile, WorkerSpeeds
+from windfall.controller.scheduling.balance import WorkerLoad, place
+from windfall.controller.scheduling.rebalance import Running, rebalance
+from windfall.controller.scheduling.worker_speed import Profile, WorkerSpeeds
 
 ENGINE = Profile(fixed_s=0.010, each_s=0.00006)
 MEDIAN, SIGMA, SIBLINGS, LONGEST = 1500, 0.7, 8, 14_000

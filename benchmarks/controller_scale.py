@@ -33,11 +33,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from windfall import config
+from windfall import recipe as config
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.seeding import Seeding
+from windfall.controller.scheduling.members import Members
 from windfall.link import messages as m
-from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.seeding import Seeding
-from windfall.scheduling.members import Members
 from windfall.sim.core import run
 from windfall.sim.core.scenario import build
 from windfall.sim.machines.network import Network

@@ -54,7 +54,7 @@ def spec_of(job: dict[str, Any], model: str, *, longest: int, running: int, kv_t
 def random_model(job: dict[str, Any], name: str) -> Any:
     import torch
 
-    from windfall.worker import engine_factory
+    from windfall.engine import engine_factory
 
     device, dtype = devices.resolve(job["device"], "auto", job["threads"])
     spec = spec_of(job, name, longest=64, running=1, kv_tokens=0)
@@ -284,8 +284,8 @@ class Bench:
 
 def rollout_process(job: dict[str, Any]) -> None:
     """Generate as fast as the engine can, as a worker would."""
-    from windfall.worker import engine_factory
-    from windfall.worker.engine_thread import request_of
+    from windfall.engine import engine_factory
+    from windfall.engine.engine_thread import request_of
 
     device, _ = devices.resolve(job["device"], "auto", job["threads"])
     model = random_model(job, job["rollout"])

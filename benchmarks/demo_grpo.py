@@ -43,7 +43,7 @@ def plain(steps: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from windfall import config
+    from windfall import recipe as config
     from windfall.envs.arithmetic import Arithmetic
     from windfall.envs.base import HELD_OUT
     from windfall.models import load
@@ -140,7 +140,7 @@ def plain_run(steps: int) -> dict[str, Any]:
 def windfall_run(steps: int, *changes: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         sets = [f"run.folder={name}", f"run.steps={steps}", *changes]
-        command = [sys.executable, "-m", "windfall.cli", "train", str(RECIPE)]
+        command = [sys.executable, "-m", "windfall.run.cli", "train", str(RECIPE)]
         took = measured([*command, *(word for s in sets for word in ("--set", s))], Path(name))
         log = [json.loads(line) for line in (Path(name) / "demo" / "events.jsonl").read_text().splitlines()]
     evals = [e for e in log if e["kind"] == "scalar" and e["name"] == "eval"]

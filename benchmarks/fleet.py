@@ -113,8 +113,8 @@ def show_migration(model: str, lengths: tuple[int, ...], responses: int = 8) -> 
 
 def _model(name: str) -> tuple[Any, int]:
     from windfall import devices
-    from windfall.engine.torch.attention import NAME
     from windfall.models import load
+    from windfall.models.attention import NAME
 
     device, dtype = devices.resolve("auto", "auto", 1)
     if name == LARGE:
@@ -132,7 +132,7 @@ def _random(device: str, dtype: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from windfall.engine.torch.attention import NAME
+    from windfall.models.attention import NAME
 
     config = AutoConfig.for_model(
         "qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,

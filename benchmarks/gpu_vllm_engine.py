@@ -31,8 +31,8 @@ class VllmAsEngine(Windfall):
 
 
 def engine_of(job: Job) -> Any:
+    from windfall.engine.vllm import vllm_factory
     from windfall.link.messages import EngineSpec
-    from windfall.worker import vllm_factory
 
     spec = EngineSpec(
         model_config=json.dumps(job.config), dtype="bfloat16" if job.device == "cuda" else "float32",

@@ -62,8 +62,8 @@ def engine_of(job: Job) -> tuple[Any, dict[str, float]]:
     """The engine, and the age of the process in seconds when each part was ready."""
     import torch
 
+    from windfall.engine import engine_factory
     from windfall.link.messages import EngineSpec
-    from windfall.worker import engine_factory
 
     at = {f"imports (torch {torch.__version__})": age_s()}
     spec = EngineSpec(

@@ -33,13 +33,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from windfall import config
+from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.events import log
-from windfall.fleet import process, trace
-from windfall.fleet.trace_provider import TraceProvider
 from windfall.link import auth
 from windfall.models.load import TINY
+from windfall.processes import process
+from windfall.providers import trace
+from windfall.providers.trace_provider import TraceProvider
 from windfall.sim.core.service import LogNormalLengths, Service
 from windfall.types import Lease
 
@@ -105,15 +106,15 @@ async def run_trainer(folder: Path) -> int:
     from sleeping_engine import SleepingEngine
     from sleeping_trainer import SleepingTrainer
 
-    from windfall.launch.processes import trainer as training
     from windfall.link import messages as m
     from windfall.link.socket import Dialer
-    from windfall.train.agent import TrainerAgent
-    from windfall.train.checkpoint import CheckpointState
+    from windfall.trainer import process as training
+    from windfall.trainer.agent import TrainerAgent
+    from windfall.trainer.checkpoint import CheckpointState
+    from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
     from windfall.worker.agent import Agent
-    from windfall.worker.trainer_engine import TrainerEngine, TrainerWeights
 
     recipe = config.load(folder / "recipe.toml")
     shutil.copytree(TINY, folder / "tokenizer", dirs_exist_ok=True)
@@ -182,7 +183,8 @@ async def run_worker(url: str, name: str, factor: float) -> int:
 
 async def run_variant(
     folder: Path, *, changes: list[Any], steps: int, speedup: float, rollout: str = "", fleet: str = "",
-    techniques: str = "", notice_s: float = 0.0, controller_argv: Sequence[str] = ("-m", "windfall.cli", "_controller"),
+    techniques: str = "", notice_s: float = 0.0,
+    controller_argv: Sequence[str] = ("-m", "windfall.run.cli", "_controller"),
 ) -> None:  # fmt: skip
     """`controller_argv`: arguments of Python that start a controller, without its folder."""
     folder.mkdir(parents=True)

@@ -6,7 +6,7 @@
     never         only if there is no other worker
     always        whenever the trainer does not use the machine
     0.25 / 0.1    from a step in which the trainer waited for more than 25 % of the time, until one with less than 10 %
-                  (START_SHARE and STOP_SHARE of rollout/idle_generation.py)
+                  (START_SHARE and STOP_SHARE of controller/rollout/idle_generation.py)
 
 Rows: models of async_sim.py, numbers of workers, with and without losses, staleness. Columns: trained tokens per second
 and per dollar as ratios to `never`, and the share of tokens that were dropped as too old. Figures leave out the first
@@ -21,7 +21,7 @@ import time
 
 from async_sim import STEADY, simulate, trained
 
-from windfall.rollout import idle_generation
+from windfall.controller.rollout import idle_generation
 
 POLICIES = {"never": (9.0, 9.0), "0.25 / 0.1": (0.25, 0.1), "always": (-1.0, -1.0)}
 """START_SHARE and STOP_SHARE. The share is between 0 and 1."""

@@ -26,16 +26,16 @@ from pathlib import Path
 
 import msgspec
 
+from windfall.controller.ledger.episode import Episode
+from windfall.controller.ledger.journal import Journal
+from windfall.controller.rollout.assignment import Offer
+from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.scheduling.members import Patience
 from windfall.events.log import EventLog
-from windfall.ledger.episode import Episode
-from windfall.ledger.journal import Journal
 from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Dialer, Port, Route
-from windfall.rollout.assignment import Offer
-from windfall.rollout.dispatch import Dispatch, Listener
-from windfall.scheduling.members import Patience
 from windfall.types import Lease, Sampling
 
 VOCABULARY = 50_000

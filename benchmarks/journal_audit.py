@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from windfall.controller.ledger.journal_format import Accepted, Assigned, Started, Trained, TurnGraded, read_records
 from windfall.events import log as events
-from windfall.ledger.journal_format import Accepted, Assigned, Started, Trained, TurnGraded, read_records
 
 
 class JournalCopy:

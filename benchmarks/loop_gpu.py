@@ -5,7 +5,7 @@ once undisturbed and once with two of the four killed at random throughout.
     smollm2) python benchmarks/loop_gpu.py --steps 20 --out FOLDER
 
 All processes are windfall's own. Each of the five costs a fifth of the price of the GPU ($3.29 per hour, an H200 on
-spot; src/windfall/cost/prices.py has the table). A killed worker is not billed until another one replaces it.
+spot; cost/prices.py has the table). A killed worker is not billed until another one replaces it.
 
     python scripts/plot_run.py FOLDER/left-alone FOLDER/two-of-four-killed docs/loop-gpu.svg       plots both rewards
 """
@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from windfall import config
-from windfall.cost.bill import Totals
+from windfall import recipe as config
+from windfall.controller.cost.bill import Totals
 from windfall.events import log as events
-from windfall.launch.start import train
+from windfall.run.start import train
 from windfall.run_folder import new_folder
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2-chain-sum.toml"

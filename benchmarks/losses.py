@@ -30,13 +30,13 @@ from typing import Any
 
 import xxhash
 
+from windfall.controller.ledger.episode import Episode
+from windfall.controller.rollout.assignment import Offer
+from windfall.controller.rollout.dispatch import Dispatch, Listener
 from windfall.events.log import EventLog
-from windfall.ledger.episode import Episode
 from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
-from windfall.rollout.assignment import Offer
-from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.types import Chunk, Lease, Request, Sampling
 from windfall.worker.agent import Agent
 

@@ -85,7 +85,7 @@ class Fleet:
         python = self.options.vllm_python if engine == "vllm" else sys.executable
         address = (read_json(self.run / "address.json") or {})["url"]
         command = [
-            python, "-m", "windfall.cli", "worker", "--join", address, "--token", str(self.run / "token"), "--name",
+            python, "-m", "windfall.run.cli", "worker", "--join", address, "--token", str(self.run / "token"), "--name",
             f"{engine}-{life}", "--engine", engine, "--device", self.options.device, "--threads", "1", "--memory",
             str(self.options.memory), "--clouds", "none", "--patience", "60",
         ]  # fmt: skip
@@ -145,7 +145,7 @@ def execute(o: argparse.Namespace, folder: Path) -> tuple[int, Fleet, float]:
     with ExitStack() as stack:
         out = stack.enter_context((folder / "run.out").open("wb"))
         train = subprocess.Popen(
-            [sys.executable, "-m", "windfall.cli", "train", str(recipe)], stdin=subprocess.DEVNULL, stdout=out,
+            [sys.executable, "-m", "windfall.run.cli", "train", str(recipe)], stdin=subprocess.DEVNULL, stdout=out,
             stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         stack.callback(train.wait)

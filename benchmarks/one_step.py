@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from windfall.scheduling.worker_speed import Profile
+from windfall.controller.scheduling.worker_speed import Profile
 
 PREFILL_S, PROMPT = 1 / 20_000, 300
 ROUND_TRIP_S, TICK_S = 0.05, 0.1

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import intake
 from run_case import write_long_run  # pyright: ignore[reportMissingImports]
 
-from windfall.commands import page as pages
 from windfall.link import messages as m
 from windfall.link.socket import Port
+from windfall.page import command as pages
 from windfall.page.feed import TICK_S, Feed
 from windfall.page.runs import RunReader
 from windfall.page.samples import SampleFile

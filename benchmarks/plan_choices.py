@@ -15,7 +15,6 @@ import argparse
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from windfall.config import Recipe
 from windfall.plan import command
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload, delta_share
@@ -23,6 +22,7 @@ from windfall.plan.report import Row, speed, usd_per_100
 from windfall.plan.run import recipe
 from windfall.plan.search import planner
 from windfall.plan.search.request import LOSSES_PER_H, Request, SpotMarket
+from windfall.recipe import Recipe
 from windfall.sim.core.scenario import with_keys
 
 MARKET = SpotMarket(losses_per_h=LOSSES_PER_H, assumed=True)

@@ -108,7 +108,7 @@ class Slowed(threading.Thread):
 
 
 def windfall(*args: str) -> list[str]:
-    return [sys.executable, "-m", "windfall.cli", *args]
+    return [sys.executable, "-m", "windfall.run.cli", *args]
 
 
 def train(recipe: Path, run: Path, workers: list[str], share: float, out: Path) -> None:

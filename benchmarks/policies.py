@@ -37,9 +37,9 @@ from typing import Any
 
 import rlboost_model as rb
 
-from windfall.config import Recipe
-from windfall.fleet import trace
-from windfall.fleet.trace_formats import Change
+from windfall.providers import trace
+from windfall.providers.trace_formats import Change
+from windfall.recipe import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.report import equal_steps, variants
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from windfall import config
-from windfall.config import Recipe
-from windfall.fleet import trace
-from windfall.fleet.trace_formats import Change
+from windfall import recipe as config
+from windfall.providers import trace
+from windfall.providers.trace_formats import Change
+from windfall.recipe import Recipe
 
 CO_LOCATED_8B = 10_000.0
 """Tokens per second on 8 H100: RLBoost's artifact, "about 10K"."""

@@ -24,10 +24,10 @@ from typing import Any
 import rlboost_model as rb
 from rlboost_model import MODELS, Assumptions, Model
 
-from windfall.config import Recipe
 from windfall.events import log as events
-from windfall.fleet import trace
-from windfall.fleet.trace_formats import Change
+from windfall.providers import trace
+from windfall.providers.trace_formats import Change
+from windfall.recipe import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.report import equal_steps, variants
 from windfall.sim.report.figures import Figures

@@ -40,11 +40,11 @@ from rlboost_model import (
     market,
 )  # fmt: skip
 
-from windfall import config
-from windfall.config.sections import SimLenders
+from windfall import recipe as config
 from windfall.events import log as events
-from windfall.fleet import trace
-from windfall.fleet.trace_formats import Change
+from windfall.providers import trace
+from windfall.providers.trace_formats import Change
+from windfall.recipe.sections import SimLenders
 from windfall.sim.core import run, scenario
 from windfall.sim.machines.lender import SimLender
 from windfall.sim.report import variants

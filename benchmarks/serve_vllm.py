@@ -182,7 +182,7 @@ def free_port() -> int:
 def windfall_server(folder: Path, options: argparse.Namespace, context: int) -> Server:
     port = free_port()
     command = [
-        sys.executable, "-c", "from windfall.cli import main; main()", "serve", str(folder), "--port", str(port),
+        sys.executable, "-c", "from windfall.run.cli import main; main()", "serve", str(folder), "--port", str(port),
         "--name", NAME, "--device", options.device, "--max-running", str(options.running), "--max-requests", "4096",
         "--memory", "0.6", "--kv-tokens", str(context * options.running),
     ]  # fmt: skip

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from windfall.sim.core.service import Service
-from windfall.train.base import Report
-from windfall.train.sample import Sample
+from windfall.trainer.base import Report
+from windfall.trainer.sample import Sample
 
 
 class SleepingTrainer:

@@ -43,7 +43,7 @@ from typing import Any
 from journal_audit import JournalCopy, audit
 
 from windfall.events import log as events
-from windfall.fleet import parent_death
+from windfall.processes import parent_death
 
 MARK = "WINDFALL_SOAK"
 MAX_GAP = 1e-3
@@ -167,7 +167,7 @@ def training(
         )
     )  # fmt: skip
     what = ["resume", str(folder / name)] if resume else ["train", str(recipe)]
-    command = [sys.executable, "-m", "windfall.cli", *what]
+    command = [sys.executable, "-m", "windfall.run.cli", *what]
     guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
     with (folder / f"{name}.out").open("ab" if resume else "wb") as out:
         child = subprocess.Popen(

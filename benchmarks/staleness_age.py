@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from windfall.controller.scheduling.lead import Lead
 from windfall.events.log import Event, read
-from windfall.scheduling.lead import Lead
 
 FIRST = 20
 """Steps that are left out: the lead begins at the bound and shrinks slowly."""
@@ -96,7 +96,7 @@ def fixed_lead(groups: int | None = None) -> Any:
 
 def simulate(case: Case, leads: Sequence[int] = ()) -> list[Measured]:
     """With the lead at the bound, measured, and with each of these constant leads."""
-    from windfall.config import load
+    from windfall.recipe import load
     from windfall.sim.core import run, scenario
 
     sets = [
@@ -118,9 +118,9 @@ async def run_processes(case: Case) -> list[Measured]:
     """Both runs at once, so that other load on the machine hits both."""
     import harvest
 
-    from windfall.fleet.trace_formats import Change
+    from windfall.providers.trace_formats import Change
 
-    controllers = {"fixed": (__file__, "controller"), "measured": ("-m", "windfall.cli", "_controller")}
+    controllers = {"fixed": (__file__, "controller"), "measured": ("-m", "windfall.run.cli", "_controller")}
     changes = [Change(at_s=0.0, node=f"n{n}", up=True) for n in range(case.nodes)]
     with tempfile.TemporaryDirectory() as name:
         folders = {key: Path(name) / key for key in controllers}
@@ -174,7 +174,7 @@ def show(case: Case, found: Sequence[Measured], leads: Sequence[int] = ()) -> No
 
 
 if __name__ == "__main__":  # a controller whose lead stays at the bound
-    from windfall import cli
+    from windfall.run import cli
 
     sys.argv[1] = "_controller"
     with fixed_lead():

@@ -34,10 +34,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from windfall import config, controller
-from windfall.config import Recipe
+from windfall import recipe as config
+from windfall.controller import loop as controller
+from windfall.controller.scheduling.admission import Admission
 from windfall.events import log as events
-from windfall.scheduling.admission import Admission
+from windfall.recipe import Recipe
 from windfall.sim.calibrate.event_log import steps_of
 from windfall.sim.core import run, scenario
 

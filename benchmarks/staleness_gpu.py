@@ -79,7 +79,7 @@ def train(recipe: Path, log: Path, seconds: float) -> None:
     """Run until it ends, or until `seconds` after its first step."""
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "windfall.cli", "train", str(recipe)], stdout=out, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "windfall.run.cli", "train", str(recipe)], stdout=out, stderr=subprocess.STDOUT
         )
         deadline_s = time.monotonic() + seconds + 90  # starting takes a while
         while process.poll() is None and time.monotonic() < deadline_s:

@@ -73,7 +73,7 @@ def run(seed: int, staleness: int, importance: str, options: argparse.Namespace)
         }  # fmt: skip
         if options.lr:
             sets["train.lr"] = options.lr
-        command = [sys.executable, "-m", "windfall.cli", "train", str(ROOT / "recipes" / "demo.toml")]
+        command = [sys.executable, "-m", "windfall.run.cli", "train", str(ROOT / "recipes" / "demo.toml")]
         command += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
         began_s, load = time.monotonic(), os.getloadavg()[0]
         done = subprocess.run(

@@ -63,8 +63,8 @@ def run(bound: int, killed: bool, seed: int, options: argparse.Namespace) -> Row
     import harvest
 
     from windfall.events import log
-    from windfall.fleet import trace
-    from windfall.fleet.trace_formats import Change
+    from windfall.providers import trace
+    from windfall.providers.trace_formats import Change
     from windfall.sim.report import figures
 
     changes = [Change(at_s=0.0, node=f"n{n}", up=True) for n in range(options.nodes)]

@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from windfall.fleet import process
-from windfall.fleet.base import Handle
-from windfall.fleet.fork_client import ForkClient
+from windfall.processes import process
+from windfall.processes.fork_client import ForkClient
+from windfall.providers.base import Handle
 
 MODULES = ("torch", "transformers")
 WAIT_S = 120.0

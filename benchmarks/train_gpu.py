@@ -26,13 +26,14 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from windfall import algorithms, config
-from windfall.engine.torch.attention import NAME
-from windfall.train.activation_memory import LEAST
-from windfall.train.ranks import Orders, Ranks
-from windfall.train.sample import Sample
-from windfall.train.sharding import sharded_policy
-from windfall.train.trainer import TorchTrainer
+from windfall import algorithms
+from windfall import recipe as config
+from windfall.models.attention import NAME
+from windfall.trainer.model.activation_memory import LEAST
+from windfall.trainer.ranks.ranks import Orders, Ranks
+from windfall.trainer.ranks.sharding import sharded_policy
+from windfall.trainer.sample import Sample
+from windfall.trainer.trainer import TorchTrainer
 from windfall.weights.publish import Publisher
 
 PEAK = 990e12

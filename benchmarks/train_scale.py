@@ -5,7 +5,7 @@
 
 On a CPU the ranks share the cores, so tokens/s show the overhead of sharding, not a speed-up. "state" is what a rank
 must keep between two passes: weights, gradients and the optimizer's moments; "paper" is what the formula says
-(src/windfall/train/rank_budget.py). Share of peak: as in train_gpu.py.
+(src/windfall/trainer/ranks/rank_budget.py). Share of peak: as in train_gpu.py.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from windfall import algorithms, config
-from windfall.engine.torch.attention import NAME
-from windfall.train import lora
-from windfall.train.rank_budget import ModelShape, rank_budget
-from windfall.train.ranks import Orders, Ranks
-from windfall.train.sample import Sample
-from windfall.train.sharding import rows, sharded_policy
-from windfall.train.trainer import TorchTrainer, peak_bytes
+from windfall import algorithms
+from windfall import recipe as config
+from windfall.models.attention import NAME
+from windfall.trainer.model import lora
+from windfall.trainer.ranks.rank_budget import ModelShape, rank_budget
+from windfall.trainer.ranks.ranks import Orders, Ranks
+from windfall.trainer.ranks.sharding import rows, sharded_policy
+from windfall.trainer.sample import Sample
+from windfall.trainer.trainer import TorchTrainer, peak_bytes
 
 PEAK = 990e12
 SHAPES: dict[str, dict[str, Any]] = {

@@ -31,8 +31,8 @@ PROMPT = 128
 
 
 def build(args: argparse.Namespace, own_sampler: bool) -> Any:
+    from windfall.engine.vllm import vllm_factory
     from windfall.link.messages import EngineSpec
-    from windfall.worker import vllm_factory
 
     spec = EngineSpec(
         model_config=json.dumps(SHAPES[args.model]), dtype="bfloat16" if args.device == "cuda" else "float32",

@@ -211,7 +211,7 @@ def samples(model: Any, count: int, tokens: int) -> list[Any]:
     import numpy as np
 
     from windfall.engine.torch.engine import TorchEngine
-    from windfall.train.sample import Sample
+    from windfall.trainer.sample import Sample
     from windfall.types import Request
 
     rng, engine = random.Random(0), TorchEngine(model, kv_tokens=8192)
@@ -234,9 +234,10 @@ def samples(model: Any, count: int, tokens: int) -> list[Any]:
 async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, device: str) -> None:
     import torch
 
-    from windfall import algorithms, config
+    from windfall import algorithms
+    from windfall import recipe as config
     from windfall.models import load
-    from windfall.train.trainer import TorchTrainer
+    from windfall.trainer.trainer import TorchTrainer
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
 

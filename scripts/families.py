@@ -6,7 +6,7 @@
                                                     # is accepted but wrong
     python scripts/families.py --out docs/models.md # write the table into this file, between its two markers
 
-The self-test (windfall.selftest) uses one small random model per family. `--verify` uses others and compares more
+The self-test uses one small random model per family. `--verify` uses others and compares more
 thoroughly: greedy tokens with a full forward pass at every length, siblings, cut and preempted responses, and every
 weight's gradient with finite differences of the loss in float64.
 """
@@ -32,13 +32,13 @@ import numpy as np
 import torch
 from model_families import configuration, families
 
-from windfall.engine.torch import attention
+from windfall.engine.selftest import compare, determinism, judge
+from windfall.engine.selftest.small_model import build_small_model
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
-from windfall.selftest import compare, determinism, judge
-from windfall.selftest.small_model import build_small_model
-from windfall.train.gradients import Gradients
-from windfall.train.logprobs import Learner
+from windfall.models import attention
+from windfall.trainer.model.gradients import Gradients
+from windfall.trainer.model.logprobs import Learner
 from windfall.types import Request, Sampling
 
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"

@@ -1,11 +1,11 @@
-"""Generate docs/recipes.md from windfall.config: `python scripts/recipe_reference.py > docs/recipes.md`."""
+"""Generate docs/recipes.md from windfall.recipe: `python scripts/recipe_reference.py > docs/recipes.md`."""
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
-from windfall.config import RULES, Lora, PlannedWorkers, SimKind, SimLenders, env_sections, file, sections
-from windfall.config.worker_sources import SOURCES
+from windfall.recipe import RULES, Lora, PlannedWorkers, SimKind, SimLenders, env_sections, file, sections
+from windfall.recipe.worker_sources import SOURCES
 
 HEAD = """# Recipes
 
@@ -13,7 +13,7 @@ One TOML file describes a run. `windfall train RECIPE.toml --dry-run` checks it 
 defaults, and what that amounts to: size of the model, devices, batch, fleet. With `--all` it prints every key.
 `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before any work
 starts. Some keys need an extra, such as `wandb`: run `pip install -e '.[wandb]'` in a clone. `-` in the default column
-means that the key is not set. This page is generated from `src/windfall/config/` by `scripts/recipe_reference.py`.
+means that the key is not set. This page is generated from `src/windfall/recipe/` by `scripts/recipe_reference.py`.
 """
 RESUME = """## What may change on resume
 

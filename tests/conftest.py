@@ -18,8 +18,8 @@ import hypothesis
 import pytest
 from _pytest.assertion import rewrite
 
-from windfall import cli
-from windfall.fleet import import_server, parent_death
+from windfall.processes import import_server, parent_death
+from windfall.run import cli
 
 SMALL = """
 [run]
@@ -75,8 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     folder = tempfile.mkdtemp(prefix="windfall-tests-")
     path = os.environ[import_server.VARIABLE] = f"{folder}/imports"
-    preload = "windfall.launch.processes.preload:preload_model:tiny"
-    command = [sys.executable, "-m", "windfall.fleet.fork_server", "--listen", path, preload]
+    preload = "windfall.run.preload:preload_model:tiny"
+    command = [sys.executable, "-m", "windfall.processes.fork_server", "--listen", path, preload]
     server = subprocess.Popen(
         [sys.executable, parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command],
         start_new_session=True,  # Ctrl-C is for the tests; it ends with them

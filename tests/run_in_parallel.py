@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from execnet import gateway_io
 
-from windfall.fleet import fork_server, import_server
-from windfall.fleet.parent_death import die_with_parent
+from windfall.processes import fork_server, import_server
+from windfall.processes.parent_death import die_with_parent
 
 LIBRARIES = (
     "aiohttp.web", "datasets", "jinja2", "openai", "peft", "scipy.optimize", "torch", "torch.distributed.tensor",

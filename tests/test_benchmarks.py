@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rank_processes import CONTEXT
 
-from windfall.fleet import trace
+from windfall.providers import trace
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from windfall import devices
+from windfall.engine import engine_factory
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
-from windfall.worker import engine_factory
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 

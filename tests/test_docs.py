@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import typer.main
 
-from windfall import config
-from windfall.cli import app
-from windfall.launch import worker_sources
+from windfall import recipe as config
+from windfall.run import worker_sources
+from windfall.run.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -137,7 +137,7 @@ def test_own_task_of_the_readme_runs(tmp_path: Path) -> None:
         block = re.search(rf"`{re.escape(name)}`:\n\n```{kind}\n(.*?)```", readme, re.DOTALL)
         assert block, name
         (tmp_path / name).write_text(block[1])
-    command = [sys.executable, "-m", "windfall.cli", "train", "my_task.toml", "--dry-run"]
+    command = [sys.executable, "-m", "windfall.run.cli", "train", "my_task.toml", "--dry-run"]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120

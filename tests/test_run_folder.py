@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from windfall import config
+from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from windfall import config
+from windfall import recipe as config
 from windfall import run_folder as folders
+from windfall.controller import process as controls
 from windfall.events import log
 from windfall.events.log import EventLog
-from windfall.launch.processes import controller as controls
 from windfall.link import auth
 from windfall.link.memory import pair
-from windfall.train.base import TrainerLost
+from windfall.trainer.base import TrainerLost
 
 
 @pytest.fixture

@@ -27,10 +27,10 @@ from typing import Any
 
 import xxhash
 
-from windfall import config
-from windfall.config import Recipe
+from windfall import recipe as config
 from windfall.envs.data import files as data_files
 from windfall.errors import WindfallError, describe_exit, describe_write, nearest, unwritable
+from windfall.recipe import Recipe
 
 UNRECORDED = 64
 """Exit status of a process that could not record its error: this number plus the error number of the operating system

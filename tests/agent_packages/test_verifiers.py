@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from agent_scene import Scene
 
-from windfall import config
-from windfall.config.env_sections import VerifiersEnv
+from windfall import recipe as config
+from windfall.controller.gateway.agents import program
 from windfall.envs.agents import verifiers_agent
 from windfall.envs.agents.launcher import AgentLauncher
 from windfall.errors import WindfallError
-from windfall.launch.agents import program
+from windfall.recipe.env_sections import VerifiersEnv
 
 ROOT = Path(__file__).parents[2]
 ARGS = {"gym": "chain_sum", "num_train_examples": 6, "num_eval_examples": 2, "system_prompt": "Add."}

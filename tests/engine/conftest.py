@@ -10,7 +10,7 @@ import torch
 from small_models import MODELS, build
 
 from windfall import devices
-from windfall.engine.torch import attention
+from windfall.models import attention
 
 
 @pytest.fixture(scope="session", params=list(MODELS))

@@ -17,7 +17,7 @@ import torch
 from small_models import build, drain, logprobs, tokens
 
 from windfall import devices
-from windfall.engine.torch import attention
+from windfall.models import attention
 from windfall.types import Chunk, Request
 
 

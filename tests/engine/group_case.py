@@ -15,11 +15,11 @@ from continuation import check_continuation, of_chunks
 from small_models import engine, requests
 
 from windfall.devices import Place
+from windfall.engine import engine_factory
+from windfall.engine.group.group import EngineGroup
 from windfall.link.messages import EngineSpec
 from windfall.types import Chunk, Request
 from windfall.weights.publish import Publisher
-from windfall.worker import engine_factory
-from windfall.worker.engine_group.group import EngineGroup
 
 WAIT_S = 120.0
 SIZES: dict[str, Any] = {"kv_tokens": 4096, "page_size": 16, "max_running": 16, "max_rows": 64}

@@ -17,8 +17,8 @@ from test_pages_and_schedule import one_step
 from windfall.engine.pages import Pages
 from windfall.engine.retention import Retention
 from windfall.engine.scheduler import Scheduler, Sequence
-from windfall.engine.torch import attention
 from windfall.engine.torch.engine import TorchEngine
+from windfall.models import attention
 from windfall.types import Request, Sampling
 
 PAGE = 16

@@ -15,8 +15,8 @@ from gpu_case import graph_engine
 from small_models import engine, requests
 
 from windfall.errors import WindfallError
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine
 from windfall.types import Chunk, Request
-from windfall.worker.trainer_engine import TrainerEngine
 
 SIZES: dict[str, Any] = {"max_running": 4, "max_rows": 24}  # some responses wait, and prompts are prefilled in chunks
 CLOSE = 1e-4

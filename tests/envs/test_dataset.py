@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from windfall import config, envs, run_folder
-from windfall.config import Recipe
+from windfall import envs, run_folder
+from windfall import recipe as config
 from windfall.envs.base import HELD_OUT
 from windfall.envs.dataset import Dataset
 from windfall.envs.held_out import describe
 from windfall.envs.hosting import evaluation_data
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
+from windfall.recipe import Recipe
 
 
 def write(path: Path, first: int, count: int) -> Path:

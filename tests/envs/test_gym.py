@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from windfall import config
+from windfall import recipe as config
 from windfall.envs.gym import Gym
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.errors import WindfallError

@@ -11,13 +11,13 @@ import pytest
 from hostile.datasets import FILES, MATHEMATICS, NOT_MATHEMATICS, messages
 from hostile.datasets import write as write_hostile
 
-from windfall import config
-from windfall.config import JsonLinesEnv
+from windfall import recipe as config
 from windfall.envs.base import HELD_OUT
 from windfall.envs.held_out import describe
 from windfall.envs.jsonl import JsonLines
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
+from windfall.recipe import JsonLinesEnv
 from windfall.types import Task, Turn
 
 

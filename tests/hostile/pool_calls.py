@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from hostile import environments as hostile
-from windfall import config
+from windfall import recipe as config
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.pool import EnvPool
-from windfall.fleet import reaper
+from windfall.processes import reaper
 from windfall.types import Feedback, Turn
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from windfall.config import Fleet
 from windfall.errors import WindfallError
-from windfall.launch import tls
-from windfall.link import auth, handshake
+from windfall.link import auth, handshake, tls
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.handshake import JoinRefused
 from windfall.link.memory import pair
+from windfall.recipe import Fleet
 from windfall.types import Lease
 from windfall.worker.agent import Agent
 

@@ -10,10 +10,10 @@ import torch
 from hostile.models import edited
 from huggingface_hub import constants, errors
 
-from windfall.commands import offline
 from windfall.errors import WindfallError
 from windfall.models import hub
 from windfall.models import load as models
+from windfall.run.commands import offline
 from windfall.types import Sampling
 
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from windfall import config
+from windfall import recipe as config
 from windfall.errors import WindfallError
-from windfall.launch.processes.trainer import text_for
 from windfall.models.load import load_tokenizer
 from windfall.models.text import Text
+from windfall.trainer.process import text_for
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from run_case import write_run
 
-from windfall.commands import page as pages
+from windfall.page import command as pages
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MARKS = [pytest.mark.page, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
@@ -23,7 +23,7 @@ class Served:
     """`windfall page RUN` in a process of its own."""
 
     def __init__(self, *runs: Path) -> None:
-        argv = [sys.executable, "-m", "windfall.cli", "page", *map(str, runs)]
+        argv = [sys.executable, "-m", "windfall.run.cli", "page", *map(str, runs)]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()

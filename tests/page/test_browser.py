@@ -17,7 +17,7 @@ import pytest
 from browser import MARKS, Served, append, written
 from run_case import event, sample, small_log, step, write_run
 
-from windfall.commands import page as pages
+from windfall.page import command as pages
 
 pytest.importorskip("playwright.sync_api")
 pytestmark = MARKS

@@ -10,9 +10,9 @@ import pytest
 from browser import MARKS, Served, append, written
 from run_case import START_T, event, sample, small_log, step, write_run
 
-from windfall import config
-from windfall.commands import page as pages
-from windfall.config import PlannedWorkers, PlanSection
+from windfall import recipe as config
+from windfall.page import command as pages
+from windfall.recipe import PlannedWorkers, PlanSection
 
 pytest.importorskip("playwright.sync_api")
 pytestmark = MARKS

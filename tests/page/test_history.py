@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from run_case import START_T, event, small_log, step, write_long_run, write_run
 
-from windfall.cost.accounts import Accounts
-from windfall.cost.activity import Activity
+from windfall.controller.cost.accounts import Accounts
+from windfall.controller.cost.activity import Activity
 from windfall.page import history as histories
 from windfall.page import timeline
 from windfall.page.history import History

@@ -66,7 +66,7 @@ def test_a_run_is_watched_until_it_ends(page: Any, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     output = tmp_path / "output"
     with output.open("w") as file:
-        argv = [sys.executable, "-m", "windfall.cli", "train", "recipe.toml"]
+        argv = [sys.executable, "-m", "windfall.run.cli", "train", "recipe.toml"]
         process = subprocess.Popen(argv, cwd=tmp_path, stdout=file, stderr=file)
     try:
         url = link(output, process)

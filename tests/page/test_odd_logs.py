@@ -11,9 +11,9 @@ import pytest
 from hostile.events import HOSTILE_VALUES, damaged
 from run_case import START_T, event, small_log, step, write_run
 
-from windfall.commands import page
 from windfall.errors import WindfallError
 from windfall.events.log import parse
+from windfall.page import command as page
 from windfall.page.history import History
 from windfall.page.runs import RunReader, read_all
 from windfall.page.timeline import STATES

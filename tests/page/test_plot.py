@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from run_case import event, small_log, write_run
 
-from windfall.commands.plot import main
 from windfall.errors import WindfallError
+from windfall.page.plot import main
 
 
 @pytest.fixture

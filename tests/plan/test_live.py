@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from windfall import config
-from windfall.config import Recipe
+from windfall import recipe as config
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload
 from windfall.plan.run import live, recipe
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request
+from windfall.recipe import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=256, group_size=8, sigma=0.3, median_tokens=1500, staleness=1)
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from windfall import config
+from windfall import recipe as config
 from windfall.events.log import read
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.inputs import recipe_workload

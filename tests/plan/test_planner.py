@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from windfall.config import Recipe
 from windfall.plan import command, report
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload
@@ -16,6 +15,7 @@ from windfall.plan.run import recipe
 from windfall.plan.run.replan import Candidate, Replanner
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request, SpotMarket
+from windfall.recipe import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=32, group_size=4, sigma=0.4)
 

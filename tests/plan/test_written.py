@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from windfall import config
-from windfall.config import Recipe
-from windfall.config.worker_sources import SOURCES
+from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.plan import command
 from windfall.plan.model import cluster, inputs, measured
@@ -18,6 +16,8 @@ from windfall.plan.model.workload import MODELS, Workload, delta_share
 from windfall.plan.run import recipe, review, run_log
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request
+from windfall.recipe import Recipe
+from windfall.recipe.worker_sources import SOURCES
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=64, group_size=8, sigma=0.4)
 

@@ -18,15 +18,15 @@ from serving import Server, new_host, serving
 from small_models import SHAPE, VOCABULARY
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from windfall.engine.torch.attention import NAME
+from windfall.controller.ledger.episode import Episode
+from windfall.engine import engine_factory
 from windfall.engine.torch.engine import TorchEngine
-from windfall.ledger.episode import Episode
 from windfall.link import messages as m
 from windfall.link.gate import Terms
+from windfall.models.attention import NAME
 from windfall.serve.host import Host
 from windfall.serve.lender import Lender
 from windfall.types import Request, Sampling
-from windfall.worker import engine_factory
 
 
 @cache

@@ -13,7 +13,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from windfall.gateway.server import HEAD_S, IDLE_S
+from windfall.controller.gateway.server import HEAD_S, IDLE_S
+from windfall.engine import engine_factory
 from windfall.models import load
 from windfall.models import tokenizer as tokenizers
 from windfall.models.chat import Chat
@@ -23,7 +24,6 @@ from windfall.serve.api import ServeApi, ServeLimits
 from windfall.serve.call_sampler import ServedModel
 from windfall.serve.host import Host
 from windfall.serve.slo import Objectives
-from windfall.worker import engine_factory
 
 TOKENIZER = tokenizers.load(TINY)
 EOS = TOKENIZER.eos_token_id

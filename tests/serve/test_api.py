@@ -376,7 +376,7 @@ def test_command_serves_and_drains(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "windfall.cli",
+        "windfall.run.cli",
         "serve",
         "tiny",
         "--port",

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(not has("openai"), reason="OpenAI's client is no
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "-c", "from windfall.cli import main; main()", "serve", "tiny", "--port", "0"]
+    command = [sys.executable, "-c", "from windfall.run.cli import main; main()", "serve", "tiny", "--port", "0"]
     command += ["--api-key", "secret", "--max-requests", "40", "--device", "cpu"]
     source = str(Path(__file__).parents[2] / "src")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}

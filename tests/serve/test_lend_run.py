@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-WINDFALL = [sys.executable, "-m", "windfall.cli"]
+WINDFALL = [sys.executable, "-m", "windfall.run.cli"]
 RECIPE = """
 [run]
 name = "small"

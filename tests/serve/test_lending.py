@@ -16,17 +16,17 @@ from doorway import TOKEN, Site
 from lending import Lending, Weights, episode, expected, lending, new_lender, new_site, rollout_model, rollout_spec
 from serving import new_host, run, serving, until
 
+from windfall.controller.scheduling.members import WorkerState
+from windfall.engine import engine_factory
 from windfall.errors import WindfallError
-from windfall.launch import invitation
+from windfall.link import invitation
 from windfall.link.messages import Work
-from windfall.scheduling.members import WorkerState
 from windfall.serve import build
 from windfall.serve.build import build_rollout
 from windfall.serve.memory_policy import MemoryState
 from windfall.serve.rollout_tenant import MAX_UNSENT, RolloutTenant
 from windfall.serve.slo import Objectives
 from windfall.types import Sampling
-from windfall.worker import engine_factory
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
 

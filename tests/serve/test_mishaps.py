@@ -12,10 +12,10 @@ from doorway import TOKEN
 from lending import Weights, lending
 from serving import new_host, run, serving, until
 
+from windfall.controller.scheduling.members import WorkerState
 from windfall.errors import WindfallError
-from windfall.launch.processes.serve import ServeOptions, check_address, main
-from windfall.scheduling.members import WorkerState
 from windfall.serve.lender import Lender
+from windfall.serve.process import ServeOptions, check_address, main
 
 JSON = {"Content-Type": "application/json"}
 

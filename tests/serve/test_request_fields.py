@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 import pytest
 from serving import TEMPLATE, TOKENIZER, run, serving
 
-from windfall.gateway.protocol import ApiError
+from windfall.controller.gateway.protocol import ApiError
 from windfall.models.chat import Chat
 from windfall.serve import request_fields
 from windfall.serve.request_fields import check

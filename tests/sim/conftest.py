@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from windfall import config
+from windfall import recipe as config
 from windfall.events import log as events
 from windfall.sim.core import run, scenario
 

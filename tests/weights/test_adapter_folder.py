@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from windfall.config import Lora
 from windfall.errors import WindfallError
 from windfall.models import load
-from windfall.train import lora
+from windfall.recipe import Lora
+from windfall.trainer.model import lora
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from small_models import build
 
-from windfall.config import Lora
 from windfall.engine.torch import engine as torch_engine
 from windfall.link import messages as m
-from windfall.train import lora
+from windfall.recipe import Lora
+from windfall.trainer.model import lora
 from windfall.types import Lease
 from windfall.weights.merged import AdapterPair, merge
 from windfall.worker.agent import Agent

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from doorway import SPEC, Site, episode, expected, opened
 
+from windfall.controller.rollout.assignment import Offer
+from windfall.controller.scheduling.members import WorkerState
 from windfall.errors import WindfallError
-from windfall.fleet.base import EXIT_NO_CONTROLLER
 from windfall.link import handshake
-from windfall.rollout.assignment import Offer
-from windfall.scheduling.members import WorkerState
+from windfall.providers.base import EXIT_NO_CONTROLLER
 from windfall.worker.agent import Agent
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from hashing import Hashing
 
+from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine
 from windfall.types import Request, Sampling
-from windfall.worker.engine_thread import EngineThread
 from windfall.worker.session import MAX_QUEUED_FRAMES, PulledWeights, Session, Stalled
-from windfall.worker.trainer_engine import TrainerEngine
 
 WAIT_S = 10.0
 

@@ -13,13 +13,13 @@ import pytest
 from doorway import WAIT_S, episode, expected, opened
 from hashing import Hashing
 
+from windfall.controller.rollout.assignment import Offer
+from windfall.controller.scheduling.members import WorkerState
+from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.memory import pair
-from windfall.rollout.assignment import Offer
-from windfall.scheduling.members import WorkerState
 from windfall.worker import session, startup
-from windfall.worker.engine_thread import EngineThread
 from windfall.worker.preemption import PreemptionNotice
 
 

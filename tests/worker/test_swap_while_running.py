@@ -18,11 +18,11 @@ import torch
 from continuation import Token, check_continuation, versions, weights
 from small_models import engine
 
+from windfall.engine.engine_thread import EngineThread
 from windfall.engine.torch.engine import TorchEngine
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
 from windfall.types import Request, Sampling
-from windfall.worker.engine_thread import EngineThread
 from windfall.worker.session import PulledWeights, Session, Stalled
 
 WAIT_S = 60.0

@@ -32,7 +32,7 @@ HOST_KEYS = frozenset({"servers", "servers_token", "max_sessions"})
 
 
 def section_dict(section: Any) -> dict[str, Any]:
-    """What the environment of an env section of windfall.config is built from, as plain data that can be sent to
+    """What the environment of an env section of windfall.recipe is built from, as plain data that can be sent to
     another process."""
     return section.model_dump(mode="json", exclude_none=True, exclude=set(HOST_KEYS))
 

@@ -63,7 +63,7 @@ def _completion(prompt: Prompt, text: str) -> Any:
 
 
 def read_split(section: Any, evaluation: Mapping[str, Any] | None) -> Split[TableRow]:
-    """The rows that an env section of windfall.config names. `evaluation`: a separate data set (hosting.py)."""
+    """The rows that an env section of windfall.recipe names. `evaluation`: a separate data set (hosting.py)."""
     source = Source(path=section.path, split=section.split, subset=section.subset, filter=section.filter)
     form = Format(
         columns=section.columns, system_prompt=section.system_prompt, instruction=section.instruction,

@@ -79,7 +79,7 @@ def _distinct(rows: list[Row]) -> list[Row]:
 
 
 def describe(section: Any, tasks: int, evaluation: dict[str, Any] | None = None) -> HeldOut:
-    """Describe the evaluation. `section` is an env section of windfall.config; `tasks` is the requested number;
+    """Describe the evaluation. `section` is an env section of windfall.recipe; `tasks` is the requested number;
     `evaluation` names a separate data set (hosting.evaluation_data)."""
     if getattr(section, "tasks", None) is not None:
         return describe(section.tasks, tasks, evaluation)

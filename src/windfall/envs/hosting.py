@@ -14,7 +14,7 @@ from windfall.envs.process_pool.pool import EnvPool
 from windfall.envs.remote.servers import EnvServers
 
 AGENTS = ("agent", "verifiers")
-"""Environments that are programs: launch/agents.py starts them."""
+"""Environments that are programs: controller/gateway/agents.py starts them."""
 QUICK = ("arithmetic", "guess")
 """Environments of windfall whose calls take microseconds: a message to another process would cost ten times as much."""
 
@@ -29,7 +29,7 @@ def env_host(
     section: Any, seed: int, *, evaluation: dict[str, Any] | None = None, processes: int = 0,
     log: Log = lambda name, **fields: None, output: Path | None = None,
 ) -> EnvHost:  # fmt: skip
-    """Create the host. `section` is an env section of windfall.config. For agents, it hosts their tasks. `evaluation`:
+    """Create the host. `section` is an env section of windfall.recipe. For agents, it hosts their tasks. `evaluation`:
     a separate data set for the evaluation. `processes`: upper limit for child processes; 0 chooses it. `output`: file
     for what the environment prints; None shows a little of it on standard error."""
     if section.name in AGENTS:
@@ -47,7 +47,7 @@ def env_host(
 def recipe_host(
     recipe: Any, log: Log = lambda name, **fields: None, folder: Path | None = None
 ) -> EnvHost:  # fmt: skip
-    """Create the host for a recipe of windfall.config. `folder`: that of the run, which gets the output."""
+    """Create the host for a recipe of windfall.recipe. `folder`: that of the run, which gets the output."""
     return env_host(
         recipe.env, recipe.run.seed, evaluation=evaluation_data(recipe), processes=recipe.rollout.reward_processes,
         log=log, output=None if folder is None else folder / OUTPUT,

@@ -9,8 +9,8 @@ A peer is a worker, which knows the run's token, or the trainer, which has a sec
 run's folder and on the other machines of the trainer, so a worker cannot pass for the trainer. Those machines join the
 supervisor in the same way, with that secret. Use TLS against an attacker who can read or change traffic.
 
-The controller calls `challenge` (link/gate.py), and so does the supervisor (launch/machines.py). The peers call `join`
-(worker/agent.py, train/agent.py, launch/processes/rank_host.py). Between a controller and an environment server it is
+The controller calls `challenge` (link/gate.py), and so does the supervisor (ranks/machines.py). The peers call `join`
+(worker/agent.py, trainer/agent.py, trainer/ranks/rank_host.py). Between a controller and an environment server it is
 the server that listens and calls `challenge` (envs/remote/server.py), with a token of its own.
 """
 

@@ -8,7 +8,7 @@
     supervisor ──▶ machine    Challenge, MachineWelcome or Refused;  StartRanks, StopRanks, RunEnded
     machine ──▶ supervisor    MachineHello;  MachineReady, RanksEnded
 
-A *machine* is one more machine of the trainer, with some of its ranks (launch/machines.py).
+A *machine* is one more machine of the trainer, with some of its ranks (trainer/ranks/machines.py).
 
 A *handle* is the number of one assignment of one response to one worker. A response that moves to another worker gets a
 new handle, so a late frame is recognized by its handle alone.
@@ -70,7 +70,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     wanted: int  # Responses of one training step. No worker needs room for more.
     engine: Literal["auto", "windfall", "vllm"] = "auto"  # which engine; a worker's own option comes first
     samplings: tuple[Sampling, ...] = ()  # how the run samples, in training and in evaluations
-    checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see selftest/verdict.py
+    checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see engine/selftest/verdict.py
     keep_share: float = 0.5  # share of the KV cache that sessions may keep while their environment works
 
 
@@ -260,7 +260,7 @@ class Left(Message, frozen=True, tag=17):
 
 
 class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A train.sample.Sample on the wire. Arrays are bytes of float64, except `lag`: uint16."""
+    """A trainer.sample.Sample on the wire. Arrays are bytes of float64, except `lag`: uint16."""
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]
@@ -333,7 +333,7 @@ class Update(Message, frozen=True, tag=23):
 class Updated(Message, frozen=True, tag=24):
     """Trainer to controller: the answer to Update."""
 
-    report: dict[str, float | int | str | dict[str, Any] | None]  # fields of a train.base.Report
+    report: dict[str, float | int | str | dict[str, Any] | None]  # fields of a trainer.base.Report
     version: int  # version of the published weights
     digest: str  # digest of the published weights
     s: float  # seconds that it took
@@ -387,7 +387,7 @@ class StartRanks(Message, frozen=True, tag=35):
     """Supervisor to machine: start all ranks."""
 
     attempt: int  # number of this start of the trainer
-    rendezvous: str  # where the ranks of all machines meet (train/ranks.py)
+    rendezvous: str  # where the ranks of all machines meet (trainer/ranks/ranks.py)
     first: int  # number of the machine's first rank
     size: int  # ranks of all machines
 

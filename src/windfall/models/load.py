@@ -64,7 +64,7 @@ def load(name: str, *, dtype: str, device: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from windfall.engine.torch import attention
+    from windfall.models import attention
 
     logging.disable_progress_bar()
     where = fetch(name)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from windfall.cost.bill import Totals, borrowed_value, reserved_only
+from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.events.steady_time import SteadyTime
 from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, Timeline, clean
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from windfall import config
+from windfall import recipe as config
 from windfall import run_folder as folders
-from windfall.config import PlanSection, Recipe
 from windfall.errors import WindfallError
 from windfall.events.log import MAX_LINE_BYTES, is_truncated, parse
 from windfall.page.feed import shown
 from windfall.page.history import History
 from windfall.page.samples import FILE, SampleFile
+from windfall.recipe import PlanSection, Recipe
 
 MAX_SIMULATIONS = 8
 MAX_EMBEDDED = 200

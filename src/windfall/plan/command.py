@@ -12,11 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windfall import config
-from windfall.config import Recipe
+from windfall import recipe as config
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import Event, read
-from windfall.fleet import trace
 from windfall.plan import report
 from windfall.plan.model import cluster as clusters
 from windfall.plan.model import devices, measured
@@ -30,6 +28,8 @@ from windfall.plan.run.recipe import Simulated
 from windfall.plan.search import planner
 from windfall.plan.search.request import LOSSES_PER_H, Request, SpotMarket, price
 from windfall.plan.search.scoring import Plan
+from windfall.providers import trace
+from windfall.recipe import Recipe
 
 OBJECTIVES = ("throughput", "cost", "deadline")
 BUDGET_MACHINE = 8

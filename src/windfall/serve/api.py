@@ -34,11 +34,11 @@ from typing import Any
 
 from aiohttp import web
 
-from windfall.gateway import protocol
-from windfall.gateway.intake import IntakeLimits
-from windfall.gateway.protocol import MAX_ECHO, ApiError, CallOptions
-from windfall.gateway.server import CLOSE_S, Choice, Gateway
-from windfall.gateway.session import GatewaySession
+from windfall.controller.gateway import protocol
+from windfall.controller.gateway.intake import IntakeLimits
+from windfall.controller.gateway.protocol import MAX_ECHO, ApiError, CallOptions
+from windfall.controller.gateway.server import CLOSE_S, Choice, Gateway
+from windfall.controller.gateway.session import GatewaySession
 from windfall.models.chat import Chat
 from windfall.serve import metrics, request_fields, sampling_options
 from windfall.serve.call_sampler import CallSampler, RequestChat, RequestState, ServedModel

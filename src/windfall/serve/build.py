@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from windfall.devices import choose_matmul_library
-from windfall.engine import blocks
+from windfall.engine import blocks, engine_factory
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec
 from windfall.serve.host import ROLLOUT, SERVING, WEIGHTS, Host
 from windfall.serve.slo import Objectives
-from windfall.worker import engine_factory
 
 EngineKind = Literal["auto", "graph"]
 """`graph`: GraphEngine on every device, for tests without a GPU."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
+from windfall.controller.gateway.session import GatewaySession
 from windfall.errors import WindfallError
-from windfall.gateway.base import Progress, SampledTurn, TurnRequest
-from windfall.gateway.session import GatewaySession
 from windfall.models.chat import Chat, Message, normalize
 from windfall.serve import sampling_options
 from windfall.serve.host import Host

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from windfall.controller.gateway.protocol import MAX_ECHO, ApiError
 from windfall.errors import nearest
-from windfall.gateway.protocol import MAX_ECHO, ApiError
 
 BOTH = frozenset({
     "model", "stream", "stream_options", "n", "stop", "max_tokens", "max_completion_tokens", "temperature", "top_p",

@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from windfall.engine.engine_thread import Emit, EngineThread, Make, order
 from windfall.engine.tenant_pages import TenantPages
 from windfall.engine.torch.engine import copy_weights
 from windfall.errors import WindfallError
@@ -36,7 +37,6 @@ from windfall.serve.capacity import CapacityMeter
 from windfall.serve.host import Host, rollout_load
 from windfall.serve.slo import RolloutLoad, rows_allowed
 from windfall.types import Chunk
-from windfall.worker.engine_thread import Emit, EngineThread, Make, order
 
 STARVED_S = 2.0
 PREFILL_S = 0.5

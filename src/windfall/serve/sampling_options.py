@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windfall.gateway.protocol import ApiError
+from windfall.controller.gateway.protocol import ApiError
 from windfall.types import Sampling
 
 MAX_SEED = 1 << 63

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from windfall.scheduling.least_squares import non_negative
+from windfall.controller.scheduling.least_squares import non_negative
 
 FORGET = 0.96
 """Weight of steps of the same size when a new one is added: about the last 25 count. Sizes are powers of two."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from windfall import config
+from windfall import recipe as config
 from windfall.errors import WindfallError
 
 FOR_RECIPE, FOR_REPLAY = "Options for RECIPE.toml", "Options for --replay"

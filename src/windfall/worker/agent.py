@@ -28,18 +28,18 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from windfall import backoff
+from windfall.engine.engine_thread import EngineThread, Make
 from windfall.errors import WindfallError
-from windfall.fleet import process
-from windfall.fleet.base import EXIT_NO_CONTROLLER
 from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.handshake import JoinRefused
 from windfall.link.socket import Dialer, SocketLink
+from windfall.processes import process
+from windfall.providers.base import EXIT_NO_CONTROLLER
 from windfall.types import Capabilities, Lease
 from windfall.weights.merged import MergedWeights
 from windfall.worker import preemption
-from windfall.worker.engine_thread import EngineThread, Make
 from windfall.worker.session import PulledWeights, Session, Stalled
 
 REFUSAL_REPORT_S = 0.5

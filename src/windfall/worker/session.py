@@ -27,10 +27,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
-from windfall.worker.engine_thread import EngineThread
 
 MAX_QUEUED_FRAMES = 64
 """Number of unsent frames at which the engine waits."""

@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from windfall.errors import WindfallError
-from windfall.fleet import process
 from windfall.link.messages import LoadTimes
+from windfall.processes import process
 
 
 class StartupThread:
@@ -68,7 +68,7 @@ def prepare(device: str, threads: int, *, vllm: bool = False) -> str:
             importlib.import_module("windfall.engine.cuda.kernels")
     else:
         importlib.import_module("transformers.models.auto.modeling_auto")
-        importlib.import_module("windfall.engine.torch.attention")
+        importlib.import_module("windfall.models.attention")
         importlib.import_module("windfall.engine.torch.engine")
     return found
 

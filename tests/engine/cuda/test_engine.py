@@ -18,9 +18,9 @@ from gpu_case import CLOSE, MORE, NEVER, Case, cases, graph_engine
 from small_models import MODELS, build, drain, logprobs, requests, tokens
 
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.torch import attention
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
+from windfall.models import attention
 from windfall.types import Chunk, Request, Sampling
 
 

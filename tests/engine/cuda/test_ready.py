@@ -15,13 +15,13 @@ from small_models import SHAPE, VOCABULARY, drain, requests, tokens
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from windfall.engine import engine_factory
 from windfall.engine.cuda import reference, rotary, skeleton
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
 from windfall.types import Request
-from windfall.worker import engine_factory
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA3 = {
@@ -235,7 +235,7 @@ def test_skeleton_generates_the_same_as_transformers_module_on_a_gpu(name: str) 
 
 FIRST_TOKEN = """
 import json, sys
-import windfall.launch.processes.worker
+import windfall.worker.process
 assert "torch" not in sys.modules, "the controller is dialed before torch is imported"
 from windfall.engine.cuda import engine, skeleton
 from windfall.types import Request

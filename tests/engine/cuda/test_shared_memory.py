@@ -219,7 +219,7 @@ def test_pages_of_a_gpu_engine_lie_beside_those_of_the_other_engine(serving: Cas
 
 
 def _windfall_attention(model: Any) -> bool:
-    from windfall.engine.torch import attention
+    from windfall.models import attention
 
     model.set_attn_implementation(attention.NAME)
     return True

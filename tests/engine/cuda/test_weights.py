@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Ll
 
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
+from windfall.engine.engine_factory import build_engine, build_model, build_uninitialized
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
 from windfall.weights.publish import Publisher
-from windfall.worker.engine_factory import build_engine, build_model, build_uninitialized
 
 PLACES = pytest.mark.parametrize(
     "device",

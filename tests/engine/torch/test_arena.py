@@ -11,9 +11,9 @@ from small_models import drain, engine, requests, tokens
 
 from windfall.engine.blocks import layout
 from windfall.engine.torch.arena import Arena
-from windfall.engine.torch.attention import NAME, cache_shapes
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
+from windfall.models.attention import NAME, cache_shapes
 
 PAGE = 8
 

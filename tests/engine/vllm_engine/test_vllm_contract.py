@@ -91,7 +91,7 @@ def test_same_tokens_as_windfalls_engine(llamas: list[Any]) -> None:
     """With windfall's sampler, a response may move between the two engines."""
     from small_models import engine as torch_engine
 
-    from windfall.engine.torch import attention
+    from windfall.models import attention
 
     e, asked = engine(llamas[0]), requests(14, longest=20)
     if not e._own:

@@ -17,7 +17,7 @@ import vllm_case
 from windfall.events.log import read
 
 STEPS = 2
-CLI = [sys.executable, "-c", "from windfall.cli import main; main()"]
+CLI = [sys.executable, "-c", "from windfall.run.cli import main; main()"]
 RECIPE = """
 [run]
 name = "loop"

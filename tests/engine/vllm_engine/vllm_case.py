@@ -23,8 +23,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from windfall.engine.vllm import vllm_factory
 from windfall.link.messages import EngineSpec
-from windfall.worker import vllm_factory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = 2e-3 if DEVICE == "cuda" else 1e-4

@@ -20,7 +20,7 @@ from windfall.envs.agents import launcher as launchers
 from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
 from windfall.errors import WindfallError
-from windfall.fleet import reaper
+from windfall.processes import reaper
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

@@ -12,7 +12,7 @@ from hostile.pool_calls import ask, run, section
 
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.envs.trial import trial
-from windfall.fleet import output_log
+from windfall.processes import output_log
 
 LINES = 3 * output_log.LIMIT_BYTES // 99
 """More than both files of a log hold."""

@@ -16,7 +16,7 @@ import pytest
 from hostile import environments as hostile
 from hostile.pool_calls import ask, environment_pid, failure, hosting, run, section
 
-from windfall import config
+from windfall import recipe as config
 from windfall.envs.grade import grade
 from windfall.envs.process_pool import child_process as processes
 from windfall.envs.process_pool import pool as pools

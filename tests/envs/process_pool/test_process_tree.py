@@ -13,7 +13,7 @@ import pytest
 from hostile import environments as hostile
 from hostile.pool_calls import alive, ask, environment_pid, failure, hosting, run, wait_for
 
-from windfall.fleet import reaper
+from windfall.processes import reaper
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 COUNT = 8

@@ -17,8 +17,7 @@ import pytest
 from hostile import environments as hostile
 from hostile.pool_calls import alive, wait_for
 
-from windfall import config
-from windfall.config.env_sections import CustomEnv
+from windfall import recipe as config
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
 from windfall.envs.process_pool.pool import MAX_MOVES, EnvPool
@@ -31,6 +30,7 @@ from windfall.link import auth, handshake
 from windfall.link import env_messages as e
 from windfall.link import messages as m
 from windfall.link.socket import Port, Route
+from windfall.recipe.env_sections import CustomEnv
 from windfall.types import Task, Turn
 
 TOKEN = "a-token-for-tests-only"
@@ -112,7 +112,7 @@ def server_process(folder: Path, token: Path, **keys: Any) -> Iterator[tuple[sub
     recipe = config.parse({"env": {"name": "custom", "factory": "lighthouse:build", **keys}}, where="test")
     (folder / "recipe.toml").write_text(config.dump(recipe))
     port = free_port()
-    command = [sys.executable, "-m", "windfall.cli", "env-server", "recipe.toml", "--token", str(token)]
+    command = [sys.executable, "-m", "windfall.run.cli", "env-server", "recipe.toml", "--token", str(token)]
     path = os.pathsep.join([str(SESSIONS), *filter(None, sys.path)])
     with subprocess.Popen(
         [*command, "--port", str(port)], cwd=folder, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.DEVNULL

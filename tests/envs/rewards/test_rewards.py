@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from windfall import config
+from windfall import recipe as config
 from windfall.envs.dataset import Dataset
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.pool import EnvPool

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from windfall.config.env_sections import CustomEnv
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.envs.sessions import open_sessions
 from windfall.envs.sessions.open_sessions import OpenSessions
+from windfall.recipe.env_sections import CustomEnv
 from windfall.types import Turn
 
 

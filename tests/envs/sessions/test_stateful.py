@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from lighthouse import Lighthouse
 
-from windfall.config.env_sections import CustomEnv
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
 from windfall.envs.guess import Guess
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.envs.sessions.base import StatelessSessions
 from windfall.envs.sessions.stateful import Stateful
+from windfall.recipe.env_sections import CustomEnv
 from windfall.types import Feedback, Turn
 
 

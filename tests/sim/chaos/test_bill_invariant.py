@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from windfall.cost.accounts import Accounts
+from windfall.controller.cost.accounts import Accounts
 from windfall.sim.chaos import bill_invariant
 from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.types import LOCAL

@@ -2,7 +2,7 @@
 
 `windfall sim chaos --seed S --seeds 1` replays a seed. test_invariants.py shows that each invariant can fail. Not
 covered here: responses of several turns (tests/rollout/test_kill_everywhere.py), bytes on a socket, real processes and
-real weights (tests/test_soak.py), a full disk (tests/launch/processes/test_controller.py), a machine that loses written
+real weights (tests/runs/test_soak.py), a full disk (tests/controller/test_process.py), a machine that loses written
 data.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from windfall.controller.scheduling.placement import Placement
 from windfall.errors import WindfallError
-from windfall.scheduling.placement import Placement
 from windfall.sim.chaos import command
 from windfall.sim.chaos.faults import KINDS
 from windfall.sim.chaos.trial import TrialResult, trial

@@ -12,26 +12,26 @@ from typing import Any
 
 import pytest
 
-from windfall.cost.accounts import Accounts
+from windfall.controller.cost.accounts import Accounts
+from windfall.controller.ledger import journal_reader
+from windfall.controller.ledger.journal import Journal
+from windfall.controller.ledger.ledger import Ledger
+from windfall.controller.remote_trainer import RemoteTrainer
+from windfall.controller.rollout import grader
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.loading import Loading
+from windfall.controller.rollout.stream import Rollout, Stream
+from windfall.controller.scheduling import admission
+from windfall.controller.scheduling.admission import Admission
+from windfall.controller.scheduling.borrowing import Borrowing
+from windfall.controller.scheduling.members import Members, WorkerState
+from windfall.controller.scheduling.placement import Placement
+from windfall.controller.scheduling.version_window import VersionWindow
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
-from windfall.ledger import journal_reader
-from windfall.ledger.journal import Journal
-from windfall.ledger.ledger import Ledger
-from windfall.rollout import grader
-from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.loading import Loading
-from windfall.rollout.stream import Rollout, Stream
-from windfall.scheduling import admission
-from windfall.scheduling.admission import Admission
-from windfall.scheduling.borrowing import Borrowing
-from windfall.scheduling.members import Members, WorkerState
-from windfall.scheduling.placement import Placement
-from windfall.scheduling.version_window import VersionWindow
 from windfall.sim.chaos.trial import trial
-from windfall.train import sample
-from windfall.train.base import TrainerLost
-from windfall.train.remote import RemoteTrainer
+from windfall.trainer import sample
+from windfall.trainer.base import TrainerLost
 
 FAULTS, SEEDS = 120, 16
 Patch = pytest.MonkeyPatch
@@ -206,7 +206,7 @@ def time_between_links_is_not_billed(patch: Patch) -> None:
 
 @breaks("bill", seed=33)
 def worker_that_dials_again_early_is_billed_twice(patch: Patch) -> None:
-    patch.setattr("windfall.cost.accounts.SAME_START_S", -1.0)
+    patch.setattr("windfall.controller.cost.accounts.SAME_START_S", -1.0)
 
 
 @breaks("bill", seed=8)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from windfall.scheduling import seed_time as offload
+from windfall.controller.scheduling import seed_time as offload
 from windfall.sim.core.service import Service
 
 Simulated = Callable[..., Any]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from windfall.config import Recipe
+from windfall.controller.ledger.journal import Journal
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
-from windfall.ledger.journal import Journal
+from windfall.recipe import Recipe
 from windfall.sim.core.run import Simulation, simulate
 from windfall.sim.core.scenario import build
 from windfall.sim.report.figures import figures

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from windfall import config
-from windfall.cost.bill import Totals
+from windfall import recipe as config
+from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.sim.core import run, scenario
 from windfall.sim.report.figures import figures
@@ -127,7 +127,7 @@ def test_stuck_run_lists_the_waiting_tasks(
     trace.write_text("0,add,a\n4000,remove,a\n")
     with pytest.raises(WindfallError, match="no token in") as e:
         simulated(trace={"file": str(trace), "nodes": 1}, fleet={"local": False, "heartbeat_s": 0.3})
-    assert "rollout/stream.py" in str(e.value), "a task waits for groups"
+    assert "controller/rollout/stream.py" in str(e.value), "a task waits for groups"
 
 
 def _spot64(tmp_path: Path, seconds: float) -> float:

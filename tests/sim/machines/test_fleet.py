@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from windfall.config import Recipe
+from windfall.controller.rollout import dispatch
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
-from windfall.rollout import dispatch
-from windfall.rollout.dispatch import Dispatch
+from windfall.recipe import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.core.run import Simulation
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from windfall import config
+from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.sim.core import run, scenario, serving_load
 from windfall.sim.core.service import Service

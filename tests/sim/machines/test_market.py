@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from windfall.config import Recipe
 from windfall.errors import WindfallError
-from windfall.fleet import trace
-from windfall.fleet.trace_formats import check
+from windfall.providers import trace
+from windfall.providers.trace_formats import check
+from windfall.recipe import Recipe
 from windfall.sim.core import run, scenario
 from windfall.sim.machines import market
 from windfall.sim.machines.market import MarketRates, Prices, generate

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from windfall import cli, config
+from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.events import log as events
+from windfall.run import cli
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.replay import command, recorded_scenario

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from windfall import cli, config
+from windfall import recipe as config
 from windfall.errors import WindfallError
+from windfall.run import cli
 from windfall.sim.calibrate.fit import SPECS, StepTime, held_out_errors, line, scaled
 from windfall.sim.core.scenario import build, read_lengths
 from windfall.sim.core.service import Service

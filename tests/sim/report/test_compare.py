@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from windfall import config
+from windfall import recipe as config
 from windfall.events import log as events
 from windfall.sim.report import compare
 

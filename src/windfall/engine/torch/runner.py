@@ -21,8 +21,8 @@ from torch import Tensor
 from windfall.engine.scheduler import ScheduledRows
 from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.engine.torch.arena import TenantKV
-from windfall.engine.torch.attention import Block, Paged, cache_shapes
 from windfall.engine.torch.sampler import sample
+from windfall.models.attention import Block, Paged, cache_shapes
 from windfall.types import Sampling
 
 TILE = 16

@@ -19,7 +19,7 @@ import torch
 
 from windfall.engine.vllm.checkpoint import to_checkpoint
 from windfall.engine.vllm.sampling import WindfallSampler
-from windfall.fleet.parent_death import die_with_parent
+from windfall.processes.parent_death import die_with_parent
 from windfall.shared_tensors import SharedTensors
 
 

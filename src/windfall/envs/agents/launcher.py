@@ -1,7 +1,7 @@
 """Starts agents through a server process (server_main.py), and waits for them.
 
 An agent gets the variables of this process except windfall's own (WINDFALL_*), which may be secrets, and the address
-and the key of its session. The server runs below a reaper (fleet/reaper.py): if the server or this process ends, its
+and the key of its session. The server runs below a reaper (reaper.py): if the server or this process ends, its
 agents end too, and all that they and the agent's module have started. The next start begins another server. One that is
 killed while it starts is started again, a few times.
 """
@@ -25,7 +25,7 @@ from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.server_main import SIZES
 from windfall.envs.process_pool.child_process import SECRETS, child_environment
 from windfall.errors import WindfallError, describe_exit
-from windfall.fleet import reaper
+from windfall.processes import reaper
 
 BUILD_S = 300.0
 """Time limit for importing an agent's function (seconds)."""

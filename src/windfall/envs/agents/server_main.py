@@ -1,7 +1,7 @@
 """The program that starts agents. It imports the agent's function once, and forks a process for every run of it.
 
     controller ── start, kill ──▶ agent server ── fork ──▶ reaper ── fork ──▶ agent (limits, variables, isolation.py)
-               ◀── ended ────────      │            (fleet/reaper.py)
+               ◀── ended ────────      │            (processes/reaper.py)
                                        └── the link closes: the controller is gone; every agent is killed
 
 Whatever one agent does, or lacks, only that agent fails: not this program, and not the other agents.
@@ -40,7 +40,7 @@ from windfall.envs.agents import isolation
 from windfall.envs.agents.agent_exit import last_line
 from windfall.envs.failures import message_of
 from windfall.errors import WindfallError
-from windfall.fleet import reaper
+from windfall.processes import reaper
 
 TAIL_BYTES = 16 << 10
 """Bytes of each output of an agent that are kept."""

@@ -6,7 +6,7 @@ Calls begin in the order in which they arrive. A plain function blocks this proc
 that waits lets the next call begin, and the parent gets a message. The parent can read which call is running
 (running_call.py).
 
-The environment has an empty standard input, and prints to the log of its reaper (fleet/reaper.py). It may fork: a copy
+The environment has an empty standard input, and prints to the log of its reaper (reaper.py). It may fork: a copy
 of this process ends when it returns from the call. If a call closes or replaces the socket, this process ends at once,
 so that the parent can tell which call it was. This is not a sandbox: an environment may do everything that its user may
 do.

@@ -1,6 +1,6 @@
 """The parent's side of one child process that holds an environment: messages, the running call, the stack, the end.
 
-The child runs below a reaper (fleet/reaper.py), which keeps a limited part of what the environment prints. When the
+The child runs below a reaper (processes/reaper.py), which keeps a limited part of what the environment prints. When the
 child ends, or this process, or the thread that started it, the reaper kills all that the environment has started, also
 daemons.
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.envs.process_pool.running_call import LAYOUT, LINK_LOST
-from windfall.fleet import reaper
+from windfall.processes import reaper
 
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 SECRETS = "WINDFALL_"

@@ -14,7 +14,7 @@
   suspects: they are sent again, each time with fewer other calls in the same child, and at last alone. So a call fails
   for what it did, and not for what another one did.
 - A child that is killed while it builds the environment is started again, a few times.
-- What the environment prints goes to a log of limited size (fleet/output_log.py).
+- What the environment prints goes to a log of limited size (processes/output_log.py).
 - A call ends with a value, a failure, or the error that says why the environment cannot be built.
 """
 
@@ -43,7 +43,7 @@ from windfall.envs.process_pool.sizing import MAX_CHILDREN, Sizing
 from windfall.envs.sessions.base import answered
 from windfall.envs.sessions.open_sessions import Key, OpenSessions
 from windfall.errors import WindfallError, describe_exit
-from windfall.fleet.output_log import LogGrowth
+from windfall.processes.output_log import LogGrowth
 from windfall.types import Feedback, Task, Turn, prompt_key
 
 BUILD_S = 300.0
@@ -75,7 +75,7 @@ class EnvPool:
         processes: int = 0, max_calls: int = sys.maxsize, output: Path | None = None,
         log: Callable[..., None] = lambda name, **fields: None,
     ) -> None:  # fmt: skip
-        """`section` is an env section of windfall.config. For `evaluation`, `processes`, `output` and `log` see
+        """`section` is an env section of windfall.recipe. For `evaluation`, `processes`, `output` and `log` see
         hosting.py. `max_calls`: upper limit for calls that have begun."""
         options: dict[str, Any] = envs.section_dict(section) | ({"evaluation": evaluation} if evaluation else {})
         self.name = options.get("factory", options["name"])

@@ -51,7 +51,7 @@ class EnvServers:
         self, section: Any, seed: int, *, evaluation: dict[str, Any] | None = None,
         log: Callable[..., None] = lambda name, **fields: None, start_s: float = START_S,
     ) -> None:  # fmt: skip
-        """`section` is an env section of windfall.config with `servers`. For `evaluation` and `log` see hosting.py."""
+        """`section` is an env section of windfall.recipe with `servers`. For `evaluation` and `log` see hosting.py."""
         self.name = getattr(section, "factory", section.name)
         self.needs_tokens = self._stateful = False
         self._log, self._start_s = log, start_s

@@ -17,7 +17,7 @@ OWN_KEYS = ("memory_mb", "path", "eval_path")
 
 
 def settings_of(section: Any, seed: int, evaluation: dict[str, Any] | None) -> dict[str, Any]:
-    """The settings as plain data, by recipe key. `section` is an env section of windfall.config; for `evaluation` see
+    """The settings as plain data, by recipe key. `section` is an env section of windfall.recipe; for `evaluation` see
     hosting.py."""
     found = {f"env.{key}": value for key, value in envs.section_dict(section).items() if key not in OWN_KEYS}
     found |= {f"eval.{key}": value for key, value in (evaluation or {}).items() if key != "path"}

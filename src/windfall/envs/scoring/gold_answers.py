@@ -34,7 +34,7 @@ def check_answers(
 ) -> int:
     """Raise if math-verify cannot compare a gold answer with anything, so that no response could be right.
 
-    `section` is a section of windfall.config with data; `evaluation` names a separate data set (hosting.py). Distinct
+    `section` is a section of windfall.recipe with data; `evaluation` names a separate data set (hosting.py). Distinct
     answers are checked for up to `limit_s`. The others are checked when they are scored; a bad one is an error then,
     never a zero. Returns the number of checked answers.
     """

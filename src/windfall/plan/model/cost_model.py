@@ -5,7 +5,7 @@ Rollout, one replica of `tp` GPUs (a decode step; the terms of HexGen, and a ter
     launch x layers + max(weights / bandwidth, batch x 2 P / FLOP/s) + batch x context x KV bytes / bandwidth
     + batch x sampling + 2 all-reduces per layer if tp > 1
 
-Training, per step: FSDP over n GPUs of one type (train/rank_budget.py for memory and bytes), computation and
+Training, per step: FSDP over n GPUs of one type (trainer/ranks/rank_budget.py for memory and bytes), computation and
 communication overlapped; or DP x TP x PP as in AReaL-Hex: stages + (m - 1) x slowest stage + DP + PP + optimizer.
 
 A weight update costs the rollout side a pull and, for running responses, one prefill of their context.
@@ -24,8 +24,8 @@ from functools import lru_cache
 from windfall.plan.model.devices import Gpu
 from windfall.plan.model.workload import VALUE_BYTES, Workload, kv_bytes
 from windfall.sim.core.service import Service
-from windfall.train import activation_memory
-from windfall.train.rank_budget import STATE_BYTES, ModelShape, RankBudget, rank_budget
+from windfall.trainer.model import activation_memory
+from windfall.trainer.ranks.rank_budget import STATE_BYTES, ModelShape, RankBudget, rank_budget
 
 ENGINE_MEMORY = 0.88
 """Share of a GPU's memory that an engine uses for weights and KV cache."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from windfall.cost import prices
+from windfall.controller.cost import prices
 from windfall.errors import WindfallError, nearest
 from windfall.sim.core.service import Service
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from windfall.config import Recipe
-from windfall.config.lora import DEFAULT_RANK
 from windfall.errors import WindfallError
 from windfall.models import load
 from windfall.plan.model.workload import Workload, delta_share
 from windfall.plan.model.workload import model as find_model
-from windfall.train.rank_budget import ModelShape
+from windfall.recipe import Recipe
+from windfall.recipe.lora import DEFAULT_RANK
+from windfall.trainer.ranks.rank_budget import ModelShape
 
 
 def recipe_workload(base: Recipe) -> Workload:

@@ -4,7 +4,7 @@ The table holds the figures of docs/engine-gpu.md (2026-11-16, torch 2.11, rando
 `python benchmarks/engine_gpu.py` and `python benchmarks/train_gpu.py`). Rows marked `fit` determine the efficiencies;
 all others are predicted (`held_out`). Plans use a fit to all rows. Five numbers are fitted to the decode steps: launch,
 weights, FLOP/s, KV and sampling; two to training (FLOP/s, and what moves bytes); one to prefill; one or two to
-publishing. The fit minimizes the relative error (scheduling/least_squares.py).
+publishing. The fit minimizes the relative error (controller/scheduling/least_squares.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from windfall.controller.scheduling.least_squares import LineSums, non_negative
 from windfall.plan.model.cost_model import Efficiency, decode_service, elementwise_s, optimizer_s
 from windfall.plan.model.devices import TABLE
 from windfall.plan.model.workload import MODELS, VALUE_BYTES, kv_bytes
-from windfall.scheduling.least_squares import LineSums, non_negative
 from windfall.sim.calibrate.gpu import DECODE_CONTEXT, log_normal
 from windfall.sim.core.service import Service
 from windfall.sim.machines.decode import Decode, DecodeRow
-from windfall.train.rank_budget import STATE_BYTES, ModelShape
+from windfall.trainer.ranks.rank_budget import STATE_BYTES, ModelShape
 
 SOURCE = "fitted to docs/engine-gpu.md, one H200, 2026-11-16"
 H200 = TABLE["H200"]

@@ -12,7 +12,7 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from windfall.errors import WindfallError, nearest
-from windfall.train.rank_budget import ModelShape
+from windfall.trainer.ranks.rank_budget import ModelShape
 
 VALUE_BYTES = 2
 """Bytes of a weight and of a KV value: bfloat16."""

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from windfall.config import PlannedWorkers, Recipe
 from windfall.errors import WindfallError, last_line
 from windfall.events.log import Event, EventLog
 from windfall.plan.model import cluster as clusters
@@ -37,6 +36,7 @@ from windfall.plan.run.replan import Advice, Candidate, Replanner
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request
 from windfall.plan.search.scoring import Plan
+from windfall.recipe import PlannedWorkers, Recipe
 from windfall.types import LOCAL
 
 STEPS = 4

@@ -21,14 +21,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from windfall import config
-from windfall.config import Recipe
-from windfall.config.worker_sources import WorkerSource
+from windfall import recipe as config
 from windfall.engine.vllm import installed
 from windfall.errors import WindfallError, install_command
 from windfall.events.log import read
-from windfall.fleet.trace_formats import Change
-from windfall.launch import worker_sources
 from windfall.models import load
 from windfall.plan.model import cluster as clusters
 from windfall.plan.model.cluster import PROVIDERS, Kind
@@ -36,6 +32,10 @@ from windfall.plan.model.workload import Workload, hub_id
 from windfall.plan.model.workload import model as find_model
 from windfall.plan.search.request import Request, useful_share
 from windfall.plan.search.scoring import Placed, Plan, pull_alone
+from windfall.providers.trace_formats import Change
+from windfall.recipe import Recipe
+from windfall.recipe.worker_sources import WorkerSource
+from windfall.run import worker_sources
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.core.scenario import with_keys

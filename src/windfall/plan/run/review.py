@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from windfall import config
-from windfall.config import PlannedWorkers, Recipe
-from windfall.cost.bill import Totals
+from windfall import recipe as config
+from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.plan.model import cluster as clusters
@@ -28,6 +27,7 @@ from windfall.plan.run.recipe import simulate
 from windfall.plan.run.run_log import measured_steps, same_kind
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request
+from windfall.recipe import PlannedWorkers, Recipe
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import service
 

@@ -22,7 +22,7 @@ from windfall.types import LOCAL
 
 
 def same_kind(found: str, *, device: str, lease: str, usd_per_h: float) -> bool:
-    """Whether the kind of a log (cost/prices.py, `kind`) is this device on these terms.
+    """Whether the kind of a log (controller/cost/prices.py, `kind`) is this device on these terms.
 
     >>> same_kind("spot NVIDIA H100 80GB HBM3 at $2.63/h", device="H100", lease="spot", usd_per_h=2.63)
     True

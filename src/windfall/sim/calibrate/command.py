@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from windfall.cost.bill import Totals
+from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.sim.calibrate import event_log

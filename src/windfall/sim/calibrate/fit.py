@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from windfall.controller.scheduling.least_squares import LineSums
 from windfall.errors import WindfallError, nearest
-from windfall.scheduling.least_squares import LineSums
 from windfall.sim.core.service import Service
 
 FLAT = 1e-4

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from windfall.cost.bill import Holder, Totals
+from windfall.controller.cost.bill import Holder, Totals
 from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.machines.fleet import Stay
 from windfall.types import LOCAL

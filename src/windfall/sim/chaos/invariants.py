@@ -29,13 +29,13 @@ from typing import Any
 
 import xxhash
 
+from windfall.controller.assembly import ControllerLife
+from windfall.controller.ledger.ledger import LedgerEntry
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.stream import Rollout
+from windfall.controller.scheduling.members import WorkerState
 from windfall.events.log import Event
-from windfall.launch.assembly import ControllerLife
-from windfall.ledger.ledger import LedgerEntry
 from windfall.link import messages as m
-from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.stream import Rollout
-from windfall.scheduling.members import WorkerState
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
 from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.chaos.staleness_invariants import StalenessInvariants

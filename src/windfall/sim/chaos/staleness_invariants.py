@@ -17,11 +17,11 @@ from array import array
 from collections.abc import Iterator, Mapping
 from itertools import chain, repeat
 
-from windfall.ledger.ledger import LedgerEntry
+from windfall.controller.ledger.ledger import LedgerEntry
+from windfall.controller.rollout.assignment import Offer
+from windfall.controller.rollout.stream import seed_of
+from windfall.controller.scheduling.admission import Admission
 from windfall.link import messages as m
-from windfall.rollout.assignment import Offer
-from windfall.rollout.stream import seed_of
-from windfall.scheduling.admission import Admission
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
 from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.core.service import uniform

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from windfall import config
-from windfall.config import Recipe
+from windfall import recipe as config
 from windfall.events.log import Event
-from windfall.fleet.trace_formats import Change
+from windfall.providers.trace_formats import Change
+from windfall.recipe import Recipe
 from windfall.sim.chaos import bill_invariant
 from windfall.sim.chaos.faults import Fault, draw
 from windfall.sim.chaos.inject import FaultInjector

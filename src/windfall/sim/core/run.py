@@ -1,7 +1,7 @@
 """One simulated run: windfall's own controller, rollout, dispatch and seeding in virtual time, with simulated workers
 and a simulated trainer at the other end of their links. No policy is implemented twice.
 
-    simulate ─┬─ _run_controllers  one controller after another (launch/assembly.py)  until the run or its time ends
+    simulate ─┬─ _run_controllers  one controller after another (controller/assembly.py)  until the run or its time ends
               ├─ fleet             machines that come and go by the trace             never ends
               ├─ _failures         kills the trainer and the controller, if asked     never ends
               └─ _guard            no token for a long time                           raises and lists the waiting tasks
@@ -22,16 +22,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
+from windfall.controller.assembly import ControllerLife
+from windfall.controller.ledger.journal import Journal
+from windfall.controller.ledger.journal_reader import JournalContents
+from windfall.controller.process import settings_digest
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.stream import Stopped
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError, run_until_first
 from windfall.events.log import EventLog, Sink
-from windfall.launch.assembly import ControllerLife
-from windfall.launch.processes.controller import settings_digest
-from windfall.ledger.journal import Journal
-from windfall.ledger.journal_reader import JournalContents
 from windfall.models.text import Text
-from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.stream import Stopped
 from windfall.sim.core import loop as loops
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import Scenario
@@ -40,7 +40,7 @@ from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.env import SimEnv, SimText
 from windfall.sim.machines.fleet import SimFleet, Stay
 from windfall.sim.machines.linked_trainer import LinkedTrainer
-from windfall.train.checkpoint import CheckpointState
+from windfall.trainer.checkpoint import CheckpointState
 
 STUCK_S = 6 * 3600.0
 """A run without a new token or step for this many virtual seconds is stuck."""

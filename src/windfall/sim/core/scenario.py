@@ -10,13 +10,13 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from windfall import config
-from windfall.config import Recipe
-from windfall.config.sections import Sim
+from windfall import recipe as config
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import read
-from windfall.fleet import trace
-from windfall.fleet.trace_formats import Change
+from windfall.providers import trace
+from windfall.providers.trace_formats import Change
+from windfall.recipe import Recipe
+from windfall.recipe.sections import Sim
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import serving_load
 from windfall.sim.core.service import LogNormalLengths, MeasuredLengths, Service

@@ -1,7 +1,7 @@
 """The simulated fleet: the recipe's own workers and lenders, which stay, and machines that come and go by a trace.
 
 A machine that comes up boots, then its worker dials in. Each time the same node comes up, its worker has a new name
-(`n3.1`, `n3.2`), as in fleet/trace_provider.py. If the recipe asks for it, a worker is warned before its machine is
+(`n3.1`, `n3.2`), as in providers/trace_provider.py. If the recipe asks for it, a worker is warned before its machine is
 preempted.
 """
 
@@ -15,8 +15,8 @@ from itertools import count
 from typing import Any
 
 from windfall.errors import WindfallError
-from windfall.fleet.trace_formats import Change
-from windfall.launch import worker_sources
+from windfall.providers.trace_formats import Change
+from windfall.run import worker_sources
 from windfall.serve.slo import Objectives
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario, service

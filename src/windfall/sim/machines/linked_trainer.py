@@ -1,4 +1,4 @@
-"""A simulated trainer, with its end of a link: train/agent.py in virtual time. It counts real tokens.
+"""A simulated trainer, with its end of a link: trainer/agent.py in virtual time. It counts real tokens.
 
     start ──▶ dial ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again when the link closes
       ▲                                                   │
@@ -21,8 +21,8 @@ from windfall.sim.core.link import SimLink
 from windfall.sim.core.service import Service
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.worker import SimWorker
-from windfall.train.base import Report
-from windfall.train.checkpoint import CheckpointState
+from windfall.trainer.base import Report
+from windfall.trainer.checkpoint import CheckpointState
 
 REDIAL_S = 0.2
 ENGINE = m.EngineSpec(

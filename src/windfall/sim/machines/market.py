@@ -6,7 +6,7 @@
     diurnal    like machines, but availability varies over a day of `day_s`: at the best hour stays are twice as long,
                at the worst hour they are close to zero
 
-To add a market, write a generator here, add it to `generate`, and name it in `sim.market` (config/sections.py).
+To add a market, write a generator here, add it to `generate`, and name it in `sim.market` (recipe/sections.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from windfall.errors import WindfallError
-from windfall.fleet import trace
-from windfall.fleet.trace_formats import Change
+from windfall.providers import trace
+from windfall.providers.trace_formats import Change
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """A simulated worker: the worker's side of a link, without an engine, a thread or a socket.
 
-    controller ── orders ──▶ [ executed between two steps, as in worker/engine_thread.py ] ── Tokens, Released, Left ──▶
+    controller ── orders ──▶ [ executed between two steps, as in engine/engine_thread.py ] ── Tokens, Released, Left ──▶
                ── Load ────▶ [ a pull that shares bandwidth; then a swap between two steps ] ── Loaded ──▶
 
 It runs one timer. With `quantum_s`, the timer fires at multiples of that time, for all workers alike, and all steps

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from windfall import config
-from windfall.config import Recipe
-from windfall.cost import prices
+from windfall import recipe as config
+from windfall.controller.cost import prices
 from windfall.errors import WindfallError
 from windfall.events.log import Event, ForeignLines, read
+from windfall.recipe import Recipe
 from windfall.sim.calibrate.event_log import steps_of
 from windfall.types import LOCAL, Lease
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from windfall.controller.rollout.stream import seed_of
 from windfall.envs.base import HELD_OUT
 from windfall.errors import WindfallError
-from windfall.rollout.stream import seed_of
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import MachineKind, Scenario, scaled, with_keys
 from windfall.sim.core.service import MeasuredLengths, Service

@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from windfall.config import Recipe
 from windfall.errors import WindfallError
 from windfall.events.log import Event
+from windfall.recipe import Recipe
 from windfall.sim.report import compare, variants
 
 

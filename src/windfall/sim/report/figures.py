@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from windfall.cost.bill import Account, Bucket, Totals
+from windfall.controller.cost.bill import Account, Bucket, Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.sim.calibrate.event_log import steps_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from windfall.config import Recipe
 from windfall.errors import WindfallError, nearest
+from windfall.recipe import Recipe
 from windfall.sim.core.scenario import with_keys
 
 

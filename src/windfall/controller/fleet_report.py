@@ -1,0 +1,247 @@
+"""What a run reports about its fleet: counters and bill of every step, advice, and the snapshot in fleet.json."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from windfall import algorithms
+from windfall.controller.cost import prices
+from windfall.controller.rollout.advisor import Advisor
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.members import Member, WorkerState
+from windfall.controller.scheduling.seed_time import StepMeasurement
+from windfall.events.log import Event, EventLog, ForeignLines, scan
+from windfall.events.steady_time import SteadyTime
+from windfall.recipe import Recipe
+from windfall.types import LOCAL
+
+MAX_ADVISED = 64
+"""Upper limit for the workers of one kind that advice considers."""
+Ended = Literal["finished", "stopped", "failed"]
+GONE_SHOWN = 50
+"""Number of newest gone workers in a snapshot."""
+STALENESS = {
+    "mean": "staleness_mean", "max": "staleness_max", "too_old": "too_old", "too_old_tokens": "too_old_tokens",
+    "held_s": "held_s", "train_wait_s": "train_wait_s",
+}  # fmt: skip
+"""Keys of `staleness` in a snapshot, and the fields of a step event that they show. `counts` is added to them."""
+
+
+@dataclass(slots=True)
+class LogHistory:
+    """What a controller needs to know about its predecessors, read from the event log."""
+
+    billed_s: float = -math.inf
+    """Time up to which a bill has been written, on this process's monotonic clock."""
+    evaluated: set[int] = field(default_factory=set)
+    """Steps with a valid evaluation."""
+    evaluating: set[int] = field(default_factory=set)
+    """Steps whose evaluation alongside training has started and not ended."""
+    step: int = 0
+    """The last step in the log."""
+
+
+def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> LogHistory:
+    """Read the log one event at a time, because a long log must not be held in memory, and pass each event to
+    `on_event`. Lines that windfall did not write are reported as an event."""
+    history, foreign, time, billed_t = LogHistory(), ForeignLines(), SteadyTime(), -math.inf
+    for e in scan(events.path, foreign):
+        on_event(e)
+        t = time.at(e["t"], e["m"])
+        if e.get("bill"):
+            billed_t = max(billed_t, t)
+        if (e["kind"], e["name"]) == ("scalar", "eval"):
+            history.evaluated.add(e.get("step", 0))
+            history.evaluating.clear()
+        elif e["name"] == "eval_started":
+            history.evaluating.add(e.get("step", 0))
+        elif (e["kind"], e["name"]) == ("scalar", "step"):
+            history.step = e.get("step", 0)
+        elif e["name"] == "resumed":
+            history.evaluated = {step for step in history.evaluated if step <= e["step"]}
+            history.step = min(history.step, e["step"])
+    if foreign.lines:
+        events.instant("log_foreign", lines=foreign.lines, first=foreign.first)
+    now_s = events.clock.monotonic()
+    history.billed_s = now_s + billed_t - time.at(events.clock.wall(), now_s)
+    return history
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """Tokens generated for the steps of a run, as its summary counts them: without evaluations, without what came from
+    the journal, and without steps that a resume made void."""
+
+    total: int = 0
+    _by_step: dict[int, int] = field(default_factory=dict)
+
+    def observe(self, event: Event) -> None:
+        """
+        >>> tokens = StepTokens()
+        >>> for n in (1, 2): tokens.observe({"kind": "scalar", "name": "step", "step": n, "made": 5, "restored": 1})
+        >>> tokens.observe({"kind": "instant", "name": "resumed", "step": 1})
+        >>> tokens.total
+        4
+        """
+        if event["name"] == "resumed":
+            self._by_step = {step: tokens for step, tokens in self._by_step.items() if step <= event["step"]}
+            self.total = sum(self._by_step.values())
+        elif (event["kind"], event["name"]) == ("scalar", "step"):
+            step, tokens = event.get("step", 0), (event.get("made") or 0) - (event.get("restored") or 0)
+            self.total += tokens - self._by_step.get(step, 0)
+            self._by_step[step] = tokens
+
+
+def can_pipeline(recipe: Recipe) -> bool:
+    """Whether groups can be trained on while others are still being generated."""
+    algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+    return algorithm.scope == "group" and recipe.train.minibatches == 1 and recipe.techniques.pipelining
+
+
+class FleetReport:
+    def __init__(
+        self, recipe: Recipe, dispatch: Dispatch, events: EventLog, generated: StepTokens | None = None
+    ) -> None:
+        """`generated`: the tokens of the steps that are in the log already. Later steps are added to it."""
+        f, o = recipe.fleet, recipe.rollout
+        self._generated = generated or StepTokens()
+        events.attach(self._generated.observe)
+        self._recipe, self._dispatch, self._events = recipe, dispatch, events
+        self._counted: dict[str, int] = {}
+        self._staleness: dict[str, Any] | None = None
+        """`staleness` of the snapshot."""
+        self._advisor = Advisor(
+            dispatch, responses=o.groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
+            max_count=MAX_ADVISED, overlap=can_pipeline(recipe), asynchronous=o.staleness > 0,
+            by_wait_share=f.autoscale == "wait_share",
+        )  # fmt: skip
+
+    def counters(self, last: StepMeasurement | None, now_s: float) -> dict[str, Any]:
+        """What happened to the fleet in the step that ended now, and its cost. `last`: the measurements of the step."""
+        c, p = self._dispatch.ledger.counts, self._dispatch.members.prefill
+        now = {
+            "prefilled": p.prefilled, "prefill_saved": p.reused, "prefix_lookups": p.lookups, "prefix_hits": p.hits,
+            "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
+            "stale": c.stale, "gaps": c.gaps, "discarded": c.discarded,
+            "lost_tokens": self._dispatch.ledger.lost_tokens(), "workers_lost": self._dispatch.members.lost,
+        }  # fmt: skip
+        differences = {k: v - self._counted.get(k, 0) for k, v in now.items()}
+        self._counted = now
+        if last is not None:
+            self._advise(last, now_s)
+            accounts, asynchronous = self._dispatch.accounts, self._recipe.rollout.staleness > 0
+            # In synchronous training the trainer's engine is paused while the trainer trains or waits.
+            if not (asynchronous and accounts.trainer_trained(now_s, last.train_s)):
+                accounts.trainer_waited(now_s, last.train_wait_s)
+        return {
+            **differences,
+            **self._sessions(),
+            "workers": sum(1 for _ in self._dispatch.members.here()),
+            "speeds": self._speeds(),
+            "bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s)),
+        }
+
+    def _sessions(self) -> dict[str, Any]:
+        """The turns of this step, if responses have several."""
+        t = self._dispatch.turns.take_counts()
+        if not t.env_s.count:
+            return {}
+        rows = {"env_s": t.env_s.row(), "observation_tokens": t.observed.row(), "turn_tokens": t.sampled.row()}
+        counts = {"ended": t.sessions, "turns": t.turns, "routed": t.routed, "to_holder": t.to_holder}
+        return {"sessions": {**counts, **rows}}
+
+    def _speeds(self) -> dict[str, list[list[float]]]:
+        """For `windfall sim calibrate`: rows of [batch, seconds per engine step, windows] by kind of worker."""
+        sums: dict[str, dict[int, list[float]]] = {}
+        for member in self._dispatch.members.here():
+            kind = LOCAL if member.name == LOCAL else prices.kind(member.lease)
+            for size, (batch, step_s, windows) in self._dispatch.placement.speeds.measured(member.id).items():
+                row = sums.setdefault(kind, {}).setdefault(size, [0.0, 0.0, 0.0])
+                for n, x in enumerate((batch * windows, step_s * windows, windows)):
+                    row[n] += x
+        return {kind: [[b / w, s / w, w] for b, s, w in rows.values()] for kind, rows in sums.items()}
+
+    def last_bill(self, now_s: float) -> dict[str, Any]:
+        """The bill for the time after the last step."""
+        return {"bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
+
+    def _advise(self, last: StepMeasurement, now_s: float) -> None:
+        held_s = (self._staleness or {}).get("held_s") or 0.0
+        for kind, a in self._advisor.step(last, now_s, held_s).items():
+            self._events.instant(
+                "advice", lease=kind, now=a.now, count=a.count, why=a.why, tokens_per_usd_now=a.tokens_per_usd_now,
+                tokens_per_usd_best=a.tokens_per_usd_best,
+            )  # fmt: skip
+
+    def lent(self) -> dict[str, list[float]]:
+        """By lender: the share of its time that it lends, and the share of its memory that serving holds."""
+        here = [(w.name, w.capacity) for w in self._dispatch.members.here()]
+        return {name: [round(c.lent, 2), round(c.use, 2)] for name, c in here if c is not None}
+
+    def note_staleness(self, fields: dict[str, Any] | None) -> None:
+        """Called after each step with the fields of its event, for the next snapshots. None: nothing to show."""
+        if fields is None or self._recipe.rollout.staleness == 0:
+            self._staleness = None
+            return
+        values = {key: fields[name] for key, name in STALENESS.items()}
+        # A mean over no responses is NaN, which JSON does not have.
+        finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
+        counts = fields["staleness_counts"]
+        self._staleness = {"bound": self._recipe.rollout.staleness, "counts": counts, **finite}
+
+    def snapshot(
+        self, *, step: int, now_s: float, ended: Ended | None, graders: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The current fleet, for `windfall top`; it also shows the supervisor that the controller is alive.
+        `ended`: how the run ended, or None while it runs. `graders`: how busy the environment is."""
+        ledger, offer = self._dispatch.ledger, self._dispatch.offer
+        members = list(self._dispatch.members.all.values())
+        gone_shown = {w.id for w in [w for w in members if w.state is WorkerState.GONE][-GONE_SHOWN:]}
+        workers = [
+            {
+                "worker": w.id, "lease": prices.kind(w.lease, lends=w.lends), "kind": w.lease.kind,
+                "device": w.lease.device, "engine": w.engine.label, "region": w.lease.region,
+                "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
+                "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
+                "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s,
+                "why": w.why, **_cache(w), **_lender(w),
+            }
+            for w in members
+            if w.state is not WorkerState.GONE or w.id in gone_shown
+        ]  # fmt: skip
+        return {
+            "t": self._events.clock.wall(), "pid": os.getpid(), "run": self._recipe.run.name,
+            "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
+            "queued": len(ledger.queue), "open": len(ledger), "generated": self._generated.total,
+            "lost": self._dispatch.members.lost,
+            "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers,
+            "staleness": self._staleness, "graders": graders,
+            "advice": [
+                {"lease": kind, "now": a.now, "count": a.count, "why": a.why}
+                for kind, a in self._advisor.advice.items()
+            ],
+        }  # fmt: skip
+
+
+def _lender(member: Member) -> dict[str, Any]:
+    """What a lender last reported."""
+    c = member.capacity
+    if c is None:
+        return {}
+    return {"lender": {"in_use": member.in_use, "slots": member.lendable, "state": c.state, "use": c.use,
+                       "lent": c.lent, "slack_s": c.slack_s}}  # fmt: skip
+
+
+def _cache(member: Member) -> dict[str, int]:
+    """What a worker last reported of its prefix cache."""
+    s = member.stats
+    if s is None:
+        return {}
+    return {"prefilled": s.prefilled, "prefill_saved": s.reused_tokens, "kept_sessions": s.kept_sessions,
+            "kept_tokens": s.kept_tokens}  # fmt: skip

@@ -1,0 +1,411 @@
+"""The gateway's HTTP server: the OpenAI API for sessions, and the token API of vLLM.
+
+    POST /v1/chat/completions     messages, tools; streaming or not
+    POST /v1/completions          text or token ids
+    POST /inference/v1/generate   token ids in, token ids out
+    GET  /v1/models
+    POST /v1/reward               {"reward": 0.5}: the reward of the session, if the agent reports it itself
+
+The key of a session (Authorization: Bearer KEY) is the only thing that names it: a request reaches this session and
+nothing else. Keys are looked up by their hash, so the time of a lookup says nothing about other keys. A key is checked
+before the body is read; intake.py has the limits of bodies, link/listener.py those of connections without a key. Every
+error is in OpenAI's format, also one that ends a stream, and the answer to what is not HTTP. A canceled request does
+not cancel its call (session.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from windfall.controller.gateway import protocol
+from windfall.controller.gateway.base import Sampler
+from windfall.controller.gateway.chunks import IdChunks, TextChunks
+from windfall.controller.gateway.event_stream import EventStream
+from windfall.controller.gateway.intake import Body, Intake, IntakeLimits
+from windfall.controller.gateway.protocol import ApiError, CallOptions
+from windfall.controller.gateway.session import CallInFlight, GatewaySession
+from windfall.envs.failures import MAX_REWARD
+from windfall.errors import WindfallError
+from windfall.link.listener import Listener
+from windfall.models.chat import Chat, check_length, most_chars
+from windfall.models.history import Call, Segment
+
+IDLE_S = 75.0
+"""Seconds that a connection may be open between two requests."""
+HEAD_S = 20.0
+"""Seconds that a connection may be open before its first request has a valid key."""
+MAX_WITHOUT_KEY = 1024
+"""Largest number of such connections."""
+CLOSE_S = 1.0
+"""Seconds that handlers get to end when the gateway stops listening."""
+MAX_CONNECTIONS = 256
+"""Largest number of connections of one session."""
+LINGER_S = 5.0
+"""Seconds to read and drop the rest of a body that was refused, so that its client gets to read the answer."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """One of the choices of an answer: the call that makes it, and the session of the call."""
+
+    session: GatewaySession
+    flight: CallInFlight
+
+
+class Gateway:
+    write_s: float | None = None
+    """Time limit for a client to take the next part of a stream (seconds). None: as long as it wants."""
+
+    def __init__(
+        self, sampler: Sampler, tokenizer: Any, chat: Chat | None, stop: frozenset[int],
+        limits: IntakeLimits | None = None,
+    ) -> None:  # fmt: skip
+        """`chat`: None for a model without a chat template. `stop`: the token ids that end a turn. `limits`: those of
+        bodies; None: as the context needs them."""
+        self._sampler, self._tokenizer, self._chat, self._stop = sampler, tokenizer, chat, stop
+        self._max_chars = most_chars(tokenizer, sampler.context)
+        if chat is not None:
+            chat.max_chars = self._max_chars
+        self._thread = ThreadPoolExecutor(1, "tokenizing")
+        """Renders and tokenizes prompts, so that a long one does not hold up the event loop."""
+        self._sessions: dict[str, GatewaySession] = {}
+        """By the hash of its key."""
+        self.intake = Intake(limits or IntakeLimits.for_context(sampler.context))
+        self._listener: Listener | None = None
+        self._runner: web.AppRunner | None = None
+        self.app = web.Application(middlewares=[_errors, *self._middlewares()])
+        self._add_routes()
+
+    async def listen(
+        self, host: str, port: int, fix: str, *, idle_s: float = IDLE_S, head_s: float = HEAD_S, **options: Any
+    ) -> int:
+        """Listen until `stop_listening`. Returns the port: 0 selects a free one. Raises WindfallError with `fix`.
+        `options`: those of aiohttp's runner."""
+        self._listener = Listener(max_unauthenticated=MAX_WITHOUT_KEY, auth_timeout_s=head_s)
+        options = {
+            "keepalive_timeout": idle_s, "lingering_time": LINGER_S, "shutdown_timeout": CLOSE_S, **options
+        }  # fmt: skip
+        self._runner, port = await self._listener.serve(self.app, host, port, None, fix, answer=_not_http, **options)
+        return port
+
+    async def stop_listening(self) -> None:
+        if self._listener is not None and self._runner is not None:
+            self._listener.close()
+            await self._runner.cleanup()
+
+    def _authenticated(self, request: web.Request) -> None:
+        """The request has a valid key, or needs none."""
+        if self._listener is not None:
+            self._listener.authenticated(request.transport)
+
+    def _middlewares(self) -> Sequence[Any]:
+        """What handles a request before its body is read."""
+        return ()
+
+    def _add_routes(self) -> None:
+        self._add_post("/v1/chat/completions", self._chat_completions)
+        self._add_post("/v1/completions", self._completions)
+        self._add_post("/inference/v1/generate", self._generate)
+        self._add_post("/v1/reward", self._reward)
+        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_get("/v1/models/{model:.+}", self._models)
+
+    def _add_post(self, path: str, handle: Callable[[web.Request, Body], Awaitable[web.StreamResponse]]) -> None:
+        """`handle` gets requests that have a valid key, with their bodies."""
+
+        async def receive(request: web.Request) -> web.StreamResponse:
+            client = self._client(request)
+            try:
+                async with self.intake.receive(request, client) as body:
+                    return await handle(request, body)
+            except ApiError as e:
+                if e.code == "context_length_exceeded" and isinstance(client, GatewaySession):
+                    client.ran_out = True
+                raise
+
+        self.app.router.add_post(path, receive)
+
+    # Sessions, for the owner of the gateway.
+
+    def open(self, id: str, *, max_tokens: int, turn_tokens: int = 0) -> GatewaySession:
+        """Open a session. Its agent gets `session.key`. `max_tokens`: upper limit for the sampled tokens of all turns
+        together. `turn_tokens`: for those of one turn; 0: none."""
+        session = GatewaySession(
+            id, self._sampler, self._chat, self._decode, in_thread=self._in_thread, max_tokens=max_tokens,
+            turn_tokens=turn_tokens,
+        )  # fmt: skip
+        self._sessions[_hash(session.key)] = session
+        return session
+
+    async def close(self, session: GatewaySession) -> list[Segment]:
+        """End a session: its key expires. Returns its segments."""
+        self.expire(session)
+        return await session.end()
+
+    def expire(self, session: GatewaySession, why: str = "the agent ended") -> None:
+        """The key of a session expires, and it accepts no more calls. Those in flight go on until `close`."""
+        session.why_ended = session.why_ended or why
+        self._sessions.pop(_hash(session.key), None)
+        session.ended = True
+
+    def _session(self, request: web.Request) -> GatewaySession:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(_hash(key.strip())) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise ApiError(401, "this API key belongs to no open session", code="invalid_api_key")
+        if not session.connected(request.transport, MAX_CONNECTIONS):
+            what = f"this session has more than {MAX_CONNECTIONS} connections; use them for several requests"
+            raise ApiError(429, what, code="rate_limit_exceeded")
+        self._authenticated(request)
+        return session
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        ids = ids[:-1] if ids and ids[-1] in self._stop else ids
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _token_texts(self, ids: Sequence[int]) -> list[str]:
+        return [self._tokenizer.decode([id], skip_special_tokens=False) for id in ids]
+
+    async def _in_thread(self, place: Callable[[], Call]) -> Call:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, place)
+
+    def _encode(self, text: str) -> list[int]:
+        check_length(text, self._max_chars)
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:  # JSON can write half of a surrogate pair
+            raise WindfallError(f"the prompt is not valid Unicode: {e.reason}", fix="Send whole characters.") from e
+        return self._tokenizer.encode(text)
+
+    # Requests.
+
+    def _client(self, request: web.Request) -> Hashable:
+        """Who sends a request, for limits. Raises ApiError if its key is wrong."""
+        return self._session(request)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": self._sampler.model, "object": "model", "created": 0, "owned_by": "windfall"}
+        if "model" not in request.match_info:
+            return web.json_response({"object": "list", "data": [model]})
+        if request.match_info["model"] != self._sampler.model:
+            raise ApiError(404, f"there is no model '{request.match_info['model']}'", code="model_not_found")
+        return web.json_response(model)
+
+    async def _reward(self, request: web.Request, body: Body) -> web.Response:
+        session = self._session(request)
+        session.reward = protocol.reward(body.fields, MAX_REWARD)
+        return web.json_response({"reward": session.reward})
+
+    async def _chat_completions(self, request: web.Request, body: Body) -> web.StreamResponse:
+        session = self._session(request)
+        options = self._options(body.fields, chat=True)
+        choices = self._start_chat(session, body.key, body.fields, options)
+        await _placed(choices, body)
+        return await self._answer(request, choices, options, chat=True)
+
+    async def _completions(self, request: web.Request, body: Body) -> web.StreamResponse:
+        session = self._session(request)
+        options = self._options(body.fields, chat=False)
+        choices = self._start_texts(session, body.key, body.fields.get("prompt"), options)
+        await _placed(choices, body)
+        return await self._answer(request, choices, options, chat=False)
+
+    def _options(self, body: Mapping[str, Any], *, chat: bool) -> CallOptions:
+        return protocol.options(body, chat=chat)
+
+    def _start_chat(
+        self, session: GatewaySession, key: str, body: Mapping[str, Any], options: CallOptions
+    ) -> list[Choice]:
+        """Start the calls whose answers are the choices of one answer."""
+        return [Choice(session, session.chat_call(key, body, options))]
+
+    def _start_texts(self, session: GatewaySession, key: str, prompt: Any, options: CallOptions) -> list[Choice]:
+        (one,) = protocol.prompts(prompt)
+        return [Choice(session, session.ids_call(key, options, lambda: self._ids(one)))]
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        return self._encode(prompt) if isinstance(prompt, str) else prompt
+
+    async def _generate(self, request: web.Request, received: Body) -> web.StreamResponse:
+        session, body = self._session(request), received.fields
+        given = body.get("sampling_params") or {}
+        if not isinstance(given, Mapping):
+            raise ApiError(400, "sampling_params must be an object", param="sampling_params")
+        wanted = {k: given[k] for k in ("n", "max_tokens", "stop", "logprobs") if given.get(k) is not None}
+        wanted |= {k: body[k] for k in ("stream", "stream_options") if k in body}
+        options = protocol.options({"max_tokens": None, **wanted}, chat=False)
+        ids = protocol.prompt_ids(body.get("token_ids"), "token_ids")
+        flight = session.ids_call(received.key, options, lambda: ids)
+        choices = [Choice(session, flight)]
+        await _placed(choices, received)
+        if options.stream:
+            return await self._stream(request, choices, [IdChunks(flight, options, self._token_texts)])
+        await flight.done()
+        logprobs = protocol.chat_logprobs(self._token_texts(flight.tokens), flight.logprobs)
+        choice = {"index": 0, "token_ids": flight.tokens, "finish_reason": flight.finish, "logprobs": logprobs}
+        answer = {"request_id": flight.id, "choices": [choice], "prompt_logprobs": None}
+        return await self._deliver(request, choices, answer)
+
+    # Answers.
+
+    async def _answer(
+        self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
+    ) -> web.StreamResponse:
+        if options.stream:
+            chunks = [
+                TextChunks(
+                    choice.flight, options, chat=chat, model=self._sampler.model, decode=self._decode,
+                    token_texts=self._token_texts, index=n,
+                )
+                for n, choice in enumerate(choices)
+            ]  # fmt: skip
+            return await self._stream(request, choices, chunks, options.n)
+        await asyncio.gather(*(choice.flight.done() for choice in choices))
+        kind, first = "chat.completion" if chat else "text_completion", choices[0].flight
+        answer = protocol.envelope(kind, first.id, self._sampler.model)
+        if chat and options.return_token_ids:
+            answer["prompt_token_ids"] = list(first.prompt)
+        answer["choices"] = [self._choice(n, c.flight, options, chat=chat) for n, c in enumerate(choices)]
+        answer["usage"] = _usage(choices, options.n)
+        return await self._deliver(request, choices, answer)
+
+    def _choice(self, index: int, flight: CallInFlight, options: CallOptions, *, chat: bool) -> dict[str, Any]:
+        reason = protocol.finish_reason(flight.finish, flight.message)
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
+        if options.logprobs:
+            build = protocol.chat_logprobs if chat else protocol.text_logprobs
+            choice["logprobs"] = build(self._token_texts(flight.tokens), flight.logprobs)
+        if options.return_token_ids:
+            choice["token_ids"] = flight.tokens
+            if not chat:
+                choice["prompt_token_ids"] = list(flight.prompt)
+        if chat:
+            choice["message"] = {"refusal": None, **(flight.message or {})}
+        else:
+            choice["text"] = flight.text
+        return choice
+
+    async def _deliver(
+        self, request: web.Request, choices: Sequence[Choice], answer: dict[str, Any]
+    ) -> web.StreamResponse:
+        """Send the answer. Only if that works, its calls are over: otherwise the client may ask for it again."""
+        response = web.json_response(answer)
+        await response.prepare(request)
+        await response.write_eof()
+        for session, flight in choices:
+            session.delivered(flight)
+        return response
+
+    async def _stream(
+        self, request: web.Request, choices: Sequence[Choice], chunks: Sequence[TextChunks | IdChunks], n: int = 1
+    ) -> web.StreamResponse:
+        """Send the choices of calls that are known to be valid in chunks, as they come."""
+        stream = EventStream(request, self.write_s)
+        try:
+            if len(choices) == 1:
+                await _send_choice(stream, choices[0].flight, chunks[0])
+            else:
+                await _together([_send_choice(stream, c.flight, own) for c, own in zip(choices, chunks, strict=True)])
+            await stream.send(chunks[0].usage(_usage(choices, n)))
+        except TimeoutError:  # a client that does not read would not read an error either
+            raise
+        except (Exception, asyncio.CancelledError) as e:  # whatever it is, the stream must say that it failed
+            if not stream.begun:
+                raise
+            await stream.send([_api_error(request, e).body])
+            return await stream.end()
+        for session, flight in choices:
+            session.delivered(flight)
+        return await stream.end(b"data: [DONE]\n\n")
+
+
+async def _placed(choices: Sequence[Choice], body: Body) -> None:
+    """Wait until all calls of a request are known to be valid. Raises the error of one that is not."""
+    await asyncio.gather(*(choice.flight.checked() for choice in choices))
+    body.placed()
+
+
+async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextChunks | IdChunks) -> None:
+    """Send one choice. If it may have tool calls, which only its whole text shows, it is one chunk."""
+    begun = False
+    async for count in flight.progress():
+        if not begun:
+            begun = True
+            await stream.send(chunks.first())
+        if not flight.tools:
+            await stream.send(chunks.grown(count))
+            flight.sent = max(flight.sent, chunks.sent)
+    await stream.send([*([] if begun else chunks.first()), *chunks.last()])
+
+
+async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines to their end. The first error ends all of them."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _usage(choices: Sequence[Choice], n: int) -> dict[str, int]:
+    """The tokens of an answer with `n` choices for each prompt: a prompt counts once."""
+    prompts = sum(len(choice.flight.prompt) for choice in choices[::n])
+    return protocol.usage(prompts, sum(len(choice.flight.tokens) for choice in choices))
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer every error in OpenAI's format."""
+    try:
+        return await handler(request)
+    except (Exception, asyncio.CancelledError) as e:  # a client must get an answer even if there is a bug
+        error = _api_error(request, e)
+    response = web.json_response(error.body, status=error.status)
+    # A client must not use a connection again whose body was not read to its end, or that is one too many.
+    if error.status == 429 or not request.content.is_eof():
+        response.force_close()
+    return response
+
+
+def _api_error(request: web.Request, error: BaseException) -> ApiError:
+    """The answer to an error of a handler. Raises the error again if this request was canceled."""
+    match error:
+        case ApiError():
+            return error
+        case asyncio.CancelledError():
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise error
+            # The call was canceled, not this request: calls are canceled when their session ends.
+            return ApiError(401, "this session has ended", code="invalid_api_key")
+        case web.RequestPayloadError():  # its length or chunks are wrong
+            return ApiError(400, f"the body cannot be read: {error}")
+        case web.HTTPException():
+            return ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        case ConnectionError():  # no client is left to read this
+            return ApiError(499, "the client has closed the connection")
+        case _:
+            _LOG.error("%s %s failed", request.method, request.path, exc_info=error)
+            return ApiError(500, f"{request.method} {request.path}: {type(error).__name__}: {error}")
+
+
+def _not_http(status: int, why: str) -> web.Response:
+    """The answer to a request that aiohttp cannot read."""
+    return web.json_response(ApiError(status, f"the request is not HTTP: {why}").body, status=status)
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()

@@ -1,0 +1,330 @@
+"""One session of the gateway: its history, its calls in flight, and its reward.
+
+    call(body) ──▶ the same body in flight? ── yes ──▶ join it
+                       │ no
+                       └──▶ place in the history ──▶ reserve tokens ──▶ sampler ──▶ answer in the history ──▶ every
+                            (in a thread)                                           client that waits
+
+Rules:
+- A call belongs to the session, not to the connection that asked for it. A client that loses its connection and asks
+  again with the same body joins the call, as long as no client has received the answer.
+- A client has received an answer once its end was written to the connection, or once a later call continues it.
+- When the session ends, its calls are canceled, and only what a client received is trained. Of a stream that was closed
+  in the middle, that is the turn up to the last token whose text was sent. An answer that was not sent has no effect on
+  the reward, and is removed.
+- A turn ends after the first stop string. The client gets the text before it; the ids include it.
+- Prompts are rendered and tokenized in a thread, one after the other: a long one does not hold up the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from windfall.controller.gateway import protocol
+from windfall.controller.gateway.base import SampledTurn, Sampler, TurnRequest
+from windfall.controller.gateway.budget import Budget
+from windfall.controller.gateway.protocol import ApiError
+from windfall.controller.rollout.stop_strings import StopStrings
+from windfall.errors import WindfallError
+from windfall.models.chat import Chat, PromptTooLong
+from windfall.models.history import Call, History, Segment
+from windfall.models.tool_calls import ParsedTurn, parse
+
+MAX_CALLS = 64
+"""Largest number of calls of one session that may be in flight."""
+END_S = 1.0
+"""Seconds that the end of a session waits for turns to be cut where their streams were closed."""
+
+Decode = Callable[[Sequence[int]], str]
+InThread = Callable[[Callable[[], Call]], Awaitable[Call]]
+"""Runs a function in the thread for tokenizing."""
+
+
+class CallInFlight:
+    """A call that is being sampled, or whose answer no client has received yet."""
+
+    def __init__(self, tools: frozenset[str], options: protocol.CallOptions, decode: Decode) -> None:
+        self.tools, self.stop, self.stops = tools, options.stop, StopStrings(options.stop, decode)
+        self.one_tool_call = options.one_tool_call
+        self._call: Call | None = None
+        self.name = ""
+        """The id in answers, if it is not made from the place in the history."""
+        self.prompt: tuple[int, ...] = ()
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish = ""
+        self.text = ""
+        """The text for the client, without a stop string."""
+        self.message: dict[str, Any] | None = None
+        self.sent = 0
+        """Number of tokens that a client has received for certain."""
+        self.delivered = False
+        """A client has received the whole answer."""
+        self.end_at: int | None = None
+        """End the turn after this number of tokens."""
+        self.request: TurnRequest | None = None
+        self.valid = asyncio.Event()
+        """The call was not refused: it is sampled, or waits for that."""
+        self.changed = asyncio.Event()
+        self.work: asyncio.Task[None] | None = None
+
+    @property
+    def placed(self) -> bool:
+        return self._call is not None
+
+    @property
+    def call(self) -> Call:
+        """Its place in the history."""
+        assert self._call is not None, "the call has no place yet"
+        return self._call
+
+    @call.setter
+    def call(self, call: Call) -> None:
+        self._call, self.prompt = call, call.prompt
+
+    @property
+    def id(self) -> str:
+        """The id in answers."""
+        return self.name or f"call-{self.call.segment.index}-{len(self.prompt)}"
+
+    async def done(self) -> None:
+        """Wait for the end of the call. Raises the error with which it ended."""
+        assert self.work is not None
+        await asyncio.shield(self.work)
+
+    async def checked(self) -> None:
+        """Wait until the call is known to be valid. Raises the error with which it was refused."""
+        assert self.work is not None
+        waiting = asyncio.ensure_future(self.valid.wait())
+        try:
+            await asyncio.wait([waiting, self.work], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if not self.valid.is_set():
+            await self.done()
+
+    async def progress(self) -> AsyncIterator[int]:
+        """The number of tokens so far, whenever it has grown. Raises the error with which the call ends."""
+        assert self.work is not None
+        seen = 0
+        while not self.work.done():
+            changed = self.changed
+            if len(self.tokens) > seen:
+                seen = len(self.tokens)
+                yield seen
+            else:
+                waiting = asyncio.ensure_future(changed.wait())
+                await asyncio.wait([waiting, self.work], return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+        await self.done()
+
+    def grow(self, tokens: Sequence[int], logprobs: Sequence[float]) -> int | None:
+        """Add new tokens (base.Progress)."""
+        if not tokens:
+            return self.end_at
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs)
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+        return self.end_at if self.end_at is not None else self.stops.end("", self.tokens, 0)
+
+
+class GatewaySession:
+    def __init__(
+        self, id: str, sampler: Sampler, chat: Chat | None, decode: Decode, *, in_thread: InThread, max_tokens: int,
+        turn_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        """`max_tokens`: upper limit for the sampled tokens of all turns together. `turn_tokens`: for those of one turn;
+        0: none."""
+        self.id, self.key = id, f"sk-{secrets.token_urlsafe(32)}"
+        self.history = History(chat)
+        self.chat, self._sampler, self._decode, self._in_thread = chat, sampler, decode, in_thread
+        self._budget, self._turn_tokens = Budget(max_tokens), turn_tokens
+        self.reward: float | None = None
+        self.ended, self.why_ended = False, ""
+        self.ran_out = False
+        """The last call was refused because the session or the context had no tokens left."""
+        self.calls = 0
+        """Number of calls that were not refused."""
+        self._waiting, self._waited_s, self._waiting_since_s = 0, 0.0, 0.0
+        """Number of unanswered calls; seconds in which there was at least one; when that number last changed."""
+        self._in_flight: dict[str, CallInFlight] = {}
+        """By the key of the request."""
+        self._placing = asyncio.Lock()
+        self._connections: set[asyncio.BaseTransport] = set()
+        """Those of clients that have sent its key. Some may be closed."""
+        self.answer_id = ""
+        """The id in all its answers; empty: that of the call."""
+
+    def connected(self, transport: asyncio.BaseTransport | None, most: int) -> bool:
+        """A client has sent the key on this connection. Returns False if there would be more than `most` open ones."""
+        if transport is None or transport in self._connections:
+            return True
+        if len(self._connections) >= most:
+            self._connections = {known for known in self._connections if not known.is_closing()}
+        if len(self._connections) >= most:
+            return False
+        self._connections.add(transport)
+        return True
+
+    def chat_call(self, key: str, body: Mapping[str, Any], options: protocol.CallOptions) -> CallInFlight:
+        """`key`: equal for requests that are repeated. Join such a request that is in flight, or start a call."""
+        if self.chat is None:
+            raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
+        messages, tools = protocol.messages(body), protocol.tools(body)
+        names = protocol.tool_names(tools)
+        return self._join_or_start(key, options, names, lambda: self.history.place(messages, tools))
+
+    def ids_call(self, key: str, options: protocol.CallOptions, ids: Callable[[], Sequence[int]]) -> CallInFlight:
+        """As `chat_call`, for a prompt of ids. `ids` is called in the thread for tokenizing."""
+        return self._join_or_start(key, options, frozenset(), lambda: self.history.place_ids(ids()))
+
+    def _join_or_start(
+        self, key: str, options: protocol.CallOptions, tools: frozenset[str], place: Callable[[], Call]
+    ) -> CallInFlight:
+        if self.ended:
+            raise ApiError(401, f"this session has ended: {self.why_ended}", code="invalid_api_key")
+        if key in self._in_flight:
+            return self._in_flight[key]
+        if sum(c.work is not None and not c.work.done() for c in self._in_flight.values()) >= MAX_CALLS:
+            raise ApiError(429, f"{MAX_CALLS} calls of this session are in flight", code="rate_limit_exceeded")
+        flight = CallInFlight(tools, options, self._decode)
+        flight.name = self.answer_id
+        flight.work = asyncio.create_task(self._run(flight, key, options.max_tokens, place))
+        flight.work.add_done_callback(lambda work: work.cancelled() or work.exception())  # its client may be gone
+        self._in_flight[key] = flight
+        return flight
+
+    async def _run(self, flight: CallInFlight, key: str, max_tokens: int | None, place: Callable[[], Call]) -> None:
+        self._count_waiting(1)
+        answered = False
+        try:
+            await self._place(flight, place)
+            limit = await self._reserve(flight, max_tokens)
+            try:
+                self._answer(flight, await self._sample(flight, limit))
+                answered = True
+            finally:
+                self._budget.settle(limit, len(flight.tokens) if answered else 0)
+        except WindfallError as e:
+            raise ApiError(503, f"the turn could not be sampled: {e.what}") from e
+        finally:
+            self._count_waiting(-1)
+            if not answered:
+                if flight.placed:
+                    self.history.abandon(flight.call, begun=flight.request is not None)
+                self._in_flight.pop(key, None)
+
+    async def _place(self, flight: CallInFlight, place: Callable[[], Call]) -> None:
+        """Give the call its place in the history."""
+        try:
+            async with self._placing:
+                call = flight.call = await self._in_thread(place)
+        except PromptTooLong as e:
+            self.ran_out = True
+            raise ApiError(400, e.what, code="context_length_exceeded", param="messages") from e
+        except WindfallError as e:
+            raise ApiError(400, f"{e.what}. {e.fix}", param="tools" if e.where == "tools" else "messages") from e
+        for other in list(self._in_flight.values()):
+            if other is not flight and other.placed and other.call.segment is call.segment:
+                self.delivered(other)  # this call has its answer in its prompt
+        if not flight.prompt:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        new = call.new or call.segment.prompt
+        if not 0 <= min(new) <= max(new) < self._sampler.vocabulary:
+            what = f"token ids must be at least 0 and below {self._sampler.vocabulary}, the size of the vocabulary"
+            raise ApiError(400, what, param="prompt")
+
+    async def _reserve(self, flight: CallInFlight, max_tokens: int | None) -> int:
+        """The upper limit for the tokens of the turn, reserved in the budget."""
+        size, context = len(flight.prompt), self._sampler.context
+        limits = [context - size, max_tokens, self._turn_tokens or None]
+        wanted = min(limit for limit in limits if limit is not None)
+        granted = await self._budget.reserve(wanted) if wanted > 0 else 0
+        self.ran_out = granted < 1
+        if self.ran_out:
+            what = f"the prompt has {size} tokens, and the context is {context}"
+            what = what if wanted < 1 else "the session has no tokens left"
+            raise ApiError(400, what, code="context_length_exceeded", param="messages")
+        self.calls += 1
+        return granted
+
+    async def _sample(self, flight: CallInFlight, limit: int) -> SampledTurn:
+        call = flight.call
+        flight.request = TurnRequest(
+            session=self.id, segment=call.segment.index, turn=_turns(call.segment), prompt=flight.prompt,
+            new=call.new or call.segment.prompt, max_tokens=limit,
+        )  # fmt: skip
+        flight.valid.set()
+        return await self._sampler.sample(flight.request, flight.grow)
+
+    def _count_waiting(self, change: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._waiting:
+            self._waited_s += now_s - self._waiting_since_s
+        self._waiting, self._waiting_since_s = self._waiting + change, now_s
+
+    def waited_s(self, now_s: float) -> float:
+        """Seconds in which the agent waited for the policy."""
+        return self._waited_s + (now_s - self._waiting_since_s if self._waiting else 0.0)
+
+    def _answer(self, flight: CallInFlight, turn: SampledTurn) -> None:
+        flight.tokens, flight.logprobs, flight.finish = list(turn.tokens), list(turn.logprobs), turn.finish
+        text = self._decode(turn.tokens)
+        found = min((at for s in flight.stop if (at := text.find(s)) >= 0), default=None)
+        flight.text = text if found is None else text[:found]
+        call = flight.call
+        if call.messages:
+            parsed = parse(flight.text, flight.tools)
+            if flight.one_tool_call:
+                parsed = replace(parsed, tool_calls=parsed.tool_calls[:1])
+            flight.message = protocol.reply_message(parsed, self._call_ids(call, parsed))
+        self.history.answer(call, turn.tokens, flight.message)
+
+    def _call_ids(self, call: Call, parsed: ParsedTurn) -> list[str]:
+        """Ids of nine letters and digits, which every template accepts; the same whenever the session is replayed."""
+        name = f"{self.id}/{call.segment.index}/{len(call.segment.tokens)}"
+        return [hashlib.blake2b(f"{name}/{n}".encode()).hexdigest()[:9] for n in range(len(parsed.tool_calls))]
+
+    def delivered(self, flight: CallInFlight) -> None:
+        """A client has received the whole answer: the same body is now another call."""
+        flight.delivered = True
+        self._in_flight = {key: f for key, f in self._in_flight.items() if f is not flight}
+
+    async def end(self) -> list[Segment]:
+        """End the session and return its segments that have sampled tokens."""
+        self.ended = True
+        flights, self._in_flight = list(self._in_flight.values()), {}
+        await self._end_calls(flights)
+        for flight in flights:
+            keep = min(flight.sent, len(flight.tokens))
+            if flight.finish and not flight.delivered and keep < len(flight.tokens):
+                self.history.cut_turn(flight.call, len(flight.tokens), keep)
+                assert flight.request is not None
+                self._sampler.retract(flight.request, keep)
+        return [s for s in self.history.segments if any(s.sampled)]
+
+    async def _end_calls(self, flights: Sequence[CallInFlight]) -> None:
+        """Cancel calls. A turn of which a client has received a part ends there."""
+        partly: list[asyncio.Task[None]] = []
+        for flight in flights:
+            assert flight.work is not None
+            if flight.sent and not flight.work.done():
+                flight.end_at = flight.sent
+                partly.append(flight.work)
+        if partly:
+            await asyncio.wait(partly, timeout=END_S)
+        for flight in flights:
+            assert flight.work is not None
+            flight.work.cancel()
+        await asyncio.gather(*(f.work for f in flights if f.work is not None), return_exceptions=True)
+
+
+def _turns(segment: Segment) -> int:
+    """Number of sampled turns: stretches of sampled tokens."""
+    return sum(s and not before for before, s in zip([False, *segment.sampled], segment.sampled, strict=False))

@@ -1,0 +1,478 @@
+"""Holds every token of every open response exactly once, who generates the next one, and what was rejected. Pure.
+
+    response:  QUEUED ⇄ RUNNING ▶ TURN ▶ closed        TURN: a turn has ended and the environment is asked; if it
+                 ▲                  │                   returns an observation, the response is QUEUED again
+                 └──────────────────┘
+
+Rules, all in `check()`:
+- A position is accepted once and in order, from the worker that holds the response. Its version is the one that the
+  response was assigned with or, if the worker has reported that it swapped in new weights, a newer one within the
+  window. A response with a fixed version (`Episode.version`) accepts only that one.
+- Every assignment has its own handle. Tokens for a handle that has ended are counted, and change nothing else.
+- A response that lost its worker keeps its tokens, and is queued before responses that have not begun.
+- No accepted token is ever lost: accepted = in open responses + in closed ones + in withdrawn ones.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate, repeat
+from typing import Literal
+
+from windfall.controller.ledger.counts import Acceptance, LedgerCounts
+from windfall.controller.ledger.episode import Episode, Malformed, check_end
+from windfall.link.messages import Tokens, columns
+from windfall.types import Finish
+
+EntryState = Literal["queued", "running", "turn"]
+MAX_FRUITLESS = 12
+"""A response is poison after this many workers in a row were lost before they generated one token of it."""
+MIN_BLAMED = 3
+"""At least this many of them must be different workers: a single worker may just keep reconnecting."""
+MAX_ENDED_HANDLES = 1 << 16
+"""Number of ended handles that are remembered, to classify late tokens. Tokens for an older handle count as late."""
+
+
+@dataclass(slots=True)
+class LedgerEntry:
+    """An open response, and its assignment to a worker if it has one."""
+
+    episode: Episode
+    state: EntryState = "queued"
+    handle: int = -1
+    worker: str = ""
+    last_worker: str = ""
+    version: int = -1
+    recorded: int = 0
+    """Number of tokens whose version is recorded in `episode.version_runs`. Later tokens have `version`."""
+    moves: int = 0
+    moved: bool = False
+    """The response lost its last worker in this turn, so the next worker has to prefill it again."""
+    fruitless: int = 0
+    """Number of workers in a row that were lost before they generated one token of this response."""
+    blamed: frozenset[str] = frozenset()
+    """Names of these workers. A worker that reconnects has another id and the same name."""
+
+
+class Ledger:
+    def __init__(self, vocabulary: int = 1 << 32, *, migrate: bool = True) -> None:
+        self.vocabulary, self._migrate = vocabulary, migrate
+        self.entries: dict[str, LedgerEntry] = {}
+        self.queue: deque[str] = deque()
+        self.counts = LedgerCounts()
+        self._running: dict[int, LedgerEntry] = {}
+        self._ended: OrderedDict[int, str] = OrderedDict()
+        """The newest ended handles, and how they ended: moved, canceled or finished."""
+        self._by_worker: dict[str, dict[int, LedgerEntry]] = {}
+        self._context: dict[str, int] = {}
+        self._next_handle = 0
+        self._stops: set[int] = set()
+        """The stop tokens of all responses so far."""
+        self._shortest = math.inf
+        """Smallest `end` of any turn so far."""
+        self.longest = 0
+        """Largest room, in tokens, that any response so far needs (see `room`)."""
+        self._window = range(0)
+        """The versions that tokens may have. Empty: only the version that a response is assigned with."""
+        self.engines: dict[str, str] = {}
+        """By worker: the name of its engine, for the tokens that it generates."""
+        self.fixed_versions: Counter[int] = Counter()
+        """By version: number of open responses that must have it."""
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def running(self, worker: str) -> int:
+        """Number of responses that the worker runs."""
+        return len(self._by_worker.get(worker, ()))
+
+    def context(self, worker: str) -> int:
+        """Tokens in the context of the worker's running responses, prompts included."""
+        return self._context.get(worker, 0)
+
+    def held(self, worker: str) -> list[LedgerEntry]:
+        return list(self._by_worker.get(worker, {}).values())
+
+    def held_with(self, worker: str, handle: int) -> LedgerEntry | None:
+        """The response that the worker has under this handle, if it has one."""
+        return self._by_worker.get(worker, {}).get(handle)
+
+    def open(self, episode: Episode) -> None:
+        """Add a response with the tokens it already has: it may have begun earlier."""
+        if episode.id in self.entries:
+            raise ValueError(f"{episode.id} is already open")
+        self.entries[episode.id] = LedgerEntry(episode, recorded=len(episode.tokens))
+        if episode.version is not None:
+            self.fixed_versions[episode.version] += 1
+        self._stops |= episode.stop
+        self._shortest = min(self._shortest, episode.end)
+        self.longest = max(self.longest, room(episode))
+        self.counts.accepted += _generated(episode)
+        self._enqueue(self.entries[episode.id])
+
+    def assign(self, id: str, worker: str, version: int) -> LedgerEntry:
+        """Assign a response to a worker. The caller must have removed it from the queue."""
+        entry = self.entries[id]
+        assert entry.state == "queued" and entry.episode.finish is None, f"{id} is {entry.state}"
+        self._next_handle += 1
+        entry.state, entry.handle, entry.worker, entry.version = "running", self._next_handle, worker, version
+        entry.recorded = len(entry.episode.tokens)
+        self._running[entry.handle] = entry
+        self._by_worker.setdefault(worker, {})[entry.handle] = entry
+        self._context[worker] = self.context(worker) + _context(entry)
+        if entry.moved:
+            self.counts.moved += worker != entry.last_worker
+            self.counts.prefilled_again += len(entry.episode.prompt) + len(entry.episode.tokens)
+        return entry
+
+    def set_window(self, oldest: int, newest: int) -> dict[str, list[int]]:
+        """From now on, tokens may have these versions. Responses that are assigned with an older version are queued
+        again. Returns the handles to cancel, by worker."""
+        self._window = range(oldest, newest + 1)
+        handles: dict[str, list[int]] = {}
+        for entry in list(self._running.values()):
+            if entry.version < oldest and entry.episode.version is None:
+                handles.setdefault(entry.worker, []).append(entry.handle)
+                self.requeue(entry)
+        return handles
+
+    def oldest_version(self, id: str) -> int | None:
+        """The oldest version among the tokens of an open response; None if it has none."""
+        entry = self.entries[id]
+        versions = [version for version, _ in entry.episode.version_runs if version >= 0]
+        if len(entry.episode.tokens) > entry.recorded:
+            versions.append(entry.version)
+        return min(versions, default=None)
+
+    def sampled(self, id: str) -> int:
+        """Number of tokens that the policy has sampled so far for an open response."""
+        entry = self.entries[id]
+        return _generated(entry.episode, entry.recorded)
+
+    def accept(self, worker: str, frame: Tokens, *, loaded: int | None = None) -> Acceptance:
+        """Take in a worker's tokens. If this raises Malformed, nothing was accepted. `loaded`: the version that the
+        worker last reported as loaded, and the only one that it may have swapped in; None: any."""
+        try:
+            tokens, logprobs = columns(frame)
+        except ValueError as e:
+            raise Malformed(str(e)) from e
+        if tokens and max(tokens) >= self.vocabulary:
+            raise Malformed(f"token id {max(tokens)} is outside the vocabulary of {self.vocabulary}")
+        if logprobs and not (max(logprobs) <= 1e-3 and math.isfinite(sum(logprobs))):  # one NaN makes the sum NaN
+            raise Malformed(f"invalid log-prob{self._owner_of_invalid(worker, frame, logprobs)}")
+        held = self._by_worker.get(worker) or {}
+        row_ends = list(accumulate(frame.counts or repeat(1, len(frame.handles))))
+        entries = _expected_entries(held, frame)
+        if entries is None and loaded in (None, frame.version) and self._follow_swap(held, frame):
+            entries = _expected_entries(held, frame)
+        if entries is None:
+            self._check_rows(held, frame, tokens, row_ends)
+            return self._accept_rows(worker, frame, tokens, logprobs)
+        # Nearly every frame takes this path, mostly with one token per response. Its speed limits how many tokens per
+        # second a controller can accept.
+        self._check_ends(entries, frame, tokens, row_ends)
+        if not frame.counts:
+            for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
+                episode = entry.episode
+                episode.tokens.append(token)
+                episode.logprobs.append(logprob)
+        else:
+            for entry, end, count in zip(entries, row_ends, frame.counts, strict=True):
+                episode = entry.episode
+                if count == 1:
+                    episode.tokens.append(tokens[end - 1])
+                    episode.logprobs.append(logprobs[end - 1])
+                else:
+                    episode.tokens.extend(tokens[end - count : end])
+                    episode.logprobs.extend(logprobs[end - count : end])
+        self.counts.accepted += len(tokens)
+        self._context[worker] = self.context(worker) + len(tokens)
+        accepted = Acceptance(tokens=len(tokens), rows=list(range(len(entries))))
+        for row in sorted(frame.finished):
+            self._end_turn(entries[row], frame.finished[row])
+            accepted.ended_turns.append(entries[row].episode.id)
+        return accepted
+
+    def _follow_swap(self, held: dict[int, LedgerEntry], frame: Tokens) -> bool:
+        """The worker may have swapped in a newer version of the window. If so, the next tokens of its responses have
+        that version. Returns whether anything has changed."""
+        if frame.version not in self._window:
+            return False
+        behind = [e for h in frame.handles if (e := held.get(h)) and e.version < frame.version]
+        behind = [e for e in behind if e.episode.version is None]
+        for entry in behind:
+            self._record_version(entry)
+            entry.version = frame.version
+        return bool(behind)
+
+    def _owner_of_invalid(self, worker: str, frame: Tokens, logprobs: array[float]) -> str:
+        """Name the response that has the first invalid log-prob."""
+        bad = next((i for i, x in enumerate(logprobs) if not -math.inf < x <= 1e-3), 0)
+        row = next(
+            (r for r, end in enumerate(accumulate(frame.counts or repeat(1, len(frame.handles)))) if bad < end), 0
+        )
+        entry = self._by_worker.get(worker, {}).get(frame.handles[row])
+        return f", in {entry.episode.id}" if entry else ""
+
+    def _accept_rows(self, worker: str, frame: Tokens, tokens: array[int], logprobs: array[float]) -> Acceptance:
+        """Accept row by row, because some rows do not continue at the next position, or a response occurs twice."""
+        held = self._by_worker.get(worker) or {}
+        accepted, counts, at = Acceptance(), frame.counts, 0
+        version, finished, positions = frame.version, frame.finished, frame.positions
+        for row, handle in enumerate(frame.handles):
+            count = counts[row] if counts else 1
+            entry = held.get(handle)
+            if entry is None or entry.version != version or positions[row] != len(entry.episode.tokens):
+                accepted.complete = False
+                skip = self._tokens_to_skip(entry, handle, positions[row], count, version, accepted)
+                if skip == count:
+                    at += count
+                    continue
+            else:
+                skip = 0
+            episode = entry.episode  # type: ignore[union-attr]
+            episode.tokens.extend(tokens[at + skip : at + count])
+            episode.logprobs.extend(logprobs[at + skip : at + count])
+            self._context[worker] += count - skip
+            accepted.tokens += count - skip
+            at += count
+            accepted.rows.append(row)
+            if row in finished:
+                self._end_turn(entry, finished[row])  # type: ignore[arg-type]
+                accepted.ended_turns.append(episode.id)
+        self.counts.accepted += accepted.tokens
+        return accepted
+
+    def _check_ends(self, entries: list[LedgerEntry], frame: Tokens, tokens: array[int], row_ends: list[int]) -> None:
+        """Raise Malformed for a wrong or missing finish reason. It can occur only in a row with a finish reason, a stop
+        token or the last allowed token."""
+        doubtful = set(frame.finished)
+        if not self._stops.isdisjoint(tokens):
+            stops = self._stops
+            doubtful.update(bisect_right(row_ends, at) for at, token in enumerate(tokens) if token in stops)
+        if max(frame.positions) + max(frame.counts, default=1) >= self._shortest:
+            doubtful.update(range(len(entries)))
+        for row in sorted(doubtful):
+            check_end(entries[row].episode, frame, row, tokens, row_ends[row])
+
+    def _check_rows(self, held: dict[int, LedgerEntry], frame: Tokens, tokens: array[int], row_ends: list[int]) -> None:
+        """The same check for those rows whose response this worker holds."""
+        for row, (handle, position) in enumerate(zip(frame.handles, frame.positions, strict=True)):
+            entry = held.get(handle)
+            if entry is not None and entry.version == frame.version:
+                if position < 0:
+                    raise Malformed(f"{entry.episode.id}: a token at position {position}")
+                check_end(entry.episode, frame, row, tokens, row_ends[row])
+
+    def _tokens_to_skip(
+        self, entry: LedgerEntry | None, handle: int, position: int, count: int, version: int, accepted: Acceptance
+    ) -> int:
+        """How many of a row's `count` tokens to skip. Each of them is counted."""
+        c = self.counts
+        if entry is None:
+            how = self._ended.get(handle)
+            if how == "canceled":
+                c.unwanted += count
+            elif how == "finished":
+                c.repeated += count
+            else:
+                c.late += count
+            return count
+        if version < entry.version and position + count <= entry.recorded:
+            c.repeated += count
+            return count
+        if entry.version != version:
+            c.stale += count
+            accepted.dropped.append(handle)
+            self.requeue(entry)
+            return count
+        have = len(entry.episode.tokens)
+        if position > have:
+            c.gaps += 1
+            accepted.dropped.append(handle)
+            self.requeue(entry)
+            return count
+        old = min(count, have - position)
+        c.repeated += old
+        return old
+
+    def _end_turn(self, entry: LedgerEntry, finish: Finish) -> None:
+        self._end_assignment(entry, "finished")
+        entry.state = "turn"
+        entry.episode.finish = finish
+
+    def _end_assignment(self, entry: LedgerEntry, how: str = "moved") -> None:
+        self._record_version(entry)
+        del self._running[entry.handle], self._by_worker[entry.worker][entry.handle]
+        self._context[entry.worker] -= _context(entry)
+        self._ended[entry.handle] = how
+        if len(self._ended) > MAX_ENDED_HANDLES:
+            self._ended.popitem(last=False)
+        entry.handle, entry.worker, entry.last_worker = -1, "", entry.worker
+
+    def _record_version(self, entry: LedgerEntry) -> None:
+        episode, count = entry.episode, len(entry.episode.tokens) - entry.recorded
+        episode.record_version(entry.version, count)
+        episode.record_engine(self.engines.get(entry.worker, ""), count)
+        episode.record_worker(entry.worker, count)
+        entry.recorded += count
+
+    def requeue(self, entry: LedgerEntry) -> None:
+        """Take a running response from its worker and queue it for another one."""
+        self._end_assignment(entry)
+        entry.moves += 1
+        entry.moved = True
+        self._enqueue(entry)
+
+    def _enqueue(self, entry: LedgerEntry) -> None:
+        entry.state = "queued"
+        if entry.episode.finish is not None:
+            entry.state = "turn"
+        elif entry.episode.tokens:
+            self.queue.appendleft(entry.episode.id)
+        else:
+            self.queue.append(entry.episode.id)
+
+    def release(self, worker: str) -> list[str]:
+        """The worker is gone. Queue its responses again, each with every token it has; return their ids."""
+        entries = list(self._by_worker.get(worker, {}).values())
+        for entry in reversed(entries):
+            if len(entry.episode.tokens) == entry.recorded:
+                entry.fruitless, entry.blamed = entry.fruitless + 1, entry.blamed | {worker.partition("#")[0]}
+            else:
+                entry.fruitless, entry.blamed = 0, frozenset()
+            self.requeue(entry)
+            if not self._migrate:
+                self._discard(entry, entry.episode.turn_start)
+        self._by_worker.pop(worker, None)
+        self._context.pop(worker, None)
+        self.engines.pop(worker, None)
+        return [e.episode.id for e in entries]
+
+    def cut(self, id: str, length: int) -> dict[str, list[int]]:
+        """End the turn of an open response after its first `length` tokens, and discard the later ones. Only tokens of
+        this turn can be discarded. Returns the handles to cancel, by worker."""
+        entry = self.entries[id]
+        assert entry.episode.turn_start <= length <= len(entry.episode.tokens), f"{id} cannot be cut to {length}"
+        handles: dict[str, list[int]] = {}
+        if entry.state == "running":
+            handles[entry.worker] = [entry.handle]
+            self._end_assignment(entry, "canceled")
+        elif entry.state == "queued":
+            self.queue.remove(id)
+        self._discard(entry, length)
+        entry.state, entry.episode.finish = "turn", "stop"
+        return handles
+
+    def _discard(self, entry: LedgerEntry, length: int) -> None:
+        """Discard the tokens after the first `length`, which the policy sampled in this turn."""
+        self.counts.discarded += entry.episode.cut(length)
+        entry.recorded = len(entry.episode.tokens)
+
+    def find_poison(self, entries: Iterable[LedgerEntry]) -> LedgerEntry | None:
+        """Return one of these responses, which have just lost their worker, if it is poison; None if none is. With
+        fewer than MIN_BLAMED different workers, far more losses are required."""
+        for entry in entries:
+            limit = MAX_FRUITLESS if len(entry.blamed) >= MIN_BLAMED else MIN_BLAMED * MAX_FRUITLESS
+            if entry.fruitless >= limit:
+                return entry
+        return None
+
+    def next_turn(self, id: str) -> None:
+        """Queue the response again: the environment has returned an observation."""
+        entry = self.entries[id]
+        assert entry.state == "turn" and entry.episode.finish is None, f"{id} is {entry.state}"
+        entry.recorded, entry.moved = len(entry.episode.tokens), False
+        self._shortest = min(self._shortest, entry.episode.end)
+        self.longest = max(self.longest, room(entry.episode))  # a turn may have another limit than the one before
+        self._enqueue(entry)
+
+    def close(self, id: str) -> None:
+        """Remove a response that is finished and part of its group."""
+        entry = self.entries.pop(id)
+        assert entry.state == "turn", f"{id} is {entry.state}"
+        self._removed(entry.episode)
+        self.counts.closed += _generated(entry.episode)
+
+    def withdraw(self, ids: Iterable[str]) -> dict[str, list[int]]:
+        """Remove responses that the run no longer needs. Returns the handles to cancel, by worker."""
+        handles, removed = dict[str, list[int]](), set[str]()
+        for id in ids:
+            entry = self.entries.pop(id, None)
+            if entry is None:
+                continue
+            removed.add(id)
+            self._removed(entry.episode)
+            if entry.state == "running":
+                handles.setdefault(entry.worker, []).append(entry.handle)
+                self._end_assignment(entry, "canceled")
+            self.counts.withdrawn += _generated(entry.episode)
+        if removed:
+            self.queue = deque(i for i in self.queue if i not in removed)
+        return handles
+
+    def _removed(self, episode: Episode) -> None:
+        if episode.version is not None:
+            self.fixed_versions -= Counter([episode.version])  # drops versions whose count has become zero
+
+    def lost_tokens(self) -> int:
+        """Number of accepted tokens that are in no response. This is always 0."""
+        open_tokens = sum(_generated(e.episode, e.recorded) for e in self.entries.values())
+        return self.counts.accepted - open_tokens - self.counts.closed - self.counts.withdrawn - self.counts.discarded
+
+    def check(self) -> None:
+        """Raise AssertionError if a rule above is broken."""
+        assert self.lost_tokens() == 0, f"{self.lost_tokens()} tokens lost: {self.counts}"
+        assert len(set(self.queue)) == len(self.queue), "a response is queued twice"
+        queued = {i for i, e in self.entries.items() if e.state == "queued"}
+        assert queued == set(self.queue), "queue and entries disagree"
+        running = {e.handle for e in self.entries.values() if e.state == "running"}
+        assert running == set(self._running) == {h for held in self._by_worker.values() for h in held}
+        assert not running & set(self._ended), "a handle has ended and is running"
+        assert all(self.context(w) == sum(map(_context, held.values())) for w, held in self._by_worker.items())
+        for id, e in self.entries.items():
+            n = len(e.episode.tokens)
+            assert n == len(e.episode.logprobs) <= e.episode.max_tokens, f"{id}: wrong lengths"
+            assert sum(count for _, count in e.episode.version_runs) == e.recorded <= n, f"{id}: wrong versions"
+            assert (e.episode.finish is not None) == (e.state == "turn"), f"{id} is {e.state}"
+            named = sum(count for _, count in e.episode.engine_runs)
+            assert named <= _generated(e.episode), f"{id}: {named} tokens have an engine"
+            assert e.state == "running" or e.recorded == n, f"{id}: tokens without a version"
+            allowed = e.episode.version is None or {v for v, _ in e.episode.version_runs} <= {-1, e.episode.version}
+            assert allowed, f"{id}: tokens of another version than {e.episode.version}"
+            in_window = not self._window or e.version in self._window or e.version == e.episode.version
+            assert e.state != "running" or in_window, f"{id}: assigned with version {e.version}, not in the window"
+
+
+def _expected_entries(held: dict[int, LedgerEntry], frame: Tokens) -> list[LedgerEntry] | None:
+    """The entries of the rows. None unless every row continues its response and no response is in the frame twice."""
+    try:
+        entries = [held[handle] for handle in frame.handles]
+    except KeyError:
+        return None
+    usual = (
+        {entry.version for entry in entries} == {frame.version}
+        and tuple([len(entry.episode.tokens) for entry in entries]) == frame.positions
+        and len(set(frame.handles)) == len(entries)
+    )
+    return entries if usual else None
+
+
+def room(episode: Episode) -> int:
+    """Tokens that a worker must have room for to generate this response, from whatever position it continues."""
+    return len(episode.prompt) + episode.max_tokens
+
+
+def _context(entry: LedgerEntry) -> int:
+    return len(entry.episode.prompt) + len(entry.episode.tokens)
+
+
+def _generated(episode: Episode, recorded: int | None = None) -> int:
+    """Tokens that the policy sampled: those with a recorded version, and those of the current assignment."""
+    sampled = sum(count for version, count in episode.version_runs if version >= 0)
+    return sampled + (0 if recorded is None else len(episode.tokens) - recorded)

@@ -1,0 +1,159 @@
+"""The controller's proxy of the trainer: a process behind a link. There is one request at a time.
+
+Samples are sent in messages of about FRAME_BYTES; the trainer accumulates them.
+
+If the trainer is lost or fails, the pending request raises TrainerLost. The next trainer that dials in replaces it,
+with its own step and weights. The run ends only if the trainer reports an error that a person must fix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from windfall.errors import WindfallError
+from windfall.link import messages as m
+from windfall.link.base import FrameTooLarge, Link, LinkClosed
+from windfall.trainer.base import Report, TrainerLost
+from windfall.trainer.checkpoint import CheckpointState
+from windfall.trainer.sample import Sample
+
+FRAME_BYTES = 16 << 20
+"""Approximate size of one message with samples."""
+
+
+class RemoteTrainer:
+    def __init__(self) -> None:
+        self.hello: m.TrainerHello | None = None
+        self._link: Link | None = None
+        self._current: Link | None = None
+        """Link of the trainer whose step and weights the run uses. No request goes to any other trainer."""
+        self._present = asyncio.Event()
+        self._replies: asyncio.Queue[object] = asyncio.Queue()
+
+    async def attend(self, link: Link, hello: m.TrainerHello) -> None:
+        """Serve the link of one trainer until it ends."""
+        if self._link is not None:  # the old trainer may be frozen; that would be why the new one was started
+            await self._link.close("another trainer has taken over")
+        self._link, self.hello, self._replies = link, hello, asyncio.Queue()
+        replies = self._replies
+        self._present.set()
+        try:
+            while True:
+                replies.put_nowait(await link.receive())
+        except LinkClosed as e:
+            replies.put_nowait(e)
+        finally:
+            if self._link is link:
+                self._forget()
+
+    def _forget(self) -> None:
+        self._link, self.hello = None, None
+        self._present.clear()
+
+    async def connected(self, timeout_s: float) -> m.TrainerHello:
+        """Wait for a trainer, and use it from now on."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.hello is None:
+                    await self._present.wait()
+        except TimeoutError:
+            raise WindfallError(f"waited {timeout_s:g} s for the trainer to start", fix="See trainer.log.") from None
+        self._current = self._link
+        return self.hello
+
+    async def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Store the log-probs of the policy at the start of the step, for steps of several updates."""
+        out: list[bytes] = []
+        for part in parts(samples):
+            out += (await self._ask(m.Prepare(samples=part), m.Prepared)).old
+        return [replace(s, old=np.frombuffer(old)) for s, old in zip(samples, out, strict=True)]
+
+    async def accumulate(self, samples: Sequence[Sample]) -> float:
+        """Returns the seconds that the trainer worked on it."""
+        return sum([(await self._ask(m.Accumulate(samples=part), m.Done)).s for part in parts(samples)])
+
+    async def update(self, state: CheckpointState | None) -> tuple[Report, m.Updated]:
+        """Make one optimizer update. With `state`, it is the last of the step and is published as `state.step`."""
+        order = m.Update(step=None, next_task=None)
+        if state is not None:
+            order = m.Update(step=state.step, next_task=state.next_task, open_tasks=state.open_tasks)
+        reply = await self._ask(order, m.Updated)
+        return Report(**reply.report), reply  # pyright: ignore[reportArgumentType]
+
+    async def save(self) -> str:
+        return (await self._ask(m.Save(), m.Saved)).path
+
+    async def _ask(self, message: object, expected: type[Any]) -> Any:
+        link, replies = self._link, self._replies
+        if link is None:
+            raise TrainerLost("no trainer is connected")
+        if link is not self._current:  # a trainer has dialed in without the accumulated gradient of this step
+            raise TrainerLost("another trainer has replaced it")
+        try:
+            await link.send(message)
+        except FrameTooLarge as e:  # the next trainer could not receive it either
+            raise WindfallError(f"the message to the trainer is too large: {e}", fix="Lower rollout.max_tokens.") from e
+        except LinkClosed as e:
+            raise TrainerLost(str(e)) from e
+        # No timeout here: a request may take any time. The link's heartbeat detects a dead or frozen process, and
+        # ends the link.
+        reply = await replies.get()
+        if isinstance(reply, m.Failed):
+            if reply.final:
+                raise WindfallError(reply.error, where="trainer")
+            if self._link is link:  # its process is ending: the run must wait for the next one
+                self._forget()
+            raise TrainerLost(f"the trainer failed: {reply.error}")
+        if isinstance(reply, LinkClosed):
+            raise TrainerLost(str(reply)) from reply
+        if not isinstance(reply, expected):
+            raise TrainerLost(f"the trainer answered a {type(message).__name__} with a {type(reply).__name__}")
+        return reply
+
+
+def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.SampleMessage, ...]]:
+    """Split samples into messages, always in the same way, so that the order of summation does not change."""
+    part: list[m.SampleMessage] = []
+    size = 0
+    for sample in samples:
+        # On the wire an integer takes up to 5 bytes, a log-prob 8 and a lag 2; a sample has a few more fields.
+        wire = 5 * (len(sample.ids) + len(sample.targets)) + 16 * len(sample.targets) + 64
+        wire += 0 if sample.lag is None else sample.lag.nbytes
+        wire += sum(4 * len(name) + 10 for name, _ in sample.engines)
+        if part and size + wire > FRAME_BYTES:
+            yield tuple(part)
+            part, size = [], 0
+        part.append(pack(sample))
+        size += wire
+    yield tuple(part)
+
+
+def pack(sample: Sample) -> m.SampleMessage:
+    s = sample
+    return m.SampleMessage(
+        ids=s.ids, targets=s.targets, behavior=np.asarray(s.behavior, np.float64).tobytes(), advantage=s.advantage,
+        limit=s.limit, old=None if s.old is None else np.asarray(s.old, np.float64).tobytes(),
+        lag=None if s.lag is None else np.asarray(s.lag, np.uint16).tobytes(),
+        engines=tuple(name for name, _ in s.engines), engine_tokens=tuple(count for _, count in s.engines),
+        whole=s.whole,
+    )  # fmt: skip
+
+
+def unpack(sample: m.SampleMessage) -> Sample:
+    """
+    >>> s = Sample(ids=(1, 2), targets=(1,), behavior=np.array([-0.1]), advantage=0.5, limit=9)
+    >>> unpack(pack(s)).behavior.tolist()
+    [-0.1]
+    """
+    s = sample
+    return Sample(
+        ids=s.ids, targets=s.targets, behavior=np.frombuffer(s.behavior), advantage=s.advantage, limit=s.limit,
+        old=None if s.old is None else np.frombuffer(s.old),
+        lag=None if s.lag is None else np.frombuffer(s.lag, np.uint16),
+        engines=tuple(zip(s.engines, s.engine_tokens, strict=True)), whole=s.whole,
+    )  # fmt: skip

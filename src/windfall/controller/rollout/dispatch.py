@@ -1,0 +1,500 @@
+"""Between the ledger and the workers: assigns work, accepts tokens, notices lost workers. This is the only part of
+rollout that waits for workers.
+
+    attend(link)    one per worker   waits for: its next message   unblocked by: the worker, or the end of its link
+    outbox sender   one per worker   waits for: a message to send, room on the link (queue full: the worker is lost)
+    watch()         one              waits for: the next tick       finds silent workers
+
+Decisions are pure and made elsewhere (ledger/ledger.py, scheduling/members.py, scheduling/placement.py). Everything
+here acts in one event loop, with no await between a decision and the change it makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from windfall.controller.cost import prices
+from windfall.controller.cost.accounts import Accounts
+from windfall.controller.ledger.episode import Episode
+from windfall.controller.ledger.journal import Journal
+from windfall.controller.ledger.ledger import Ledger, LedgerEntry, Malformed, room
+from windfall.controller.rollout.assignment import Offer, work_frames
+from windfall.controller.rollout.listener import Listener
+from windfall.controller.rollout.loading import MAX_CHARS, Loading
+from windfall.controller.rollout.notices import Notices
+from windfall.controller.rollout.outbox import Outbox
+from windfall.controller.rollout.refusals import Refusals
+from windfall.controller.scheduling.borrowing import Borrowing
+from windfall.controller.scheduling.fixed_versions import FixedVersions
+from windfall.controller.scheduling.members import Member, Members, Patience, WorkerState
+from windfall.controller.scheduling.placement import Placement
+from windfall.controller.scheduling.room import Room
+from windfall.controller.scheduling.version_window import VersionWindow
+from windfall.errors import WindfallError
+from windfall.events.log import EventLog
+from windfall.link import messages as m
+from windfall.link.base import BadFrame, Link, LinkClosed
+from windfall.recipe import Techniques
+from windfall.types import LOCAL, Capabilities
+
+__all__ = ["Dispatch", "Listener"]
+
+NO_WORKERS_S = 15.0
+"""Seconds that work waits without any worker before a `no_workers` event is logged, and between two such events."""
+SMALL_FLEET, PAUSE_PER_WORKER_S = 256, 4e-5
+"""Scheduling takes a few microseconds per worker, no matter how much there is to assign. Between two rounds it pauses
+PAUSE_PER_WORKER_S seconds for every worker above SMALL_FLEET. With 10,000 workers, a free slot may wait for 0.4
+seconds, and scheduling takes an eighth of a core."""
+MAX_NAME = 32
+"""Characters of an engine's name and version that are kept."""
+
+
+class Dispatch:
+    def __init__(
+        self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
+        vocabulary: int = 1 << 32, techniques: Techniques | None = None, accounts: Accounts | None = None,
+        staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt", borrowed_max: int = 64,
+    ) -> None:  # fmt: skip
+        """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe."""
+        t = techniques or Techniques()
+        self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
+        self.placement = Placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
+        self.journal, self.accounts, self.turns = journal, accounts or Accounts(), self.placement.turns
+        self.room, self.refusals = Room(self.ledger), Refusals()
+        self._events = events
+        self._staleness = staleness
+        self.window, self.fixed = VersionWindow(), FixedVersions(self.members, borrowed_max=borrowed_max)
+        self._listeners: dict[str, Listener] = {}
+        """The listener of each open response."""
+        self.on_failure: Callable[[WindfallError], None] = lambda error: None
+        """Called on every tick while no worker will ever be able to do the queued work."""
+        self._outbox = Outbox(self._lose)
+        self._send = self._outbox.send
+        finish = on_new_weights == "finish"
+        self.loading = Loading(self.members, self.accounts, events, self._send, self.drain, finish=finish)
+        self.borrowing = Borrowing(borrowed_max)
+        self.notices = Notices(events, self.drain, self._stop_assigning, migration=t.migration)
+        self._releasing: dict[int, str] = {}
+        """By handle that a worker was asked to release: the worker. A handle may end in another way before the worker
+        sends Released."""
+        self._scheduled = self._flush_scheduled = False
+        self._last_schedule_s = -math.inf
+
+    # Called by a stream.
+
+    def close(self, id: str) -> None:
+        """Close a response that is finished and part of its group."""
+        self.placement.finished(len(self.ledger.entries[id].episode.tokens))
+        self.ledger.close(id)
+        self._forget_turns({id: self.turns.over(id)})
+        del self._listeners[id]
+
+    def open(self, episode: Episode, listener: Listener) -> None:
+        self.ledger.open(episode)
+        self._listeners[episode.id] = listener
+        self._schedule_soon()
+
+    def next_turn(self, id: str) -> None:
+        entry = self.ledger.entries[id]
+        observed = len(entry.episode.tokens) - entry.recorded
+        self.ledger.next_turn(id)
+        self.turns.returned(id, observed, asyncio.get_running_loop().time())
+        self._schedule_soon()
+
+    def withdraw(self, ids: Collection[str]) -> None:
+        self._cancel(self.ledger.withdraw(ids))
+        self._forget_turns({id: self.turns.over(id, withdrawn=True) for id in ids})
+        for id in ids:
+            self._listeners.pop(id, None)
+        if self._staleness:
+            self._schedule_soon()  # a worker that has become idle may load a new version
+
+    def cut(self, id: str, length: int) -> None:
+        """End the turn of a response after its first `length` tokens. Its listener is not called."""
+        worker = self.ledger.entries[id].worker
+        self._cancel(self.ledger.cut(id, length))
+        self.turns.queued.pop(id, None)
+        if worker:
+            self._turn_ended(id, worker)
+
+    def _turn_ended(self, id: str, worker: str) -> None:
+        e, now = self.ledger.entries[id].episode, asyncio.get_running_loop().time()
+        self.turns.ended(id, self._listeners[id].environment, worker, context=len(e.prompt) + len(e.tokens),
+                         sampled=len(e.tokens) - e.turn_start, now_s=now)  # fmt: skip
+
+    def _forget_turns(self, holders: Mapping[str, str]) -> None:
+        """Have workers drop the tokens of responses that have no further turn there. An empty name: no worker."""
+        for worker in dict.fromkeys(filter(None, holders.values())):
+            self._send(worker, m.Forget(sessions=tuple(id for id, holder in holders.items() if holder == worker)))
+
+    def _cancel(self, handles: Mapping[str, list[int]]) -> None:
+        """Cancel assignments that the ledger has ended, by worker."""
+        for worker, ended in handles.items():
+            self._send(worker, m.Cancel(handles=tuple(ended)))
+            self._account_idle(worker)
+
+    @property
+    def offer(self) -> Offer | None:
+        """The newest version, which workers load."""
+        return self.loading.offer
+
+    def set_offer(self, offer: Offer) -> None:
+        self.loading.offer = offer
+        self.window = self.loading.window = self.window.advance(offer.version, offer.digest, staleness=self._staleness)
+        self._cancel(self.ledger.set_window(self.window.oldest, self.window.newest))
+        self._schedule_soon()
+
+    def keep_version(self, responses: int) -> bool:
+        """Have workers keep the newest version for this number of responses. False if none can."""
+        offer = self.offer
+        return offer is not None and self.fixed.keep(offer.version, offer.digest, responses)
+
+    def release_version(self, version: int) -> None:
+        self.fixed.release(version)
+        self._schedule_soon()
+
+    def has_free_slots(self) -> bool:
+        """Whether a worker could take more work, but no work is queued."""
+        return not self.ledger.queue and any(
+            self.ledger.running(w.id) < w.open_slots for w in self.members.routable(self.window)
+        )
+
+    # Workers join, send messages and leave.
+
+    async def attend(self, link: Link, hello: m.Hello) -> None:
+        """Handle one worker from its Hello until it is gone."""
+        now = asyncio.get_running_loop().time()
+        member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest,
+                                   lends=hello.lends)  # fmt: skip
+        id = member.id
+        self._set_engine(member, hello.engine)
+        # A lender's steps wait for those of its service, so its speed says nothing of other machines of this device.
+        self.placement.speeds.join(id, f"{hello.lease.device} that serves" if hello.lends else hello.lease.device)
+        price = prices.of(hello.lease)
+        started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
+        self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price.or_none, trainer=hello.name == LOCAL,
+                           started_s=started, name=hello.name)  # fmt: skip
+        self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device,
+                             usd_per_h=price.or_none, price_from=price.said, age_s=now - started)  # fmt: skip
+        sender = self._outbox.open(id, link)
+        self._schedule_soon()
+        why = "cancelled"
+        try:
+            while True:
+                message = await link.receive()
+                if member.state is WorkerState.GONE:
+                    return
+                self._handle(member, message)
+        except Malformed as e:
+            why = f"sent a malformed frame: {e}"
+        except BadFrame as e:
+            why = str(e)
+        except LinkClosed as e:
+            why = f"link closed ({e})"
+        finally:
+            self._lose(id, why)
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+
+    def _handle(self, member: Member, message: object) -> None:
+        id = member.id
+        now = asyncio.get_running_loop().time()
+        if self.members.seen(id, now, message if isinstance(message, m.Stats) else None):
+            self._events.instant("worker_well", worker=id)
+            self._schedule_soon()
+        match message:
+            case m.Tokens():
+                self._accept(member, message)
+            case m.Stats():
+                self.turns.dropped(id, message.dropped)
+            case m.Capacity():
+                if self.borrowing.report(member, message, now):
+                    self._schedule_soon()
+            case m.Loaded():
+                self.turns.cleared(id)
+                self._set_engine(member, message.engine)
+                if self.loading.done(member, message, now):
+                    self.refusals.ready()
+                    self._schedule_soon()
+                    if context := self.ledger.context(id):  # its running responses are prefilled with the new weights
+                        self.accounts.moved_in(now, id, context)
+                        self.ledger.counts.prefilled_again += context
+            case m.LoadFailed():
+                self.loading.failed(member, message)
+            case m.Released():
+                self._released(member, message.handles)
+            case m.Rejected():
+                self._rejected_by(member, message)
+            case m.Notice():
+                self.notices.handle(member, message)
+            case m.Left():
+                if message.refused:
+                    self.refusals.refused(member, message.why, now)
+                self._lose(id, f"left: {'refused: ' if message.refused else ''}{message.why}")
+            case _:
+                raise Malformed(f"unexpected message {type(message).__name__}")
+
+    def _set_engine(self, member: Member, engine: Capabilities) -> None:
+        if not engine.name:
+            return
+        member.engine = replace(engine, name=engine.name[:MAX_NAME], version=engine.version[:MAX_NAME])
+        self.ledger.engines[member.id] = member.engine.name
+
+    def _accept(self, member: Member, frame: m.Tokens) -> None:
+        batch, now = self.ledger.running(member.id), member.seen_s
+        context = self.ledger.context(member.id)
+        # A worker that began a pull before the trainer fell back may have weights that no longer belong to the version.
+        loaded = member.version if self.window.allows(member.version, member.digest) else -1
+        accepted = self.ledger.accept(member.id, frame, loaded=loaded)
+        member.generated += accepted.tokens
+        if accepted.tokens:
+            if frame.version == member.frame_version:  # else it has prefilled all its responses again
+                self.placement.observe(member.id, batch, accepted.tokens, now - member.last_tokens_s, context)
+            self.accounts.frame(now, member.id, accepted.tokens)
+        member.last_tokens_s, member.frame_version = now, frame.version
+        if batch:
+            self._account_idle(member.id)
+        if self.journal is not None and accepted.tokens:
+            self.journal.write_tokens(frame, None if accepted.complete else accepted.rows)
+            self._flush_soon()
+        if accepted.dropped:
+            self._send(member.id, m.Cancel(handles=tuple(accepted.dropped)))
+        for id in accepted.ended_turns:
+            self._turn_ended(id, member.id)
+            self._listeners[id].turn_ended(id)
+        if accepted.ended_turns or accepted.dropped:
+            self._schedule_soon()
+
+    def _rejected_by(self, member: Member, message: m.Rejected) -> None:
+        """The worker is too small for this response and others that need as much room: another worker gets it. Or the
+        response is invalid: it fails, and the worker's room is as it was."""
+        if (entry := self.ledger.held_with(member.id, message.handle)) is None:
+            return
+        id, needed, why = entry.episode.id, room(entry.episode), message.why[:MAX_CHARS]
+        if message.invalid:
+            self._listeners[id].rejected(id, f"worker {member.id} says that it is invalid: {why}")
+            return
+        member.longest = min(member.longest, needed - 1)
+        member.why = why
+        self._events.instant("work_rejected", worker=member.id, response=id, tokens=needed, why=why)
+        self.ledger.requeue(entry)
+        self._account_idle(member.id)
+        self._schedule_soon()
+
+    def _check_room(self, now: float) -> None:
+        if (verdict := self.room.look(self.members.here(), now)) is None:
+            return
+        if verdict.why:
+            self._listeners[verdict.response].rejected(verdict.response, verdict.why)
+        else:
+            self._events.instant("no_room", response=verdict.response, tokens=verdict.tokens, most=verdict.most)
+
+    def _released(self, member: Member, handles: tuple[int, ...]) -> None:
+        was_busy = self.ledger.running(member.id) > 0
+        for handle in handles:
+            self._releasing.pop(handle, None)
+            if entry := self.ledger.held_with(member.id, handle):
+                self.ledger.requeue(entry)
+                member.moved += 1
+        if was_busy:
+            self._account_idle(member.id)
+        self._schedule_soon()
+
+    def _account_idle(self, worker: str) -> None:
+        """Account the worker as idle if it has no work left."""
+        if not self.ledger.running(worker):
+            self.accounts.idle(asyncio.get_running_loop().time(), worker)
+
+    def drain(self, id: str, why: str) -> None:
+        """Ask a worker to send what it has and leave. Its responses move once it has done so."""
+        member = self.members.all.get(id)
+        if member is None or member.state is WorkerState.GONE:
+            return
+        self._stop_assigning(id, why)
+        member.drain_sent_s = min(member.drain_sent_s, asyncio.get_running_loop().time())
+        self._send(id, m.Drain(why=why))
+
+    def _stop_assigning(self, id: str, why: str) -> None:
+        """Assign no more work to a worker that is going to leave."""
+        if self.members.all[id].state is not WorkerState.DRAINING:
+            self.members.move(id, WorkerState.DRAINING, why)
+            self.accounts.draining(asyncio.get_running_loop().time(), id)
+
+    def pause(self, id: str) -> None:
+        """Move the worker's responses elsewhere. It keeps its weights and waits."""
+        self.members.move(id, WorkerState.PAUSED)
+        self.accounts.paused(asyncio.get_running_loop().time(), id)
+        self._send(id, m.Pause())
+        self._request_release(id, self.ledger.held(id))
+
+    def resume(self, id: str) -> None:
+        member = self.members.all[id]
+        member.requested = (member.version, member.digest)  # otherwise a load that failed meanwhile is not retried
+        self.members.move(id, WorkerState.READY)
+        self.accounts.resumed(asyncio.get_running_loop().time(), id)
+        self._send(id, m.Resume())
+        self._schedule_soon()
+
+    def _lose(self, id: str, why: str) -> None:
+        """Remove a worker, whatever happened to it, and queue its responses for others."""
+        member, why = self.members.all.get(id), why[:MAX_CHARS]
+        if member is None or member.state is WorkerState.GONE:
+            return
+        entries = self.ledger.held(id)
+        tokens = sum(len(e.episode.tokens) for e in entries)
+        self._releasing = {handle: worker for handle, worker in self._releasing.items() if worker != id}
+        self.ledger.release(id)
+        if poison := self.ledger.find_poison(entries):
+            lost = f"{poison.fruitless} workers in a row were lost while they held this response"
+            self._listeners[poison.episode.id].rejected(poison.episode.id, f"{lost}; the last one: {why}")
+        member.moved += len(entries)
+        drained = member.state is WorkerState.DRAINING
+        self.members.move(id, WorkerState.GONE, why)
+        self.notices.gone(id)
+        now = asyncio.get_running_loop().time()
+        self.placement.forget(id)
+        self.refusals.gone(member, now)
+        self.accounts.gone(now, id, heard_s=member.seen_s)
+        self._events.instant(
+            "worker_left" if drained else "worker_lost", worker=id, why=why, moved=len(entries), kept_tokens=tokens,
+            s=now - member.joined_s,
+        )  # fmt: skip
+        self._outbox.close(id, why)
+        self._schedule_soon()
+
+    async def watch(self) -> None:
+        """Look for silent and stuck workers, and for work that no worker can do, until the run ends."""
+        loop, tick_s = asyncio.get_running_loop(), self.members.patience.tick_s
+        last_manned_s = last_event_s = loop.time()
+        while True:
+            now = loop.time()
+            if not self.loading.served():
+                self.members.extend_deadlines(now)
+            for change in self.members.tick(now, self.ledger.running):
+                if change.what == "gone":
+                    self._lose(change.id, change.why)
+                    continue
+                self._events.instant(f"worker_{change.what}", worker=change.id, why=change.why)
+                if change.what == "stuck":
+                    self.drain(change.id, change.why)
+            if self.ledger.queue:
+                self._schedule_soon()  # work may have been held back for a worker that takes too long
+            self._check_room(now)
+            if self.ledger.queue and (error := self.refusals.check(self.members.here(), now)):
+                self.on_failure(error)
+            if not self.ledger.queue or self.borrowing.usable(self.members.here(), now):
+                last_manned_s = now
+            elif now - max(last_manned_s, last_event_s) >= NO_WORKERS_S:
+                last_event_s = now
+                queued, lenders = len(self.ledger.queue), self.members.count  # no other workers are here
+                self._events.instant("no_workers", queued=queued, lenders=lenders, s=now - last_manned_s)
+            await asyncio.sleep(tick_s)
+
+    def _flush_soon(self) -> None:
+        """Flush once per round of the event loop: a controller that is killed loses at most the frames of one round."""
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self.journal is not None:
+            self.journal.flush()
+
+    # Work is assigned and taken back.
+
+    def _schedule_soon(self) -> None:
+        """Schedule once per round of the event loop, no matter how often this is called. In a large fleet, where it is
+        called more often and scheduling takes longer, schedule less often."""
+        if not self._scheduled:
+            self._scheduled = True
+            loop = asyncio.get_running_loop()
+            at_s = self._last_schedule_s + max(0, self.members.count - SMALL_FLEET) * PAUSE_PER_WORKER_S
+            if at_s <= loop.time():
+                loop.call_soon(self._schedule)
+            else:
+                loop.call_at(at_s, self._schedule)
+
+    def _schedule(self) -> None:
+        """Have outdated workers load the newest version; then assign queued work or, if there is none, rebalance."""
+        self._scheduled, self._last_schedule_s = False, asyncio.get_running_loop().time()
+        if self.journal is not None:
+            self.journal.flush()
+        offer = self.offer
+        if offer is None:
+            return
+        self.fixed.choose()
+        needed = bool(self._staleness or self.ledger.queue)
+        self.loading.request_all(self.ledger, self.fixed, self.borrowing, needed=needed)
+        # A response that starts on older weights would be older than admission assumes (scheduling/admission.py).
+        ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest and self._open(w)]
+        self._borrow(ready)
+        for version in list(self.ledger.fixed_versions):
+            self._assign_fixed(version)
+        if self.placement.nothing_to_do(ready, moving=bool(self._releasing)):
+            return
+        loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
+        if self.ledger.queue:
+            now, versions = self._last_schedule_s, {w.id: w.version for w in ready}
+            coming = len(self.borrowing.usable(self.members.nearly_ready(now), now))
+            for worker, entries in self.placement.assign(loads, versions, coming=coming, longest=longest).items():
+                self._assign(worker, entries)
+        else:
+            for worker, entry in self.placement.reclaim(loads, longest):
+                self._request_release(worker, [entry])
+
+    def _borrow(self, ready: Collection[Member]) -> None:
+        """Decide which lenders to use."""
+        ledger = self.ledger
+        too_long = self.room.too_long(max((w.longest for w in ready if not w.lends), default=math.inf))
+        self.borrowing.update(
+            list(self.members.here()), ready, len(ledger.queue), ledger.running, self.placement.speeds.profile,
+            self._last_schedule_s, room=room(too_long.episode) if too_long else 0, keeps=self.fixed.keeps,
+        )  # fmt: skip
+
+    def _open(self, member: Member) -> bool:
+        """Whether the worker takes work now: an engine without live slots only if it is idle."""
+        return member.engine.live_slots or not self.ledger.running(member.id)
+
+    def _assign_fixed(self, version: int) -> None:
+        """Assign the queued responses that must have this version. If it is the newest, any worker will do."""
+        holders, newest = self.fixed.holders(version), self.window.newest
+        if not holders and version == newest:
+            holders = [w for w in self.members.routable(self.window) if w.version == version]
+        if self.fixed.is_gone(version, newest):
+            for id in [id for id in self.ledger.queue if self.ledger.entries[id].episode.version == version]:
+                self._listeners[id].version_gone(id)
+            return
+        holders = [w for w in holders if self._open(w)]
+        loads, longest = self.placement.loads(holders), {w.id: w.longest for w in holders}
+        versions = {w.id: w.version for w in holders}
+        placed = self.placement.assign(loads, versions, coming=0, longest=longest, fixed=version)
+        for worker, entries in placed.items():
+            self._assign(worker, entries)
+
+    def _assign(self, worker: str, entries: list[LedgerEntry]) -> None:
+        """Send a worker the responses that the ledger has just assigned to it."""
+        now = asyncio.get_running_loop().time()
+        if self.ledger.running(worker) == len(entries):  # it was idle, and idle time is not part of a step time
+            self.members.all[worker].last_tokens_s = now
+            self.accounts.busy(now, worker)
+        if moved := [e for e in entries if e.moved]:
+            prefilled_again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in moved)
+            self.accounts.moved_in(now, worker, prefilled_again, sources=[e.last_worker for e in moved])
+        if self.journal is not None:
+            self.journal.write_assigned({e.handle: e.episode.id for e in entries})
+        self._forget_turns({e.episode.id: self.turns.assigned(e.episode.id, worker) for e in entries})
+        keep_s = [self.turns.keep_s(self._listeners[e.episode.id].environment) for e in entries]
+        for work in work_frames(entries, keep_s, exact=self.members.all[worker].engine.exact):
+            self._send(worker, m.Assign(work=work))
+
+    def _request_release(self, worker: str, entries: list[LedgerEntry]) -> None:
+        """Ask a worker to give these responses back, so that others can continue them."""
+        handles = tuple(e.handle for e in entries)
+        if handles:
+            self._releasing |= dict.fromkeys(handles, worker)
+            self._send(worker, m.Release(handles=handles))

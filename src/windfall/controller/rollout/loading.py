@@ -1,0 +1,106 @@
+"""Asks workers to load the version that work is assigned with, and retries with back-off when they fail.
+
+A worker that fails LOAD_TRIES times in a row is drained. A worker that neither fails nor makes progress is found by
+`Members.tick` (scheduling/members.py). Failures while the weights are not served (the trainer is being restarted) do
+not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from windfall import backoff
+from windfall.controller.cost.accounts import Accounts
+from windfall.controller.ledger.episode import Malformed
+from windfall.controller.ledger.ledger import Ledger
+from windfall.controller.rollout.assignment import Offer
+from windfall.controller.scheduling.borrowing import Borrowing
+from windfall.controller.scheduling.fixed_versions import FixedVersions, KeptVersion
+from windfall.controller.scheduling.members import Member, Members, WorkerState
+from windfall.controller.scheduling.version_window import VersionWindow
+from windfall.events.log import EventLog
+from windfall.link import messages as m
+from windfall.types import LOCAL
+
+LOAD_TRIES = 12
+MAX_CHARS = 300
+"""Characters of a peer's message that are logged."""
+
+
+class Loading:
+    def __init__(
+        self, members: Members, accounts: Accounts, events: EventLog, send: Callable[[str, object], None],
+        drain: Callable[[str, str], None], *, finish: bool = False,
+    ) -> None:  # fmt: skip
+        """`finish`: a worker with responses finishes them before it loads a new version."""
+        self._finish = finish
+        self._members, self._accounts, self._events = members, accounts, events
+        self._send, self._drain = send, drain
+        self.offer: Offer | None = None
+        self.window = VersionWindow()
+        self.served: Callable[[], bool] = lambda: True
+        """Whether the weights are being served at the moment."""
+
+    def request_all(self, ledger: Ledger, fixed: FixedVersions, borrowing: Borrowing, *, needed: bool) -> None:
+        """Have workers load the newest version. New workers load it at once. With staleness 0, others load it when
+        there is work for them; above 0, at once if running responses are interrupted, otherwise when idle (`needed`).
+        Lenders load it if they are needed. The trainer's engine always has the newest weights."""
+        now = asyncio.get_running_loop().time()
+        for member in self._members.outdated(self.window, needed=needed):
+            if fixed.keeps(member.id) or not borrowing.loads(member, now):
+                continue
+            busy = ledger.running(member.id) > 0
+            if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:
+                continue
+            if busy and self.window.allows(member.version, member.digest):
+                member.progress_s = now  # it goes on generating while it pulls
+            elif member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
+                self._members.pull(member.id, now)
+                self._accounts.pulling(now, member.id)
+            self.request(member, fixed.wanted(self.window.newest) if member.name != LOCAL else None)
+
+    def request(self, member: Member, instead: KeptVersion | None = None) -> None:
+        """Ask a worker to load the offered version, or another one that the trainer still serves."""
+        if self.offer is not None:
+            wanted = instead or self.offer
+            member.requested = (wanted.version, wanted.digest)
+            self._send(member.id, m.Load(version=wanted.version, digest=wanted.digest, url=self.offer.url))
+
+    def retry(self, id: str) -> None:
+        member = self._members.all.get(id)
+        if member is not None and member.loading:
+            self.request(member)
+
+    def done(self, member: Member, message: m.Loaded, now_s: float) -> bool:
+        """The worker has loaded a version. True if it is in the window, so that work can be assigned."""
+        if message.slots < 1 or message.version < 0 or message.longest < 0:
+            capacity = f"{message.slots} slots and room for {message.longest} tokens"
+            raise Malformed(f"loaded version {message.version} with {capacity}")
+        member.longest = min(member.longest, message.longest or math.inf)
+        if not self.window.allows(message.version, message.digest):
+            member.version, member.digest, member.slots = message.version, message.digest, message.slots
+            self.retry(member.id)
+            return False
+        was_pulling = member.state is WorkerState.PULLING  # a paused worker stays paused
+        self._members.loaded(member.id, message.version, message.digest, message.slots, message.s)
+        if was_pulling:
+            self._accounts.ready(now_s, member.id)
+        self._events.instant(
+            "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes,
+            slots=message.slots, longest=message.longest, engine=member.engine.label, exact=member.engine.exact,
+            **{name: s for name, s in msgspec.structs.asdict(message.parts).items() if s},
+        )  # fmt: skip
+        return True
+
+    def failed(self, member: Member, message: m.LoadFailed) -> None:
+        member.failed += self.served()
+        self._events.instant("load_failed", worker=member.id, version=message.version, why=message.why[:MAX_CHARS])
+        if member.failed >= LOAD_TRIES:
+            self._drain(member.id, f"failed to load the weights {member.failed} times: {message.why[:MAX_CHARS]}")
+        else:
+            delay_s = backoff.delay_s(member.failed, first_s=0.25, limit_s=10.0)
+            asyncio.get_running_loop().call_later(delay_s, self.retry, member.id)

@@ -1,0 +1,356 @@
+"""Runs T_seed: the trainer's own engine generates at the start of a step, then it is paused so that the GPU can train.
+
+scheduling/seed_time.py and scheduling/rlboost.py decide how long T_seed is; this module acts on the decision.
+
+                 T_seed passed, but nothing is trainable yet (plan.hold)
+    begin() ──▶ GENERATING ─────────────────────────────────────────────▶ DUE
+                        │ T_seed passed,                                   │
+                        │ another worker can continue                      │
+                        ▼                     trainable(), another worker  │
+                     TRAINING ◀────────────────────────────────────────────┘
+
+    TRAINING  ──▶ the phase before it (GENERATING or DUE) when no other worker can take the queued responses
+    any phase ──▶ NO_ENGINE when the trainer's engine is gone ──▶ GENERATING when it is back and responses are open
+    any phase ──▶ TRAINING  when every response of the step is generated
+
+`over` is set in TRAINING and NO_ENGINE, and only there: then training may begin. If T_seed has passed but no other
+worker is available, the phase stays as it is, and the check is repeated every RETRY_S.
+
+Rule: while responses are open, either another worker can take them or the trainer's engine is not paused. A run
+therefore never waits for workers that do not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.fleet_speed import FleetSpeed
+from windfall.controller.scheduling.members import Member, WorkerState
+from windfall.controller.scheduling.rlboost import RLBoostSeeding
+from windfall.controller.scheduling.seed_time import (
+    NoSeeding,
+    PredictedSeeding,
+    RemoteFleet,
+    SeedingPolicy,
+    SeedPlan,
+    StepMeasurement,
+)
+from windfall.controller.scheduling.step_model import Progress
+from windfall.events.log import EventLog
+from windfall.types import LOCAL
+
+RETRY_S = 0.05
+"""Seconds between two checks for another worker after T_seed has passed."""
+SPEED_CHANGE = 0.1
+"""Plan again if the measured speed of the fleet has changed by more than this share since the last plan."""
+REVIEW_S = 0.5
+"""Seconds between two comparisons of the plan with new measurements."""
+WITHOUT_LIMIT = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="")
+
+
+def seeding_policy(name: str, *, first_s: float = 150.0) -> SeedingPolicy:
+    """The policy for this value of `fleet.offload`; "never" if `techniques.seeding` is off.
+
+    >>> seeding_policy("predict").plan(None, RemoteFleet(workers=0, tok_per_s=0)).seed_s
+    inf
+    """
+    if name.startswith("feedback"):
+        return RLBoostSeeding(first_s=first_s, remembers=name == "feedback")
+    return NoSeeding() if name == "never" else PredictedSeeding()
+
+
+class Phase(Enum):
+    """What the trainer's machine does in the current step; the module docstring draws the transitions."""
+
+    IDLE = auto()
+    """No step has begun."""
+    GENERATING = auto()
+    """The trainer's engine generates. T_seed may still be planned again."""
+    DUE = auto()
+    """T_seed has passed, but nothing is trainable: the trainer's engine keeps generating."""
+    TRAINING = auto()
+    """Training may begin. The trainer's engine is paused, or everything is generated."""
+    NO_ENGINE = auto()
+    """The trainer has no engine, so training may begin."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Step:
+    """The plan of one step, and what the step accumulates."""
+
+    number: int
+    began_s: float
+    """When the step began (loop time, seconds)."""
+    plan: SeedPlan
+    fleet: RemoteFleet | None
+    """The other workers for which the plan was made; None in an evaluation, which is never planned again."""
+    accepted_before: int
+    """Tokens that the ledger had accepted when the step began."""
+    generated_before: dict[str, int]
+    """Tokens that each worker had generated when the step began, by worker id."""
+    observed_s: float
+    """When `worker_seconds` and `generators` were last updated (loop time, seconds)."""
+    review_s: float = 0.0
+    """The earliest time of the next comparison with new measurements (loop time, seconds)."""
+    trainable: bool = False
+    """Something can be trained on."""
+    seeding: Phase = Phase.GENERATING
+    """The phase to which TRAINING returns: GENERATING, or DUE if the step has reached it."""
+    generating_since_s: float | None = None
+    """When the trainer's engine began to generate (loop time, seconds); None while it does not."""
+    seeded_s: float = 0.0
+    """Seconds for which the trainer's engine generated before `generating_since_s`."""
+    worker_seconds: float = 0.0
+    """Number of other workers, summed over time (worker-seconds). Divided by the step time, it is their mean number."""
+    trainable_tokens: int = 0
+    """Tokens in groups that are complete."""
+    progress: list[Progress] = field(default_factory=list)
+    generators: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
+    """(seconds from the start of the step, ids of the workers that can generate from then on)."""
+
+    def stop_generating(self, now: float) -> None:
+        if self.generating_since_s is not None:
+            self.seeded_s += now - self.generating_since_s
+            self.generating_since_s = None
+
+
+class Seeding:
+    def __init__(self, dispatch: Dispatch, policy: SeedingPolicy, events: EventLog, responses: int) -> None:
+        """`responses`: the number of responses in a step."""
+        self.over = asyncio.Event()
+        """Set while training may begin."""
+        self.last: StepMeasurement | None = None
+        """Measurements of the last complete step."""
+        self._dispatch, self._policy, self._events, self._responses = dispatch, policy, events, responses
+        self._phase, self._step = Phase.IDLE, self._new_step(0, 0.0, WITHOUT_LIMIT, None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    # called by the controller
+
+    def begin(self, step: int) -> None:
+        """Plans a step and lets the trainer's engine generate."""
+        fleet = self._remote_fleet()
+        self._step = self._new_step(step, self._now(), self._policy.plan(self.last, fleet), fleet)
+        self._start()
+        self._log_plan(self._step.plan, fleet)
+
+    def begin_evaluation(self) -> None:
+        """Lets the trainer's engine generate without a limit: nothing is trained on during an evaluation."""
+        self._step = self._new_step(0, self._now(), WITHOUT_LIMIT, None)
+        self._start()
+
+    def arrived(self, tokens: int) -> None:
+        """A group with this number of tokens is complete."""
+        self._step.trainable_tokens += tokens
+        self._step.progress.append(self._progress(self._now()))
+
+    def trainable(self) -> None:
+        """Something can be trained on."""
+        self._step.trainable = True
+        if self._step.seeding is Phase.DUE:
+            self._seed_time_passed()
+
+    def generated(self) -> None:
+        """Every response of the step is generated. From now on the trainer's machine only trains."""
+        self._cancel_timer()
+        now = self._now()
+        self._step.stop_generating(now)
+        self._enter(Phase.TRAINING)
+        local = self._local()
+        if local is not None and local.state is WorkerState.READY:
+            self._dispatch.accounts.paused(now, local.id)
+
+    def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
+        """The step is complete. Its measurements become `last`."""
+        now, step = self._now(), self._step
+        self._observe(now)
+        step.stop_generating(now)
+        members = self._dispatch.members.all.values()
+        generated = {m.id: m.generated - step.generated_before.get(m.id, 0) for m in members}
+        local = {m.id for m in members if m.name == LOCAL}
+        ends = [m.last_tokens_s for m in members if m.id not in local and m.last_tokens_s > step.began_s]
+        self.last = StepMeasurement(
+            tokens=tokens, seed_s=step.seeded_s, local_tokens=sum(generated[id] for id in local), train_s=train_s,
+            train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
+            remote_s=max(ends) - step.began_s if ends else 0.0,
+            workers=step.worker_seconds / max(1e-9, now - step.began_s), progress=tuple(step.progress),
+            speeds=self._speeds(), responses=self._responses,
+        )  # fmt: skip
+
+    # transitions
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        if phase in (Phase.TRAINING, Phase.NO_ENGINE):
+            self.over.set()
+        else:
+            self.over.clear()
+
+    def _start(self) -> None:
+        """GENERATING if the trainer has an engine, else NO_ENGINE."""
+        self._cancel_timer()
+        step, local = self._step, self._local()
+        step.seeding = Phase.GENERATING
+        if local is None:
+            self._enter(Phase.NO_ENGINE)
+            return
+        self._enter(Phase.GENERATING)
+        if step.plan.seed_s > 0 or step.plan.hold:
+            self._resume(local)
+        self._set_timer(step.plan.seed_s)
+
+    def _seed_time_passed(self) -> None:
+        """DUE if the plan waits for something trainable; TRAINING if another worker can continue; else check again."""
+        local, step = self._local(), self._step
+        if local is None or self._phase is Phase.NO_ENGINE:
+            self._enter(Phase.NO_ENGINE)
+        elif step.plan.hold and not step.trainable:
+            step.seeding = Phase.DUE
+            self._enter(Phase.DUE)
+        elif local.state in (WorkerState.READY, WorkerState.PAUSED) and self._others():
+            if local.state is WorkerState.READY:
+                step.stop_generating(self._now())
+                self._dispatch.pause(local.id)
+            self._enter(Phase.TRAINING)
+        elif len(self._dispatch.ledger) or local.state is WorkerState.PULLING:
+            self._set_timer(RETRY_S)
+        else:
+            self._enter(Phase.TRAINING)
+
+    def tick(self) -> None:
+        """Called periodically: updates measurements and the plan, and notices engines and workers that come and go."""
+        now = self._now()
+        self._observe(now)
+        self._replan(now)
+        local = self._local()
+        if local is None:
+            self._enter(Phase.NO_ENGINE)
+        elif self._phase is Phase.NO_ENGINE:
+            if len(self._dispatch.ledger):
+                self._start()
+        elif local.state is WorkerState.PAUSED and self._dispatch.ledger.queue and (why := self._why_alone()):
+            self._events.instant("local_resumed", why=why)
+            self._enter(self._step.seeding)
+            self._resume(local)
+
+    def _replan(self, now: float) -> None:
+        """While GENERATING: plan T_seed again if the fleet has changed, or its measured speed by more than
+        SPEED_CHANGE."""
+        step, before, fleet = self._step, self._step.plan, self._step.fleet
+        if self._phase is not Phase.GENERATING or fleet is None or step.generating_since_s is None:
+            return
+        changed = len(self._others()) != fleet.workers
+        if not changed and now < step.review_s:
+            return
+        measuring = math.isinf(before.seed_s) and fleet.workers > 0
+        new, step.review_s = self._remote_fleet(), now + REVIEW_S
+        same_speed = abs(new.tok_per_s - fleet.tok_per_s) <= SPEED_CHANGE * fleet.tok_per_s
+        if not changed and not measuring and same_speed:
+            return
+        step.fleet = new
+        plan = self._policy.replan(new, self._progress(now))
+        if plan is not None:
+            step.plan = plan
+            self._set_timer(max(0.0, step.began_s + plan.seed_s - now))
+            if changed or plan.seed_s != before.seed_s:
+                self._log_plan(plan, new)
+
+    def _resume(self, local: Member) -> None:
+        now = self._now()
+        self._dispatch.accounts.resumed(now, local.id)
+        if local.state is WorkerState.PAUSED:
+            self._dispatch.resume(local.id)
+        if self._step.generating_since_s is None:
+            self._step.generating_since_s = now
+
+    def _set_timer(self, seconds: float) -> None:
+        """Calls `_seed_time_passed` after `seconds`; never, if infinite. Replaces an earlier timer."""
+        self._cancel_timer()
+        if math.isfinite(seconds):
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._seed_time_passed)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # what is known about the workers
+
+    def _new_step(self, number: int, now: float, plan: SeedPlan, fleet: RemoteFleet | None) -> _Step:
+        return _Step(
+            number=number, began_s=now, observed_s=now, plan=plan, fleet=fleet,
+            accepted_before=self._dispatch.ledger.counts.accepted,
+            generated_before={m.id: m.generated for m in self._dispatch.members.all.values()},
+        )  # fmt: skip
+
+    def _log_plan(self, plan: SeedPlan, fleet: RemoteFleet) -> None:
+        self._events.instant(
+            "plan", step=self._step.number, seed_s=plan.seed_s, most_workers=plan.most_workers, others=fleet.workers,
+            why=plan.why,
+        )  # fmt: skip
+
+    def _local(self) -> Member | None:
+        return next((m for m in self._dispatch.members.here() if m.name == LOCAL), None)
+
+    def _others(self) -> list[Member]:
+        """The other workers that can take part in this step, now or as soon as their pull ends."""
+        members = self._dispatch.members
+        ready = [m for m in members.here() if m.state is WorkerState.READY and not m.suspect]
+        others = [m for m in (*ready, *members.nearly_ready(self._now())) if m.name != LOCAL]
+        return self._dispatch.borrowing.usable(others, self._now())
+
+    def _generators(self) -> list[Member]:
+        """Workers that hold a version of the window: they generate, or could."""
+        return [m for m in self._dispatch.members.routable(self._dispatch.window) if m.in_use]
+
+    def _why_alone(self) -> str:
+        """Why only the trainer's engine can generate what is queued; empty if another worker can."""
+        others = self._others()
+        if not others:
+            return "no other worker is available"
+        too_long = self._dispatch.room.too_long(max(m.longest for m in others))
+        return "no other worker has room for a queued response" if too_long else ""
+
+    def _remote_fleet(self) -> RemoteFleet:
+        others, placement, local = self._others(), self._dispatch.placement, self._local()
+        return RemoteFleet(
+            workers=len(others), responses=self._responses,
+            pull_s=0.0 if any(m.name != LOCAL for m in self._generators()) else self._dispatch.members.pull_s,
+            tok_per_s=sum(placement.rate(member, self._responses, len(others) + 1) for member in others),
+            speed=placement.fleet_speed(others),
+            local_speed=placement.fleet_speed([local]) if local is not None else None,
+        )  # fmt: skip
+
+    def _observe(self, now: float) -> None:
+        """Records how many other workers there were, and which workers can generate from now on."""
+        step = self._step
+        step.worker_seconds += len(self._others()) * (now - step.observed_s)
+        step.observed_s = now
+        generators = tuple(m.id for m in self._generators())
+        if len(self._dispatch.ledger) and (not step.generators or generators != step.generators[-1][1]):
+            step.progress.append(self._progress(now))
+            step.generators.append((now - step.began_s, generators))
+
+    def _progress(self, now: float) -> Progress:
+        ledger, step = self._dispatch.ledger, self._step
+        generated = max(ledger.counts.accepted - step.accepted_before, step.trainable_tokens)
+        context = sum(map(ledger.context, step.generators[-1][1])) if step.generators else 0
+        return Progress(now - step.began_s, generated, step.trainable_tokens, len(ledger), context)
+
+    def _speeds(self) -> tuple[tuple[float, FleetSpeed], ...]:
+        """For each period of the step, the combined speed of its workers, from current measurements. Empty if any
+        speed is unknown."""
+        members, out = self._dispatch.members.all, list[tuple[float, FleetSpeed]]()
+        for at_s, ids in self._step.generators:
+            speed = self._dispatch.placement.fleet_speed(members[id] for id in ids if id in members)
+            if ids and speed is None:
+                return ()
+            out.append((at_s, speed or FleetSpeed()))
+        return tuple(out)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

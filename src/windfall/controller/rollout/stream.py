@@ -1,0 +1,506 @@
+"""How a task becomes a graded group:
+
+    1. draw       open            ask the environment for the tasks
+    2. open       _open_group     open one episode per response; restore its tokens from the journal
+    3. generate   (dispatch)      workers generate until a turn ends
+    4. grade      _grade_turn     ask the environment about the turn
+    5. settle     _settle_turn    an observation opens the next turn (back to 3); a reward finishes the response
+    6. hand out   _hand_out       pass on every group whose responses are all finished
+
+A Stream lives as long as its owner wants groups: tasks are opened at any time, and groups are handed out as they
+complete. Every event arrives in one inbox, so that all of this runs in one place, one event at a time:
+
+    Stream.run()   waits for: its inbox   filled by: the environment (tasks, grades), dispatch (ended turns), a stop,
+                                                     an error
+
+Rules: every episode that is opened is handed out exactly once, in its group, or dropped because it is too old. A group
+is handed out when all its responses are finished or dropped. A reward that could not be determined is missing (None),
+never zero. A response that runs out of tokens has the reward that its environment gives to what it has, or else
+`rollout.out_of_tokens`. Tokens that are in the journal are not generated again. A task that the environment cannot
+produce, or whose prompt leaves no room for a response, is skipped and counts as drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Protocol
+
+import xxhash
+
+from windfall.controller.ledger.episode import Episode
+from windfall.controller.ledger.journal_format import TurnGraded
+from windfall.controller.ledger.journal_reader import History, TokenRun
+from windfall.controller.rollout import stream_messages
+from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.env_failures import OUT_OF_TOKENS, EnvFailures
+from windfall.controller.rollout.grader import Grader
+from windfall.controller.rollout.grading import Grading
+from windfall.controller.rollout.open_group import OpenGroup
+from windfall.controller.rollout.stop_strings import StopStrings
+from windfall.controller.rollout.stream_messages import (
+    Message,
+    Stopped,
+    TasksDrawn,
+    TurnAnswered,
+    TurnEnded,
+    VersionGone,
+)
+from windfall.envs.base import EnvHost
+from windfall.envs.failures import EnvFailed
+from windfall.envs.grade import Graded
+from windfall.errors import WindfallError
+from windfall.events.log import EventLog
+from windfall.models.text import Text
+from windfall.recipe import RolloutSection as Options
+from windfall.types import Feedback, Group, Response, Sampling, Task, Turn
+
+OPEN_TOGETHER_S = 0.2
+"""Seconds to wait for slow tasks before the first groups are opened: placement is better if it knows all the work."""
+STOP_POLL_S = 0.05
+"""Least seconds between looks for stop strings. A worker generates for up to this time after one."""
+
+
+def seed_of(run_seed: int, task: int, sibling: int) -> int:
+    """Every response of a run has its own seed, the same whenever and wherever it is generated."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}/{task}/{sibling}".encode())
+
+
+class Rollout:
+    """What all streams of a run share: the environment, the text, the journal's history, counters, failures."""
+
+    def __init__(
+        self, dispatch: Dispatch, env: EnvHost, text: Text, options: Options, *, seed: int, events: EventLog
+    ) -> None:
+        self.dispatch, self.env, self.text, self.options, self.seed = dispatch, env, text, options, seed
+        self.context: int | None = None
+        """The model's context length in tokens: the limit for a prompt and its response together."""
+        self.history: History = {}
+        """The journal's history of responses that have not been opened yet."""
+        self.sampled_tokens = self.restored_tokens = 0
+        """Tokens sampled in finished responses since the last reset, and how many of them the journal had."""
+        self.grading = Grading(lambda: asdict(env.load()))
+        self.sessions: Sessions | None = None
+        """What opens the sessions of agents; None if the environment answers turns itself."""
+        self.streams: set[Stream] = set()
+        self.on_finished: Callable[[Task, Response], None] = lambda task, response: None
+        """Called with every finished response of training."""
+        self.stopped = False
+        self.failures = EnvFailures(env.name, events)
+        self.grader = Grader(env, options, self.grading, self.failures)
+        dispatch.on_failure = self.interrupt
+
+    def reset_counters(self) -> None:
+        """Start counting anew, at the beginning of a step or an evaluation."""
+        self.sampled_tokens = self.restored_tokens = 0
+        self.grading.reset()
+        self.failures.reset()
+
+    def load_history(self, history: History, needed: Callable[[str], bool]) -> None:
+        """Use the journal's history of the responses that are still needed."""
+        self.history = {id: past for id, past in history.items() if needed(id)}
+
+    def interrupt(self, error: BaseException | None = None) -> None:
+        """Raise the error in every stream at once. Without an error: raise Stopped, also in every later stream."""
+        self.stopped |= error is None
+        for stream in self.streams:
+            stream.inbox.put_nowait(error or Stopped())
+
+    def stream(self, **options: Any) -> Stream:
+        """A new stream with these options of Stream."""
+        if self.sessions is not None:
+            return self.sessions.stream(self, **options)
+        return Stream(self, **options)
+
+    async def groups(
+        self, tasks: Sequence[int], *, size: int, sampling: Sampling, scope: str = "", version: int | None = None
+    ) -> AsyncGenerator[Group]:
+        """Yield the groups of these task numbers as they complete. For `scope` and `version` see Stream."""
+        arrived: asyncio.Queue[Group | int | BaseException] = asyncio.Queue()
+        stream = self.stream(
+            size=size, sampling=sampling, scope=scope, version=version, on_group=arrived.put_nowait,
+            on_skipped=arrived.put_nowait,
+        )  # fmt: skip
+        running = asyncio.create_task(stream.run())
+        running.add_done_callback(partial(stream_messages.forward_error, arrived))
+        try:
+            stream.open(tasks)
+            for _ in tasks:
+                match await arrived.get():
+                    case Group() as group:
+                        yield group
+                    case BaseException() as error:
+                        raise error
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+class Sessions(Protocol):
+    """Responses that a session makes and not one episode. controller.gateway.agent_runs.AgentRuns implements it."""
+
+    def stream(self, rollout: Rollout, **options: Any) -> Stream: ...
+
+
+class Stream:
+    def __init__(
+        self, rollout: Rollout, *, size: int, sampling: Sampling, on_group: Callable[[Group], None],
+        on_skipped: Callable[[int], None], on_too_old: Callable[[int, int], None] = lambda index, tokens: None,
+        scope: str = "", version: int | None = None,
+    ) -> None:  # fmt: skip
+        """`size`: responses per task. `on_group`: called with every complete group. `on_skipped`: called with every
+        task that the environment cannot produce. `on_too_old`: called for every response that `expire` drops, with its
+        task and its number of sampled tokens. `scope`: a prefix of the response ids that ends with a colon, needed if
+        the same task is rolled out more than once in a run. `version`: every token must come from this version; None:
+        from any version in the version window."""
+        self._rollout, self._dispatch, self._size, self._sampling = rollout, rollout.dispatch, size, sampling
+        self._on_group, self._on_skipped, self._on_too_old = on_group, on_skipped, on_too_old
+        self._scope, self._version = scope, version
+        self._counted = version is None
+        """Tokens and turns count in the totals of a step. Those of an evaluation beside training do not."""
+        self._oldest = -1
+        """Tokens of an older version are too old."""
+        self.inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._listener = Listener(
+            environment=rollout.env.name,
+            turn_ended=lambda id: self.inbox.put_nowait(TurnEnded(id)),
+            rejected=lambda id, why: self.inbox.put_nowait(WindfallError(why, where=f"response {id}")),
+            version_gone=lambda id: self.inbox.put_nowait(VersionGone(f"no worker holds version {version} any more")),
+        )
+        self._drawing: dict[int, asyncio.Future[Task]] = {}
+        """Tasks that were requested from the environment and are not open yet."""
+        self._live: dict[str, tuple[Any, OpenGroup]] = {}
+        """Open responses by id: their episodes, or what a subclass opens for them."""
+        self._restored: dict[str, int] = {}
+        """By open episode: number of its tokens that came from the journal."""
+        self._background: set[asyncio.Task[None]] = set()
+        """Calls to the environment that are in progress."""
+        self._completed: list[OpenGroup] = []
+        """Groups that were completed since groups were last handed out."""
+        self._ended = False
+        self._stops = StopStrings(rollout.options.stop, rollout.text.decode)
+        rollout.streams.add(self)
+
+    async def run(self) -> None:
+        """Handle what arrives, until canceled. Raises the error that ends the stream."""
+        try:
+            if self._rollout.stopped:
+                raise Stopped
+            if self._stops:
+                self._in_background(self._watch_stops())
+            while True:
+                self._hand_out()
+                self._handle(await self.inbox.get())
+                while not self.inbox.empty():
+                    self._handle(self.inbox.get_nowait())
+        finally:
+            self._ended = True
+            self._rollout.streams.discard(self)
+            for future in self._drawing.values():
+                future.cancel()
+            self._withdraw(list(self._live))
+            for _, group in self._live.values():
+                self._forget(group.index)
+            self._live.clear()
+            for task in self._background:
+                task.cancel()
+            await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case BaseException():
+                raise message
+            case TasksDrawn(tasks):
+                for index in tasks:
+                    self._open_group(index, self._drawing.pop(index))
+            case TurnEnded(id) if id in self._live:  # otherwise it was dropped meanwhile
+                self._grade_turn(*self._live[id])
+            case TurnAnswered(episode, graded) if episode.id in self._live:
+                self._settle_turn(episode, graded)
+            case _:
+                pass
+
+    def _hand_out(self) -> None:
+        completed, self._completed = self._completed, []
+        if completed and self._dispatch.journal is not None:
+            self._dispatch.journal.flush()  # the owner may depend on what is in a group
+        for group in sorted(completed, key=lambda g: g.index):
+            responses = tuple(response for _, response in sorted(group.responses.items()))
+            self._on_group(Group(index=group.index, task=group.task, responses=responses))
+
+    def _forget(self, index: int) -> None:
+        self._dispatch.placement.done_with(f"{self._scope}{index}", self._size)
+
+    # Responses that became too old.
+
+    def expire(self, oldest: int) -> None:
+        """Drop the open responses that have a token of an older version: they can no longer be trained on. This also
+        holds for what the journal has of responses that are opened later."""
+        self._oldest = oldest
+        self._drop_too_old(list(self._live))
+
+    def _drop_too_old(self, ids: Sequence[str]) -> None:
+        self.drop([id for id in ids if (v := self._oldest_version(id)) is not None and v < self._oldest])
+
+    # What a subclass with other kinds of responses replaces.
+
+    def _oldest_version(self, id: str) -> int | None:
+        return self._dispatch.ledger.oldest_version(id)
+
+    def _sampled(self, id: str) -> int:
+        return self._dispatch.ledger.sampled(id)
+
+    def _has_begun(self, id: str) -> bool:
+        episode, _ = self._live[id]
+        return bool(episode.tokens) or self._dispatch.ledger.entries[id].state != "queued"
+
+    def _withdraw(self, ids: Sequence[str]) -> None:
+        self._end_sessions(*ids)
+        self._dispatch.withdraw(ids)
+
+    def not_begun(self) -> list[int]:
+        """The open tasks of which nothing was generated or assigned to a worker yet."""
+        begun = {id.rpartition("/")[0] for id in self._rollout.history}  # the journal has a part of it
+        open_groups = {group.index: group for _, group in self._live.values()}
+        for id, (_, group) in self._live.items():
+            if group.responses or group.dropped or self._has_begun(id):
+                begun.add(f"{self._scope}{group.index}")
+        return [index for index in (*self._drawing, *open_groups) if f"{self._scope}{index}" not in begun]
+
+    def drop(self, ids: Sequence[str]) -> None:
+        sampled = {id: self._sampled(id) for id in ids}
+        self._withdraw(ids)
+        for id in ids:
+            _, group = self._live.pop(id)
+            self._stops.forget(id)
+            group.dropped += 1
+            self._rollout.restored_tokens += self._restored.pop(id, 0)
+            self._on_too_old(group.index, sampled[id])
+            self._complete(group)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have run() hand out groups that were completed from outside, for example from the journal."""
+        if self._completed:
+            self.inbox.put_nowait(TasksDrawn([]))
+
+    # 1. Draw tasks.
+
+    def open(self, tasks: Sequence[int]) -> None:
+        """Ask for these tasks, and open their groups; those that arrive within OPEN_TOGETHER_S are opened together.
+        Does nothing once the stream has ended: its owner learns that when it next looks for groups."""
+        if self._ended:
+            return
+        slow: list[int] = []
+        for index in tasks:
+            future = self._rollout.env.task(index, self._rollout.options.reward_timeout_s)
+            if future.done():
+                self._open_group(index, future)
+            else:
+                self._drawing[index] = future
+                slow.append(index)
+        if slow:
+            self._in_background(self._draw(slow))
+        self._wake()
+
+    async def _draw(self, tasks: list[int]) -> None:
+        futures = {index: self._drawing[index] for index in tasks}
+        timeout_s: float | None = OPEN_TOGETHER_S
+        while futures:
+            wait_for = asyncio.ALL_COMPLETED if timeout_s else asyncio.FIRST_COMPLETED
+            await asyncio.wait(futures.values(), timeout=timeout_s, return_when=wait_for)
+            timeout_s, drawn = None, [index for index, future in futures.items() if future.done()]
+            self.inbox.put_nowait(TasksDrawn(drawn))
+            for index in drawn:
+                del futures[index]
+
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # 2. Open the episodes of a task.
+
+    def _open_group(self, index: int, drawn: asyncio.Future[Task]) -> None:
+        """Open a group, or skip its task if the environment failed or the prompt does not fit."""
+        try:
+            task = drawn.result()
+            prompt = self._prompt(task)
+        except EnvFailed as e:
+            self._rollout.failures.skip(index, e)
+            self._on_skipped(index)
+            return
+        self._rollout.failures.usable()
+        group = OpenGroup(index, task, self._size)
+        for sibling in range(self._size):
+            self._open_response(f"{self._scope}{index}/{sibling}", group, prompt)
+        self._drop_too_old([id for n in range(self._size) if (id := f"{self._scope}{index}/{n}") in self._live])
+
+    def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
+        episode = Episode(
+            id=id, prompt=prompt, seed=self._seed(id), max_tokens=self._rollout.options.max_tokens,
+            sampling=self._sampling, stop=self._rollout.text.stop, version=self._version,
+            max_turn=self._rollout.options.turn_tokens,
+        )  # fmt: skip
+        self._live[id] = (episode, group)
+        self._open_episode(episode, group)
+
+    def _seed(self, id: str) -> int:
+        index, _, sibling = id.rpartition(":")[2].partition("/")
+        return seed_of(self._rollout.seed, int(index), int(sibling))
+
+    def _prompt(self, task: Task) -> tuple[int, ...]:
+        """The ids of the prompt. Raises EnvFailed if it cannot be used."""
+        prompt = self._rollout.text.prompt(task.prompt)
+        context, max_tokens = self._rollout.context, self._rollout.options.max_tokens
+        if not prompt:
+            raise EnvFailed(f"the prompt of task '{task.id}' is empty", "an empty prompt")
+        if context and len(prompt) + max_tokens > context:
+            raise EnvFailed(
+                f"the prompt of task '{task.id}' has {len(prompt)} tokens; with rollout.max_tokens = {max_tokens} that "
+                f"exceeds the model's context of {context}",
+                "a prompt that is too long",
+            )
+        return prompt
+
+    def _open_episode(self, episode: Episode, group: OpenGroup) -> None:
+        """Restore the response from the journal, then continue from there."""
+        finished = self._restore(episode)
+        self._restored[episode.id] = sum(count for version, count in episode.version_runs if version >= 0)
+        if finished is not None:
+            self._finish(finished)
+            return
+        self._dispatch.open(episode, self._listener)
+        if episode.finish is not None:
+            self._grade_turn(episode, group)
+
+    def _restore(self, episode: Episode) -> Response | None:
+        """Replay the journal's history into the episode. Returns the response if it was finished."""
+        finished = None
+        for event in self._rollout.history.pop(episode.id, ()):
+            if isinstance(event, TokenRun):
+                if self._stops and episode.finish is not None:
+                    continue  # generated after a stop string, and discarded
+                new = len(episode.tokens) - event.position
+                if new < 0:
+                    break  # a file was damaged: what comes after the gap is generated again
+                episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
+                if end := self._stops.end(episode.id, episode.tokens, episode.turn_start, whole=True):
+                    episode.cut(end)
+                    episode.finish = "stop"
+                finished = None
+            elif episode.finish is None or not isinstance(event, TurnGraded):
+                break  # a file was damaged: the turn that was graded is incomplete
+            elif event.reward is None and event.observation is None:
+                continue  # the reward was missing: the environment may be able to grade the turn by now
+            else:
+                self._record_turn(episode)
+                feedback = Feedback(reward=event.reward, observation=event.observation)
+                finished = self._apply_feedback(episode, Graded(feedback=feedback, tries=0))
+        return finished
+
+    # 3. End a turn at a stop string.
+
+    async def _watch_stops(self) -> None:
+        loop, spent_s = asyncio.get_running_loop(), 0.0
+        try:
+            while True:
+                await asyncio.sleep(max(STOP_POLL_S, 10 * spent_s))  # with many responses: a tenth of the time
+                began_s = loop.time()
+                for id, (episode, _) in self._live.items():
+                    if episode.finish is None and self._cut_at_stop(episode):
+                        self.inbox.put_nowait(TurnEnded(id))
+                spent_s = loop.time() - began_s
+        except Exception as e:  # fault boundary: the error is raised in run()
+            self.inbox.put_nowait(e)
+
+    def _cut_at_stop(self, episode: Episode, *, whole: bool = False) -> bool:
+        end = self._stops.end(episode.id, episode.tokens, episode.turn_start, whole=whole)
+        if end is not None:
+            self._dispatch.cut(episode.id, end)
+        return end is not None
+
+    # 4. Grade an ended turn.
+
+    def _grade_turn(self, episode: Episode, group: OpenGroup) -> None:
+        self._cut_at_stop(episode, whole=True)
+        self._record_turn(episode)
+
+        async def ask_environment() -> None:
+            try:
+                graded = await self._rollout.grader.grade(episode.id, group, episode.turns, counted=self._counted)
+            except Exception as e:  # fault boundary: the error is raised in run()
+                self.inbox.put_nowait(e)
+            else:
+                self.inbox.put_nowait(TurnAnswered(episode, graded))
+
+        self._in_background(ask_environment())
+
+    def _record_turn(self, episode: Episode) -> None:
+        tokens = episode.turn_tokens
+        ids = tuple(tokens) if self._rollout.env.needs_tokens else ()
+        episode.turns.append(Turn(text=self._rollout.text.decode(tokens), tokens=ids))
+
+    # 5. Open the next turn, or finish the response.
+
+    def _settle_turn(self, episode: Episode, graded: Graded) -> None:
+        feedback = graded.feedback or Feedback()
+        error = "" if graded.feedback else graded.error
+        response = self._apply_feedback(episode, graded)
+        if self._dispatch.journal is not None:
+            # The reward to train on: out of tokens, a response has one that the environment did not give.
+            reward = feedback.reward if response is None else response.reward
+            self._dispatch.journal.write_grade(episode.id, reward, feedback.observation, error)
+        if response is None:
+            self._dispatch.next_turn(episode.id)
+            return
+        self._dispatch.close(episode.id)
+        self._finish(response)
+
+    def _apply_feedback(self, episode: Episode, graded: Graded) -> Response | None:
+        """Return the finished response, or None if the episode continues with another turn."""
+        feedback = graded.feedback
+        if feedback is None:
+            return self._missing(episode, EnvFailed(graded.error, graded.cause, graded.traceback))
+        if feedback.observation is None:
+            return replace(episode.close(feedback.reward), scores=feedback.scores)
+        episode.turns[-1] = Turn(text=episode.turns[-1].text, observation=feedback.observation)
+        if episode.observe(self._observation(episode, feedback.observation)):
+            return None
+        self._end_sessions(episode.id)
+        worth = feedback.reward if feedback.reward is not None else self._rollout.options.out_of_tokens
+        return self._missing(episode, OUT_OF_TOKENS) if worth == "missing" else episode.close(float(worth))
+
+    def _end_sessions(self, *ids: str) -> None:  # no further turn follows
+        for episode, group in (self._live[id] for id in ids):
+            self._rollout.env.end_session(group.index, group.task, episode.turns)
+
+    def _observation(self, episode: Episode, text: str) -> tuple[int, ...]:
+        codec = self._rollout.text
+        ended = episode.tokens[-1] in codec.stop  # otherwise a stop string ended the turn
+        return codec.observation(text, ended=ended)
+
+    def _missing(self, episode: Episode, e: EnvFailed) -> Response:
+        """Finish a response without a reward."""
+        self._rollout.failures.miss(episode.id, e)
+        return episode.close(None)
+
+    def _finish(self, response: Response) -> None:
+        """Add a finished response to its group."""
+        _, group = self._live.pop(response.id)
+        self._stops.forget(response.id)
+        restored = self._restored.pop(response.id, 0)
+        if self._counted:
+            self._rollout.sampled_tokens += response.sampled_count
+            self._rollout.restored_tokens += restored
+            if not self._scope:
+                self._rollout.on_finished(group.task, response)
+        group.responses[int(response.id.rpartition("/")[2])] = response
+        self._complete(group)
+
+    def _complete(self, group: OpenGroup) -> None:
+        if group.complete:
+            self._forget(group.index)
+            self._completed.append(group)

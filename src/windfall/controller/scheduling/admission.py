@@ -1,0 +1,287 @@
+"""Decides how many tasks may be open and which finished groups are trained on. No clock, no I/O.
+
+    admit() ──▶ OPEN ── finish() ──▶ READY ── take() ──▶ TAKEN ── publish() ──▶ trained on
+                 │                     └──── too old ──▶ dropped
+                 ├── dismiss(): the environment cannot produce it;  drop(): every response is too old
+                 └── finish(informative=False): nothing can be learned from it (dynamic sampling)
+
+In step s + 1, the trainer is at version s. The staleness of a response in that step is s minus the oldest version among
+its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`rollout.groups`):
+
+- The gate (AReaL, arXiv 2505.24298): at most (eta + 1) * B groups are open, ready or taken. A group that starts at
+  version s is therefore normally trained on at version s + eta or before. With eta = 0, a batch is opened only once the
+  version that generates it is published: this is synchronous training. If the trainer stays busy with fewer groups,
+  fewer are opened, so that responses are fresher (`lead`, decided in lead.py).
+- A response without a sampled token, such as that of an agent that made no call, is never too old.
+- The check at use: a response is never trained on if it is older than the bound, or newer than the trainer (after the
+  trainer fell back to a checkpoint). The gate alone is not enough, because later groups overtake a long response.
+- Of the ready groups the oldest is taken first. A group may overtake older groups that are still open only if enough
+  places for those remain in the batches that are trained before they become too old; otherwise the trainer waits for
+  them. Without this rule, short groups overtake long ones until those are too old, and training prefers short
+  responses. With it, nothing is dropped as long as responses start at the version at which their task was admitted, or
+  later. A group ages only once it has begun: tasks that wait in the queue while versions are published (with a large
+  bound, most of those that a run opens at its start) do not hold the trainer back (`not_begun`). With `in_order`,
+  groups are taken in the order of their tasks.
+- A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
+  after that the step continues with the groups that it has.
+- No more tasks are admitted than the steps that are left can use.
+- A step that is trained again after a restart (`planned`) gets the same groups as the first time, in the same order.
+
+The gate cannot deadlock: a version is published only after a batch was taken, so while the trainer waits, nothing that
+is open becomes too old. Whatever is dropped frees its place for a task that starts at the current version.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from windfall.controller.scheduling.lead import Lead
+from windfall.types import Group, Response
+
+
+@dataclass(slots=True)
+class Dropped:
+    """Responses that were dropped because they exceeded the bound, and the tokens that had been sampled for them."""
+
+    responses: int = 0
+    tokens: int = 0
+
+    def add(self, tokens: int) -> None:
+        self.responses += 1
+        self.tokens += tokens
+
+
+def staleness(response: Response, version: int) -> int:
+    """How many versions the oldest token of a response lags behind; 0 if it has no sampled token."""
+    oldest = response.oldest_version
+    return 0 if oldest is None else version - oldest
+
+
+def is_usable(response: Response, version: int, bound: int) -> bool:
+    """Whether a trainer at this version may train on a response."""
+    newest = response.newest_version
+    return staleness(response, version) <= bound and (newest is None or newest <= version)
+
+
+def _oldest(group: Group, version: int) -> int:
+    """The oldest version of a group. One without sampled tokens belongs to the current version."""
+    return min((v for r in group.responses if (v := r.oldest_version) is not None), default=version)
+
+
+class Admission:
+    def __init__(
+        self, *, batch: int, steps: int, staleness: int = 0, max_draws: int = 1, in_order: bool = False
+    ) -> None:
+        """`batch`: groups per step. `steps`: steps of the whole run."""
+        self.batch, self.steps, self.staleness = batch, steps, staleness
+        self._max_draws, self._in_order = max_draws, in_order
+        self.version = self.next_task = 0
+        """Steps completed, and the index of the first task that was never admitted."""
+        self.lead = Lead(batch=batch, staleness=staleness)
+        """How many groups may be open or ready beyond one batch."""
+        self.dropped = Dropped()
+        self.too_new = 0
+        """Responses that were dropped as too old, and as newer than the trainer, since the last publish()."""
+        self._again: deque[int] = deque()
+        """Tasks to admit before new ones, because they were open when the run was interrupted."""
+        self._open: dict[int, int] = {}
+        """Open tasks. No token of a task is older than this version: at first the one at which it was admitted, or that
+        of its oldest token in the journal, then the newest version at which it had not begun."""
+        self._ready: dict[int, Group] = {}
+        self._ready_version: dict[int, int] = {}
+        """The oldest version of each ready group, as it was when the group was finished."""
+        self._oldest: list[tuple[int, int]] = []
+        """Heap of (oldest version, task) of the ready groups."""
+        self._held: Counter[int] = Counter()
+        """Number of open and ready groups by their oldest version (for an open group, its version in `_open`)."""
+        self._order: deque[int] = deque()
+        """Used only with `in_order`: admitted tasks that were not taken yet. Those that are neither open nor ready are
+        skipped."""
+        self.taken: list[int] = []
+        """Tasks in the batch of the current step, in the order in which they are trained on."""
+        self._replaced = 0
+        """Tasks of this step that were dismissed or replaced."""
+        self._planned: dict[int, deque[int]] = {}
+        """By step that is trained again: the tasks that it took the first time and has not taken again yet."""
+        self._restored: dict[int, int] = {}
+        """By task with tokens in the journal: the oldest version among them."""
+        self._planned_tasks: set[int] = set()
+        """All tasks that restore() put into `_planned`, including those taken again since."""
+
+    def restore(
+        self, *, version: int, next_task: int, open_tasks: Iterable[int] = (),
+        planned: Mapping[int, Sequence[int]] | None = None, oldest: Mapping[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Continue after step `version`. `open_tasks` were admitted and not trained on. `planned`: the tasks of each
+        later step that was trained before. If a step has no plan, the plans of later steps are ignored, because part of
+        the journal was lost. `oldest`: by task, the oldest version among its tokens in the journal."""
+        self._planned = {}
+        while planned and (step := version + 1 + len(self._planned)) in planned:
+            self._planned[step] = deque(planned[step])
+        self._planned_tasks = set(chain.from_iterable(self._planned.values()))
+        used = max((task + 1 for tasks in self._planned.values() for task in tasks), default=next_task)
+        self.version, self.next_task = version, max(next_task, used)
+        self._again = deque(sorted({*open_tasks, *range(next_task, self.next_task)}))
+        self._open, self._ready, self._oldest, self._order, self.taken = {}, {}, [], deque(), []
+        self._held.clear()
+        self._ready_version.clear()
+        self._restored = dict(oldest or {})
+        self._replaced, self.dropped, self.too_new = 0, Dropped(), 0
+        self.lead = Lead(batch=self.batch, staleness=self.staleness)
+
+    @property
+    def capacity(self) -> int:
+        """Number of new tasks that may be admitted now."""
+        held = len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
+        gate = min(self.batch + self.lead.groups, (self.steps - self.version) * self.batch)
+        draws = (self._max_draws + self.staleness) * self.batch - self._replaced
+        return max(0, min(gate, draws) - held)
+
+    @property
+    def ready(self) -> int:
+        """Number of finished groups that were not taken yet."""
+        return len(self._ready)
+
+    @property
+    def closed(self) -> bool:
+        """The gate admits nothing more, although more steps follow: generation is far enough ahead."""
+        return self.capacity == 0 and self.version + self.staleness + 1 < self.steps
+
+    @property
+    def open_tasks(self) -> tuple[int, ...]:
+        """Tasks that were admitted and have been neither taken nor given up."""
+        return tuple(sorted({*self._again, *self._open, *self._ready}))
+
+    def admit(self) -> list[int]:
+        """The tasks to open now."""
+        new, again = self.capacity, len(self._again)
+        if self.staleness == 0 and not self._planned:  # the bound may have been above 0 before the run was resumed
+            again = max(0, min(again, self.batch - len(self._open) - len(self._ready) - len(self.taken)))
+        tasks = [*(self._again.popleft() for _ in range(again)), *range(self.next_task, self.next_task + new)]
+        self.next_task += new
+        versions = {task: min(self.version, self._restored.pop(task, self.version)) for task in tasks}
+        self._open |= versions
+        self._held.update(versions.values())
+        if self._in_order:
+            self._order.extend(tasks)
+        return tasks
+
+    def dismiss(self, index: int) -> None:
+        """The environment cannot produce this task."""
+        self.drop(index)
+        self._replaced += 1
+
+    def drop(self, index: int) -> None:
+        """Every response of this open task is too old."""
+        self._held[self._open.pop(index)] -= 1
+
+    def not_begun(self, tasks: Iterable[int]) -> None:
+        """These open tasks have no token yet, and their first one will be of the current version or a newer one."""
+        for index in tasks:
+            self._held[self._open[index]] -= 1
+            self._open[index] = self.version
+            self._held[self.version] += 1
+
+    def finish(self, group: Group, *, informative: bool = True) -> None:
+        """A group is complete. One that is not informative is replaced by another task, unless it is planned."""
+        self.drop(group.index)
+        if not informative and group.index not in self._planned_tasks:
+            self._replaced += 1
+            return
+        self._ready[group.index] = group
+        oldest = self._ready_version[group.index] = _oldest(group, self.version)
+        heapq.heappush(self._oldest, (oldest, group.index))
+        self._held[oldest] += 1
+
+    @property
+    def complete(self) -> bool:
+        """The batch of the current step has all the groups that it can get."""
+        planned = self._plan()
+        if planned is not None:
+            return not planned
+        return len(self.taken) >= self.batch or not (self._open or self._ready or self._again or self.capacity)
+
+    def _plan(self) -> deque[int] | None:
+        """Tasks that this step took when it was trained the first time and has not taken again yet; None if it has no
+        plan and chooses its own."""
+        planned = self._planned.get(self.version + 1)
+        while planned and not self._is_held(planned[0]):
+            planned.popleft()  # it is no longer available, for example because the journal was damaged
+        if planned is not None and not planned and not self.taken:
+            return None  # nothing is left of the plan
+        return planned
+
+    def _is_held(self, index: int) -> bool:
+        return index in self._open or index in self._ready or index in self._again
+
+    def take(self) -> Group | None:
+        """The next group to train on, without responses that cannot be used; None if there is none at the moment."""
+        while not self.complete and (index := self._next()) is not None:
+            group = self._ready.pop(index)
+            self._held[self._ready_version.pop(index)] -= 1
+            if fresh := tuple(r for r in group.responses if self._check_use(r)):
+                self.taken.append(index)
+                return replace(group, responses=fresh)
+        return None
+
+    def _check_use(self, response: Response) -> bool:
+        """Whether the response may be trained on now. Counts it otherwise."""
+        if is_usable(response, self.version, self.staleness):
+            return True
+        if staleness(response, self.version) > self.staleness:
+            self.dropped.add(response.sampled_count)
+        else:
+            self.too_new += 1
+        return False
+
+    def _next(self) -> int | None:
+        """The ready task to take next."""
+        planned = self._plan()
+        if planned is not None:
+            return planned.popleft() if planned[0] in self._ready else None
+        if self._in_order:
+            while self._order and not self._is_held(self._order[0]):
+                self._order.popleft()
+            return self._order.popleft() if self._order and self._order[0] in self._ready else None
+        while self._oldest:
+            oldest, index = self._oldest[0]
+            if index in self._ready and self._must_wait(oldest):
+                return None
+            heapq.heappop(self._oldest)
+            if index in self._ready:
+                return index
+        return None
+
+    def _must_wait(self, oldest: int) -> bool:
+        """Whether a ready group with this oldest version would take the place of an older group that would then become
+        too old before it can be trained on."""
+        older = 0
+        for version in sorted(v for v in self._held if self.oldest_version <= v < oldest):
+            older += self._held[version]
+            batches = version - self.oldest_version + 1  # until groups of this version are too old
+            if older > batches * self.batch - len(self.taken) - 1:
+                return True
+        return False
+
+    def publish(self) -> None:
+        """The step is trained: the next version exists."""
+        self._planned.pop(self.version + 1, None)
+        self.version += 1
+        self._held = +self._held  # remove the versions that no group has any more
+        self.taken, self._replaced, self.dropped, self.too_new = [], 0, Dropped(), 0
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version whose tokens may still be trained on."""
+        return self.version - self.staleness
+
+    def check(self) -> None:
+        """Raise AssertionError if a rule above is broken."""
+        states = [set(self._open), set(self._ready), set(self.taken), set(self._again)]
+        assert sum(map(len, states)) == len(set().union(*states)), "a task is in two states"
+        assert all(index < self.next_task for index in set().union(*states)), "a task was never admitted"
+        assert len(self.taken) <= self.batch or self.version + 1 in self._planned, "the batch is too large"

@@ -1,0 +1,273 @@
+"""Places responses on workers, and takes them back to move them: applies balance.py and rebalance.py, or RLBoost's
+Algorithm 2 (rlboost.py), to the ledger. No clock, no I/O.
+
+    Example: the queue is ["1/0", "1/1", "2/0"], `a` and `b` have free slots, and `b` has the prompt of group 1 in its
+    prefix cache.
+
+    Next turns of a response are placed first, where their tokens are (turn_routing.py).
+
+    loads()     the running responses, slots and speed of every worker, from the ledger and the speeds measured here
+    assign()    takes responses from the queue and assigns them: 1/0 and 1/1 to `b` (their prefix), 2/0 to `a`
+    reclaim()   chooses, once the queue is empty, responses that should move; their workers release them, they return to
+                the queue, and assign() gives each to the target of its move
+
+`Placement` stores what these decisions need: the speed of every worker, which groups each worker has in its prefix
+cache, the target of every move, and the mean length of responses.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+import msgspec
+
+from windfall.controller.ledger.ledger import Ledger, LedgerEntry, room
+from windfall.controller.scheduling import rlboost
+from windfall.controller.scheduling.balance import WorkerLoad, place
+from windfall.controller.scheduling.fleet_speed import FleetSpeed
+from windfall.controller.scheduling.members import Member
+from windfall.controller.scheduling.rebalance import Running, rebalance
+from windfall.controller.scheduling.turn_routing import NextTurn, route
+from windfall.controller.scheduling.turns import Turns
+from windfall.controller.scheduling.worker_speed import Profile, WorkerSpeeds
+
+PREFILL_SHARE = 0.1
+"""If more than this share of a worker's tokens must be prefilled again, ignore its step times: they measure prefill,
+not decode."""
+STALLED_S = 2.0
+"""A worker that has work and made no engine step for this many seconds gets no next turns."""
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """Tokens that a worker prefills again."""
+
+    last: LedgerEntry
+    """The last response of the prefill; when it continues, the prefill is complete."""
+    tokens: int = 0
+    seconds: float = 0.0
+    """Seconds since the responses were assigned, minus the expected time of the worker's decode steps."""
+
+
+class Placement:
+    def __init__(
+        self, ledger: Ledger, *, balancing: bool | Literal["algorithm2"] = True, affinity: bool = True
+    ) -> None:
+        """`balancing` False: all workers count as equally fast, and running responses do not move. `affinity` False:
+        what is in a worker's prefix cache does not matter."""
+        self.speeds, self.turns = WorkerSpeeds(), Turns()
+        self._ledger, self._balancing, self._affinity = ledger, balancing, affinity
+        self._prefix_holders: dict[str, dict[str, None]] = {}
+        """By group: the workers that have its prompt in their prefix cache. They are in the order in which they got it,
+        so that the order does not depend on the process."""
+        self._move_targets: dict[str, str] = {}
+        """By response: the worker to which it is being moved."""
+        self._finished = self._finished_tokens = 0
+        self._least_context: dict[str, int] = {}
+        """By worker: a lower bound for the context of its responses. A context only grows, so a bound stays one until
+        the worker gets another response."""
+        self._prefilling: dict[str, _Prefill] = {}
+        """By worker: the responses begun elsewhere that it prefills, if these are a large part of its tokens."""
+
+    @property
+    def typical(self) -> float:
+        """Mean number of tokens that a response generates before it ends or waits for its environment: its length, or
+        that of a turn if there are several; 0: not known."""
+        if self.turns.several:
+            return self.turns.typical
+        return self._finished_tokens / self._finished if self._finished else 0.0
+
+    def rate(self, member: Member, responses: int, sharing: int) -> float:
+        """Expected tokens per second of a worker that gets an equal share of `responses` among `sharing` workers; 0:
+        not known."""
+        batch = min(member.lendable, -(-responses // max(1, sharing)))
+        return self.speeds.tok_per_s(member.id, batch) if batch else 0.0
+
+    def fleet_speed(self, members: Iterable[Member]) -> FleetSpeed | None:
+        """The combined speed of these workers; None if the speed of one is not known, or if there are no workers."""
+        counts: dict[Profile, int] = {}
+        slots = 0
+        for member in members:
+            profile = self.speeds.profile(member.id)
+            if profile is None:
+                return None
+            if member.lendable:
+                counts[profile] = counts.get(profile, 0) + 1
+                slots += member.lendable
+        return FleetSpeed(tuple(counts.items()), slots) if counts else None
+
+    def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: int) -> None:
+        """Learns the speed of a worker from a frame, or the speed of its prefill while it prefills moved responses."""
+        prefill = self._prefilling.get(worker)
+        if prefill is None:
+            self.speeds.observe(worker, batch, tokens, seconds, context)
+            return
+        rate = self.speeds.tok_per_s(worker, batch)
+        prefill.seconds += seconds - (tokens / rate if rate else 0.0)
+        if prefill.last.worker != worker:  # it ended or moved away before it was seen to continue here
+            del self._prefilling[worker]
+        elif len(prefill.last.episode.tokens) > prefill.last.recorded:
+            self.speeds.prefilled(worker, prefill.tokens, prefill.seconds)
+            del self._prefilling[worker]
+
+    def forget(self, worker: str) -> None:
+        """The worker is gone."""
+        self.speeds.forget(worker)
+        self.turns.cleared(worker)
+        self._prefilling.pop(worker, None)
+        self._least_context.pop(worker, None)
+
+    def loads(self, ready: Iterable[Member]) -> list[WorkerLoad]:
+        speed = self.speeds.profile if self._balancing else lambda worker: None
+        running = self._ledger.running
+        return [
+            WorkerLoad(
+                worker=w.id, running=(count := running(w.id)), slots=w.open_slots, profile=speed(w.id),
+                waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
+                prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id), reserved=w.lease.kind == "reserved",
+                stalled=w.stats is not None and w.stats.idle_s >= STALLED_S,
+                borrowed=w.lends, use=w.capacity.use if w.capacity else 0.0, admits=not w.lends or w.lendable > 0,
+            )
+            for w in ready
+        ]  # fmt: skip
+
+    def nothing_to_do(self, ready: Collection[Member], *, moving: bool) -> bool:
+        """Whether nothing can be assigned, because all slots are taken, or nothing may be moved, because earlier moves
+        are under way (`moving`). In a large fleet this is so in most rounds, and computing its loads takes long."""
+        running = self._ledger.running
+        if not self._ledger.queue:
+            return not ready or moving
+        return not self.turns.queued and not any(running(w.id) < w.open_slots for w in ready)
+
+    def assign(
+        self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], *, coming: int,
+        longest: Mapping[str, float] | None = None, fixed: int | None = None,
+    ) -> dict[str, list[LedgerEntry]]:  # fmt: skip
+        """Takes the responses that should start now from the queue and assigns them. `versions`: the version that each
+        worker holds. `longest`: the most tokens for which a worker has room, where known. A response goes only where it
+        fits. Responses that fit on the fewest workers are placed first. `fixed`: place only the responses that must
+        have this version; None: only those that may have any."""
+        out: dict[str, list[LedgerEntry]] = {}
+        waiting = self._assign_turns(loads, versions, longest, fixed, out)
+        sizes = [(longest or {}).get(load.worker, math.inf) for load in loads]
+        small = sorted({size for size in sizes if size < self._ledger.longest})
+        for n in range(len(small), -1, -1):  # one pass in most fleets, where no worker is too small
+            fit = [load for load, size in zip(loads, sizes, strict=True) if n == 0 or size > small[n - 1]]
+            fit = [_with(load, len(out.get(load.worker, ()))) for load in fit]
+            self._assign_queued(self._queued(small, n, fixed, waiting), fit, versions, coming, out)
+        for worker, entries in out.items():
+            moved = [e for e in entries if e.moved or e.episode.turn_start]
+            tokens = sum(self._to_prefill(e, worker) for e in moved)
+            if tokens > PREFILL_SHARE * self._ledger.context(worker):
+                before = self._prefilling.get(worker, _Prefill(moved[-1]))
+                self._prefilling[worker] = _Prefill(moved[-1], before.tokens + tokens, before.seconds)
+        return out
+
+    def _to_prefill(self, entry: LedgerEntry, worker: str) -> int:
+        """Tokens that the worker must prefill before a response that has begun can continue."""
+        holder, kept = self.turns.holder(entry.episode.id)
+        context = len(entry.episode.prompt) + len(entry.episode.tokens)
+        return max(0, context - kept) if holder == worker else context
+
+    def _assign_turns(
+        self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], longest: Mapping[str, float] | None,
+        fixed: int | None, out: dict[str, list[LedgerEntry]],
+    ) -> set[str]:  # fmt: skip
+        """Assigns next turns. Returns those that wait for the worker that has their tokens."""
+        if not self._affinity or self._balancing is not True or not self.turns.queued:
+            return set()
+        next_turns = []
+        for id in self.turns.queued:
+            episode, (holder, kept) = self._ledger.entries[id].episode, self.turns.holder(id)
+            if episode.version == fixed:
+                context = len(episode.prompt) + len(episode.tokens)
+                next_turns.append(NextTurn(id=id, context=context, holder=holder, kept=kept, room=room(episode)))
+        routes = route(next_turns, loads, typical=self.turns.typical, longest=longest)
+        for id, worker in routes.placed:
+            self._take(id, worker, versions, out)
+        return routes.waiting
+
+    def _queued(self, small: Sequence[float], n: int, fixed: int | None, waiting: Collection[str]) -> Sequence[str]:
+        """Queued responses, in order, that need more room than the first n sizes of `small`, but not more than the
+        next, and that must have the version `fixed`. Without those that wait for one worker."""
+        ledger = self._ledger
+        if not small and not ledger.fixed_versions and not waiting:
+            return ledger.queue
+        queued = [(id, ledger.entries[id].episode) for id in ledger.queue if id not in waiting]
+        return [id for id, e in queued if e.version == fixed and bisect_left(small, room(e)) == n]
+
+    def _assign_queued(
+        self, queued: Sequence[str], loads: Sequence[WorkerLoad], versions: Mapping[str, int], coming: int,
+        out: dict[str, list[LedgerEntry]],
+    ) -> None:  # fmt: skip
+        free_slots = sum(max(0, load.slots - load.running) for load in loads)
+        first = list(islice(queued, free_slots))
+        if self._balancing == "algorithm2":
+            chosen = rlboost.select(first, loads, coming=coming, move_targets=self._move_targets)
+        else:
+            chosen = place(
+                first, loads, backlog=len(queued) - len(first), coming=coming,
+                prefix_holders=self._prefix_holders if self._affinity else None,
+                move_targets=self._move_targets, typical=self.typical,
+            )  # fmt: skip
+        for id, worker in chosen:
+            self._take(id, worker, versions, out)
+
+    def _take(self, id: str, worker: str, versions: Mapping[str, int], out: dict[str, list[LedgerEntry]]) -> None:
+        """Take a response from the queue and assign it."""
+        self._ledger.queue.remove(id)  # the head, unless an earlier response waits for more room
+        self._move_targets.pop(id, None)
+        self._prefix_holders.setdefault(id.rpartition("/")[0], {})[worker] = None
+        entry = self._ledger.assign(id, worker, versions[worker])
+        alone = self._ledger.running(worker) == 1
+        context = len(entry.episode.prompt) + len(entry.episode.tokens)
+        self._least_context[worker] = context if alone else min(context, self._least_context.get(worker, 0))
+        out.setdefault(worker, []).append(entry)
+
+    def reclaim(
+        self, loads: Sequence[WorkerLoad], longest: Mapping[str, float] | None = None
+    ) -> list[tuple[str, LedgerEntry]]:
+        """(worker, response that it should release) for each move; the queue is empty. `longest`: as in `assign`."""
+        if not self._balancing:
+            return []
+        if self._balancing == "algorithm2":
+            moves = rlboost.balance(loads, self._held)
+        else:
+            moves = rebalance(
+                loads, self._held, typical=self.typical, least_context=lambda worker: self._least_context.get(worker, 0)
+            )
+        rooms, entries = longest or {}, self._ledger.entries
+        moves = [move for move in moves if room(entries[move.id].episode) <= rooms.get(move.target, math.inf)]
+        self._move_targets |= {move.id: move.target for move in moves}
+        return [(move.source, entries[move.id]) for move in moves]
+
+    def _held(self, worker: str) -> list[Running]:
+        out = [
+            Running(
+                id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves,
+                waiting=len(e.episode.tokens) == e.recorded,  # the worker has not sent a token of it
+            )
+            for e in self._ledger.held(worker)
+        ]  # fmt: skip
+        self._least_context[worker] = min((r.context for r in out), default=0)
+        return out
+
+    def finished(self, tokens: int) -> None:
+        """A response has finished with this number of tokens."""
+        self._finished += 1
+        self._finished_tokens += tokens
+
+    def done_with(self, group: str, size: int) -> None:
+        """This group of `size` responses is complete: its prefix and moves are forgotten."""
+        self._prefix_holders.pop(group, None)
+        for sibling in range(size):  # a response may have finished on the worker that was asked to release it
+            self._move_targets.pop(f"{group}/{sibling}", None)
+
+
+def _with(load: WorkerLoad, more: int) -> WorkerLoad:
+    return msgspec.structs.replace(load, running=load.running + more) if more else load

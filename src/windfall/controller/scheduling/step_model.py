@@ -1,0 +1,217 @@
+"""A model of how a step unfolds: how much is trainable, and how fast generation is, in each part of the step. Pure.
+
+Rates alone say when a step would end if work could be split freely. It cannot: groups become complete late, so little
+is trainable when much is generated; and the last responses are generated in batches too small to be fast, no matter how
+many workers there are. Both effects occur in every step at the same share of generated tokens, whatever the fleet. They
+are described by:
+
+    generated     share of the step's tokens that is generated
+    trainable     share of the step's tokens that is in complete groups
+    unfinished    share of the responses that are not finished
+    context       tokens in the context of the unfinished responses, as a share of the step's tokens
+    slowdown      measured time per token / the time that the workers' profiles predict for these responses and context
+
+Each is stored at PARTS points, spread evenly over generated + trainable, because half of all groups may become complete
+with the last few tokens. The values are learned from every step. With them the end of a step can be computed for any
+T_seed and any fleet, from its start or from any point within it. Training takes groups in the order in which they
+become complete, so it ends when the last group is complete and everything left by then is trained:
+
+    end = max over groups of (when the group is complete + training time of it and of all groups after it)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from windfall.controller.scheduling.fleet_speed import FleetSpeed, StepRates
+
+PARTS = 32
+"""Points at which the model stores its values."""
+SEARCH_POINTS = 24
+"""Number of values of T_seed that are compared in each of two rounds."""
+MIN_SLOWDOWN, MAX_SLOWDOWN = 0.25, 8.0
+"""Slowdowns outside this range are clipped: they are errors in the rates."""
+
+
+class Progress(NamedTuple):
+    """How far a step has come at one moment."""
+
+    at_s: float
+    """Seconds from the start of the step."""
+    generated: float
+    trainable: float
+    """Tokens in complete groups."""
+    unfinished: float
+    """Responses that are not finished."""
+    context: float = 0.0
+    """Tokens in the context of the unfinished responses, prompts included."""
+
+
+START = Progress(0.0, 0.0, 0.0, 0.0)
+
+
+class StepPart(NamedTuple):
+    """One part of the remaining work of a step."""
+
+    tokens: float
+    """Tokens to be generated, multiplied by the slowdown."""
+    trainable: float
+    """Tokens in groups that become complete in this part."""
+    rates: tuple[float, float, float]
+    """Tokens per second of local, of the others, and of both together."""
+
+
+def _even() -> list[float]:
+    return [(n + 1) / PARTS for n in range(PARTS)]
+
+
+@dataclass(slots=True)
+class StepModel:
+    """The module docstring explains the lists; each has PARTS values."""
+
+    generated: list[float] = field(default_factory=_even)
+    trainable: list[float] = field(default_factory=_even)
+    unfinished: list[float] = field(default_factory=lambda: [1.0] * PARTS)
+    context: list[float] = field(default_factory=lambda: [0.0] * PARTS)
+    slowdown: list[float] = field(default_factory=lambda: [1.0] * PARTS)
+    steps: int = 0
+
+    def learn(
+        self, progress: Sequence[Progress], speeds: Sequence[tuple[float, FleetSpeed]], responses: float, weight: float
+    ) -> None:
+        """Learns from one step. `progress`: in order of time, until everything is generated. `speeds`: (seconds from
+        the start, speed of all workers from then on), in order. `weight`: weight of this step in every average."""
+        total = progress[-1].generated if progress else 0.0
+        if total <= 0:
+            return
+        weight = weight if self.steps else 1.0
+        self.steps += 1
+        before = START._replace(unfinished=responses)
+        for n, point in enumerate(_resample([before, *progress], total)):
+            slowdown = self.slowdown[n]
+            unfinished = (before.unfinished + point.unfinished) / 2
+            context = (before.context + point.context) / 2
+            if point.generated > before.generated:
+                expected = _expected_tokens(speeds, before.at_s, point.at_s, unfinished, context)
+                slowdown = min(MAX_SLOWDOWN, max(MIN_SLOWDOWN, expected / (point.generated - before.generated)))
+            for values, new in (
+                (self.generated, point.generated / total), (self.trainable, point.trainable / total),
+                (self.unfinished, unfinished / responses), (self.context, context / total), (self.slowdown, slowdown),
+            ):  # fmt: skip
+                values[n] += weight * (new - values[n])
+            before = point
+
+    def expected_tokens(self, rates: StepRates, start: Progress) -> float:
+        """The number of tokens that this step will have, as a weighted mean of two estimates: that of earlier steps,
+        and the tokens generated so far / the share that is usually generated when this share of the responses is
+        unfinished. The more responses are finished, the more the second estimate counts."""
+        unfinished = start.unfinished / rates.responses
+        if not self.steps or not start.generated or unfinished >= 1:
+            return rates.tokens
+        before = (1.0, 0.0)  # shares of unfinished responses and of generated tokens
+        for n in range(PARTS):
+            point = (self.unfinished[n], (self.generated[n] + (self.generated[n - 1] if n else 0.0)) / 2)
+            if point[0] <= unfinished:
+                break
+            before = point
+        else:
+            point = (0.0, 1.0)
+        share = (before[0] - unfinished) / (before[0] - point[0]) if before[0] > point[0] else 1.0
+        usual = before[1] + min(1.0, share) * (point[1] - before[1])
+        return max(start.generated, unfinished * rates.tokens + (1 - unfinished) * start.generated / max(1e-9, usual))
+
+    def remaining(self, rates: StepRates, start: Progress) -> list[StepPart]:
+        """The work that is left. If more or fewer groups are complete at `start` than usual, the difference is spread
+        evenly over the remaining parts."""
+        total = self.expected_tokens(rates, start)
+        generated, parts = min(1.0, start.generated / total), list[StepPart]()
+        before, trainable, scale = 0.0, 0.0, 1.0
+        both = rates.local + rates.others
+        for n in range(PARTS):
+            if generated > self.generated[n] and n < PARTS - 1:
+                before, trainable = self.generated[n], self.trainable[n]
+                continue
+            if not parts:
+                passed = max(0.0, generated - before) / max(1e-9, self.generated[n] - before)
+                trainable += min(1.0, passed) * (self.trainable[n] - trainable)
+                scale = (1 - min(1.0, start.trainable / total)) / max(1e-9, 1 - trainable)
+                before = max(before, generated)
+            tokens = max(0.0, self.generated[n] - before) * total * self.slowdown[n]
+            unfinished, context = max(1.0, self.unfinished[n] * rates.responses), self.context[n] * total
+            local, others, all_ = (speed.tok_per_s(unfinished, context) for speed in (rates.local, rates.others, both))
+            parts.append(StepPart(tokens, (self.trainable[n] - trainable) * scale * total, (local, others, all_)))
+            before, trainable = self.generated[n], self.trainable[n]
+        return parts
+
+    def end_s(
+        self, rates: StepRates, seed_s: float, start: Progress = START, parts: Sequence[StepPart] | None = None
+    ) -> float:
+        """Seconds from the start of the step until everything is trained. `parts`: result of `remaining`, if known."""
+        at_s, trained_s = start.at_s, seed_s + start.trainable / rates.train_tok_per_s
+        for part in self.remaining(rates, start) if parts is None else parts:
+            begun_s = at_s
+            for from_s, at_s, share in _intervals(begun_s, part, rates.pull_s, seed_s):
+                if not self.steps:  # nothing learned yet: assume that groups become complete evenly
+                    trained_s = max(max(trained_s, from_s) + share * part.trainable / rates.train_tok_per_s, at_s)
+            if self.steps:
+                trained_s = max(max(trained_s, (begun_s + at_s) / 2) + part.trainable / rates.train_tok_per_s, at_s)
+        return trained_s
+
+    def best_seed_s(self, rates: StepRates, start: Progress = START) -> float:
+        """The T_seed with which the step ends soonest; the shortest of several equal ones."""
+        parts = self.remaining(rates, start)
+        low, high, best = start.at_s, self.generated_s(rates, start), start.at_s
+        for _ in range(2):
+            width = (high - low) / SEARCH_POINTS
+            candidates = (low + n * width for n in range(SEARCH_POINTS + 1))
+            best = min(candidates, key=lambda s: round(self.end_s(rates, s, start, parts), 6))
+            low, high = max(start.at_s, best - width), best + width
+        return best
+
+    def generated_s(self, rates: StepRates, start: Progress = START) -> float:
+        """Seconds from the start of the step until everything is generated, if local generates to the end."""
+        at_s = start.at_s
+        for part in self.remaining(rates, start):
+            at_s = max((end_s for _, end_s, _ in _intervals(at_s, part, rates.pull_s, math.inf)), default=at_s)
+        return at_s
+
+
+def _intervals(at_s: float, part: StepPart, pull_s: float, seed_s: float) -> Iterator[tuple[float, float, float]]:
+    """(start, end, share of the part) of each interval with a constant rate, for a part that begins at `at_s`. Local
+    generates until `seed_s`; the others generate from `pull_s` on."""
+    tokens, (local, others, both) = part.tokens, part.rates
+    while tokens > 0:
+        seeding, pulled = at_s < seed_s, at_s >= pull_s
+        rate = (both if seeding else others) if pulled else local if seeding else 0.0
+        until_s = min(seed_s if seeding else math.inf, math.inf if pulled else pull_s)
+        done = tokens if math.isinf(until_s) else min(tokens, rate * (until_s - at_s))
+        end_s = until_s if done < tokens else at_s + tokens / rate if rate > 0 else math.inf
+        yield at_s, end_s, done / part.tokens
+        tokens, at_s = tokens - done, end_s
+
+
+def _expected_tokens(
+    speeds: Sequence[tuple[float, FleetSpeed]], start_s: float, end_s: float, responses: float, context: float
+) -> float:
+    """Tokens that the workers should have generated from `start_s` to `end_s`, by their profiles."""
+    tokens = 0.0
+    for n, (since_s, speed) in enumerate(speeds):
+        until_s = speeds[n + 1][0] if n + 1 < len(speeds) else math.inf
+        if since_s < end_s and until_s > start_s:
+            tokens += speed.tok_per_s(responses, context) * (min(until_s, end_s) - max(since_s, start_s))
+    return tokens
+
+
+def _resample(progress: Sequence[Progress], total: float) -> list[Progress]:
+    """PARTS points, interpolated, evenly spread over generated + trainable; the last is the end."""
+    out: list[Progress] = []
+    for a, b in pairwise(progress):
+        start, end = (a.generated + a.trainable) / total, (b.generated + b.trainable) / total
+        while len(out) < PARTS - 1 and (wanted := 2 * (len(out) + 1) / PARTS) <= end:
+            share = (wanted - start) / (end - start) if end > start else 1.0
+            out.append(Progress(*(x + share * (y - x) for x, y in zip(a, b, strict=True))))
+    return out + [progress[-1]] * (PARTS - len(out))

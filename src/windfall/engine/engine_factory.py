@@ -1,0 +1,229 @@
+"""Builds the engine that an EngineSpec describes, from the model's configuration. The weights are pulled later.
+
+On a GPU, `GraphEngine` runs the models that `windfall.engine.cuda` supports. `TorchEngine` runs all other models, and
+everything on a CPU. A worker's `GraphEngine` does not need transformers, which takes seconds to import: if the
+configuration is sufficient, nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from typing import Any
+
+from windfall.devices import choose_matmul_library, gpu_memory_lock
+from windfall.engine.selftest import shrink, verdict
+from windfall.errors import WindfallError
+from windfall.free_memory import free_bytes
+from windfall.link.messages import EngineSpec, LoadTimes
+from windfall.models import load
+
+
+def build_model(spec: EngineSpec, device: str) -> Any:
+    """Build a module without meaningful weights. If `GraphEngine` will run it, only the weight skeleton is built."""
+    import torch
+
+    fields = json.loads(spec.model_config)
+    if device.startswith("cuda") and cuda_engine_disabled(spec) is None:
+        from windfall.engine.cuda import skeleton
+
+        why = skeleton.unsupported_reason(fields)
+        if why is None:
+            return skeleton.ModelSkeleton(fields, dtype=getattr(torch, spec.dtype), device=device)
+        print(f"building the model with transformers, which takes longer: {why}", file=sys.stderr, flush=True)
+    return build_full_model(fields, spec.dtype, device)
+
+
+def build_full_model(fields: dict[str, Any], dtype: str, device: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from windfall.models import attention
+
+    how: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention.NAME}
+    try:
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        model = build_uninitialized(config, device, **how)
+        if model is None:
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(config, **how)
+    except ValueError as e:
+        fix = "Install the version of transformers that the run uses."
+        raise WindfallError(f"the run's model cannot be built here: {e}", fix=fix) from e
+    except Exception as e:  # fault boundary: model code may raise anything
+        raise load.unsupported(e, "model.path") from e
+    return model.to(device).eval()
+
+
+def model_bytes(fields: dict[str, Any], dtype: str) -> int:
+    """Bytes that the weights of this model take. Allocates nothing."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.for_model(**fields)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    except Exception as e:  # fault boundary: model code may raise anything
+        raise load.unsupported(e, "model.path") from e
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def build_uninitialized(config: Any, device: str, **how: Any) -> Any:
+    """Build the module without spending time on random weights. Returns None if the module computes any buffers besides
+    the rotary frequencies when it is created, because their values would be lost."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, **how)
+    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
+    known = {f"model.rotary_emb.{name}" for name, _ in rotary.named_buffers()} if rotary is not None else set()
+    if {name for name, _ in model.named_buffers()} != known:
+        return None
+    model.to_empty(device=device)
+    model.tie_weights()  # each of the tied weights got its own memory
+    if rotary is not None:
+        model.model.rotary_emb = type(rotary)(config=model.config).to(device)
+    return model
+
+
+def token_bytes(model: Any) -> int:
+    """Bytes of KV cache per token."""
+    from windfall.engine.cuda import skeleton
+
+    config = model.config
+    if isinstance(model, skeleton.ModelSkeleton):
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    from windfall.models.attention import cache_shapes
+
+    return sum(s.elements for s in cache_shapes(model)) * model.dtype.itemsize
+
+
+def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) -> tuple[int, int]:
+    """(responses decoded at once, tokens in the KV cache): what the spec says, or else what fits into this machine's
+    memory. `share` is the share of the free memory that the KV cache may use."""
+    running = spec.max_running or min(1024 if device.startswith("cuda") else 256, spec.wanted)
+    if spec.kv_tokens:
+        return running, spec.kv_tokens
+    free = free_bytes(device)
+    fits = min(max(2, running) * spec.longest, int(free * share) // token_bytes)
+    if fits < spec.longest:
+        raise WindfallError(
+            f"the KV cache may use {share:.0%} of the {free / 2**30:.1f} GiB that are free on {device}, which is room "
+            f"for {fits} tokens; one response may have {spec.longest}", where="fleet.worker_memory",
+            fix="Raise it, run fewer workers on this machine, or lower rollout.max_tokens.",
+        )  # fmt: skip
+    return running, fits
+
+
+def build_engine(
+    spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
+) -> tuple[Any, int]:
+    """Build an engine that uses at most `share` of the free memory. Returns it and its number of slots. If a `model` is
+    given, no other code may use it meanwhile, because a GPU engine changes the layout of its weights."""
+    return build_engine_timed(spec, device, model=model, share=share, version=version)[:2]
+
+
+def build_engine_timed(
+    spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
+) -> tuple[Any, int, LoadTimes]:
+    """Like `build_engine`, but also returns how long the parts took."""
+    import torch
+
+    try:
+        return _build_engine(spec, device, model, share, version)
+    except torch.OutOfMemoryError as e:
+        why = str(e).partition(". ")[0]
+        fix = "Run fewer workers on this GPU, or lower fleet.worker_memory or engine.kv_tokens."
+        raise WindfallError(f"not enough memory for the engine: {why}", where=device, fix=fix) from e
+
+
+def _build_engine(spec: EngineSpec, device: str, given: Any, share: float, version: int) -> tuple[Any, int, LoadTimes]:
+    began_s = time.monotonic()
+    model = build_model(spec, device) if given is None else given
+    self_test(spec, device, model)
+    why = "it is not a GPU" if not device.startswith("cuda") else cuda_engine_refusal(spec, model)
+    if device == "cpu":
+        choose_matmul_library(model, deterministic=spec.deterministic)
+    # Only one process at a time may measure the free memory and allocate its share.
+    with gpu_memory_lock(device):
+        running, kv_tokens = engine_sizes(spec, token_bytes(model), device, share)
+        how: dict[str, Any] = {
+            "kv_tokens": kv_tokens, "page_size": spec.page_size, "max_running": running, "max_rows": spec.max_rows,
+            "version": version, "keep_share": spec.keep_share,
+        }  # fmt: skip
+        engine = _graph_engine(spec, model, how) if why is None else None
+    if engine is not None:
+        built_s = time.monotonic()
+        why = _warm_up(engine, running, spec.longest)
+        if why is None:
+            return engine, running, LoadTimes(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
+        engine.sleep()
+        del engine
+        model = build_full_model(json.loads(spec.model_config), spec.dtype, device) if given is None else given
+    from windfall.engine.torch.engine import TorchEngine
+
+    if device.startswith("cuda"):
+        print(f"using the slower engine for this model: {why}", file=sys.stderr, flush=True)
+    torch_engine = TorchEngine(model, **how, deterministic=spec.deterministic)
+    # The self-test is valid up to this length; a later prompt may be longer than those that the run has seen.
+    limit = shrink.fixed_rope_tokens(json.loads(spec.model_config))
+    torch_engine.limit = min(torch_engine.limit, limit or torch_engine.limit)
+    return torch_engine, running, LoadTimes(build_s=time.monotonic() - began_s)
+
+
+def self_test(spec: EngineSpec, device: str, model: Any) -> str:
+    """Raise WindfallError unless the engine for this model and device computes the same as transformers (see selftest).
+    Returns a record for the workers: those with the same code and device need not repeat the test."""
+
+    def make(small: Any, **how: Any) -> Any:
+        if device.startswith("cuda") and cuda_engine_refusal(spec, small) is None:
+            from windfall.engine.cuda.engine import GraphEngine
+
+            return GraphEngine(small, **how)
+        from windfall.engine.torch.engine import TorchEngine
+
+        return TorchEngine(small, **how, deterministic=spec.deterministic)
+
+    return verdict.check_engine(
+        json.loads(spec.model_config), make, device=device, longest=spec.longest, deterministic=spec.deterministic,
+        names=model.state_dict(), checked=spec.checked,
+    )  # fmt: skip
+
+
+def _graph_engine(spec: EngineSpec, model: Any, how: dict[str, Any]) -> Any:
+    from windfall.engine.cuda.engine import GraphEngine
+
+    # `spec.longest` covers only the first tasks, so the tables have room for as many tokens as cache and model allow.
+    positions = getattr(model.config, "max_position_embeddings", None) or how["kv_tokens"]
+    return GraphEngine(model, **how, longest=min(how["kv_tokens"], max(positions, 2 * spec.longest)))
+
+
+def _warm_up(engine: Any, running: int, longest: int) -> str | None:
+    """Compile the kernels and capture the graphs. Returns why the kernels cannot run here, or None."""
+    from triton.runtime.errors import OutOfResources  # pyright: ignore[reportMissingImports]
+
+    try:
+        engine.warm(1, running, longest=longest)
+    except OutOfResources as e:
+        return f"a kernel does not fit this GPU ({e})"
+    return None
+
+
+def cuda_engine_refusal(spec: EngineSpec, model: Any) -> str | None:
+    """Why the GPU engine cannot run this model, or None if it can."""
+    from windfall.engine.cuda.decoder import unsupported_reason
+
+    return cuda_engine_disabled(spec) or unsupported_reason(model)
+
+
+def cuda_engine_disabled(spec: EngineSpec) -> str | None:
+    """Why the GPU engine must not run any model with this spec, or None if it may."""
+    if spec.deterministic:
+        return "run.deterministic is set"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None

@@ -1,0 +1,104 @@
+"""The page of a run on the controller's port, and the sample of responses.
+
+    event log ──▶ History ──▶ Feed ──▶ viewers             finished responses ──▶ Sampler ──step──▶ thread ──▶ file
+
+Rule: none of this may delay or end the run. What takes long runs in one thread, which gets the next sample only when it
+has written the last one. An error turns off the part that failed and is logged once, as `page_failed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from windfall.controller.rollout.stream import Rollout
+from windfall.events.log import Event, EventLog
+from windfall.link import auth
+from windfall.models import tokenizer
+from windfall.models.text import Text
+from windfall.page.feed import TICK_S, Feed
+from windfall.page.history import History
+from windfall.page.runs import recipe_facts, status
+from windfall.page.samples import Sample, SampleFile, Sampler, describe
+from windfall.page.server import PageServer
+from windfall.recipe import Recipe
+from windfall.types import Response, Task
+
+log = logging.getLogger(__name__)
+
+
+class LivePage:
+    def __init__(self, recipe: Recipe, folder: Path, events: EventLog) -> None:
+        self._recipe, self._folder, self._events = recipe, folder, events
+        self._history, self._samples = History(), SampleFile(folder, recipe.log.samples_mb)
+        self._sampler, self._text = Sampler(recipe.log.samples), None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._writing: Future[None] | None = None
+        self._failed: set[str] = set()
+        self._how = ""
+        """How the run has ended."""
+        name = recipe.run.name
+        self.feed = Feed(
+            self._history, name=folder.resolve().name, recipe=recipe_facts(folder),
+            status=lambda: self._how or status(self._history, running=self._history.ended is None),
+        )  # fmt: skip
+        key = auth.page_key(auth.read_token(folder / "token"))
+        self.server = PageServer(self.feed, self._samples, key, title=f"{name} · windfall")
+
+    def observe(self, event: Event) -> None:
+        """An event that is in the log already, or was just written."""
+        self._history.add(event)
+        if event["name"] == "step" and event["kind"] == "scalar":
+            self._write_sample(event["step"], event["t"])
+
+    def attach(self, rollout: Rollout) -> None:
+        """Sample the responses of this rollout."""
+        if self._recipe.log.samples:
+            rollout.on_finished = self._finished
+
+    def _finished(self, task: Task, response: Response) -> None:
+        self._guard("samples", lambda: self._sampler.offer(task, response))
+
+    def _write_sample(self, step: int, t: float) -> None:
+        sample = self._sampler.take()
+        if sample and (self._writing is None or self._writing.done()):
+            self._writing = self._thread.submit(self._write, sample, step, t)
+
+    def _write(self, sample: list[Sample], step: int, t: float) -> None:
+        def write() -> None:
+            if self._text is None:  # an instance of its own: the event loop uses the other one
+                self._text = Text(tokenizer.load(self._folder / "tokenizer"))
+            text = self._text
+            self._samples.write([describe(s, step, t, text.decode) for s in sample])
+
+        self._guard("samples", write)
+
+    async def run(self, snapshot: Callable[[], dict[str, Any] | None]) -> None:
+        """Serve viewers, forever. `snapshot` returns the last state of the fleet."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.feed.snapshot = snapshot()
+            self._guard("page", self.feed.tick)
+
+    async def close(self, how: str) -> None:
+        """Let the last sample be written, and viewers see `how` the run has ended: the event `end` comes later, when
+        nobody can be told any more."""
+        self._how = how
+        self._guard("page", self.feed.tick)
+        await asyncio.sleep(0.05 if self.feed.viewers else 0)
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _guard(self, part: str, call: Callable[[], object]) -> None:
+        if part in self._failed:
+            return
+        try:
+            call()
+        except Exception as e:  # fault boundary: a page that fails must not end the run
+            self._failed.add(part)
+            log.exception("%s failed and is turned off", part)
+            if part == "page":
+                self._events.instant("page_failed", why=f"{type(e).__name__}: {e}"[:400])

@@ -1,0 +1,308 @@
+"""The client of the fork server: workers are forked from one process that has already imported torch and the rest.
+
+Importing torch and transformers takes seconds of CPU time, too much for a worker that dies every few seconds. Forking
+takes milliseconds (`python benchmarks/start_time.py` measures both). `start` has the interface of `process.start`;
+its `argv` becomes the worker's `sys.argv`. fork_server.py is the other side, with the rules for a forked worker.
+
+- The first request starts the fork server. If it has died, the next request starts another. If it is killed while it
+  starts, the requests that wait for it fail with ForkServerLost, and may be repeated after a while; but the
+  MAX_LOST_STARTS-th time in a row it is an error that a person must fix.
+- If it dies, its workers die: the kernel kills them, and we kill their process groups before we report their end.
+- It is pinged. A fork server that does not respond (SIGSTOP, a debugger) is killed, and so is one that does not fork.
+- If WINDFALL_IMPORT_SERVER names an import server (import_server.py), it forks the fork server: no imports.
+- If we die, its input closes and it gets SIGTERM: it kills the process groups of all workers and exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from windfall.errors import WindfallError, describe_exit
+from windfall.processes import import_server, process
+from windfall.providers.base import KILL_TIMEOUT_S, Handle
+
+_LOG = logging.getLogger(__name__)
+FORK_TIMEOUT_S = 30.0
+PING_S = 5.0
+"""Seconds between pings."""
+MAX_UNANSWERED = 6
+"""Number of unanswered pings before the fork server is killed. It is not a time: while this process is itself stopped,
+it sends no pings, so a late answer does not count against the fork server."""
+MAX_LOST_STARTS = 5
+"""Number of fork servers in a row that may be killed while they start. Such a kill may come from outside."""
+_Connected = tuple[Handle, asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class ForkServerLost(ConnectionError):
+    """The fork server died before it answered. The next request starts another."""
+
+
+class ForkClient:
+    """`entry` is `module:function`. `modules` are imported before it, with the environment variables `env` (default:
+    those of this process). A module given as `module:function:argument` is also called: workers need not repeat its
+    work and imports. Such calls only save time: if the fork server cannot fork after them, or ends during them twice in
+    a row, it is restarted without."""
+
+    def __init__(
+        self, *, entry: str, modules: Sequence[str], log: Path, env: Mapping[str, str] | None = None,
+        import_timeout_s: float = 180.0,
+    ) -> None:  # fmt: skip
+        self._entry, self._modules, self._log = entry, list(modules), log
+        self._env = {**(os.environ if env is None else env), **import_server.FORKABLE}
+        self._import_timeout_s = import_timeout_s
+        self._lost_starts = 0
+        """Number of fork servers in a row that were lost while they started."""
+        self._link: asyncio.Task[_Link] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The pid of the fork server, or None if none is ready."""
+        link = self._ready_link()
+        return link.process.pid if link else None
+
+    def kill(self) -> None:
+        """Kill the fork server immediately, and with it all its workers."""
+        if link := self._ready_link():
+            link.process.kill()
+
+    async def ready(self) -> None:
+        """Start the fork server now, before the first request."""
+        await self._connect()
+
+    async def start(self, *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:
+        """Fork a worker. Canceling this leaves no worker behind."""
+        os.close(process.open_log(log))
+        link = await self._connect()
+        return await link.fork({"name": name, "argv": list(argv), "env": dict(env), "log": str(log)})
+
+    async def close(self) -> None:
+        """End the fork server and with it all its workers."""
+        task, self._link = self._link, None
+        if task is None:
+            return
+        if not task.done():
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, WindfallError, OSError):  # it never started: nothing to close
+            await (await task).close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _connect(self) -> _Link:
+        if self._link is None or (self._link.done() and not self._ready_link()):
+            self._link = asyncio.create_task(self._launch())
+        return await asyncio.shield(self._link)  # other requests may be waiting for the same fork server
+
+    def _ready_link(self) -> _Link | None:
+        task = self._link
+        if task is None or not task.done() or task.cancelled() or task.exception() or task.result().lost:
+            return None
+        return task.result()
+
+    async def _launch(self) -> _Link:
+        imports = [module.partition(":")[0] for module in self._modules]
+        try:
+            link = await self._launch_with(self._modules)
+        except ForkServerLost as e:
+            self._lost_starts += 1
+            if self._lost_starts >= MAX_LOST_STARTS:
+                fix = f"Check the free memory, and read its output in {self._log}."
+                raise WindfallError(f"{e} ({self._lost_starts} times in a row)", where="fleet", fix=fix) from e
+            if self._lost_starts > 1 and imports != self._modules:
+                self._without_calls(imports, e)
+            raise
+        except WindfallError as e:
+            if imports == self._modules:
+                raise
+            self._without_calls(imports, e)
+            link = await self._launch_with(imports)
+        self._lost_starts = 0
+        return link
+
+    def _without_calls(self, imports: list[str], why: Exception) -> None:
+        self._modules = imports
+        with self._log.open("a") as log:
+            log.write(f"{why}\nIt is started again with imports only; workers will take longer to start.\n")
+
+    async def _launch_with(self, modules: Sequence[str]) -> _Link:
+        server, reader, writer = await self._forked(modules) or await self._started(modules)
+        link = _Link(server, reader, writer)
+        try:
+            await link.wait_until_ready(self._import_timeout_s, self._log)
+        except BaseException:  # also when canceled: an unused fork server must not stay
+            server.kill()
+            await link.close()
+            raise
+        return link
+
+    async def _forked(self, modules: Sequence[str]) -> _Connected | None:
+        """A fork server from the import server of this machine, if there is one that can fork it."""
+        path = self._env.get(import_server.VARIABLE)
+        if not path:
+            return None
+        try:
+            return await import_server.connect(path, argv=[self._entry, *modules], env=self._env, log=self._log)
+        except OSError as e:
+            with self._log.open("a") as log:
+                log.write(f"The import server {path} is not used: {e}\n")
+            return None
+
+    async def _started(self, modules: Sequence[str]) -> _Connected:
+        """A fork server that imports everything itself."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            try:
+                # When we die it gets SIGTERM, not SIGKILL, so that it can kill the process groups of its workers.
+                argv = [sys.executable, "-m", "windfall.processes.fork_server", self._entry, *modules]
+                server = process.launch(
+                    name="fork server", argv=argv, env=self._env, log=self._log, channel=theirs.fileno(),
+                    death=signal.SIGTERM,
+                )  # fmt: skip
+            except BaseException:  # close the connection and raise again
+                writer.close()
+                raise
+        return server, reader, writer
+
+
+class _Link:
+    """The connection to one fork server process."""
+
+    def __init__(self, server: Handle, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.process = server
+        self.lost = False
+        self._writer = writer
+        self._import_error: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Resolves when the imports are done: to "", or to why they failed. Raises ForkServerLost if it was killed."""
+        self._requested: dict[str, asyncio.Future[Handle]] = {}
+        self._workers: dict[int, Handle] = {}
+        self._unanswered = 0
+        self._listener = asyncio.create_task(self._listen(reader))
+        self._pinger: asyncio.Task[None] | None = None
+
+    async def wait_until_ready(self, timeout_s: float, log: Path) -> None:
+        """Wait for the imports. After them it must answer pings. Raises WindfallError or ForkServerLost."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                failed = await self._import_error
+        except TimeoutError:
+            failed = f"waited {timeout_s:g} s for the imports"
+        if failed:
+            fix = f"Read its output in {log}."
+            raise WindfallError(f"the fork server did not start: {failed}", where="fleet", fix=fix)
+        self._pinger = asyncio.create_task(self._ping())
+
+    async def _ping(self) -> None:
+        while self._unanswered < MAX_UNANSWERED:
+            self._unanswered += 1
+            self._send(ping=True)
+            await asyncio.sleep(PING_S)
+        self.process.kill()
+
+    async def fork(self, request: dict[str, Any]) -> Handle:
+        name = request["name"]
+        if name in self._requested or any(w.name == name for w in self._workers.values()):
+            raise WindfallError(f"there is already a worker '{name}'", where="fleet", fix="Use every name once.")
+        if self.lost:
+            raise ForkServerLost("the fork server has died")
+        requested = self._requested[name] = asyncio.get_running_loop().create_future()
+        self._send(**request)
+        try:
+            # Not wait_for: in Python 3.11 it loses a cancellation that arrives at the same moment as the answer.
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                return await requested
+        except (TimeoutError, asyncio.CancelledError) as e:
+            if requested.done() and not requested.cancelled() and not requested.exception():
+                requested.result().kill()  # too late: nothing will use this worker
+            if isinstance(e, TimeoutError):
+                self.process.kill()  # it cannot fork, so it is useless; its workers end and are restarted
+                what = f"waited {FORK_TIMEOUT_S:g} s for the fork server (pid {self.process.pid}) to fork {name}"
+                raise TimeoutError(what) from None
+            raise
+
+    async def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.write_eof()
+        await self.process.terminate(grace_s=KILL_TIMEOUT_S)
+        await self._listener
+
+    def _send(self, **fields: Any) -> None:
+        if not self.lost:
+            self._writer.write(json.dumps(fields).encode() + b"\n")
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                self._handle(json.loads(line))
+        self.lost = True
+        if self._pinger is not None:
+            self._pinger.cancel()
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):  # otherwise asyncio may report it as never retrieved
+            await self._writer.wait_closed()
+        # A fork server that closed its connection is useless, even if it is still alive.
+        code = await self.process.terminate(grace_s=1.0)
+        if not self._import_error.done():
+            if code < 0:
+                lost = ForkServerLost(f"the fork server {describe_exit(code)} while it started")
+                self._import_error.set_exception(lost)
+                self._import_error.exception()  # it is possible that nothing waits for it
+            else:
+                self._import_error.set_result(f"it {describe_exit(code)}")
+        for worker in self._workers.values():
+            process.send_signal(worker.pid, signal.SIGKILL)
+        for worker in self._workers.values():
+            await _wait_for_end(worker.pid)
+            worker.ended(-signal.SIGKILL)
+        for requested in self._requested.values():
+            if not requested.done():
+                requested.set_exception(ForkServerLost(f"the fork server ended with status {code} before it answered"))
+
+    def _handle(self, answer: dict[str, Any]) -> None:
+        match answer:
+            case {"ready": _} if not self._import_error.done():
+                self._import_error.set_result("")
+            case {"failed": why} if not self._import_error.done():
+                self._import_error.set_result(why)
+            case {"pong": _}:
+                self._unanswered = 0
+            case {"ended": code}:  # from the import server
+                self.process.ended(code)
+            case {"pid": pid, "exit": code}:
+                self._workers.pop(pid).ended(code)
+            case {"name": name, "pid": pid}:
+                handle = Handle(name=name, pid=pid, send=lambda number: self._send(pid=pid, signal=int(number)))
+                self._workers[pid] = handle
+                if (requested := self._requested.pop(name)).done():
+                    handle.kill()  # the request was canceled meanwhile
+                else:
+                    requested.set_result(handle)
+            case {"name": name, "error": why} if name in self._requested:
+                if not (requested := self._requested.pop(name)).done():
+                    requested.set_exception(OSError(why))
+
+
+async def _wait_for_end(pid: int) -> None:
+    """Wait until a killed process that is not our child has ended. A zombie counts as ended."""
+    for _ in range(int(KILL_TIMEOUT_S / 0.01)):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        await asyncio.sleep(0.01)
+    # The run can continue: the kernel ends such a process as soon as its disk or driver releases it.
+    _LOG.warning("waited %g s for worker process %d to end by SIGKILL; no longer waiting", KILL_TIMEOUT_S, pid)

@@ -1,0 +1,280 @@
+"""The Kubernetes objects of a run, as `kubectl apply` reads them.
+
+    StatefulSet, headless Service, volume    supervisor, controller and trainer in one pod that keeps its name
+    Deployment                               workers; the run itself sets the number of replicas
+    PriorityClass, ServiceAccount, Role      workers give way to other pods; the run may scale its workers, nothing else
+
+- Workers dial out and hold nothing, so they have no Service and no volume.
+- A worker's pod gets SIGTERM when it is removed or its spot node is taken. Its grace period is longer than the drain.
+- The token is in a Secret that the user creates (docs/guides/kubernetes.md). It is in none of these objects.
+- `replicas` of the Deployment is left out: applying the manifests again must not change the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windfall.providers.worker_command import TLS_PIN, TOKEN, WorkerCommand, plain_name
+
+GRACE_MARGIN_S = 15
+"""Seconds of a pod's grace period beyond the drain."""
+RUN_FOLDER = "/runs"
+RECIPE_FOLDER = "/recipe"
+TLS_FOLDER = "/tls"
+"""Where the pod of the run has its certificate and key, as `tls.crt` and `tls.key`."""
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KubernetesOptions:
+    image: str
+    namespace: str = "default"
+    cpus: float = 4.0
+    memory_gib: float = 16.0
+    gpus: int = 1
+    gpu_resource: str = "nvidia.com/gpu"
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[Mapping[str, str | int]] = ()
+    priority: int = -10
+    drain_s: float = 30.0
+    trainer_gpus: int = 1
+    trainer_memory_gib: float = 64.0
+    trainer_node_selector: Mapping[str, str] = field(default_factory=dict)
+    storage_gib: int = 200
+    storage_class: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunNames:
+    """The names of a run's objects. A token is not needed for them: names are unique in a namespace."""
+
+    run: str
+    """Name of the run."""
+
+    @property
+    def app(self) -> str:
+        return f"windfall-{plain_name(self.run, 40)}"
+
+    @property
+    def workers(self) -> str:
+        return f"{self.app}-workers"
+
+    def priority_class(self, namespace: str) -> str:
+        """It belongs to the whole cluster, so the namespace is part of its name."""
+        return f"{namespace}-{self.workers}"
+
+    @property
+    def secret(self) -> str:
+        return f"{self.app}-token"
+
+    @property
+    def tls(self) -> str:
+        """The Secret with the certificate and the key of the controller, which the user creates."""
+        return f"{self.app}-tls"
+
+    @property
+    def host(self) -> str:
+        """The name at which workers in the same namespace reach the controller."""
+        return f"{self.app}-0.{self.app}"
+
+    def selector(self, role: str) -> dict[str, str]:
+        return {"app.kubernetes.io/name": "windfall", "app.kubernetes.io/instance": self.app, "windfall/role": role}
+
+
+def manifests(
+    options: KubernetesOptions, command: WorkerCommand, *, names: RunNames, url: str, recipe: str,
+    ports: tuple[int, int], certificate: str = "",
+) -> list[Manifest]:  # fmt: skip
+    """All objects of a run. `recipe`: the recipe file as text. `ports`: of the controller and of the weight server."""
+    return [
+        _priority_class(options, names),
+        *_permissions(options, names),
+        _recipe(options, names, recipe),
+        _service(options, names, ports),
+        _stateful_set(options, names, ports, tls=bool(certificate)),
+        deployment(options, command, names=names, url=url, certificate=certificate),
+    ]
+
+
+def deployment(
+    options: KubernetesOptions, command: WorkerCommand, *, names: RunNames, url: str, certificate: str = ""
+) -> Manifest:
+    """The workers."""
+    container: Manifest = {
+        "name": "worker",
+        "image": options.image,
+        "command": ["windfall", *command.arguments(url, "kubernetes-$(POD_NAME)")],
+        "env": [
+            {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+            _token(names),
+            *([{"name": TLS_PIN, "value": certificate}] if certificate else []),
+        ],
+        "resources": _resources(options, cpus=options.cpus, memory_gib=options.memory_gib, gpus=options.gpus),
+    }
+    pod: Manifest = {
+        "terminationGracePeriodSeconds": round(options.drain_s) + GRACE_MARGIN_S,
+        "priorityClassName": names.priority_class(options.namespace),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "containers": [container],
+        **({"nodeSelector": dict(options.node_selector)} if options.node_selector else {}),
+        **({"tolerations": [dict(t) for t in options.tolerations]} if options.tolerations else {}),
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(options, names, "worker", name=names.workers),
+        "spec": {
+            # No surge: a new version of the workers takes the places of the old ones.
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "100%"}},
+            "selector": {"matchLabels": names.selector("worker")},
+            "template": {"metadata": {"labels": names.selector("worker")}, "spec": pod},
+        },
+    }
+
+
+def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int, int], *, tls: bool) -> Manifest:
+    run = f"{RUN_FOLDER}/{names.run}"
+    start = "\n".join(
+        [
+            # The shell is process 1 and must pass SIGTERM on: the run then stops and saves.
+            """trap 'asked=1; stopped=1; kill -TERM "$run" 2>/dev/null' TERM""",
+            f'if [ -e "{run}/recipe.toml" ]; then windfall resume "{run}" &',
+            f'else windfall train {RECIPE_FOLDER}/recipe.toml --set run.folder="{RUN_FOLDER}" & fi',
+            'run=$!; [ -z "$stopped" ] || kill -TERM "$run"',
+            'asked=; wait "$run"; status=$?',
+            'while [ -n "$asked" ]; do asked=; wait "$run"; status=$?; done',
+            'if [ -n "$stopped" ] || [ "$status" != 0 ]; then exit "$status"; fi',
+            # The pod would be restarted if it ended. Waiting leaves its volume readable.
+            "echo 'finished; copy the model, then delete this StatefulSet'",
+            "trap 'exit 0' TERM; sleep infinity & wait",
+        ]
+    )
+    container: Manifest = {
+        "name": "run",
+        "image": options.image,
+        "command": ["sh", "-c", start],
+        "env": [_token(names)],
+        "ports": [
+            {"name": "controller", "containerPort": ports[0]},
+            {"name": "weights", "containerPort": ports[1]},
+        ],
+        "resources": _resources(
+            options, cpus=options.cpus, memory_gib=options.trainer_memory_gib, gpus=options.trainer_gpus
+        ),
+        "volumeMounts": [
+            {"name": "runs", "mountPath": RUN_FOLDER},
+            {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
+            *([{"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True}] if tls else []),
+        ],
+    }
+    pod: Manifest = {
+        "serviceAccountName": names.app,
+        "terminationGracePeriodSeconds": 120,
+        "containers": [container],
+        "volumes": [
+            {"name": "recipe", "configMap": {"name": names.app}},
+            *([{"name": "tls", "secret": {"secretName": names.tls}}] if tls else []),
+        ],
+        **({"nodeSelector": dict(options.trainer_node_selector)} if options.trainer_node_selector else {}),
+    }
+    claim: Manifest = {
+        "metadata": {"name": "runs"},
+        "spec": {
+            "accessModes": ["ReadWriteOnce"],
+            "resources": {"requests": {"storage": f"{options.storage_gib}Gi"}},
+            **({"storageClassName": options.storage_class} if options.storage_class else {}),
+        },
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": _metadata(options, names, "run"),
+        "spec": {
+            "serviceName": names.app,
+            "replicas": 1,
+            "selector": {"matchLabels": names.selector("run")},
+            "template": {"metadata": {"labels": names.selector("run")}, "spec": pod},
+            "volumeClaimTemplates": [claim],
+        },
+    }
+
+
+def _service(options: KubernetesOptions, names: RunNames, ports: tuple[int, int]) -> Manifest:
+    """Gives the pod of the run its name. Workers must find it before it is ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(options, names, "run"),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": names.selector("run"),
+            "ports": [{"name": "controller", "port": ports[0]}, {"name": "weights", "port": ports[1]}],
+        },
+    }
+
+
+def _recipe(options: KubernetesOptions, names: RunNames, recipe: str) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(options, names, "run"),
+        "data": {"recipe.toml": recipe},
+    }
+
+
+def _priority_class(options: KubernetesOptions, names: RunNames) -> Manifest:
+    labels = names.selector("worker")
+    return {
+        "apiVersion": "scheduling.k8s.io/v1",
+        "kind": "PriorityClass",
+        "metadata": {"name": names.priority_class(options.namespace), "labels": labels},
+        "value": options.priority,
+        "preemptionPolicy": "Never",
+        "description": "windfall workers: they may be evicted at any time without losing work",
+    }
+
+
+def _permissions(options: KubernetesOptions, names: RunNames) -> list[Manifest]:
+    """What the run may do: set the number of its own workers, and see pods."""
+    group = "rbac.authorization.k8s.io"
+    rules: list[Manifest] = [
+        {
+            "apiGroups": ["apps"], "resources": ["deployments/scale"], "resourceNames": [names.workers],
+            "verbs": ["get", "patch"],
+        },
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+    ]  # fmt: skip
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _metadata(options, names, "run")},
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "Role",
+            "metadata": _metadata(options, names, "run"),
+            "rules": rules,
+        },
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": _metadata(options, names, "run"),
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": names.app},
+            "subjects": [{"kind": "ServiceAccount", "name": names.app, "namespace": options.namespace}],
+        },
+    ]
+
+
+def _metadata(options: KubernetesOptions, names: RunNames, role: str, name: str = "") -> Manifest:
+    return {"name": name or names.app, "namespace": options.namespace, "labels": names.selector(role)}
+
+
+def _token(names: RunNames) -> Manifest:
+    return {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": names.secret, "key": "token"}}}
+
+
+def _resources(options: KubernetesOptions, *, cpus: float, memory_gib: float, gpus: int) -> Manifest:
+    asked: Manifest = {"cpu": f"{cpus:g}", "memory": f"{round(memory_gib * 1024)}Mi"}
+    limits: Manifest = {"memory": asked["memory"], **({options.gpu_resource: str(gpus)} if gpus else {})}
+    return {"requests": asked, "limits": limits}

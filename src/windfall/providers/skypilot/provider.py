@@ -1,0 +1,179 @@
+"""Workers from clouds through SkyPilot's command line: `sky jobs launch`, `sky jobs queue` and `sky jobs cancel`.
+
+- A job is identified by its name, which contains the label of the run and the name of the worker. Jobs are canceled by
+  their numbers: `sky jobs cancel --name` refuses a name that two jobs have.
+- A launch that failed, or took too long, may still have started its job. If the queue lists the job, it is used.
+  Otherwise it is canceled as soon as the queue lists it.
+- SkyPilot recovers preempted machines. A job whose worker failed too often (FAILED, FAILED_SETUP) is not started
+  again: each start costs the boot of a machine, and SkyPilot has tried before. A job is replaced if SkyPilot found no
+  machine for it or lost its controller, or if it succeeded (its worker has drained).
+- SkyPilot cannot send a signal to a worker, so a worker that is no longer needed is canceled. Its responses continue
+  elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from windfall.providers.base import EXIT_REFUSED, OnEvent, ignore_event
+from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, JobSpawner, command
+from windfall.providers.skypilot.task import SkyPilotOptions, task
+from windfall.providers.slots import SlotProvider
+from windfall.providers.worker_command import TLS_PIN, TOKEN, WorkerCommand
+
+FIX = "Install it in an environment of its own: pipx install skypilot; then: sky check"
+POLL_S = 20.0
+"""Seconds between two queries: each takes SkyPilot several seconds."""
+CANCELING = "CANCELLING"
+"""As SkyPilot spells it."""
+LAUNCH_TIMEOUT_S = 1200.0
+"""Seconds that a launch may take. The first one also starts the machine of SkyPilot's job controller."""
+LAUNCHES = 4
+"""Number of launches at the same time."""
+WAITING = {"PENDING", "SUBMITTED", "STARTING", "RECOVERING"}
+
+
+class SkyPilotQueue:
+    together = False
+
+    def __init__(
+        self, options: SkyPilotOptions, worker: WorkerCommand, *, label: str, folder: Path,
+        url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        """`folder`: where the task files go."""
+        self._options, self._worker, self._label = options, worker, label
+        self._folder, self._url, self._secrets = folder.resolve(), url, secrets
+        self._launches = asyncio.Semaphore(LAUNCHES)
+        self._doubtful: set[str] = set()
+        """Names of jobs whose launch failed, although SkyPilot may still start them."""
+
+    async def submit(self, workers: Sequence[str]) -> Mapping[str, str]:
+        url = await self._url()
+        ids = {worker: f"{self._label}-{worker.replace('.', '-')}" for worker in workers}
+        for worker, job in ids.items():
+            described = task(
+                self._options, self._worker, url=url, worker=worker, certificate=self._secrets.get(TLS_PIN, "")
+            )
+            path = self._folder / f"{job}.yaml"
+            path.write_text(json.dumps(described, indent=2))  # JSON is YAML
+            environment = {**os.environ, TOKEN: self._secrets[TOKEN]}
+            try:
+                async with self._launches:
+                    await _run(
+                        "sky", "jobs", "launch", "--yes", "--detach-run", "--name", job, "--secret", TOKEN, str(path),
+                        env=environment, timeout_s=LAUNCH_TIMEOUT_S,
+                    )  # fmt: skip
+            except OSError:
+                self._doubtful.add(job)
+                if not _live(await self._rows(), job):
+                    raise
+                self._doubtful.discard(job)
+        return ids
+
+    async def states(self, ids: Iterable[str]) -> Mapping[str, Job]:
+        rows = await self._rows()
+        if unwanted := [number for name in self._doubtful for number in _live(rows, name)]:
+            await _cancel(unwanted)
+        return parse_states(rows)
+
+    async def _rows(self) -> list[dict[str, Any]]:
+        return parse_queue(await _run("sky", "jobs", "queue", "--all", "--output", "json"))
+
+    async def drain(self, id: str, job: Job | None) -> None:
+        await self.cancel(id)
+
+    async def cancel(self, id: str) -> None:
+        if numbers := _live(await self._rows(), id):
+            await _cancel(numbers)
+
+    async def cancel_leftovers(self) -> int:
+        rows = await self._rows()
+        names = {str(row.get("job_name")) for row in rows}
+        numbers = [n for name in names if name.startswith(f"{self._label}-") for n in _live(rows, name)]
+        failure: OSError | None = None
+        for number in numbers:
+            try:
+                await _cancel([number])
+            except OSError as e:
+                failure = e
+        if failure is not None:
+            raise failure
+        return len(numbers)
+
+
+async def _run(*argv: str, env: Mapping[str, str] | None = None, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    return await command(*argv, where="fleet.skypilot", fix=FIX, env=env, timeout_s=timeout_s)
+
+
+async def _cancel(numbers: Iterable[int]) -> None:
+    await _run("sky", "jobs", "cancel", "--yes", *(str(number) for number in numbers))
+
+
+def _live(rows: Iterable[dict[str, Any]], name: str) -> list[int]:
+    """Numbers of the jobs with this name that have not ended and are not being canceled."""
+    named = [(row.get("job_id"), str(row.get("status") or "")) for row in rows if row.get("job_name") == name]
+    return [int(number) for number, status in named if number and status != CANCELING and _exit_code(status) is None]
+
+
+def parse_queue(text: str) -> list[dict[str, Any]]:
+    """The jobs in the output of `sky jobs queue --output json`."""
+    lines = text.splitlines(keepends=True)
+    start = next((n for n, line in enumerate(lines) if line.startswith(("[{", "[]", "[\n", "[ "))), 0)  # after warnings
+    try:
+        return json.loads("".join(lines[start:]))
+    except ValueError as e:
+        raise OSError(f"sky jobs queue did not print JSON: {e}") from e
+
+
+def parse_states(rows: Iterable[dict[str, Any]]) -> dict[str, Job]:
+    """The jobs by name. Of several with one name, the newest that has not ended counts, otherwise the newest.
+
+    >>> parse_states([{"job_id": 1, "job_name": "a", "status": "FAILED"}])
+    {'a': Job(code=3, waiting=False)}
+    """
+
+    def rank(row: dict[str, Any]) -> tuple[bool, int]:
+        return _exit_code(str(row.get("status") or "")) is None, row.get("job_id") or 0
+
+    jobs: dict[str, Job] = {}
+    for row in sorted(rows, key=rank):
+        status = str(row.get("status") or "")
+        jobs[str(row.get("job_name"))] = Job(code=_exit_code(status), waiting=status in WAITING)
+    return jobs
+
+
+def _exit_code(status: str) -> int | None:
+    match status:
+        case "SUCCEEDED":
+            return 0
+        case "CANCELLED":
+            return -signal.SIGTERM
+        case "FAILED_NO_RESOURCE" | "FAILED_CONTROLLER":
+            return -signal.SIGKILL
+        case _ if status.startswith("FAILED"):
+            return EXIT_REFUSED
+    return None
+
+
+class SkyPilotProvider(SlotProvider):
+    name = "skypilot"
+
+    def __init__(
+        self, queue: SkyPilotQueue, worker: WorkerCommand, count: int, *, on_event: OnEvent = ignore_event,
+        poll_s: float = POLL_S, grace_s: float = 60.0,
+    ) -> None:  # fmt: skip
+        self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
+        super().__init__(
+            self._jobs.spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="sky",
+            delay=self._jobs.restart_delay, patient=True,
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        async with self._jobs:
+            await super().run()

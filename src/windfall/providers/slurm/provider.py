@@ -1,0 +1,122 @@
+"""Workers on a Slurm cluster, by the programs sbatch, squeue and scancel.
+
+- Workers that are wanted at the same time are one job array. A worker is identified by its array task, `4711_3`.
+- A requeued task is the same job to Slurm, so it counts as running; its worker joins under a new name.
+- Exit statuses come from squeue, which lists ended jobs for a while (MinJobAge, 300 s by default).
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from windfall.providers.base import OnEvent, ignore_event
+from windfall.providers.job_queue import Job, JobSpawner, command
+from windfall.providers.slots import SlotProvider, slot_of
+from windfall.providers.slurm.script import SlurmOptions, script
+from windfall.providers.worker_command import WorkerCommand
+
+FIX = "Run windfall on a login node of the cluster, where sbatch works."
+WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING"}
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "REVOKED"}
+LOST = {"NODE_FAIL", "PREEMPTED"}
+"""States of a task whose machine was taken away. With --requeue, Slurm starts it again."""
+
+
+class SlurmQueue:
+    together = True
+
+    def __init__(
+        self, options: SlurmOptions, worker: WorkerCommand, *, label: str, folder: Path,
+        url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        """`folder`: where the script and the logs of workers go."""
+        self._options, self._worker, self._label = options, worker, label
+        self._folder, self._url, self._secrets = folder.resolve(), url, secrets
+        self._submissions = 0
+
+    async def submit(self, workers: Sequence[str]) -> Mapping[str, str]:
+        text = script(
+            self._options, self._worker, label=self._label, url=await self._url(), workers=workers,
+            log=str(self._folder / "slurm-%A_%a.log"),
+        )  # fmt: skip
+        self._submissions += 1
+        path = self._folder / f"slurm-{self._submissions}.sh"
+        path.write_text(text)
+        out = await _run("sbatch", "--parsable", str(path), env={**os.environ, **self._secrets})
+        array = out.strip().partition(";")[0]  # with several clusters: id;cluster
+        return {worker: f"{array}_{slot_of(worker)}" for worker in workers}
+
+    async def states(self, ids: Iterable[str]) -> Mapping[str, Job]:
+        # By name: squeue fails for a list of ids if one of them has expired.
+        out = await _run(
+            "squeue", "--noheader", "--array", "--states=all", f"--name={self._label}", f"--user={getpass.getuser()}",
+            "--Format=ArrayJobID:|,ArrayTaskID:|,State:|,exit_code:|",
+        )  # fmt: skip
+        return parse_states(out)
+
+    async def drain(self, id: str, job: Job | None) -> None:
+        if job is not None and not job.waiting:
+            await _run("scancel", "--batch", "--signal=TERM", id)
+        else:
+            await self.cancel(id)
+
+    async def cancel(self, id: str) -> None:
+        await _run("scancel", id)
+
+    async def cancel_leftovers(self) -> int:
+        await _run("scancel", f"--name={self._label}", f"--user={getpass.getuser()}")
+        return 0  # Slurm finds and cancels them in one step
+
+
+async def _run(*argv: str, env: Mapping[str, str] | None = None) -> str:
+    return await command(*argv, where="fleet.slurm", fix=FIX, env=env)
+
+
+def parse_states(text: str) -> dict[str, Job]:
+    """The jobs in the output of squeue.
+
+    >>> parse_states("4711|3|FAILED|768|\\n4711|4|RUNNING|0|\\n")
+    {'4711_3': Job(code=3, waiting=False), '4711_4': Job(code=None, waiting=False)}
+    """
+    jobs: dict[str, Job] = {}
+    for line in text.splitlines():
+        array, task, state, code, *_ = [*(part.strip() for part in line.split("|")), "", "", "", ""]
+        if state in LOST or state in WAITING or state not in ENDED:
+            jobs[f"{array}_{task}"] = Job(waiting=state in WAITING or state in LOST)
+        else:
+            jobs[f"{array}_{task}"] = Job(code=_exit_code(state, code))
+    return jobs
+
+
+def _exit_code(state: str, code: str) -> int:
+    """squeue prints an exit status as wait() returns it (768 is status 3), or as `3:0`: status and signal."""
+    if ":" in code:
+        status, number = (int(part or 0) for part in code.split(":")[:2])
+    else:
+        raw = int(code) if code.isdecimal() else 0
+        status, number = raw >> 8, raw & 0x7F
+    if state in ("COMPLETED", "FAILED"):
+        return -number if number else status
+    return -signal.SIGKILL
+
+
+class SlurmProvider(SlotProvider):
+    name = "slurm"
+
+    def __init__(
+        self, queue: SlurmQueue, worker: WorkerCommand, count: int, *, poll_s: float, grace_s: float,
+        on_event: OnEvent = ignore_event,
+    ) -> None:  # fmt: skip
+        self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
+        super().__init__(
+            self._jobs.spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="slurm",
+            delay=self._jobs.restart_delay, patient=True,
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        async with self._jobs:
+            await super().run()

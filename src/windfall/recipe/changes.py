@@ -1,0 +1,140 @@
+"""Which recipe keys may change when a run is resumed. The table below is the only place that decides it.
+
+    fixed      refused, because figures before and after the change would not be comparable
+    noted      accepted; the console states the consequence
+    free       accepted and listed. No token of a response depends on the key, so the journal stays valid
+
+A rule for a key overrides the rule for its section. A key without any rule is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from windfall.recipe.sections import Recipe
+from windfall.recipe.worker_sources import SOURCES
+
+ChangeRule = Literal["fixed", "noted", "free"]
+
+RULES: dict[str, tuple[ChangeRule, str]] = {
+    "run.name": ("fixed", "Processes identify the run by this name, and its figures are labeled with it."),
+    "run.folder": ("fixed", "A run continues in its own folder. To move a run, move that folder."),
+    "run.seed": ("fixed", "The seed determines the tasks, including the held-out tasks."),
+    "run.steps": ("noted", "A linear or cosine train.schedule is stretched to the new length."),
+    "run.deterministic": ("noted", "Only a run that is deterministic from its first step can be repeated bit for bit."),
+    "model.path": ("fixed", "A run continues from its own checkpoint; a new model would only be its KL reference."),
+    "model.dtype": ("noted", "Log-probs before and after are rounded differently."),
+    "env": ("fixed", "Rewards before and after would measure different tasks."),
+    "env.path": ("free", "The contents of the file are compared with those at the start of the run."),
+    "env.tasks.path": ("free", "The contents of the file are compared with those at the start of the run."),
+    **{
+        f"{section}.{key}": ("free", "")
+        for section in ("env", "env.tasks")
+        for key in ("servers", "servers_token", "max_sessions", "memory_mb")
+    },
+    "env.concurrency": ("free", ""),
+    "env.time_limit_s": ("free", ""),
+    "env.restart": ("free", ""),
+    "env.port": ("free", ""),
+    "env.directory": ("free", ""),
+    "env.isolation": ("free", ""),
+    "chat": ("noted", "Prompts after this point are rendered differently."),
+    "algorithm": ("noted", "The steps after this point optimize a different objective."),
+    "rollout": ("noted", "Responses after this point are generated with different settings."),
+    "rollout.staleness": ("noted", "Responses after this point may be older or younger than before."),
+    "rollout.on_new_weights": ("noted", "Running responses are treated differently when weights are published."),
+    "rollout.reward_tries": ("free", ""),
+    "rollout.reward_processes": ("free", ""),
+    "rollout.reward_timeout_s": ("free", ""),
+    "train": ("noted", "Updates after this point use different settings."),
+    "train.lora": ("fixed", "The checkpoints of the run hold adapters of one shape, or all weights."),
+    "train.micro_tokens": ("free", ""),
+    "train.checkpoint_activations": ("free", ""),
+    "train.ranks": ("free", ""),
+    "train.machines": ("free", ""),
+    "train.rendezvous": ("free", ""),
+    "train.machine_timeout_s": ("free", ""),
+    "train.offload": ("free", ""),
+    "train.rank_timeout_s": ("free", ""),
+    "train.engine_gap_alarm": ("free", ""),
+    "train.engine_gap_limit": ("free", ""),
+    "eval": ("noted", "Rewards on held-out tasks before and after are not comparable."),
+    "eval.every": ("free", ""),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyChange:
+    """A key whose value differs from the one that the run started with."""
+
+    key: str
+    old: Any
+    new: Any
+    verdict: ChangeRule
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} -> {self.new!r}" + (f". {self.why}" if self.why else "")
+
+
+def changes(old: Recipe, new: Recipe) -> list[KeyChange]:
+    """All keys that differ between the two recipes, in recipe order.
+
+    >>> new = Recipe.model_validate({"train": {"lr": 0.5}})
+    >>> [str(c) for c in changes(Recipe(), new)]
+    ['train.lr: 0.0001 -> 0.5. Updates after this point use different settings.']
+    """
+    before, after = (r.model_dump(mode="json") for r in (old, new))
+    found = []
+    for section in after:
+        for key in {**before[section], **after[section]}:  # each environment has its own keys
+            verdict, why = _rule(section, key)
+            if (section, key) == ("run", "steps") and new.train.schedule == "constant":
+                verdict, why = "free", ""
+            for name, was, now in _differences(f"{section}.{key}", before[section].get(key), after[section].get(key)):
+                if name != f"{section}.{key}":  # a key of a section within the section
+                    verdict, why = RULES.get(name) or _rule(section, key)
+                found.append(KeyChange(key=name, old=was, new=now, verdict=verdict, why=why))
+    return found
+
+
+def _differences(name: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    """(key, old, new) of what differs. A section within a section is compared key by key."""
+    if was == now:
+        return []
+    nested = name in ("train.lora", "env.tasks") or name.removeprefix("fleet.") in SOURCES
+    if nested and was is not None and now is not None:
+        keys = {**was, **now}  # each environment has its own
+        return [(f"{name}.{key}", was.get(key), now.get(key)) for key in keys if was.get(key) != now.get(key)]
+    return [(name, was, now)]
+
+
+def token_settings(recipe: Recipe) -> dict[str, Any]:
+    """All keys that can affect the tokens of a training response, with their values.
+
+    `run.steps` is not among them, so a run that is extended keeps the responses of the current step. [eval]
+    is not among them either, because evaluation generates its own responses. `rollout.staleness` and
+    `rollout.on_new_weights` decide when a token is generated and whether it is used, not what it is: every token in the
+    journal has its version, which is compared with the bound when the response is opened again and when it is used.
+    """
+    values = recipe.model_dump(mode="json")
+    sections = ("run", "model", "env", "chat", "algorithm", "rollout", "train")
+    excluded = {"run.name", "run.folder", "run.steps", "rollout.staleness", "rollout.on_new_weights"}
+    return {
+        f"{section}.{key}": _without_free(f"{section}.{key}", value)
+        for section in sections
+        for key, value in values[section].items()
+        if _rule(section, key)[0] != "free" and f"{section}.{key}" not in excluded
+    }
+
+
+def _without_free(name: str, value: Any) -> Any:
+    """The value without those of its keys that may change."""
+    if not isinstance(value, dict):
+        return value
+    return {key: each for key, each in value.items() if RULES.get(f"{name}.{key}", ("",))[0] != "free"}
+
+
+def _rule(section: str, key: str) -> tuple[ChangeRule, str]:
+    return RULES.get(f"{section}.{key}") or RULES.get(section) or ("free", "")

@@ -1,0 +1,480 @@
+"""The sections of a recipe: every key with its type, default and description.
+
+docs/recipes.md is generated from this file by scripts/recipe_reference.py, so each description must make sense on its
+own. Values that can be derived need no tuning: 0 or "auto" means that windfall chooses from the model, the device and
+the memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from windfall.errors import WindfallError
+from windfall.recipe.chat import ChatSection
+from windfall.recipe.env_sections import AgentLimits, ArithmeticEnv, DatasetEnv, Env
+from windfall.recipe.fleet import Fleet
+from windfall.recipe.log import Log
+from windfall.recipe.lora import Lora
+from windfall.recipe.planned import PlanSection
+from windfall.recipe.section import Beta, Count, Device, FilePath, Section, Share
+from windfall.types import Sampling
+
+
+class RunSection(Section):
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run: letters, digits, dots, dashes and underscores; it starts with a letter or a digit."""
+    folder: FilePath = Path("runs")
+    """Directory that holds the runs. This run is written to `folder`/`name`."""
+    seed: int = Field(default=0, ge=0)
+    """Random seed for tasks and sampled tokens."""
+    steps: Count = 20
+    """Total number of training steps."""
+    deterministic: bool = False
+    """Make every response the same bit for bit, whatever else is in its batch. Slower."""
+    device: Device = "auto"
+    """Device for the trainer and the workers of this machine: "auto", "cpu", "cuda", or one GPU such as "cuda:1".
+    "auto" uses the GPUs if there are any."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of the trainer for tensor operations. 0 uses all cores."""
+
+
+class Model(Section):
+    path: str = "tiny"
+    """Model to train: "tiny" (ships with windfall), "smollm2-135m", a directory in Hugging Face format, or a hub id."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of the weights. "auto" is bfloat16 on a GPU and float32 on a CPU."""
+
+
+class AlgorithmSection(Section):
+    name: str = "grpo"
+    """Algorithm: grpo, dr_grpo, dapo, rloo, reinforce_pp, gspo or cispo."""
+    options: dict[str, float | int | str] = Field(default={})
+    """Parameters of the algorithm, such as clip_high; see src/windfall/algorithms."""
+    kl: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the KL penalty toward the model that the run started from. 0 disables it."""
+    importance: Literal["truncate", "mask", "off"] = "truncate"
+    """Correction for tokens sampled by older weights, or by an engine that rounds differently: each is weighted by the
+    ratio of the trainer's probability to that of the sampling policy. "truncate" limits the weight to `importance_cap`;
+    "mask" ignores tokens whose ratio is above `importance_cap` or below its inverse; "off" does not correct."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Upper limit for the importance weight of a token. With `importance` = "mask" it must be above 1; with "off" it
+    has no effect."""
+
+    @model_validator(mode="after")
+    def _mask_keeps_something(self) -> AlgorithmSection:
+        if self.importance == "mask" and self.importance_cap <= 1:
+            raise ValueError(
+                f"importance = 'mask' needs an importance_cap above 1, not {self.importance_cap:g}: it keeps the "
+                "tokens whose ratio is between 1 / importance_cap and importance_cap"
+            )
+        return self
+
+
+class RolloutSection(Section):
+    groups: Count = 32
+    """Tasks per step. Must be a multiple of `train.minibatches`."""
+    group_size: Count = 8
+    """Responses per task."""
+    max_tokens: Count = 160
+    """Upper limit for the tokens of one response, including those that the environment adds to it."""
+    turn_tokens: int = Field(default=0, ge=0)
+    """Upper limit for the tokens that the policy samples in one turn. A turn that reaches it ends there, and the
+    environment answers. 0: only `max_tokens` limits a turn. An agent's call may ask for fewer; its calls that have no
+    limit of either kind are answered one after the other."""
+    out_of_tokens: Annotated[float, Field(allow_inf_nan=False)] | Literal["missing"] = 0.0
+    """Reward of a response that has no tokens left while its environment asks for another turn, if the environment does
+    not say what it is worth. "missing" gives it no reward: it is counted and not trained on."""
+    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Sampling temperature: logits are divided by it."""
+    top_p: Share = 1.0
+    """Sample only from the most likely tokens whose probabilities add up to this share. 1 disables the cut."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample only from this many most likely tokens. 0 disables the cut."""
+    max_draws: Count = 3
+    """Upper limit for dynamic sampling: at most `max_draws` * `groups` tasks are drawn in one step."""
+    reward_tries: Count = 3
+    """Attempts at computing one reward. After that many failures the reward counts as missing."""
+    reward_processes: int = Field(default=0, ge=0)
+    """Upper limit for the processes in which the environment runs; they are started as they are needed. 0 allows one
+    per core for calls that compute, and up to 32 for calls that wait."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
+    """Texts that end the policy's turn, such as "</answer>". The turn includes the text that ended it."""
+    reward_timeout_s: float = Field(default=30.0, gt=0)
+    """Timeout for one call to the environment (`feedback` or `task`), in seconds from when the call starts to run."""
+    staleness: int = Field(default=0, ge=0)
+    """Upper limit for the staleness of a response: the trainer's version minus the oldest version among the tokens of
+    the response, when it is trained on. 0 is synchronous, on-policy training. Above 0, workers generate for later steps
+    while the trainer trains (docs/async.md); `run.deterministic` must then be false."""
+    on_new_weights: Literal["interrupt", "finish"] = "interrupt"
+    """What a worker does with its running responses when there are new weights, if `staleness` is above 0. "interrupt"
+    swaps the weights between two engine steps: the responses keep their tokens, are prefilled again and continue.
+    "finish" completes them with the old weights, accepts no new work until then, and swaps afterwards."""
+
+    def sampling(self, temperature: float | None = None) -> Sampling:
+        """Sampling parameters; `temperature`, if given, replaces that of the recipe."""
+        chosen = self.temperature if temperature is None else temperature
+        return Sampling(temperature=chosen, top_p=self.top_p, top_k=self.top_k)
+
+
+class Train(Section):
+    lr: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
+    """Learning rate of AdamW."""
+    warmup: int = Field(default=0, ge=0)
+    """Optimizer updates over which the learning rate rises to `lr`. 0 starts at `lr`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up. "linear" and "cosine" decay to 0 at the last step."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Upper limit for the norm of the gradient; a longer gradient is scaled down to it."""
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight decay of AdamW."""
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
+    """Beta coefficients of AdamW."""
+    minibatches: Count = 1
+    """Optimizer updates per step. The groups of a step are split evenly among them."""
+    micro_tokens: int = Field(default=0, ge=0)
+    """Tokens per forward and backward pass. 0 fits it to the memory; lower it if the trainer runs out of memory."""
+    checkpoint_activations: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass to save memory. "auto" does so if they would fill much of it."""
+    ranks: Count | Literal["auto"] = "auto"
+    """Processes of the trainer on each of its machines, each with its own GPU and its own part of the model. "auto"
+    uses every GPU of the machine, and one process without a GPU."""
+    machines: Count = 1
+    """Machines of the trainer. On each one beyond the first, run `windfall ranks`."""
+    rendezvous: str = ""
+    """Address of this machine, as HOST:PORT, at which the other machines of the trainer find it. Use an address of a
+    private network. Needed if `machines` is above 1."""
+    machine_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that the trainer waits for its other machines, at the start and after one was lost. Then the run ends,
+    and can be resumed."""
+    offload: bool = False
+    """Keep the float32 weights and the state of the optimizer in the memory of the host instead of the GPU. Slower, but
+    larger models fit."""
+    rank_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds after which a rank that does not take part in an exchange of weights or gradients counts as lost. The
+    trainer then restarts from its last checkpoint."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights: the keys of [train.lora] below."""
+    engine_gap_alarm: float = Field(default=0.05, gt=0)
+    """Warn if the mean gap between the log-probs of engine and trainer in one step is above this (nats)."""
+    engine_gap_limit: float = Field(default=0.3, gt=0)
+    """End the run before the update if that mean gap is above this (nats): the engine and the trainer then do not
+    compute the same model."""
+
+    @model_validator(mode="after")
+    def _machines_can_meet(self) -> Train:
+        host, _, port = self.rendezvous.rpartition(":")
+        if self.rendezvous and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise ValueError(f"rendezvous must be HOST:PORT, such as '10.0.0.5:29400', not {self.rendezvous!r}")
+        if self.machines > 1 and not self.rendezvous:
+            raise ValueError("machines above 1 needs rendezvous: the address of this machine, such as '10.0.0.5:29400'")
+        return self
+
+    @model_validator(mode="after")
+    def _gaps_in_order(self) -> Train:
+        if self.engine_gap_alarm > self.engine_gap_limit:
+            raise ValueError("engine_gap_alarm must not be above engine_gap_limit")
+        return self
+
+
+class Checkpoint(Section):
+    every: Count = 10
+    """Steps between two checkpoints. The last step is always saved."""
+    keep: Count = 2
+    """Number of newest checkpoints to keep."""
+
+
+class Eval(Section):
+    tasks: int = Field(default=64, ge=0)
+    """Held-out tasks, with one response each, to evaluate before the first and after the last step. 0 disables
+    evaluation. A "jsonl" environment has held-out tasks only if `env.eval_path` or `env.held_out` is set."""
+    every: int = Field(default=0, ge=0)
+    """Steps between two additional evaluations. 0 evaluates only before the first and after the last step."""
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Sampling temperature for evaluation; 0 is greedy. If left out, `rollout.temperature` is used."""
+    responses: int = Field(default=0, ge=0)
+    """Responses per task. 0 uses as many as the largest number in `pass_at` needs, or 1."""
+    pass_at: list[Count] = Field(default=[])
+    """Report pass@k for each of these k: the probability that at least one of k responses passes, as the unbiased
+    estimate from all responses of a task."""
+    pass_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """Smallest reward with which a response passes."""
+    path: FilePath | None = None
+    """Data set for evaluation only, in the same format as `env.path` of a "dataset" environment."""
+    split: str | None = None
+    """Split for evaluation only, such as "test", of `path` or else of `env.path`."""
+    subset: str | None = None
+    """Subset of the data set for evaluation. If left out, that of [env] if `path` is left out, too."""
+    filter: str | None = None
+    """Condition for the rows to evaluate. If left out, that of [env]."""
+
+    @property
+    def samples(self) -> int:
+        """Responses per task."""
+        return self.responses or max(self.pass_at, default=1)
+
+    @model_validator(mode="after")
+    def _enough_responses(self) -> Eval:
+        if self.responses and max(self.pass_at, default=1) > self.responses:
+            raise ValueError(f"pass@{max(self.pass_at)} needs at least as many responses, not {self.responses}")
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError("with temperature 0, all responses to a task are the same; set it above 0")
+        return self
+
+
+class EngineSection(Section):
+    name: Literal["auto", "windfall", "vllm"] = "auto"
+    """Engine of the workers. "windfall" is its own: fast on a GPU for the Llama family, plain torch otherwise. "vllm"
+    needs the extra `vllm`. "auto" uses vLLM only on a GPU where it is installed and windfall's own GPU engine
+    cannot run the model. A worker's `--engine` comes first. The trainer's own engine is always windfall's."""
+    kv_tokens: int = Field(default=0, ge=0)
+    """Tokens that the KV cache can hold. 0 covers what the responses of a step can need, within the free memory."""
+    page_size: Count = 16
+    """Tokens per page of the KV cache."""
+    max_running: int = Field(default=0, ge=0)
+    """Upper limit for the responses in one engine step. 0 derives it from the device and the responses per step."""
+    max_rows: Count = 2048
+    """Upper limit for the tokens in one engine step, including prefill."""
+    keep_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the KV cache that responses with several turns may keep while their environment works. 0 keeps nothing:
+    the next turn is prefilled from its first token, unless its pages happen to be in the prefix cache still."""
+
+
+class Techniques(Section):
+    """Switches for measuring the benefit of each technique (benchmarks/harvest.py). Otherwise leave all of them on."""
+
+    seeding: bool = True
+    """Let the trainer's own engine generate at the start of a step. Off: it generates only if there is no other
+    worker."""
+    migration: bool = True
+    """Continue the responses of a lost worker from their last token. Off: they start again from the prompt."""
+    balancing: bool | Literal["algorithm2"] = True
+    """Place responses by measured speed, and move running ones. Off: workers take turns, and nothing moves.
+    "algorithm2" is RLBoost's Algorithm 2."""
+    affinity: bool = True
+    """Send the next turn of a response to the worker that has its tokens in the KV cache, and siblings to the worker
+    that has their prompt, if that pays. Off: placement ignores what the workers have in their caches."""
+    pipelining: bool = True
+    """Train on finished groups while others are still being generated. Off: train when all groups are finished."""
+
+
+class Trace(Section):
+    nodes: int = Field(default=0, ge=0)
+    """Upper limit for the machines of the trace that are up at once. Each is one worker process that is started and
+    killed as the trace says. If `file` has more machines, the others replace those that are lost: this many are up
+    whenever the file has them. 0 disables the trace."""
+    file: FilePath | None = None
+    """Availability trace to replay: lines of `milliseconds,add,node` (or `remove`), lines of `date, time, count`, or
+    SkyPilot's JSON. If left out, a random trace is generated."""
+    start_s: float = Field(default=0.0, ge=0)
+    """Seconds to skip at the start of `file`."""
+    mean_up_s: float = Field(default=60.0, gt=0)
+    """Mean seconds that a machine of a generated trace stays up; exponentially distributed."""
+    mean_down_s: float = Field(default=30.0, gt=0)
+    """Mean seconds that a machine of a generated trace stays down; exponentially distributed."""
+    seed: int = Field(default=0, ge=0)
+    """Random seed of a generated trace."""
+    speedup: float = Field(default=1.0, gt=0)
+    """Seconds of the trace that pass in one second of the run."""
+    price_usd_per_h: float = Field(default=0.0, ge=0)
+    """Price of one machine of the trace in $ per hour, while it is up. 0 looks it up in the built-in price table."""
+
+
+class SimKind(Section):
+    """One kind of machine in a simulated trace that has several."""
+
+    name: str = Field(min_length=1)
+    """Device name of this kind, as leases, bills and advice show it."""
+    share: Count = 1
+    """Relative number of machines of this kind. Kinds are assigned to machines in rotation, by their shares."""
+    worker: dict[str, float]
+    """Speed formula of a machine of this kind, with the keys of `sim.worker`."""
+    slots: Count = 256
+    """Responses that a machine of this kind runs at once."""
+    kv_tokens: int = Field(default=0, ge=0)
+    """Tokens that fit into its KV cache. 0 means no limit."""
+    price_usd_per_h: float = Field(default=0.0, ge=0)
+    """Price of one machine of this kind in $ per hour. 0 uses the price of the trace."""
+
+
+class SimLenders(Section):
+    """Servers that lend a simulated run what they do not need."""
+
+    count: Count = 1
+    """Number of lenders. They stay for the whole run; `fleet.borrowed_max` limits how many are used at once."""
+    serving: dict[str, float]
+    """Speed formula of the served model on a lender: fixed_s, each_s, context_s and prefill_s. `sim.worker` is that of
+    the run's model on the same machine."""
+    slots: Count = 16
+    """Responses of the run that a lender runs at once at most."""
+    kv_tokens: Count = 400_000
+    """Tokens of the run's model that fit into the whole KV memory of a lender."""
+    serving_kv_tokens: Count = 400_000
+    """Tokens of the served model that fit into the same memory."""
+    ttft_s: float = Field(default=0.5, gt=0)
+    """Objective of the service: seconds to the first token."""
+    tpot_s: float = Field(default=0.15, gt=0)
+    """Objective of the service: seconds per token after the first."""
+    max_slowdown: float = Field(default=0.15, ge=0)
+    """Upper limit for the time per token that lending adds, as a share of the time without lending."""
+    requests_per_s: float = Field(default=1.0, ge=0, le=10_000)
+    """Mean number of requests per second of one lender. 0 with a file: as many as in the file."""
+    requests_file: FilePath | None = None
+    """Requests to replay, in lines of `time,prompt tokens,generated tokens`. If left out, requests are generated."""
+    peak: float = Field(default=4.0, ge=1, le=80)
+    """Generated requests: rate in the busiest one of a thousand periods of 30 s, relative to the mean."""
+    prompt_tokens: float = Field(default=900.0, gt=0)
+    """Generated requests: median tokens of a prompt."""
+    generated_tokens: float = Field(default=150.0, gt=0)
+    """Generated requests: median tokens of an answer."""
+
+
+class Sim(Section):
+    """The machines of `windfall sim`, as formulas. The rest of the recipe means the same as in a real run."""
+
+    trainer: dict[str, float] = Field(default={})
+    """Speed formula of the trainer's machine, in seconds: fixed_s, each_s, context_s, over_batch, over_s, prefill_s,
+    train_s, update_s; see docs/sim.md. `windfall sim calibrate` prints it."""
+    worker: dict[str, float] = Field(default={})
+    """Speed formula of a worker, with the same keys. `windfall sim calibrate` prints it."""
+    trainer_slots: Count = 1024
+    """Responses that the trainer's engine runs at once."""
+    worker_slots: Count = 256
+    """Responses that a worker runs at once."""
+    worker_kv_tokens: int = Field(default=0, ge=0)
+    """Tokens that fit into a worker's KV cache, prompts included; responses that do not fit wait. 0 means no limit."""
+    kinds: list[SimKind] = Field(default=[])
+    """Kinds of machines in the trace, each in a [[sim.kinds]] table. If empty, all machines are like `sim.worker`."""
+    lenders: SimLenders | None = None
+    """Servers that lend what they do not need: the keys of [sim.lenders] below."""
+    worker_spread: float = Field(default=0.0, ge=0)
+    """Spread of the speeds of machines: the standard deviation of the logarithm of the speed. 0 makes all equal."""
+    boot_s: float = Field(default=60.0, ge=0)
+    """Seconds from the start of a machine until its worker connects."""
+    weights_bytes: float = Field(default=16e9, ge=0)
+    """Bytes that a worker downloads for one version of the weights."""
+    egress_bytes_per_s: float = Field(default=25e9, gt=0)
+    """Upload bandwidth of the trainer in bytes per second, shared by all workers that pull weights."""
+    ingress_bytes_per_s: float = Field(default=6.25e9, gt=0)
+    """Download bandwidth of one worker in bytes per second."""
+    latency_s: float = Field(default=0.0, ge=0)
+    """Latency of one message in seconds, in either direction."""
+    notice_s: float = Field(default=0.0, ge=0)
+    """Seconds of warning before a machine is preempted. 0 means no warning."""
+    save_s: float = Field(default=0.0, ge=0)
+    """Seconds to save one checkpoint."""
+    trainer_mean_up_s: float = Field(default=0.0, ge=0)
+    """Mean seconds until the trainer process is lost; it then restarts from its last checkpoint. 0 means never."""
+    trainer_down_s: float = Field(default=60.0, ge=0, lt=600)
+    """Seconds until a lost trainer process has been replaced."""
+    controller_mean_up_s: float = Field(default=0.0, ge=0)
+    """Mean seconds until the controller process is lost; it then restarts from its journal. 0 means never."""
+    controller_down_s: float = Field(default=5.0, ge=0)
+    """Seconds until the replacement of a lost controller accepts connections."""
+    prompt_tokens: Count = 256
+    """Tokens in the prompt of every task."""
+    median_tokens: float = Field(default=1000.0, gt=0)
+    """Median length of a response in tokens. Lengths are log-normal, cut off at `rollout.max_tokens`."""
+    sigma: float = Field(default=0.7, ge=0)
+    """Standard deviation of the logarithm of the response length."""
+    alike: float = Field(default=0.5, ge=0, le=1)
+    """Correlation of the logarithms of the response lengths within a group."""
+    turns: float = Field(default=1.0, ge=1)
+    """Mean number of turns of a response; geometrically distributed. With more than one, `median_tokens`, `sigma` and
+    `lengths_file` are those of a turn."""
+    env_s: float = Field(default=1.0, ge=0)
+    """Median seconds that the environment works between two turns. Times are log-normal."""
+    env_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that time."""
+    observation_tokens: float = Field(default=100.0, gt=0)
+    """Median length of an observation, the environment's answer to a turn, in tokens. Lengths are log-normal."""
+    observation_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that length."""
+    lengths_file: FilePath | None = None
+    """File to draw response lengths from, instead of a log-normal: one number per line, or the event log of a run."""
+    reward_mean: float = Field(default=0.5, ge=0, le=1)
+    """Probability that the reward of a response is 1; otherwise it is 0."""
+    reward_s: float = Field(default=0.0, ge=0)
+    """Seconds to compute one reward."""
+    market: Literal["machines", "poisson", "bursts", "diurnal"] = "machines"
+    """How machines come and go if `trace.file` is not set; see docs/sim.md."""
+    arrivals_per_h: float = Field(default=10.0, ge=0)
+    """Machines that arrive per hour if `market` is "poisson". At most `trace.nodes` are up at once."""
+    bursts_per_h: float = Field(default=1.0, ge=0)
+    """Bursts of preemptions per hour if `market` is "bursts"."""
+    burst_share: Share = 0.5
+    """Share of the running machines that one burst preempts if `market` is "bursts"."""
+    day_s: float = Field(default=86400.0, gt=0)
+    """Length of a day in seconds if `market` is "diurnal"."""
+    prices_file: FilePath | None = None
+    """File with the price of a machine of the trace over time, in lines of `seconds,usd_per_h`. If left out,
+    `trace.price_usd_per_h` applies throughout."""
+    granule: int = Field(default=0, ge=0)
+    """Real tokens per simulated token. 1 is exact and slow; 0 chooses 1/32 of the median length."""
+    seconds: float = Field(default=0.0, ge=0)
+    """Virtual seconds after which the simulation stops. 0 stops after `run.steps`."""
+    skip_steps: int = Field(default=2, ge=0)
+    """Steps at the start that the figures leave out, because speeds are still being measured."""
+
+
+class Recipe(Section):
+    run: RunSection = RunSection()
+    model: Model = Model()
+    env: Env = ArithmeticEnv(name="arithmetic")
+    chat: ChatSection = ChatSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    rollout: RolloutSection = RolloutSection()
+    train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    engine: EngineSection = EngineSection()
+    fleet: Fleet = Fleet()
+    trace: Trace = Trace()
+    techniques: Techniques = Techniques()
+    sim: Sim = Sim()
+    plan: PlanSection = PlanSection()
+    log: Log = Log()
+
+    @property
+    def task_env(self) -> Env:
+        """The environment that gives the tasks: [env], or [env.tasks] if that is an agent with such a section."""
+        return getattr(self.env, "tasks", None) or self.env
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        from windfall.algorithms import make
+
+        try:
+            make(self.algorithm.name, **self.algorithm.options)
+        except WindfallError as e:
+            raise ValueError(str(e).replace("\n", ". ")) from e
+        if self.rollout.groups % self.train.minibatches:
+            raise ValueError(
+                f"rollout.groups = {self.rollout.groups} cannot be split into train.minibatches = "
+                f"{self.train.minibatches} equal parts. Set rollout.groups to a multiple of train.minibatches."
+            )
+        own = [key for key in ("path", "split", "subset", "filter") if getattr(self.eval, key) is not None]
+        if own and not isinstance(self.task_env, DatasetEnv):
+            raise ValueError(
+                f"eval.{own[0]} needs env.name = 'dataset'; set env.eval_path for 'jsonl', and nothing for others"
+            )
+        if own == ["filter"]:
+            raise ValueError("eval.filter selects rows of eval.path, eval.split or eval.subset; set one of them, too")
+        if own and isinstance(self.task_env, DatasetEnv) and self.task_env.held_out:
+            raise ValueError(f"set eval.{own[0]} or env.held_out, not both")
+        if self.rollout.stop and isinstance(self.env, AgentLimits):
+            raise ValueError("rollout.stop has no effect on agents: have the agent send `stop` with its calls")
+        if self.fleet.autoscale == "wait_share" and self.rollout.staleness == 0:
+            raise ValueError(
+                "fleet.autoscale = 'wait_share' needs rollout.staleness above 0: in synchronous training the trainer's "
+                "wait does not show how many workers it needs. Set rollout.staleness, or fleet.autoscale = 'value'."
+            )
+        if self.run.deterministic and self.rollout.staleness > 0:
+            raise ValueError(
+                f"run.deterministic = true excludes rollout.staleness = {self.rollout.staleness}: in asynchronous "
+                "training, the order in which responses finish decides what each step is trained on, so the run cannot "
+                "be repeated bit for bit. Set rollout.staleness = 0, or run.deterministic = false."
+            )
+        return self

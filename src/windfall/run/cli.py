@@ -1,0 +1,422 @@
+"""The command line. A command imports its modules only when it runs, so that `windfall --help` stays fast."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from windfall import __version__
+from windfall import recipe as config
+from windfall.errors import WindfallError, file_system_error, nearest
+from windfall.page.options import page, plot
+from windfall.plan.options import plan
+from windfall.run.commands.env_server import env_server
+from windfall.run.commands.gateway import gateway
+from windfall.run.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
+from windfall.serve.command import serve
+from windfall.sim.options import sim
+
+if TYPE_CHECKING:
+    from windfall.engine.engine_choice import EngineName
+    from windfall.events.log import EventLog
+
+
+class _Commands(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Suggest a command for one that does not exist; never one that the help does not show."""
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            shown = [name for name, command in self.commands.items() if not command.hidden]
+            raise WindfallError(f"unknown command {args[0]!r}", where="windfall", fix=nearest(args[0], shown))
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=_Commands, help="Train language models with reinforcement learning on GPUs that come and go.",
+    no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+)  # fmt: skip
+bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
+fleet = typer.Typer(help="Preview workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
+
+TrainerToken = Annotated[
+    str,
+    token_option(
+        help="Copy of trainer.secret in the run's folder; it may be created after this command starts.",
+        envvar="WINDFALL_TRAINER_TOKEN",
+    ),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"windfall {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    del version
+
+
+def train(
+    recipe: RecipeFile,
+    set: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe and print what differs from defaults; start nothing.")
+    ] = False,
+    all: Annotated[bool, typer.Option("--all", help="With --dry-run: print all keys, also those at defaults.")] = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    token: Annotated[str | None, token_option("; by default a new one is created")] = None,
+    trainer_token: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="File that holds the secret for `windfall ranks`; by default a new one."),
+    ] = None,
+) -> None:
+    """Train with a recipe: start a controller, a trainer and workers. Ctrl-C saves and shows how to resume."""
+    from windfall.link import invitation
+    from windfall.run import dry_run as dry_runs
+    from windfall.run import recipe_check, start
+    from windfall.run_folder import new_folder
+
+    if all and not dry_run:
+        raise WindfallError("--all only changes what --dry-run prints", where="--all", fix="Add --dry-run.")
+    parsed = config.load(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
+    chosen = invitation.token(token) if token is not None else None
+    report = recipe_check.check(parsed)
+    if dry_run:
+        print(dry_runs.describe(parsed, report, all_keys=all))
+        return
+    print(report)
+    secret = invitation.token(trainer_token) if trainer_token is not None else None
+    start.train(parsed, new_folder(parsed), token=chosen, secret=secret)
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that was stopped or killed.")],
+    set: Overrides = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Resume a run that was stopped or killed, from its last checkpoint and its journal. Nothing is lost."""
+    from windfall.run import start
+    from windfall.run_folder import recipe_file
+
+    start.resume(config.load(recipe_file(run), [*(set or []), *_tls(tls_cert, tls_key)]), run)
+
+
+def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create.")]) -> None:
+    """Create a token, so that workers can start before their run. Give the file to `train` and `worker` as --token."""
+    from windfall.link.auth import make_token
+
+    if file.exists():
+        raise WindfallError("this file already exists", where=str(file), fix="Choose another name, or use this file.")
+    make_token(file)
+    print(f"created {file}, readable by its owner only; give it as --token to the run and to its workers")
+
+
+def worker(
+    join: Annotated[str, typer.Option(metavar="URL", help="Address of the controller; the run prints it at startup.")],
+    token: Annotated[str, token_option("; it may be created after the worker starts")],
+    name: Annotated[str, typer.Option(help="Name of the worker. Default: host name and process id.")] = "",
+    lease: Annotated[str, typer.Option(help="Lease terms: reserved, spot or borrowed.")] = "spot",
+    price: Annotated[
+        float, typer.Option(min=0.0, help="Price of this machine in $ per hour. 0: look it up in the price table.")
+    ] = 0.0,
+    region: Annotated[str, typer.Option(help="Cloud or region of this machine; it selects the price.")] = "",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, or one GPU such as cuda:1.")] = "auto",
+    gpus: Annotated[
+        str, typer.Option(metavar="all|0,2", help="Start one worker for each of these GPUs, named NAME-0, NAME-2.")
+    ] = "",
+    engine: Annotated[
+        str, typer.Option(help="Engine: auto, windfall or vllm. auto: what the recipe says (engine.name).")
+    ] = "auto",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Number of GPUs that share every layer of one engine. Above 1 it must be vLLM.")
+    ] = 1,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of each worker. 0: all cores.")] = 0,
+    memory: Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")] = 0.4,
+    clouds: Annotated[
+        str, typer.Option(help="Clouds whose preemption notices to watch: auto, none, or a list such as aws,gcp,azure.")
+    ] = "auto",
+    tls_ca: Annotated[Path | None, typer.Option(help="Additional certificate (PEM) to trust.")] = None,
+    patience: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without a controller after which the worker exits.")
+    ] = 300.0,
+) -> None:
+    """Join a run as a worker, from any machine and at any time. The worker may also leave at any time."""
+    from windfall.worker import process as worker_process
+
+    kind = _one_of(lease, "--lease", ("reserved", "spot", "borrowed"))
+    chosen = cast("EngineName", _one_of(engine, "--engine", ("auto", "windfall", "vllm")))
+    if not re.fullmatch(r"cuda:\d+", device):
+        _one_of(device, "--device", ("auto", "cpu", "cuda", "cuda:0"))
+    if gpus:
+        from windfall.worker import worker_group
+
+        if device not in ("auto", "cuda"):
+            fix = "Give one of the two."
+            raise WindfallError(f"--gpus {gpus} and --device {device} differ", where="windfall worker", fix=fix)
+        if tensor_parallel > 1:
+            fix = "Leave --gpus out, and select GPUs with CUDA_VISIBLE_DEVICES; or start one worker for each GPU."
+            raise WindfallError("--gpus starts one worker for each GPU", where="--tensor-parallel", fix=fix)
+        options = {
+            "--join": join, "--lease": kind, "--price": price, "--region": region, "--threads": threads,
+            "--engine": chosen, "--memory": memory, "--clouds": clouds, "--patience": patience,
+            **({"--tls-ca": tls_ca} if tls_ca else {}),
+        }  # fmt: skip
+        raise typer.Exit(worker_group.main(worker_group.find_places(gpus), options, name=name, token=token))
+    worker_process.main(
+        join, token, name=name, kind=kind, device=device, region=region, price_usd_per_h=price, threads=threads,
+        share=memory, clouds=clouds, ca=tls_ca, patience_s=patience, engine=chosen, tensor_parallel=tensor_parallel,
+    )  # fmt: skip
+
+
+def ranks(
+    join: Annotated[str, typer.Option(metavar="URL", help="http://HOST:PORT with the run's train.rendezvous.")],
+    token: TrainerToken,
+    ranks: Annotated[str, typer.Option(metavar="auto|N", help="Ranks on this machine. Default: train.ranks.")] = "",
+    host: Annotated[
+        str, typer.Option(help="Address at which workers reach this machine. Default: the one that reaches the run.")
+    ] = "",
+    folder: Annotated[Path | None, typer.Option(help="Directory for logs. Default: a new temporary one.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="Additional certificate (PEM) to trust.")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    patience: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without a place in the run after which the command exits.")
+    ] = 600.0,
+) -> None:
+    """Run ranks of a trainer on this machine, for a run with train.machines above 1, until that run ends."""
+    from windfall.trainer.ranks import rank_host
+
+    overrides = _tls(tls_cert, tls_key)
+    if ranks:
+        if ranks != "auto" and not (ranks.isdecimal() and int(ranks)):
+            raise WindfallError(f"{ranks!r} is not a number of ranks", where="--ranks", fix="Give auto, or 1 or more.")
+        overrides.append(f"train.ranks={ranks}")
+    code = rank_host.main(join, token, host=host, folder=folder, ca=tls_ca, overrides=overrides, patience_s=patience)
+    raise typer.Exit(code)
+
+
+def top(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, in progress or ended.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the table once and exit.")] = False,
+) -> None:
+    """Show the fleet of a run: live while it runs, otherwise its last state."""
+    from windfall.run.views import top
+    from windfall.run_folder import recipe_file
+
+    recipe_file(run)
+    top.show(run, once=once)
+
+
+@app.command(name="_controller", hidden=True)
+def _controller(run: Path) -> None:
+    from windfall.controller import process as controller
+    from windfall.envs.agents import isolation
+    from windfall.processes import process
+
+    process.tolerate_full_log()
+    isolation.forbid_tracing()  # the run's secrets are in this process, and agents may be of the same user
+    raise typer.Exit(controller.main(run, observe=_advise_on_plan))
+
+
+def _advise_on_plan(recipe: config.Recipe, events: EventLog) -> None:
+    """Only planned runs need the planner."""
+    if recipe.plan.name:
+        from windfall.plan.run import live
+
+        live.attach(recipe, events)
+
+
+@app.command(name="_trainer", hidden=True)
+def _trainer(
+    run: Path, rank: int = 0, ranks: int = 1, rendezvous: str = "", machine: int = 0, local_rank: int = 0,
+    local_ranks: int = 1, host: str = "",
+) -> None:  # fmt: skip
+    from windfall.processes import process
+    from windfall.trainer import process as trainer
+    from windfall.trainer.ranks import process as ranks_of_trainer
+
+    process.tolerate_full_log()
+    place = ranks_of_trainer.RankPlace(
+        rank=rank, size=ranks, rendezvous=rendezvous, machine=machine, local_rank=local_rank, local_size=local_ranks,
+        host=host,
+    )  # fmt: skip
+    raise typer.Exit(ranks_of_trainer.main(run, place) if rank else trainer.main(run, place))
+
+
+def evaluate(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, run (its newest checkpoint) or model.")
+    ],
+    recipe: Annotated[
+        Path | None, typer.Option(help="Recipe with the environment. Default: the recipe of the run.")
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of held-out tasks.")] = 200,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy. Default: that of the recipe.")
+    ] = None,
+    show: Annotated[int, typer.Option(min=0, help="Number of responses to print.")] = 0,
+    set: Overrides = None,
+) -> None:
+    """Measure the reward of a checkpoint on held-out tasks, which are never trained on."""
+    from windfall.run.commands import offline
+
+    path, found = offline.find_checkpoint(checkpoint)
+    source = recipe or found
+    if source is None:
+        raise WindfallError("this checkpoint has no recipe", where=checkpoint, fix="Give one with --recipe.")
+    offline.evaluate(path, config.load(source, set), tasks=tasks, temperature=temperature, show=show)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run (its newest checkpoint), checkpoint or adapter.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder to create. Default: exports/STEP in the run's folder.")
+    ] = None,
+) -> None:
+    """Write the model of a run as a folder in Hugging Face format, with its adapter merged if it trains one."""
+    from windfall.run.commands import export as exports
+
+    made = exports.export(run, out)
+    for skipped in made.damaged:
+        print(f"warning: skipped a damaged checkpoint: {skipped}", file=sys.stderr)
+    print(made)
+
+
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model: tiny, smollm2-135m, a directory, a run or a hub id.")
+    ],
+    prompt: Annotated[list[str], typer.Option(help="Prompt; may be repeated.")],
+    n: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Upper limit for the tokens of a response.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample only from the k most likely tokens. 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+) -> None:
+    """Sample responses from a model. A single response is streamed."""
+    from windfall.run.commands import offline
+    from windfall.types import Sampling
+
+    path, _ = offline.find_checkpoint(model)
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
+    offline.generate(path, prompt, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed)
+
+
+@bench.command(name="engine", epilog="Example: windfall bench engine --model smollm2-135m --requests 32")
+def bench_engine(
+    model: Annotated[str, typer.Option(help="Model: tiny, smollm2-135m, a directory or a hub id.")] = "tiny",
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=4, help="Upper limit for the tokens of a response.")] = 160,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads. 0: all cores.")] = 0,
+) -> None:
+    """Compare the engine with transformers' generate: useful tokens/s for equal and uneven lengths."""
+    from windfall.run.commands import bench_engine as measure
+
+    measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
+
+
+@fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes")
+def fleet_preview(
+    recipe: RecipeFile, set: Overrides = None,
+    only: Annotated[str, typer.Option(help="Print one source: ray, kubernetes, skypilot or slurm.")] = "",
+) -> None:  # fmt: skip
+    """Print what a recipe would start on other systems; start nothing.
+
+    Ray options, Kubernetes manifests, SkyPilot tasks and Slurm batch files. The token of the run is in none of them.
+    """
+    from windfall.run import worker_sources
+
+    print(worker_sources.preview(config.load(recipe, set), only), end="")
+
+
+COMMANDS = {
+    "Train": {
+        "train recipes/demo.toml --set run.steps=50 --set train.lr=3e-4": train,
+        "resume runs/demo --set run.steps=100": resume,
+        "eval runs/demo --tasks 200 --show 3": evaluate,
+        "generate tiny --prompt '12+34-5=' --n 4": generate,
+        "export runs/demo models/demo": export,
+    },
+    "Watch": {
+        "top runs/demo": top,
+        "page runs/demo --out demo.html": page,
+        "plot runs/demo runs/demo-2 --out figure.svg --panels reward,tok_per_s": plot,
+    },
+    "Plan": {
+        "plan 8B --gpus '8xH100 + 6x2xH100:spot' --objective cost": plan,
+        "sim recipes/sim-harvest.toml --compare colocated,restart,windfall --out figures": sim,
+    },
+    "Add machines": {
+        "token demo.token": token,
+        "worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63": worker,
+        "serve tiny --port 8000 --lend http://10.0.0.5:8700 --token demo.token": serve,
+        "ranks --join http://10.0.0.5:29400 --token trainer.secret": ranks,
+        "env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000": env_server,
+        "gateway runs/demo": gateway,
+    },
+}
+"""The commands in the panels of `windfall --help`, by an example that starts with their name, in the order in which a
+user meets them."""
+for _panel, _commands in COMMANDS.items():
+    for _example, _function in _commands.items():
+        _epilog = f"Example: windfall {_example}"
+        app.command(_example.split()[0], epilog=_epilog, rich_help_panel=_panel)(_function)
+app.add_typer(fleet, name="fleet", rich_help_panel="Add machines")
+app.add_typer(bench, name="bench", rich_help_panel="Measure")
+
+
+def _tls(cert: Path | None, key: Path | None) -> list[str]:
+    """The TLS options as overrides of recipe keys."""
+    given = {"fleet.tls_cert": cert, "fleet.tls_key": key}
+    return [f"{name}={json.dumps(str(path.resolve()))}" for name, path in given.items() if path is not None]
+
+
+def _one_of(value: str, where: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        what = f"unknown value {value!r}; expected one of: {', '.join(known)}"
+        raise WindfallError(what, where=where, fix=nearest(value, known))
+    return value
+
+
+def _exit_with(error: WindfallError) -> None:
+    Console(stderr=True).print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+    sys.exit(2)
+
+
+def main() -> None:
+    """The entry point. An error that the user can fix is shown without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a text from a log must not end a command
+    try:
+        app()
+    except WindfallError as e:
+        _exit_with(e)
+    except OSError as e:
+        if (error := file_system_error(e, Path.cwd())) is None:
+            raise  # unexpected: a bug report needs the traceback
+        _exit_with(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""`windfall eval` and `windfall generate`: a model without a run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from windfall import devices
+from windfall.controller.gateway import agents
+from windfall.controller.rollout.assignment import Offer
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.evaluation import describe_passes
+from windfall.controller.rollout.stream import Rollout, seed_of
+from windfall.controller.step_batch import Scores, describe_scores
+from windfall.engine.engine_factory import build_engine
+from windfall.envs import held_out
+from windfall.envs.base import HELD_OUT
+from windfall.envs.hosting import evaluation_data, recipe_host
+from windfall.envs.scoring.gold_answers import check_answers
+from windfall.errors import WindfallError
+from windfall.events.log import EventLog
+from windfall.models import load
+from windfall.models.text import Text
+from windfall.recipe import DatasetEnv, JsonLinesEnv, Recipe, parse
+from windfall.run.commands.in_process import in_process_worker
+from windfall.run.views.rewards import graded, parts, passes
+from windfall.trainer import checkpoint
+from windfall.trainer.process import derive, prompt_lengths, spec, text_for
+from windfall.types import Group, Prompt, Request, Sampling
+
+
+def find_checkpoint(name: str) -> tuple[str, Path | None]:
+    """The path of the model (for a run, its newest undamaged checkpoint), and the recipe of its run, if any."""
+    path = Path(name)
+    if (path / "recipe.toml").is_file():
+        chosen = checkpoint.latest(path)
+        for damaged in chosen.damaged:
+            _warn(f"skipped a damaged checkpoint: {damaged.short}")
+        if not chosen.checked.hashed:
+            _warn(f"{chosen.path.name} {chosen.checked}")
+        return str(chosen.path), path / "recipe.toml"
+    if (path / checkpoint.STATE).is_file():
+        checkpoint.check(path, optimizer=False)
+    recipe = path.resolve().parent.parent / "recipe.toml"
+    load.resolve(name)
+    return name, recipe if path.is_dir() and recipe.is_file() else None
+
+
+def _warn(line: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[yellow]warning[/] {escape(line)}")
+
+
+def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
+    """`show`: number of tasks whose first response is printed."""
+    described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
+    tasks = described.tasks
+    for warning in described.warnings:
+        _warn(warning)
+    if isinstance(recipe.task_env, JsonLinesEnv | DatasetEnv):
+        check_answers(recipe.task_env, evaluation_data(recipe))
+    if agents.is_agent(recipe):  # a run may have the port of its gateway
+        recipe = recipe.model_copy(update={"env": recipe.env.model_copy(update={"port": 0})})
+    out = Console(highlight=False, soft_wrap=True)
+    sampling, size = recipe.rollout.sampling(temperature), recipe.eval.samples
+    if sampling.temperature == 0 and size > 1:
+        fix = "Raise it, or set eval.responses = 1 and eval.pass_at = []."
+        raise WindfallError(f"all {size} responses to a task would be the same", where="--temperature 0", fix=fix)
+    rewards: list[float] = []
+    by_task: list[tuple[float, ...]] = []
+    scores: list[Scores] = []
+    lengths: list[int] = []
+    shown: dict[int, str] = {}
+
+    async def run() -> Rollout:
+        device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+        async with recipe_host(recipe) as env:
+            await env.ready()  # before loading the model, which may take long
+            model = load.load(model_path, dtype=dtype, device=device)
+            text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
+            context = getattr(model.config, "max_position_embeddings", None)
+            if agents.is_agent(recipe):
+                prompts = agents.prompts(recipe, context)
+            else:
+                prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
+            engine, slots = _engine(recipe, model, device, dtype, prompts)
+            events = EventLog(Path("/dev/null"))
+            dispatch = Dispatch(events=events)
+            rollout = Rollout(dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=events)
+            rollout.context = context
+            with tempfile.TemporaryDirectory(prefix="windfall-eval-") as folder:
+                async with agents.AgentService(recipe, Path(folder), events, None, env) as service:
+                    await service.open(rollout, load.load_tokenizer(model_path), context)
+                    await collect(rollout, engine, slots)
+        return rollout
+
+    async def collect(rollout: Rollout, engine: Any, slots: int) -> None:
+        dispatch, text, done = rollout.dispatch, rollout.text, 0
+        async with in_process_worker(dispatch, engine, slots, on_failure=rollout.interrupt):
+            dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
+            with out.status("evaluating") as status:
+                async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=size, sampling=sampling):
+                    rewards.extend(group.rewards)
+                    by_task.append(group.rewards)
+                    scores.extend(r.scores for r in group.responses)
+                    lengths.extend(r.sampled_count for r in group.responses)
+                    done += 1
+                    status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
+                    if group.index < HELD_OUT + show:  # the first tasks, not those that finish first, which are short
+                        shown[group.index] = _example(group, text)
+
+    rollout = asyncio.run(run())
+    if not rewards:
+        raise rollout.failures.no_rewards(f"{tasks} held-out tasks")
+    for _, example in sorted(shown.items()):
+        out.print(example)
+    mean = _mean(rewards)
+    means = [_mean(r) for r in by_task if r]  # responses to the same task are not independent
+    error = math.sqrt(sum((m - mean) ** 2 for m in means) / max(1, len(means) - 1) / max(1, len(means)))
+    of_all = graded({"graded": len(rewards), "responses": tasks * size})
+    out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.description)}{of_all}")
+    described_more = describe_passes(recipe.eval, [r for r in by_task if r]) | describe_scores(scores)
+    if more := passes(described_more).removeprefix(", ") + parts(described_more):
+        out.print(more.strip())
+    failures = rollout.failures
+    out.print(
+        f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; "
+        f"rewards missing {failures.missing}"
+    )
+    if failures.skipped:
+        out.print(f"skipped {failures.skipped} unusable tasks")
+
+
+def generate(
+    model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int
+) -> None:
+    recipe = parse({"rollout": {"groups": len(prompts), "group_size": n, "max_tokens": max_tokens}}, where="generate")
+    device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+    model = load.load(model_path, dtype=dtype, device=device)
+    text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
+    ids = [text.prompt(p) for p in prompts]
+    try:
+        engine, _ = _engine(recipe, model, device, dtype, [max(map(len, ids))])
+    except WindfallError as e:
+        if e.where != "rollout.max_tokens":
+            raise
+        what, fix = e.what.replace(e.where, "--max-tokens"), "Shorten the prompt, or give a smaller --max-tokens."
+        raise WindfallError(what, where="--prompt", fix=fix) from e
+    tokens: dict[str, list[int]] = {}
+    for p, prompt in enumerate(ids):
+        for i in range(n):
+            request = Request(id=f"{p}/{i}", prompt=prompt, seed=seed_of(seed, p, i), max_tokens=max_tokens,
+                              sampling=sampling, stop=text.stop)  # fmt: skip
+            engine.add(request)
+            tokens[request.id] = []
+    stream = len(tokens) == 1
+    printed = ""
+    while len(engine):
+        for chunk in engine.step():
+            tokens[chunk.id] += chunk.tokens
+        if stream:
+            decoded = text.decode(tokens["0/0"])
+            if not decoded.endswith("\ufffd"):  # an incomplete character: the rest comes with the next token
+                print(decoded[len(printed) :], end="", flush=True)
+                printed = decoded
+    if stream:
+        print(text.decode(tokens["0/0"])[len(printed) :])
+        return
+    for id, response in tokens.items():
+        print(f"[{id}] {text.decode(response)}")
+
+
+def _engine(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> tuple[Any, int]:
+    """An engine, and the number of responses that it runs at once."""
+    derived = derive(recipe, model, device, dtype, prompts)
+    return build_engine(spec(recipe, model.config, dtype, derived.longest), device, model=model)
+
+
+def _example(group: Group, text: Text) -> str:
+    """The first response to a task, as it is printed. The calls of an agent have prompts of their own."""
+    first = group.responses[0]
+    segments = [((*s.prompt, *s.tokens) if first.agent else s.tokens) for s in first.segments]
+    response = "\n".join(escape(text.decode(ids)) for ids in segments)
+    reward = "missing" if first.reward is None else f"{first.reward:g}"
+    return f"[bold]{escape(_plain_text(group.task.prompt))}[/]\n{response}\nreward {reward}\n"
+
+
+def _plain_text(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

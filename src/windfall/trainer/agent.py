@@ -1,0 +1,222 @@
+"""The agent in the trainer's process: dials the controller, runs its requests in one thread, and publishes weights.
+
+    dial ──▶ TrainerHello(step, weights) ──▶ TrainerWelcome ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again
+                                       └───▶ Refused: end                              when the link ends
+
+The agent accepts requests only from a controller that has proved that it belongs to the run, and keeps dialing until it
+finds that controller. When the link ends, the gradient accumulated for the current step is dropped; the controller
+sends the samples again from its journal. If the link ends between two updates of one step, the weights belong to no
+version: the process exits, and the next one starts from the last checkpoint. An exception during work (out of memory, a
+defect) is reported to the controller and also ends the process. The supervisor restarts it a limited number of times
+(run/liveness.py).
+
+From a step's first update until the controller sends a Load for the new version, the trainer's own engine generates
+nothing (`invalidate`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from windfall import backoff, errors
+from windfall.controller.remote_trainer import unpack
+from windfall.errors import WindfallError
+from windfall.link import handshake
+from windfall.link import messages as m
+from windfall.link.base import Link, LinkClosed
+from windfall.link.socket import Dialer
+from windfall.trainer.base import Trainer
+from windfall.trainer.checkpoint import CheckpointState
+
+MAX_REFUSALS = 3
+"""Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
+has just taken over the port of a dead controller."""
+
+
+class Lock(Protocol):
+    """A threading.Lock, or a trainer.own_engine.trainer_turn.TrainerTurn."""
+
+    def acquire(self) -> bool: ...
+    def release(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class TrainerAgent:
+    trainer: Trainer
+    state: CheckpointState
+    publish: Callable[[int], Any]
+    """Publishes the trainer's weights as this version; returns their manifest. May call `release_module`."""
+    save: Callable[[CheckpointState], Any]
+    update_bytes: Callable[[], int] = lambda: 0
+    """Returns the bytes that a worker with the previous version must pull for the one published last."""
+    hello: Callable[..., m.TrainerHello]
+    """Builds the TrainerHello from protocol, nonce, proof, step, next_task, version and digest."""
+    secret: str
+    """The trainer's own secret, not the token of the workers."""
+    dialer: Dialer
+    address: Callable[[], str]
+    """Returns the address where the controller listens now."""
+    lock: Lock = field(default_factory=threading.Lock)
+    """Held while the trainer uses its module and devices, which it shares with its own engine."""
+    make_room: Callable[[], None] = lambda: None
+    """Called with the lock held, before work that needs device memory: the trainer's engine may occupy much of it."""
+    give_back: Callable[[], None] = lambda: None
+    """Called with the lock held, after work: returns device memory that the trainer's processes no longer use, but
+    still hold. Engines in other processes need it."""
+    invalidate: Callable[[], None] = lambda: None
+    """Called with the lock held, before the weights change: the trainer's engine must not generate with weights that
+    belong to no version, nor label their tokens with the last version."""
+    connected: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the controller has accepted this trainer."""
+    patience_s: float = 120.0
+    """Seconds without a controller after which the process exits."""
+    retry_s: float = 0.2
+    """Seconds between two attempts to dial. If the controller answers, but its handshake fails, they double up to 25
+    times this."""
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+    _holding: bool = False
+    """Whether the lock is held. Used only by the one thread that does all tensor work."""
+
+    @property
+    def manifest(self) -> Any:
+        """Manifest of the weights' version. None from a step's first update until its result is published."""
+        return None if self._updates else self._manifest
+
+    async def run(self) -> int:
+        """Serve until the process should exit. Exit status: 1 no controller, 2 refused, 4 weights of no version."""
+        self._updates, refusals, unwelcome, logged = 0, 0, 0, ""
+        self._manifest: Any = None
+        last_link_s = time.monotonic()
+        with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
+            self._threads = threads
+            self._manifest = await self._run_in_thread(self.publish, self.state.step)
+            while time.monotonic() - last_link_s < self.patience_s:
+                self.dialer.url = self.address()
+                earlier, unwelcome = unwelcome, 0
+                try:
+                    link = await self.dialer.dial(handshake.TIMEOUT_S)
+                    unwelcome = earlier + 1
+                    try:
+                        await self._handshake(link)
+                        self.connected.set()
+                        refusals, unwelcome, logged = 0, 0, ""
+                        try:
+                            await self._serve(link)
+                        finally:
+                            last_link_s = time.monotonic()
+                    finally:
+                        await link.close()
+                except LinkClosed as e:
+                    refused = isinstance(e, handshake.JoinRefused)
+                    refusals = refusals + 1 if refused and not e.again else 0
+                    why = f"{self.dialer.url}: refused: {e}" if refused else str(e)
+                    if why != logged:  # do not repeat the same line
+                        logged = why
+                        self.say(f"no link: {why}")
+                if self._updates:
+                    return 4
+                if refusals >= MAX_REFUSALS:
+                    return 2
+                await self._run_in_thread(self.trainer.begin)
+                wait_s = backoff.delay_s(unwelcome, first_s=self.retry_s, limit_s=25 * self.retry_s)
+                await asyncio.sleep(max(wait_s, 5 * self.retry_s) if refusals else wait_s)
+        self.say(f"waited {self.patience_s:g} s for the run's controller at {self.dialer.url}")
+        return 1
+
+    async def _handshake(self, link: Link) -> None:
+        hello = functools.partial(
+            self.hello, step=self.state.step, next_task=self.state.next_task, open_tasks=self.state.open_tasks,
+            version=self._manifest.version, digest=self._manifest.digest,
+        )  # fmt: skip
+        await handshake.join(link, handshake.TRAINER, self.secret, hello)
+
+    async def _serve(self, link: Link) -> None:
+        requests: asyncio.Queue[object] = asyncio.Queue()
+
+        async def read() -> None:
+            while True:  # also while the thread works, so that the link's pings are answered
+                requests.put_nowait(await link.receive())
+
+        reading = asyncio.create_task(read())
+        try:
+            while True:
+                getting = asyncio.create_task(requests.get())
+                await asyncio.wait([getting, reading], return_when=asyncio.FIRST_COMPLETED)
+                if not getting.done():
+                    getting.cancel()
+                    reading.result()
+                try:
+                    reply = await self._perform(getting.result())
+                except Exception as e:  # fault boundary: the controller reports it, and this process ends
+                    final = isinstance(e, WindfallError)
+                    await link.send(m.Failed(error=str(e) if final else errors.last_line(e), final=final))
+                    raise
+                await link.send(reply)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _perform(self, request: object) -> object:
+        started = time.monotonic()
+        match request:
+            case m.Prepare():
+                fixed = await self._run_in_thread(self.trainer.prepare, [unpack(s) for s in request.samples], room=True)
+                return m.Prepared(old=tuple(np.asarray(s.old, np.float64).tobytes() for s in fixed))
+            case m.Accumulate():
+                await self._run_in_thread(self.trainer.accumulate, [unpack(s) for s in request.samples], room=True)
+                return m.Done(s=time.monotonic() - started)
+            case m.Update():
+                self._updates += 1  # until the last update of the step, the weights belong to no version
+                report = await self._run_in_thread(self._update, room=True)
+                if request.step is not None and request.next_task is not None:
+                    self._manifest = await self._run_in_thread(self.publish, request.step)
+                    self.state = CheckpointState(
+                        step=request.step, next_task=request.next_task, open_tasks=request.open_tasks
+                    )
+                    self._updates = 0
+                now, took_s = self._manifest, time.monotonic() - started
+                return m.Updated(
+                    report=asdict(report), version=now.version, digest=now.digest, s=took_s,
+                    weights_bytes=self.update_bytes(),
+                )  # fmt: skip
+            case m.Save():
+                return m.Saved(path=str(await self._run_in_thread(self.save, self.state)))
+        raise LinkClosed(f"unexpected message: {type(request).__name__}")
+
+    def _update(self) -> Any:
+        self.invalidate()
+        return self.trainer.finish()
+
+    async def _run_in_thread(self, work: Callable[..., Any], *args: Any, room: bool = False) -> Any:
+        def locked() -> Any:
+            self.lock.acquire()
+            self._holding = True
+            try:
+                if room:
+                    self.make_room()
+                result = work(*args)
+                if self._holding:
+                    self.give_back()
+                return result
+            finally:
+                self.release_module()
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, locked)
+
+    def release_module(self) -> None:
+        """Release the lock early. The current work may call this from its thread once it no longer needs the module, so
+        that the trainer's engine continues while a version is hashed. Nothing else overlaps: the controller sends its
+        next request after the answer to this one, which contains the digest."""
+        if self._holding:
+            self._holding = False
+            self.lock.release()

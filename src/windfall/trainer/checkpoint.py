@@ -1,0 +1,220 @@
+"""Checkpoints: a Hugging Face folder that transformers and vLLM can load, plus the state to resume a run.
+
+    checkpoints/step-000040/
+      config.json  model.safetensors  tokenizer files        the model
+      windfall/optimizer.safetensors                         float32 masters, Adam's moments, random state
+      windfall/state.json                                    step, data position, version
+      windfall/checksums.json                                size and xxh3_128 of every other file
+
+If the run trains adapters, adapter_config.json and adapter_model.safetensors (PEFT) take the place of the model.
+state.json then names the base model and has a digest of its weights, because the adapter is useless with any other.
+
+A checkpoint is written under another name, flushed to disk and then renamed, so a folder named step-* was complete when
+it was written. A partial checkpoint of a killed process has another name and is deleted by the next save.
+
+Disks and people change files later, so a checkpoint is verified before a run resumes from it (trainer/checksums.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from windfall.errors import WindfallError
+from windfall.trainer import checksums
+from windfall.weights import adapter_folder
+from windfall.weights.adapter_folder import STATE, AdapterBase
+
+_PARTIAL = ".partial-"
+DAMAGED = "damaged-"
+OPTIMIZER = "windfall/optimizer.safetensors"
+_NAME = re.compile(r"step-(\d{6,})")
+_BASE_KEYS = {"path", "dtype", "digest"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointState:
+    step: int
+    """Steps completed."""
+    next_task: int
+    """Index of the first task that was not drawn for a completed step or ahead of it."""
+    open_tasks: tuple[int, ...] = ()
+    """Tasks before `next_task` that were drawn but not trained on. Empty if rollout.staleness is 0."""
+
+
+def name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in the folder, oldest first. Their files are not verified."""
+    found = [(int(m[1]), p) for p in folder.glob("step-*") if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntactCheckpoint:
+    """The newest intact checkpoint of a run."""
+
+    path: Path
+    state: CheckpointState
+    checked: checksums.CheckResult
+    damaged: tuple[checksums.DamagedCheckpoint, ...] = ()
+    """Newer checkpoints that are damaged, newest first."""
+
+
+def newest_intact(folder: Path, *, optimizer: bool = True) -> IntactCheckpoint | None:
+    """Verify checkpoints, newest first, and return the first intact one; None if there are none. `optimizer`: verify
+    the optimizer's state, too. Changes nothing on disk."""
+    damaged: list[checksums.DamagedCheckpoint] = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            checked = check(path, optimizer=optimizer)
+        except checksums.DamagedCheckpoint as e:
+            damaged.append(e)
+            continue
+        return IntactCheckpoint(path=path, state=read_state(path), checked=checked, damaged=tuple(damaged))
+    left = [p.name for p in folder.glob(f"{DAMAGED}*")]
+    if not damaged and not left:
+        return None
+    raise WindfallError(
+        "no checkpoint of this run is intact: "
+        + "; ".join([*(d.short for d in damaged), *(f"{name} was set aside earlier" for name in sorted(left))]),
+        where=str(folder),
+        fix="Restore one from a copy, or start again with `windfall train`. checkpoint.keep sets how many are kept.",
+    )
+
+
+def check(checkpoint: Path, *, optimizer: bool = True) -> checksums.CheckResult:
+    """Verify the files of one checkpoint and its state. Raises `DamagedCheckpoint`."""
+    checked = checksums.check(checkpoint, skip=frozenset() if optimizer else frozenset({OPTIMIZER}))
+    name, state = _NAME.fullmatch(checkpoint.name), _read(checkpoint)
+    if not checked.hashed and state.get("checksums"):  # windfall 0.2 wrote none; this checkpoint had some
+        raise checksums.DamagedCheckpoint(checkpoint, checksums.CHECKSUMS, "the file is missing")
+    if name is not None and state["step"] != int(name[1]):
+        why = f"it says step {state['step']} in the folder of step {int(name[1])}"
+        raise checksums.DamagedCheckpoint(checkpoint, STATE, why)
+    return checked
+
+
+def set_aside(damaged: checksums.DamagedCheckpoint) -> Path:
+    """Rename a damaged checkpoint, so that its step can be saved again. Returns the new path."""
+    path = damaged.checkpoint
+    target = path.with_name(f"{DAMAGED}{path.name}")
+    for n in range(2, 1000):
+        if not target.exists():
+            break
+        target = path.with_name(f"{DAMAGED}{path.name}-{n}")
+    return path.rename(target)
+
+
+def latest(run: Path, *, optimizer: bool = False) -> IntactCheckpoint:
+    """The newest intact checkpoint of a run, for reading only."""
+    found = newest_intact(run / "checkpoints", optimizer=optimizer)
+    if found is None:
+        fix = "Start the run again with `windfall train`."
+        raise WindfallError("no checkpoint in this run", where=str(run), fix=fix)
+    return found
+
+
+def save(
+    folder: Path, state: CheckpointState, *, write_model: Callable[[Path], Any], tokenizer: Any,
+    write_optimizer: Callable[[Path], None], keep: int, base: AdapterBase | None = None,
+) -> Path:  # fmt: skip
+    """Write a checkpoint, rename it into place, then delete all but the newest `keep`. Raises WindfallError and changes
+    no earlier checkpoint if the disk is full or the folder is not writable. `write_model` writes a model or the adapter
+    of `base`, into a folder; `write_optimizer` writes the state of the optimizer into a file."""
+    from safetensors import SafetensorError
+
+    final = folder / name(state.step)
+    if final.exists():
+        return final  # the run stops right after a scheduled save
+    work = folder / f"{_PARTIAL}{final.name}"
+    try:
+        for leftover in folder.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(leftover)
+        _write(work, asdict(state) | ({"base": asdict(base)} if base else {}), write_model, tokenizer, write_optimizer)
+        work.rename(final)
+        _sync(folder)
+    except Exception as e:  # tokenizers raises a bare Exception when the disk is full; other types propagate
+        if not isinstance(e, OSError | SafetensorError) and type(e) is not Exception:
+            raise
+        shutil.rmtree(work, ignore_errors=True)  # a partial checkpoint is useless, and the disk may be full
+        raise _unwritten(final, e) from e
+    for old in list_checkpoints(folder)[:-keep]:
+        removed = folder / f"{_PARTIAL}{old.name}"
+        old.rename(removed)
+        shutil.rmtree(removed)
+    return final
+
+
+def _write(
+    work: Path, state: dict[str, Any], write_model: Callable[[Path], Any], tokenizer: Any,
+    write_optimizer: Callable[[Path], None],
+) -> None:  # fmt: skip
+    """Write all files of a checkpoint and flush them to disk."""
+    (work / "windfall").mkdir(parents=True)
+    write_model(work)
+    tokenizer.save_pretrained(work)
+    write_optimizer(work / OPTIMIZER)
+    (work / STATE).write_text(json.dumps(state | {"checksums": True}))
+    checksums.write_checksums(work)
+    for path in work.rglob("*"):
+        _sync(path)
+    _sync(work)
+
+
+def _unwritten(final: Path, error: Exception) -> WindfallError:
+    """The error for a checkpoint that could not be written."""
+    before = list_checkpoints(final.parent)
+    start = f"which continues from {before[-1].name}" if before else "which starts again, as there is no checkpoint yet"
+    try:
+        free = f" ({shutil.disk_usage(final.parent).free / 1e6:,.0f} MB are free there)"
+    except OSError:
+        free = ""
+    fix = (
+        f"Free space on that disk{free}, or make the folder writable. Then use `windfall resume`, {start}. "
+        "checkpoint.keep sets how many checkpoints are kept."
+    )
+    why = f"{type(error).__name__}: {error}"
+    return WindfallError(f"the checkpoint cannot be written: {why}", where=str(final), fix=fix)
+
+
+def read_state(checkpoint: Path) -> CheckpointState:
+    s = _read(checkpoint)
+    return CheckpointState(step=s["step"], next_task=s["next_task"], open_tasks=tuple(s.get("open_tasks", ())))
+
+
+def read_base(checkpoint: Path) -> AdapterBase | None:
+    """The base model of the adapter in this checkpoint; None if the checkpoint holds a whole model."""
+    _read(checkpoint)  # raises if the state cannot be read, so that None has one meaning
+    return adapter_folder.read_base(checkpoint)
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((checkpoint / STATE).read_text())
+        if not all(type(state[key]) is int and state[key] >= 0 for key in ("step", "next_task")):
+            raise ValueError(f"not a state: {state}")
+        if not all(type(task) is int and 0 <= task < state["next_task"] for task in state.get("open_tasks", ())):
+            raise ValueError(f"not task numbers: {state['open_tasks']}")
+        base = state.get("base", dict.fromkeys(_BASE_KEYS, ""))
+        if base.keys() != _BASE_KEYS or not all(type(value) is str for value in base.values()):
+            raise ValueError(f"not a base model: {base}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise checksums.DamagedCheckpoint(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
+    return state
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

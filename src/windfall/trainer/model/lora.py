@@ -1,0 +1,204 @@
+"""Adapters (LoRA): the weights of the model stay as they are, and two small matrices per adapted layer are trained.
+
+    y = x @ W.T + scale * (x @ A.T) @ B.T        A: rank x inputs    B: outputs x rank    scale = alpha / rank
+
+`attach` replaces the adapted linear layers of a module in place. A `LoraLinear` holds the very parameters of the layer
+that it replaces, under the same names, so everything that reads weights by name finds the base unchanged.
+
+Rules:
+- only A and B require gradients. So gradients, optimizer, checkpoints and published versions hold only them;
+- A and B have the dtype of the model, like all weights; their float32 masters are in the optimizer (optimizer.py);
+- A starts random, and B is zero, unless an existing adapter is loaded: the first version of the run is the base itself.
+  The random numbers depend only on the seed and the shapes, not on the device;
+- what differs from the recipe or does not fit the model is refused before anything is replaced;
+- engines never compute with A and B: they use merged matrices (weights/merged.py), which is the same up to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from windfall.errors import WindfallError
+from windfall.recipe import Lora
+from windfall.recipe.lora import DEFAULT_ALPHA_PER_RANK, DEFAULT_RANK, choose_layers
+from windfall.trainer.sample import Sample
+from windfall.weights import adapter_folder
+from windfall.weights.adapter_folder import AdapterConfig
+from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, AdapterPair, pairs
+
+if TYPE_CHECKING:
+    from windfall.trainer.model.logprobs import Learner
+
+OWN = (".lora_A", ".lora_B")
+"""How the names of the adapters' parameters end in the module."""
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter. `weight` and `bias` are those of the layer that it replaces, frozen."""
+
+    def __init__(self, base: nn.Linear, pair: AdapterPair, scale: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight = base.weight
+        self.register_parameter("bias", base.bias)
+        self.lora_A, self.lora_B = (nn.Parameter(t.to(base.weight, copy=True)) for t in pair)
+        self.scale = scale
+        self.active = True
+        """Whether the adapter has an effect; otherwise this is the layer of the base model."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = linear(input, self.weight, self.bias)
+        return y + self.scale * linear(linear(input, self.lora_A), self.lora_B) if self.active else y
+
+
+class Adapters:
+    """All adapters of a module. Takes the place of the module where a checkpoint is saved."""
+
+    def __init__(self, model: Any, config: AdapterConfig, layers: Mapping[str, LoraLinear]) -> None:
+        self.model, self.config, self.layers = model, config, layers
+
+    @property
+    def scale(self) -> float:
+        return self.config.scale
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained parameters."""
+        return sum(t.numel() for t in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The trained matrices by the names under which they are published and saved."""
+        out: dict[str, Tensor] = {}
+        for name, layer in self.layers.items():
+            out |= {name + LORA_A: layer.lora_A, name + LORA_B: layer.lora_B}
+        return out
+
+    def base_tensors(self) -> dict[str, Tensor]:
+        """The weights of the base model."""
+        return {name: t for name, t in self.model.state_dict().items() if not name.endswith(OWN)}
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the adapter in PEFT format."""
+        adapter_folder.write(folder, self.config, self.tensors())
+
+    @contextlib.contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Within this context, the module computes what the base model computes."""
+        for layer in self.layers.values():
+            layer.active = False
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.active = True
+
+
+class BaseLearner:
+    """Scores samples with the base model, by switching the adapters off. No second model is needed."""
+
+    def __init__(self, learner: Learner, adapters: Adapters) -> None:
+        self._learner, self._adapters = learner, adapters
+
+    def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
+        with self._adapters.switched_off():
+            return self._learner.score(samples, temperature)
+
+
+def attach(model: Any, section: Lora, *, base: str, seed: int, checkpoint: Path | None = None) -> Adapters:
+    """Freeze the model and add adapters: those of the checkpoint or of `section.path`, otherwise new ones. `base` is
+    the name of the model, for programs that read the adapter later."""
+    available, folder = linear_layers(model), checkpoint or section.path
+    if folder is not None:
+        config, found = _read(model, available, folder)
+        _check_recipe(section, config, available, found, folder)
+    else:
+        rank = section.rank or DEFAULT_RANK
+        config = AdapterConfig(rank=rank, alpha=section.alpha or DEFAULT_ALPHA_PER_RANK * rank, base=base)
+        found = _new(available, choose_layers(available, section.targets), rank, seed)
+    config = AdapterConfig(
+        rank=config.rank, alpha=config.alpha, base=base, targets=_shortened(found, available),
+    )  # fmt: skip
+    model.requires_grad_(False)
+    layers = {name: LoraLinear(available[name], pair, config.scale) for name, pair in found.items()}
+    for name, layer in layers.items():
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, layer)
+    return Adapters(model, config, layers)
+
+
+def linear_layers(model: Any) -> dict[str, nn.Linear]:
+    """The linear layers of the decoder layers, by name. Parts of a model that are not repeated (embeddings, the head)
+    are not among them, nor are layers that compute anything more than a linear map."""
+    numbered = re.compile(r"\.\d+\.")
+    return {name: m for name, m in model.named_modules() if type(m) is nn.Linear and numbered.search(name)}
+
+
+def trained_parameters(model: Any, section: Lora | None) -> int:
+    """Number of parameters that a run with this section trains, before adapters are attached. For an adapter that is
+    not read yet (`section.path`) this is an estimate."""
+    if section is None:
+        return sum(p.numel() for p in model.parameters())
+    available = linear_layers(model)
+    sizes = [available[n].in_features + available[n].out_features for n in choose_layers(available, section.targets)]
+    return sum(sizes) * (section.rank or DEFAULT_RANK)
+
+
+def _new(available: Mapping[str, nn.Linear], names: Iterable[str], rank: int, seed: int) -> dict[str, AdapterPair]:
+    generator, out = torch.Generator().manual_seed(seed), {}
+    for name in names:
+        inputs, outputs = available[name].in_features, available[name].out_features
+        a = torch.empty(rank, inputs)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)  # like PEFT
+        out[name] = AdapterPair(a, torch.zeros(outputs, rank))
+    return out
+
+
+def _read(model: Any, available: Mapping[str, nn.Linear], folder: Path) -> tuple[AdapterConfig, dict[str, AdapterPair]]:
+    """The adapter in a folder, by layer, checked against the model."""
+    config, tensors = adapter_folder.read_config(folder), adapter_folder.read_tensors(folder)
+    shapes = {name: t.shape for name, t in model.state_dict().items()}
+    found = {name.removesuffix(WEIGHT): pair for name, pair in pairs(tensors, shapes, str(folder)).items()}
+    for name, pair in found.items():
+        if name not in available:
+            what = f"an adapter of {name!r} is not supported"
+            fix = "Use an adapter of linear layers within the decoder layers."
+            raise WindfallError(what, where=str(folder), fix=fix)
+        if len(pair.a) != config.rank:
+            what = f"the adapter of {name!r} has rank {len(pair.a)}, but {adapter_folder.CONFIG} says {config.rank}"
+            raise WindfallError(what, where=str(folder), fix="Restore the folder from a copy.")
+    return config, {name: found[name] for name in available if name in found}
+
+
+def _check_recipe(
+    section: Lora, config: AdapterConfig, available: Mapping[str, Any], found: Mapping[str, Any], folder: Path
+) -> None:
+    """Refuse an adapter that is not what the recipe says."""
+    adapter_folder.check_asked(folder, config, rank=section.rank, alpha=section.alpha)
+    if section.targets != "all" and choose_layers(available, section.targets) != list(found):
+        what = f"this adapter has other layers than train.lora.targets says: {', '.join(_shortened(found, available))}"
+        raise WindfallError(what, where=str(folder), fix="Remove train.lora.targets to use the layers of the adapter.")
+
+
+def _tails(names: Iterable[str]) -> list[str]:
+    """The last parts of the names, without repetitions."""
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _shortened(names: Mapping[str, Any], available: Mapping[str, Any]) -> tuple[str, ...]:
+    """The adapted layers for PEFT: by the last part of their names if these parts mean no other layers."""
+    tails = _tails(names)
+    meant = {name for name in available if name.rpartition(".")[2] in tails}
+    return tuple(tails if meant == set(names) else names)

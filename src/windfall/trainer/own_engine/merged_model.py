@@ -1,0 +1,108 @@
+"""The module that the trainer's own engine runs if the run trains adapters.
+
+The trainer computes W x + scale * B (A x). The engine needs plain matrices: adapters would cost two more products per
+layer and token, and the GPU engine joins matrices with the same input into one. So the engine gets a module of its own
+that shares every weight with the trainer's module, except the adapted matrices. Of these it has merged copies, computed
+as on every other worker (weights/merged.py), so that it generates what the workers generate. The other choices were
+worse: merging into the trainer's own matrices and subtracting again would change the base by rounding, step after step,
+and a second whole model would take twice the memory.
+
+Rules:
+- the copies follow the trainer only when `merge` is called, so they always belong to one version;
+- matrices that an engine joins with an adapted one are copied, too. Otherwise the trainer's matrix would become a part
+  of the joined tensor, and `free` would delete it;
+- `free` returns the memory of the copies. Their tensors stay the same objects, but may have other addresses after the
+  next `merge`: an engine that has captured addresses must be swapped then.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windfall.trainer.model.lora import LoraLinear
+from windfall.weights.merged import AdapterPair, merge
+
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that an engine may join, by the last parts of their names (engine/cuda/decoder.py)."""
+
+
+class MergedModel:
+    def __init__(self, model: Any) -> None:
+        """`model`: the trainer's module, with adapters attached."""
+        shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
+        self.module: Any = copy.deepcopy(model, shared)
+        self._adapted: list[tuple[Tensor, LoraLinear]] = []
+        """The merged copies, and the trainer's layers that they belong to."""
+        self._beside: list[tuple[Tensor, Tensor]] = []
+        """Copies of matrices that may be joined with merged ones, and the trainer's matrices."""
+        for name, layer in model.named_modules():
+            if isinstance(layer, LoraLinear):
+                self._adapted.append((self._replace(name, layer), layer))
+        for name in _beside(model):
+            layer = model.get_submodule(name)
+            self._beside.append((self._replace(name, layer), layer.weight))
+        self._freed: list[tuple[Any, int]] = []
+        """Storages without memory, and the bytes that they need."""
+        self._copy_beside()
+        self.merge()
+
+    @property
+    def freed(self) -> bool:
+        return bool(self._freed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(t.numel() * t.element_size() for t in self._own())
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Compute the copies from the present weights of the trainer."""
+        if self._freed:
+            for storage, nbytes in self._freed:
+                storage.resize_(nbytes)
+            self._freed = []
+            self._copy_beside()
+        for own, layer in self._adapted:
+            own.copy_(merge(layer.weight, AdapterPair(layer.lora_A, layer.lora_B), layer.scale))
+
+    def free(self) -> None:
+        """Return the memory of the copies until the next `merge`. The engine must not step before."""
+        if not self._freed:
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._own()}
+            self._freed = [(s, s.nbytes()) for s in storages.values()]
+            for storage, _ in self._freed:
+                storage.resize_(0)
+
+    @torch.no_grad()
+    def _copy_beside(self) -> None:
+        for own, weight in self._beside:
+            own.copy_(weight)
+
+    def _own(self) -> list[Tensor]:
+        return [t for t, _ in chain(self._adapted, self._beside)]
+
+    def _replace(self, name: str, layer: nn.Linear) -> Tensor:
+        """Put a plain linear layer with a matrix of its own at this place. Returns the matrix."""
+        parent, _, last = name.rpartition(".")
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
+        plain.register_parameter("bias", layer.bias)
+        setattr(self.module.get_submodule(parent), last, plain)
+        return plain.weight
+
+
+def _beside(model: Any) -> list[str]:
+    """Names of the layers without an adapter that an engine may join with one that has an adapter."""
+    out = []
+    for parent, module in model.named_modules():
+        for group in JOINED:
+            layers = {name: getattr(module, name, None) for name in group}
+            if any(isinstance(layer, LoraLinear) for layer in layers.values()):
+                out += [f"{parent}.{name}" for name, layer in layers.items() if type(layer) is nn.Linear]
+    return out

@@ -1,0 +1,245 @@
+"""The processes of a trainer with several ranks: how each finds its place and builds its part of the trainer.
+
+Rank 0 is the trainer's main process (trainer.py). It loads the model, chooses what the recipe leaves open, and gives
+the order to build; the other ranks (`main` below) wait for it, build their part, and follow its orders from then on.
+
+A rank on another machine (`RankPlace.machine`) has a folder of its own with only the recipe (rank_host.py). It opens no
+file of the run: tensors, adapters and the state of the optimizer come from rank 0. The first rank of such a machine has
+a weight server for the rows of that machine.
+
+Every rank but the first ends quietly if another one is lost: the reason is in that one's log, and the supervisor
+restarts all of them together (trainer/ranks/rank_group.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windfall import algorithms, devices, errors
+from windfall import recipe as config
+from windfall import run_folder as folders
+from windfall.devices import Place
+from windfall.errors import WindfallError
+from windfall.link import listener, network, tls
+from windfall.link.invitation import ALL_INTERFACES
+from windfall.recipe import Recipe
+from windfall.trainer import checkpoint, trained_weights
+from windfall.trainer.ranks.rank_group import RANK_LOST, log_name
+from windfall.trainer.trained_weights import TrainedWeights
+
+WEIGHTS_KEY = "WINDFALL_WEIGHTS_KEY"
+"""Environment variable with the key of the weight server, on machines that do not have the run's token."""
+SERVER_START_S = 30.0
+"""Seconds in which the weight server must listen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """Which of the trainer's ranks a process is, and where they meet."""
+
+    rank: int = 0
+    size: int = 1
+    rendezvous: str = ""
+    """Where the ranks meet (trainer/ranks/ranks.py); "" for one rank alone."""
+    machine: int = 0
+    """The machine of this rank; 0 has rank 0 and the run's folder."""
+    local_rank: int = 0
+    """Number of this rank among those of its machine."""
+    local_size: int = 1
+    """Ranks on this machine."""
+    host: str = ""
+    """Where workers reach this machine, if it is not that of rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What rank 0 tells the others, so that all build the same trainer."""
+
+    model_config: Any
+    dtype: str
+    micro_tokens: int
+    checkpoint_activations: bool
+    checkpoint: Path | None
+    """The checkpoint to continue from. Ranks on other machines cannot open it."""
+    adapter: Any
+    """The AdapterConfig of the adapters, or None if the whole model is trained."""
+    onednn: bool
+
+
+def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
+    """The device and dtype of this rank. A rank sees only its own GPU, if it has one. Ranks on CPUs share the cores."""
+    device = recipe.run.device.partition(":")[0]
+    return devices.resolve(device, recipe.model.dtype, cpu_threads(recipe, place))
+
+
+def cpu_threads(recipe: Recipe, place: RankPlace) -> int:
+    """CPU threads of this rank."""
+    return recipe.run.threads or max(1, (os.cpu_count() or 1) // place.local_size)
+
+
+def join(recipe: Recipe, place: RankPlace, device: str) -> Any:
+    """The Orders by which this rank acts together with the others; waits for them."""
+    from windfall.trainer.ranks.ranks import Orders, Ranks
+
+    if not place.rendezvous:
+        return Orders(Ranks.alone(device))
+    ranks = Ranks.join(
+        place.rank, place.size, place.rendezvous, device=device, timeout_s=recipe.train.rank_timeout_s,
+        machine=place.machine,
+    )  # fmt: skip
+    return Orders(ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerPart:
+    """One rank's part of the trainer."""
+
+    trainer: Any
+    publisher: Any
+    weights: TrainedWeights
+    pids: list[int]
+    """Processes of all ranks, in order."""
+    places: list[Place]
+    """Where the ranks of this machine compute."""
+
+
+def build_part(
+    recipe: Recipe, folder: Path, setup: Setup, orders: Any, *, loaded: TrainedWeights | None = None,
+    reference: Any = None,
+) -> TrainerPart:  # fmt: skip
+    """This rank's part of the trainer. Rank 0 passes what it has loaded."""
+    import torch
+
+    from windfall.trainer.trainer import TorchTrainer
+    from windfall.weights.publish import Publisher
+
+    torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
+    ranks, sharded = orders.ranks, orders.ranks.distributed
+    if sharded:
+        model, weights, reference = _shard(recipe, setup, ranks, loaded, reference)
+    else:
+        assert loaded is not None
+        model, weights = loaded.model, loaded
+    trainer = TorchTrainer(
+        model, algorithms.make(recipe.algorithm.name, **recipe.algorithm.options), recipe,
+        micro_tokens=setup.micro_tokens, reference=reference, orders=orders,
+    )  # fmt: skip
+    publisher = Publisher(
+        folder, ranks=ranks.prompt, dtype=setup.dtype if sharded else None, on_machine=f"machine {ranks.machine}"
+    )
+    copied = free_memory if sharded and recipe.fleet.local else None  # the trainer's engines are other processes
+    orders.add("publish", lambda version: weights.publish(publisher, version, copied=copied))
+    orders.add("free_memory", lambda: (free_memory(), ranks.prompt.barrier()))
+    orders.add("collect", lambda: trained_weights.collect(publisher, ranks))
+    if setup.checkpoint_activations and trainer.learner.has_graph:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
+    if setup.checkpoint is not None:
+        trainer.restore_optimizer(setup.checkpoint / checkpoint.OPTIMIZER)
+    members = ranks.all_gather((os.getpid(), ranks.machine, devices.own_place(ranks.device)))
+    return TrainerPart(
+        trainer=trainer, publisher=publisher, weights=weights, pids=[pid for pid, _, _ in members],
+        places=[place for _, where, place in members if where == ranks.machine],
+    )  # fmt: skip
+
+
+def free_memory() -> None:
+    """Give the GPU memory that this process keeps for later use back to the driver, for engines in other processes."""
+    import torch
+
+    torch.cuda.empty_cache()
+
+
+def _shard(
+    recipe: Recipe, setup: Setup, ranks: Any, loaded: TrainedWeights | None, reference: Any
+) -> tuple[Any, TrainedWeights, Any]:
+    """The policy of all ranks, what of it is trained, and the reference of the KL penalty, if there is one."""
+    import torch
+
+    from windfall.trainer.ranks.sharding import sharded_policy
+
+    options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype), "offload": recipe.train.offload}
+    weights: list[TrainedWeights] = []
+
+    def attach(model: Any) -> None:
+        # The values come from rank 0, so that the others need neither the base model nor the checkpoint.
+        adapters = trained_weights.attach_empty(model, setup.adapter) if setup.adapter is not None else None
+        weights.append(TrainedWeights(model=model, adapters=adapters))
+
+    source = None if loaded is None else _tensors(loaded.model)
+    policy = sharded_policy(setup.model_config, source, ranks, prepare=attach, **options)
+    if recipe.algorithm.kl and weights[0].adapters is not None:
+        reference = weights[0].adapters
+    elif recipe.algorithm.kl:
+        source = None if reference is None else _tensors(reference)
+        reference = sharded_policy(setup.model_config, source, ranks, trained=False, **options)
+    return policy, weights[0], reference
+
+
+def _tensors(model: Any) -> Mapping[str, Any]:
+    """All parameters and buffers of a model, by name."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+def main(folder: Path, place: RankPlace) -> int:
+    """Follow rank 0. Exit status: 0 it said stop, RANK_LOST another rank was lost, 1 or 2 this one failed."""
+    from windfall.trainer.ranks.ranks import RankLost
+    from windfall.weights.meeting import PublishFailed
+
+    recipe = config.load(folder / "recipe.toml")
+    try:
+        device, _ = choose_device(recipe, place)
+        orders = join(recipe, place, device)
+
+        def build(setup: Setup) -> None:
+            part = build_part(recipe, folder, setup, orders)
+            if place.machine and place.local_rank == 0:
+                part.publisher.address = serve_weights(part.publisher, recipe, place.host)
+
+        orders.add("build", build)
+        orders.follow()
+        return 0
+    except (RankLost, PublishFailed) as e:
+        print(f"rank {place.rank} ends: {e}", file=sys.stderr, flush=True)
+        return RANK_LOST
+    except WindfallError as e:
+        return folders.fail(folder, "trainer", e, 2, first=True)
+    except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
+        traceback.print_exc()
+        if (denied := errors.file_system_error(e, folder)) is not None:
+            return folders.fail(folder, "trainer", denied, 2, first=True)
+        error = crashed(f"rank {place.rank}", e, folder / log_name(place.rank))
+        return folders.fail(folder, "trainer", error, first=True)
+
+
+def serve_weights(publisher: Any, recipe: Recipe, host: str) -> str:
+    """Serve the rows of this machine to workers until the process ends. Returns the address of the server."""
+    from windfall.weights.serve import serve
+
+    f, loop = recipe.fleet, asyncio.new_event_loop()
+    listener.raise_file_limit()
+    threading.Thread(target=loop.run_forever, name="weight server", daemon=True).start()
+    opening = serve(
+        publisher, host=f.host if f.host in ALL_INTERFACES else host, port=f.weights_port,
+        key=os.environ[WEIGHTS_KEY], ssl=tls.server_context(f),
+    )  # fmt: skip
+    server = asyncio.run_coroutine_threadsafe(opening, loop).result(SERVER_START_S)
+    return f"{'https' if f.tls_cert else 'http'}://{network.in_url(host)}:{server.port}"
+
+
+def crashed(who: str, error: Exception, log: Path) -> WindfallError:
+    """The error for the user if restarts do not help."""
+    line = errors.last_line(error)
+    fix = "The traceback is at the end of that file. `windfall resume` continues from the last checkpoint."
+    if "out of memory" in line.lower() or isinstance(error, MemoryError):
+        less = "Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true"
+        fix = f"{less}; train.ranks and train.offload make the trainer's part of each GPU smaller. {fix}"
+    return WindfallError(f"{who} failed: {line}", where=str(log), fix=fix)

@@ -1,0 +1,134 @@
+"""A model split over the trainer's ranks with FSDP2: every rank holds some rows of every weight.
+
+The parameters are float32 and are the masters; a layer is gathered in the compute dtype when it runs, forward and
+backward. Gradients are summed over the ranks in float32 and divided once, by the optimizer. Rules:
+
+- every decoder layer is a group of its own; the rest (embedding, last norm, head) belongs to the root, so that weights
+  which are tied across them stay in one group;
+- reductions are sums. FSDP2 divides by the number of ranks by default, but not with gloo, and reports no error;
+- a model is built without values and filled from rank 0, tensor by tensor: no rank but the first ever holds more than
+  one whole layer.
+
+`Shard` is what the rest of the program sees of a weight: the rows of this rank, and where they belong. An unsharded
+tensor is one shard with all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from windfall.models import attention
+from windfall.trainer.model.policy import Policy
+from windfall.trainer.ranks.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Shard:
+    """The rows of a tensor that this rank holds."""
+
+    local: Tensor
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    first_row: int = 0
+
+
+def sharded_policy(
+    config: Any, source: Mapping[str, Tensor] | None, ranks: Ranks, *, dtype: torch.dtype, offload: bool = False,
+    trained: bool = True, prepare: Callable[[Any], None] = lambda model: None,
+) -> Policy:  # fmt: skip
+    """The model of a configuration, split over the ranks, computing in `dtype`. Rank 0 passes its tensors. `prepare`
+    may change the module before it is split, for example add adapters. Weights that are not trained are stored in the
+    compute dtype, too."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32 if trained else dtype, attn_implementation=attention.NAME
+        )
+    prepare(model.eval().requires_grad_(trained))
+    for p in model.parameters():
+        if not p.requires_grad and p.is_floating_point():
+            p.data = p.to(dtype)
+    policy = Policy(model, dtype=dtype, device=torch.device(ranks.device))
+    _split(policy, decoder_layers(model), ranks, dtype=dtype, offload=offload)
+    fill(model, source, ranks)
+    return policy
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The layers that are gathered one at a time."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found: list[torch.nn.Module] = list(getattr(model.get_decoder(), "layers", ()))
+    return found or [m for m in model.modules() if type(m).__name__ in names]
+
+
+def _split(root: torch.nn.Module, layers: Any, ranks: Ranks, *, dtype: torch.dtype, offload: bool) -> None:
+    """Give an empty model memory and split it over the ranks, in place: layer after layer, so that no more than one is
+    whole at a time. `layers` are the decoder layers within `root`; `dtype` is the one to compute in."""
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Locked pages make copies to a GPU fast; without a GPU there is nothing to lock them for.
+    place = CPUOffloadPolicy(pin_memory=ranks.device == "cuda") if offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": ranks.mesh(), "mp_policy": precision, "offload_policy": place}
+    for module in (*layers, root):
+        _allocate(module, ranks.device)
+        fully_shard(module, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _allocate(module: torch.nn.Module, device: str) -> None:
+    """Replace every tensor without memory by an uninitialized one. Tied parameters stay tied, unlike in `to_empty`."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is not None and p.is_meta:
+                if id(p) not in made:
+                    made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+                part._parameters[name] = made[id(p)]
+        for name, b in part._buffers.items():
+            if b is not None and b.is_meta:
+                part._buffers[name] = torch.empty_like(b, device=device)
+
+
+def fill(model: Any, source: Mapping[str, Tensor] | None, ranks: Ranks) -> None:
+    """Copy all parameters and buffers from rank 0, which passes them as `source`; the other ranks pass None."""
+    for name, target in (*model.named_parameters(), *model.named_buffers()):
+        whole = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
+        if source is not None:
+            whole.copy_(source[name])
+        ranks.broadcast_tensor(whole)
+        with torch.no_grad():
+            rows(target).copy_(whole[slice_of(target)] if target.dim() else whole)
+
+
+def is_sharded(t: Tensor) -> bool:
+    return isinstance(t, DTensor)
+
+
+def rows(t: Tensor) -> Tensor:
+    """The rows of a tensor that this rank holds, without a copy."""
+    return t.to_local().detach() if isinstance(t, DTensor) else t.detach()
+
+
+def as_shard(t: Tensor, local: Tensor | None = None) -> Shard:
+    """`t` as a shard; `local` is another tensor that is split like it, such as a moment of the optimizer."""
+    local = rows(t) if local is None else local
+    return Shard(local=local, shape=tuple(t.shape), first_row=slice_of(t).start)
+
+
+def slice_of(t: Tensor) -> slice:
+    """The rows of a tensor that this rank holds: FSDP2 gives every rank the same number, and the last ones fewer."""
+    if not isinstance(t, DTensor):
+        return slice(0, t.shape[0] if t.dim() else None)
+    mesh = t.device_mesh
+    each = -(-t.shape[0] // mesh.size())
+    first = min(mesh.get_local_rank() * each, t.shape[0])
+    return slice(first, min(first + each, t.shape[0]))

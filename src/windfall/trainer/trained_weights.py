@@ -1,0 +1,177 @@
+"""What a run trains, saves and publishes: all weights of a model, or adapters of a base model that stays as it is.
+
+    without [train.lora]   checkpoint: model            published: all weights
+    with [train.lora]      checkpoint: adapter (PEFT)   published: the base once, and the adapter with every version
+
+A run never changes from one to the other, and its base never changes. Both are checked here, too, because the recipe
+and the base are files that people edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windfall.errors import WindfallError
+from windfall.models import load
+from windfall.recipe import Recipe
+from windfall.trainer import checkpoint
+from windfall.trainer.checkpoint import IntactCheckpoint
+from windfall.weights import adapter_folder
+from windfall.weights.adapter_folder import AdapterBase
+
+NO_ADAPTER = "the last checkpoint is a whole model, but the recipe has [train.lora]"
+NO_MODEL = "the last checkpoint is an adapter, but the recipe has no [train.lora]"
+
+
+@dataclass(kw_only=True)
+class TrainedWeights:
+    model: Any
+    """The module, with adapters attached if there are any."""
+    adapters: Any = None
+    """The trainer.model.lora.Adapters of the module; None if all weights are trained."""
+    base: AdapterBase | None = None
+    """The base of the adapters."""
+    _base_digest: str = ""
+    """Digest of the published base."""
+
+    @property
+    def saved(self) -> Any:
+        """What a checkpoint holds."""
+        return self.model if self.adapters is None else self.adapters
+
+    def facts(self) -> dict[str, int | float | str | bool]:
+        """For the event log."""
+        total = sum(p.numel() for p in self.model.parameters())
+        if self.adapters is None:
+            return {"parameters": total}
+        trained = self.adapters.parameters
+        return {"parameters": total - trained, "adapter_parameters": trained, "adapter_rank": self.adapters.config.rank}
+
+    def publish(self, publisher: Any, version: int, *, copied: Callable[[], None] | None = None) -> Any:
+        """Publish the present weights as this version. Returns their manifest. `copied` is called once they may change
+        again."""
+        if self.adapters is None:
+            return publisher.publish(version, _shards(self.model.state_dict()), copied=copied)
+        if not self._base_digest:
+            self._base_digest = publisher.publish_base(_shards(self.adapters.base_tensors())).digest
+        tensors, scale = _shards(self.adapters.tensors()), self.adapters.scale
+        return publisher.publish(version, tensors, copied=copied, base=self._base_digest, scale=scale)
+
+    def write_published(self, module: Any, publisher: Any, orders: Any, folder: Path) -> None:
+        """Write what a checkpoint holds if the weights are split over ranks: no rank has all of them, but the version
+        that was published last is complete. `module` gives the configuration and the names of a whole model; its
+        tensors need no memory. `orders` let all ranks `collect` that version."""
+        from windfall.weights.local_copy import views
+
+        buffer, version = orders.call("collect"), publisher.readable[0]
+        tensors = views(buffer.mapped, version.manifest)
+        try:
+            if self.adapters is not None:
+                adapter_folder.write(folder, self.adapters.config, tensors)
+                return
+            module.load_state_dict(tensors, assign=True)
+            module.save_pretrained(folder)
+        finally:
+            module.to("meta")
+            if buffer is not version.buffer:
+                buffer.close()
+
+    def reference(self, recipe: Recipe, *, dtype: str, device: str) -> Any:
+        """The reference of the KL penalty: the model of the recipe, or the adapters, which are switched off for it."""
+        if self.adapters is not None:
+            return self.adapters
+        return load.load(recipe.model.path, dtype=dtype, device=device)
+
+    def merged(self) -> Any:
+        """The module for the trainer's own engine (own_engine/merged_model.py); None if the engine shares this one."""
+        if self.adapters is None:
+            return None
+        from windfall.trainer.own_engine.merged_model import MergedModel
+
+        return MergedModel(self.model)
+
+
+def collect(publisher: Any, ranks: Any) -> Any:
+    """A buffer with all bytes of the version that was published last, on rank 0. Every rank calls this. On one machine
+    it is the buffer that all ranks wrote; otherwise a copy, in memory or else in a file, which gets the rows of the
+    other machines."""
+    import numpy as np
+    import torch
+
+    from windfall.trainer.ranks.remote_rows import send_to_first
+    from windfall.weights.buffers import Buffer
+
+    version = publisher.readable[0]
+    plan, mine = version.plan, version.buffer.data
+    if not plan.sources:
+        return version.buffer
+    parts = plan.parts(ranks.rank) if plan.shares[ranks.rank].leader == ranks.rank else []
+    if not ranks.first:
+        send_to_first(ranks, [(a, torch.from_numpy(mine[a:b])) for a, b in parts], lambda at, data: None)
+        return None
+    whole = Buffer(plan.nbytes, publisher.folder)
+    for start, stop in parts:
+        whole.data[start:stop] = mine[start:stop]
+
+    def write(at: int, data: memoryview) -> None:
+        whole.data[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+    send_to_first(ranks, (), write)
+    return whole
+
+
+def _shards(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors as a publisher takes them: only the rows of this rank if a tensor is split over ranks."""
+    from windfall.trainer.ranks.sharding import as_shard, is_sharded
+
+    return {name: as_shard(t) if is_sharded(t) else t for name, t in tensors.items()}
+
+
+def update_bytes(publisher: Any) -> int:
+    """The bytes that a worker with the previous version must pull for the newest one."""
+    return publisher.readable[0].update_bytes
+
+
+def model_to_load(recipe: Recipe, found: IntactCheckpoint | None) -> str:
+    """Which model the trainer loads: the last checkpoint, or the base of the adapters. Refuses a checkpoint that is an
+    adapter if the recipe trains all weights, and the reverse."""
+    if found is None:
+        return recipe.model.path
+    is_adapter = checkpoint.read_base(found.path) is not None
+    if is_adapter != (recipe.train.lora is not None):
+        fix = "Restore the recipe with which the run began, or start a new run."
+        raise WindfallError(NO_MODEL if is_adapter else NO_ADAPTER, where=str(found.path), fix=fix)
+    return recipe.model.path if is_adapter else str(found.path)
+
+
+def prepare(model: Any, recipe: Recipe, found: IntactCheckpoint | None, *, dtype: str) -> TrainedWeights:
+    """Attach the adapters that the recipe asks for. `model`: the one that `model_to_load` names."""
+    if recipe.train.lora is None:
+        return TrainedWeights(model=model)
+    digest = adapter_folder.base_digest(model.state_dict())
+    base = AdapterBase(path=recipe.model.path, dtype=dtype, digest=digest)
+    folder = found.path if found is not None else None
+    if folder is not None:
+        adapter_folder.check_base(folder, base)
+    return TrainedWeights(model=model, adapters=attach(model, recipe, folder), base=base)
+
+
+def attach_empty(model: Any, adapter: Any) -> Any:
+    """Attach adapters of the same shapes as those with this AdapterConfig. Their values are placeholders."""
+    from windfall.recipe import Lora
+    from windfall.trainer.model import lora
+
+    section = Lora(rank=adapter.rank, alpha=adapter.alpha, targets=list(adapter.targets))
+    return lora.attach(model, section, base=adapter.base, seed=0)
+
+
+def attach(model: Any, recipe: Recipe, checkpoint: Path | None) -> Any:
+    """Attach the adapters of the recipe: those of the checkpoint, or new ones."""
+    from windfall.trainer.model import lora
+
+    assert recipe.train.lora is not None
+    name = str(load.fetch(recipe.model.path))
+    return lora.attach(model, recipe.train.lora, base=name, seed=recipe.run.seed, checkpoint=checkpoint)

@@ -1,0 +1,132 @@
+"""The worker process: from its command line to a running agent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import msgspec
+
+from windfall import errors
+from windfall.devices import describe, restrict, visible_gpus
+from windfall.engine import engine_choice, engine_factory
+from windfall.engine.engine_choice import EngineName
+from windfall.engine.vllm import installed, vllm_factory
+from windfall.errors import WindfallError
+from windfall.link import auth, invitation, tls
+from windfall.link import messages as m
+from windfall.types import Lease
+from windfall.weights.pull import Puller
+from windfall.worker import preemption
+from windfall.worker.agent import Agent
+from windfall.worker.startup import StartupThread, check_device, detect_device
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number
+        return False
+
+
+def check_ranks(device: str, engine: EngineName, tensor_parallel: int) -> None:
+    """Raise WindfallError unless the worker can have this many ranks. `device`: as the user gave it."""
+    where = "--tensor-parallel"
+    if tensor_parallel == 1 or device == "cpu":
+        return
+    if engine == "windfall":
+        what = f"windfall's engine runs on one device, but --tensor-parallel is {tensor_parallel}"
+        raise WindfallError(what, where=where, fix="Use --engine vllm, or one worker for each GPU.")
+    if device.startswith("cuda:"):
+        what = f"--device {device} is one GPU, but --tensor-parallel is {tensor_parallel}"
+        raise WindfallError(what, where=where, fix="Use --device cuda, and select GPUs with CUDA_VISIBLE_DEVICES.")
+    seen = len(visible_gpus(os.environ))
+    if 0 < seen < tensor_parallel:  # 0: unknown, or a CPU
+        what = f"this process sees {seen} GPUs, but --tensor-parallel is {tensor_parallel}"
+        raise WindfallError(what, where=where, fix=f"Use --tensor-parallel {seen}, or set CUDA_VISIBLE_DEVICES.")
+
+
+def devices_held(device: str, tensor_parallel: int) -> str:
+    """All devices of a worker, as a lease names them: the price is that of all together.
+
+    >>> devices_held("NVIDIA H200", 4), devices_held("NVIDIA H200", 1), devices_held("cpu", 2)
+    ('4x NVIDIA H200', 'NVIDIA H200', 'cpu')
+    """
+    return f"{tensor_parallel}x {device}" if tensor_parallel > 1 and device != "cpu" else device
+
+
+def main(
+    url: str, token: str, *, name: str, kind: Any, device: str, region: str, price_usd_per_h: float, threads: int,
+    share: float, clouds: str, ca: Path | None, patience_s: float, engine: EngineName = "auto",
+    tensor_parallel: int = 1,
+) -> None:  # fmt: skip
+    """Join a run and work for it; exits the process with the agent's status. `token`: the run's token, or the file that
+    holds it. `share`: share of the free memory for the KV cache. `engine`: which engine; "auto" leaves it to the run.
+    `tensor_parallel`: number of GPUs that the engine spans."""
+    if not _is_address(url):
+        what = f"{url!r} is not the address of a controller"
+        raise WindfallError(what, where="--join", fix="Give http://HOST:PORT.")
+    context = tls.client_context(url, ca=ca, pinned=os.environ.get("WINDFALL_TLS_PIN", ""))
+    token = invitation.token(token, patience_s)
+    check_ranks(device, engine, tensor_parallel)
+    device = restrict(device)  # before any thread asks for a device
+    # Of the engines, only vLLM spans several devices. It must initialize CUDA itself, in other processes.
+    vllm = engine == "vllm" or tensor_parallel > 1
+    if vllm:
+        installed.check("cpu" if device == "cpu" else (detect_device(device) or ("cuda",))[0])
+    start = StartupThread(device, threads, vllm=vllm)  # takes seconds, so the arguments are checked before
+    glanced = detect_device(device)
+    held = devices_held(glanced[1] if glanced else describe(start.chosen_device()), tensor_parallel)
+    lease = Lease(kind=kind, device=held, region=region, price_usd_per_h=price_usd_per_h)
+
+    def build_engine(spec: m.EngineSpec) -> tuple[Any, int]:
+        found = start.chosen_device()
+        if glanced is not None:
+            check_device(glanced, found)
+        choice = engine_choice.choose(spec, found, asked=engine, tensor_parallel=tensor_parallel)
+        print(choice, file=sys.stderr, flush=True)
+        if choice.name == "vllm":
+            built, slots, took = vllm_factory.build(spec, found, share=share, tensor_parallel=tensor_parallel)
+        else:
+            built, slots, took = engine_factory.build_engine_timed(spec, found, share=share)
+        start.took = msgspec.structs.replace(start.took, build_s=took.build_s, warm_s=took.warm_s)
+        return built, slots
+
+    async def run() -> int:
+        agent = Agent(
+            url, token, name=name or f"{socket.gethostname()}-{os.getpid()}", lease=lease,
+            build=build_engine,
+            puller=Puller(key=auth.weights_key(token), ssl=context, shared=tensor_parallel > 1),
+            boot=lambda: start.took, ssl=context, patience_s=patience_s,
+        )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        preemption.on_sigterm(loop, agent.warned)
+        interrupt = preemption.PreemptionNotice(source="ctrl-c", left_s=None, detail="interrupted by the user")
+
+        def leave() -> None:
+            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends the process at once
+            agent.warned(interrupt)
+
+        loop.add_signal_handler(signal.SIGINT, leave)
+        return await agent.run("auto" if clouds == "auto" else () if clouds == "none" else clouds.split(","))
+
+    async def run_and_exit() -> NoReturn:
+        """Exit the process from inside the loop: `asyncio.run` would wait without limit for a thread that pulls
+        weights, and the engine's thread may be in the middle of a step whose result is no longer needed."""
+        code = await errors.guard(run())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    try:
+        asyncio.run(run_and_exit())
+    except BaseException:  # raised again once the background import has ended
+        start.join()
+        raise

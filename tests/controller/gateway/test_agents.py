@@ -1,0 +1,230 @@
+"""Recipes with agents: what is refused before anything starts, and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall import recipe as config
+from windfall import run_folder
+from windfall.controller.gateway import agents
+from windfall.envs import held_out
+from windfall.envs.base import HELD_OUT
+from windfall.envs.hosting import evaluation_data, recipe_host
+from windfall.errors import WindfallError
+from windfall.models import tokenizer
+from windfall.models.load import TINY
+from windfall.run import recipe_check, resume_check
+from windfall.run_folder import with_absolute_paths
+from windfall.types import Turn
+
+
+def recipe(**env: Any) -> config.Recipe:
+    return config.parse({"env": {"name": "agent", **env}}, "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({}, "set either command or function"),
+        ({"command": "a", "function": "b:c"}, "set either command or function"),
+        ({"command": "a", "reward": "grader"}, "needs a section [env.tasks]"),
+        ({"function": "no colon"}, "env.function"),
+        ({"command": "a", "memory_mb": 20}, "at least 128"),
+    ],
+)
+def test_invalid_sections(env: dict[str, Any], said: str) -> None:
+    with pytest.raises(WindfallError) as e:
+        recipe(**env)
+    assert said in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"command": "no-such-program --fast"}, "there is no program 'no-such-program'"),
+        ({"function": "no_such_module:run"}, "there is no module 'no_such_module'"),
+        ({"command": "x", "concurrency": 10**9}, "agents at once need"),
+        ({"function": "agent_programs:tlak"}, "there is no 'tlak' in agent_programs"),
+    ],
+)
+def test_agent_that_cannot_be_started(env: dict[str, Any], said: str) -> None:
+    with pytest.raises(WindfallError) as e:
+        agents.check(recipe(**env))
+    assert said in str(e.value)
+    assert e.value.fix
+
+
+def test_context_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    r = recipe(command="python x.py", context=300, tasks={"name": "jsonl", "path": "rows.jsonl"})
+    assert agents.context_of(r, 512) == 300
+    assert agents.context_of(recipe(command="x"), 512) == 512
+    with pytest.raises(WindfallError, match=r"env\.context: context = 300 tokens, but the model's context is 256"):
+        agents.context_of(r, 256)
+    assert agents.prompts(r, 512) == [300 - r.rollout.max_tokens]
+    absolute = with_absolute_paths(r).env
+    assert isinstance(absolute, config.AgentEnv)
+    assert absolute.tasks is not None
+    assert absolute.tasks.path == tmp_path / "rows.jsonl"  # type: ignore[union-attr]
+    program = agents.program(absolute, tmp_path / "runs")
+    assert program.command == ["python", "x.py"]
+    assert (program.directory, program.hidden) == (str(tmp_path), [str(tmp_path / "runs")])
+    monkeypatch.chdir("/")
+    assert with_absolute_paths(with_absolute_paths(r).model_copy(update={"env": absolute})).env == absolute
+
+
+REWARDS = """
+def brevity(completions, **columns):
+    return [1.0 / (1 + len(text)) for text in completions]
+
+
+def of_tokens(completions, completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+def rows(path: Path, *prompts: str) -> str:
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in prompts))
+    return str(path)
+
+
+def with_dataset(folder: Path, *rewards: str) -> config.Recipe:
+    (folder / "rewards.py").write_text(REWARDS)
+    tasks = {"name": "dataset", "path": rows(folder / "train.jsonl", "a", "b"), "rewards": list(rewards)}
+    env = {"name": "agent", "command": "python x.py", "reward": "grader", "tasks": tasks}
+    return config.parse({"env": env, "eval": {"path": rows(folder / "test.jsonl", "c"), "tasks": 9}}, "recipe.toml")
+
+
+def test_data_set_gives_tasks_and_grades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    r = with_absolute_paths(with_dataset(tmp_path, "exact", "rewards.py:brevity"))
+    assert r.task_env.rewards == ["exact", f"{tmp_path / 'rewards.py'}:brevity"]  # type: ignore[union-attr]
+
+    async def ask() -> tuple[str, str, tuple[tuple[str, float], ...]]:
+        async with recipe_host(r) as host:
+            await host.ready()
+            task, other = await host.task(0, 30.0), await host.task(HELD_OUT, 30.0)
+            feedback = await host.feedback(0, task, [Turn(text="1")], 30.0)
+            return str(task.prompt), str(other.prompt), feedback.scores
+
+    trained, evaluated, scores = asyncio.run(ask())
+    assert (trained in ("a", "b"), evaluated) == (True, "c")
+    assert [score for _, score in scores] == [1.0, 0.5]
+    described = held_out.describe(r.env, r.eval.tasks, evaluation_data(r))
+    assert (described.tasks, described.description) == (1, "1 rows of test.jsonl")
+    assert recipe_check.check(r).startswith("agent: python x.py; environment Dataset: built task")
+
+
+def test_data_set_of_an_agent_is_compared_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    r = with_dataset(tmp_path, "exact")
+    folder = run_folder.new_folder(r)
+    run_folder.check_data(r, folder)
+    rows(tmp_path / "train.jsonl", "a", "b", "d")
+    with pytest.raises(WindfallError, match="the data has changed"):
+        run_folder.check_data(r, folder)
+
+
+def test_data_set_of_an_agent_may_move_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    r = with_dataset(tmp_path, "exact")
+    folder = run_folder.new_folder(r)
+    moved = (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
+    elsewhere = config.load(folder / "recipe.toml", [f"env.tasks.path='{moved}'"])
+    (found,) = resume_check.check_changes(elsewhere, folder)
+    assert (found.key, found.verdict) == ("env.tasks.path", "free")
+    assert config.token_settings(elsewhere) == config.token_settings(config.load(folder / "recipe.toml"))
+    rows(moved, "a", "b", "d")
+    with pytest.raises(WindfallError, match=r"moved\.jsonl instead of .*train\.jsonl"):
+        resume_check.check_changes(elsewhere, folder)
+    other = config.load(folder / "recipe.toml", ["env.tasks.system_prompt='Be brief.'"])
+    with pytest.raises(WindfallError, match=r"env\.tasks\.system_prompt"):
+        resume_check.check_changes(other, folder)
+    assert config.token_settings(other) != config.token_settings(elsewhere)
+
+
+def test_grader_that_asks_for_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WindfallError, match="completion_ids") as e:
+        recipe_check.check(with_dataset(tmp_path, "rewards.py:of_tokens"))
+    assert e.value.where == "env.tasks.rewards"
+
+
+def test_errors_name_the_agent() -> None:
+    assert recipe_host(recipe(command="x")).name == "agent"
+
+
+def test_chat_section_holds_for_agents() -> None:
+    given, stop = tokenizer.load(TINY), frozenset[int]()
+    messages = [{"role": "user", "content": "1+"}, {"role": "user", "content": "2="}]
+
+    def shown(**section: Any) -> str:
+        r = config.parse({"env": {"name": "agent", "command": "x"}, "chat": section}, "recipe.toml")
+        return given.decode(list(agents.chat(r, given, stop).prompt(messages)), skip_special_tokens=True)
+
+    assert shown() == "1+2="  # the tiny model has no template
+    template = "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}"
+    assert shown(template=template, arguments={"mark": "3"}) == "1+32=3"
+    assert shown(template=template, enabled=False) == "1+2="
+
+
+def test_stop_strings_are_those_of_the_agent() -> None:
+    with pytest.raises(WindfallError, match=r"rollout\.stop"):
+        config.parse({"env": {"name": "agent", "command": "x"}, "rollout": {"stop": ["."]}}, "recipe.toml")
+
+
+def test_run_without_a_gateway(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="not a run"):
+        agents.address(tmp_path)
+    (tmp_path / "recipe.toml").touch()
+    with pytest.raises(WindfallError, match="no gateway"):
+        agents.address(tmp_path)
+
+
+EVALUATED = """
+[run]
+threads = 1
+[env]
+name = "agent"
+function = "agent_programs:sums"
+[chat]
+template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+[rollout]
+max_tokens = 32
+[eval]
+pass_at = [1, 2]
+"""
+
+
+def test_evaluation_without_a_run(windfall: Callable[..., tuple[int, str, str]]) -> None:
+    Path("agent.toml").write_text(EVALUATED)
+    with socket.socket() as taken:  # by the gateway of a run, which eval must not need
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f"env.port={taken.getsockname()[1]}"
+        command = ("eval", "tiny", "--recipe", "agent.toml", "--tasks", "3", "--show", "1", "--set", port)
+        code, out, errors = windfall(*command)
+    assert (code, errors) == (0, "")
+    assert "reward 0." in out
+    assert "on 3 held-out tasks of agent" in out
+    assert "pass@1" in out
+    assert "pass@2" in out
+    assert "rewards missing 0" in out
+    assert "=" in out.splitlines()[1], "the agent's prompts are shown with what the policy said"
+    assert windfall(*command)[1] == out, "the seeds are those of the recipe"
+
+
+def test_evaluation_of_a_failing_agent(windfall: Callable[..., tuple[int, str, str]]) -> None:
+    Path("agent.toml").write_text(EVALUATED)
+    program = ("--set", "env.function=agent_programs:fails", "--set", 'env.options={ how = "raise" }')
+    code, _, errors = windfall("eval", "tiny", "--recipe", "agent.toml", "--tasks", "1", *program)
+    assert code == 2
+    assert "no response of 1 held-out tasks got a reward" in errors
+    assert "no such tool" in errors

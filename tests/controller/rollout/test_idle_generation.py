@@ -1,0 +1,60 @@
+"""The trainer's engine in asynchronous training: simulated runs with few workers, with many and with none."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.events.log import read
+from windfall.recipe import load
+from windfall.sim.core.run import Simulation, simulate
+from windfall.sim.core.scenario import build
+from windfall.types import LOCAL
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "sim-harvest.toml"
+STEADY = ["trace.mean_up_s=1e7", "trace.mean_down_s=1"]
+
+
+def run(folder: Path, *sets: str, steps: int = 8) -> tuple[list[dict[str, Any]], float]:
+    """The step events, and the share of all tokens that the trainer's engine generated."""
+    keys = ["sim.granule=8", f"run.steps={steps}", *STEADY, *sets]
+    done: Simulation = simulate(build(load(RECIPE, keys)), folder / "log.jsonl")
+    members = done.dispatch.members.all.values()
+    local, total = sum(m.generated for m in members if m.name == LOCAL), sum(m.generated for m in members)
+    events = read(folder / "log.jsonl")
+    return [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")], local / total
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_run_without_other_workers_completes(tmp_path: Path, staleness: int) -> None:
+    steps, share = run(tmp_path, "trace.nodes=0", f"rollout.staleness={staleness}")
+    assert (len(steps), share) == (8, 1.0)
+    assert all(e["groups"] == 48 and e["staleness_max"] <= staleness for e in steps)
+
+
+def test_run_without_seeding_and_without_other_workers_completes(tmp_path: Path) -> None:
+    steps, share = run(tmp_path, "trace.nodes=0", "rollout.staleness=1", "techniques.seeding=false", steps=3)
+    assert (len(steps), share) == (3, 1.0)
+
+
+def test_engine_takes_part_while_the_trainer_waits_and_rests_otherwise(tmp_path: Path) -> None:
+    _, few = run(tmp_path, "trace.nodes=2", "rollout.staleness=2")
+    _, many = run(tmp_path, "trace.nodes=10", "rollout.staleness=2")
+    _, off = run(tmp_path, "trace.nodes=2", "rollout.staleness=2", "techniques.seeding=false")
+    assert few > 0.2
+    assert many < 0.15
+    assert off < 0.05, "it may generate until the first worker has its weights"
+
+
+def test_rates_of_a_step_cover_the_time_since_the_step_before(tmp_path: Path) -> None:
+    """Before the first step the run waits for an evaluation, and generation goes on meanwhile."""
+    steps, _ = run(tmp_path, "trace.nodes=4", "rollout.staleness=1", "eval.tasks=32", steps=4)
+    for before, e in pairwise(steps):
+        assert e["counted_s"] == pytest.approx(e["t"] - before["t"])
+    for e in steps:
+        assert e["tok_per_s"] == pytest.approx((e["made"] - e["restored"]) / e["counted_s"])
+        assert 0 <= e["held_s"] <= e["counted_s"] + 1.0
+    assert steps[0]["counted_s"] > steps[0]["s"] + 1.0

@@ -1,0 +1,47 @@
+"""AstraFlow's rule: bounds, direction, and that it settles on a fleet that keeps the trainer busy."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windfall.controller.scheduling.wait_share import FEWER_BELOW, MORE_ABOVE, SPARE, wanted_workers
+
+shares = st.floats(0, 1)
+
+
+@given(workers=st.integers(0, 1000), wait=shares, held=shares)
+def test_it_adds_only_if_the_trainer_waits_and_removes_only_if_it_does_not(
+    workers: int, wait: float, held: float
+) -> None:
+    wanted = wanted_workers(workers, wait_share=wait, held_share=held)
+    assert wanted >= 1, "the last worker stays: without any, nothing could be measured"
+    if wait > MORE_ABOVE:
+        assert wanted > workers
+    elif wait < FEWER_BELOW:
+        assert wanted <= max(1, workers)
+    else:
+        assert wanted == max(1, workers)
+
+
+@given(workers=st.integers(1, 1000), waits=st.tuples(shares, shares), held=st.tuples(shares, shares))
+def test_it_is_monotonic(workers: int, waits: tuple[float, float], held: tuple[float, float]) -> None:
+    low, high = (wanted_workers(workers, wait_share=w, held_share=held[0]) for w in sorted(waits))
+    assert low <= high
+    more, fewer = (wanted_workers(workers, wait_share=0.0, held_share=h) for h in sorted(held))
+    assert fewer <= more
+
+
+@given(train=st.floats(100, 1e5), each=st.floats(100, 1e4), start=st.integers(1, 200))
+def test_it_settles_on_a_fleet_that_keeps_the_trainer_busy(train: float, each: float, start: int) -> None:
+    """Throughput is the lower of the two rates, and each side waits for the other."""
+    workers = start
+    for _ in range(12):
+        fleet = workers * each
+        wait, held = max(0.0, 1 - fleet / train), max(0.0, 1 - train / fleet)
+        before, workers = workers, wanted_workers(workers, wait_share=wait, held_share=held)
+    assert workers == before
+    enough = train / each
+    assert (1 - MORE_ABOVE) * enough - 1e-6 <= workers <= max(1, math.ceil(SPARE * enough)) + 1

@@ -1,0 +1,134 @@
+"""What fleet.json says about staleness, and that `windfall top` reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.controller.assembly import ControllerLife
+from windfall.controller.fleet_report import FleetReport, read_history
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.events.log import Clock, EventLog, read
+from windfall.link.messages import Capacity
+from windfall.recipe import parse
+from windfall.run.views import top
+from windfall.run.views.console import summarize
+from windfall.types import Lease
+
+STEP = {
+    "staleness_mean": 0.44, "staleness_max": 1, "staleness_counts": [5, 4], "too_old": 3, "too_old_tokens": 1204,
+    "held_s": 0.41, "train_wait_s": 1.2,
+}  # fmt: skip
+SHOWN = {
+    "bound": 2, "counts": [5, 4], "mean": 0.44, "max": 1, "too_old": 3, "too_old_tokens": 1204, "held_s": 0.41,
+    "train_wait_s": 1.2,
+}  # fmt: skip
+
+
+@contextmanager
+def report(folder: Path, *, staleness: int) -> Iterator[FleetReport]:
+    events = EventLog(folder / "events.jsonl")
+    recipe = parse({"rollout": {"staleness": staleness}}, where="here")
+    yield FleetReport(recipe, Dispatch(events=events), events)
+    events.close()
+
+
+def written(fleet: FleetReport) -> dict[str, Any]:
+    """The snapshot as the file has it: strict JSON."""
+    return json.loads(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None), allow_nan=False))
+
+
+def test_snapshot_has_the_staleness_of_the_last_step(tmp_path: Path) -> None:
+    with report(tmp_path, staleness=2) as fleet:
+        assert written(fleet)["staleness"] is None  # before the first step
+        fleet.note_staleness(STEP)
+        assert written(fleet)["staleness"] == SHOWN
+        fleet.note_staleness({**STEP, "staleness_max": 2, "too_old": 0})
+        assert written(fleet)["staleness"] == SHOWN | {"max": 2, "too_old": 0}
+        fleet.note_staleness(None)
+        assert written(fleet)["staleness"] is None
+
+
+def test_snapshot_and_summary_count_the_same_tokens(tmp_path: Path) -> None:
+    """Neither counts evaluations, tokens from the journal, or steps that a resume made void, also not after a restart
+    of the controller."""
+    path = tmp_path / "events.jsonl"
+    values = {"reward": 0.5, "s": 1.0, "missing": 0, "trained": 90}
+    with report(tmp_path, staleness=0) as fleet:
+        log = fleet._events
+        log.scalar("eval", step=0, reward=0.5, lengths=[24])
+        for step in (1, 2):
+            log.scalar("step", step=step, made=100, restored=10, **values)
+        log.instant("resumed", step=1)
+        log.scalar("step", step=2, made=1000, restored=0, **values)
+        assert written(fleet)["generated"] == 1090
+    lines = summarize(read(path), tmp_path, finished=True)
+    assert "1,090 generated" in "".join(lines)
+    log = EventLog(path)
+    restarted = ControllerLife(parse({}, where="here"), log, None, resumed=True).report
+    assert written(restarted)["generated"] == 1090
+    log.close()
+
+
+@pytest.mark.parametrize("set_s", [0.0, -7200.0, 3600.0 * 24])
+@pytest.mark.parametrize("when", ["before the last bill", "after it", "while no controller runs"])
+def test_time_that_is_billed_does_not_depend_on_the_wall_clock(tmp_path: Path, set_s: float, when: str) -> None:
+    """The wall clock is set at some moment. A controller is killed after its last bill, and the next one must neither
+    bill that time again nor leave out what follows."""
+    wall, elapsed_s = 1.7e9, 500.0
+
+    def passes(s: float, moment: str) -> None:
+        nonlocal wall, elapsed_s
+        wall, elapsed_s = wall + s + set_s * (moment == when), elapsed_s + s
+
+    clock = Clock(wall=lambda: wall, monotonic=lambda: elapsed_s)
+    log = EventLog(tmp_path / "events.jsonl", clock=clock)
+    log.instant("start")
+    passes(10.0, "before the last bill")
+    log.scalar("step", step=1, bill={"holders": {}})
+    passes(10.0, "after it")
+    log.instant("activity")
+    log.close()
+    passes(30.0, "while no controller runs")
+    log = EventLog(tmp_path / "events.jsonl", clock=clock)
+    assert read_history(log).billed_s == pytest.approx(510.0)
+    log.close()
+
+
+@pytest.mark.parametrize("mean", [float("nan"), None])
+def test_step_without_trained_responses_has_no_mean(tmp_path: Path, mean: float | None) -> None:
+    with report(tmp_path, staleness=2) as fleet:
+        fleet.note_staleness({**STEP, "staleness_mean": mean})
+        assert written(fleet)["staleness"] == SHOWN | {"mean": None}
+
+
+def test_synchronous_run_has_no_staleness(tmp_path: Path) -> None:
+    with report(tmp_path, staleness=0) as fleet:
+        fleet.note_staleness(None)
+        assert written(fleet)["staleness"] is None
+        fleet.note_staleness({"train_wait_s": 1.0})
+        assert written(fleet)["staleness"] is None
+
+
+def test_top_reads_the_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with report(tmp_path, staleness=2) as fleet:
+        fleet.note_staleness(STEP)
+        (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
+    top.show(tmp_path, once=True)
+    line = "mean 0.4, max 1, bound 2; lag 0:5 1:4; too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
+    assert f"staleness of the last step: {line}" in capsys.readouterr().out
+
+
+def test_snapshot_has_what_lenders_reported(tmp_path: Path) -> None:
+    with report(tmp_path, staleness=0) as fleet:
+        members = fleet._dispatch.members
+        member = members.join("l", Lease(kind="borrowed", device="cpu"), 0.0, lends=True)
+        assert "lender" not in written(fleet)["workers"][0]
+        member.slots, member.capacity = 8, Capacity(slots=3, state="pressure", use=0.5, lent=0.1, slack_s=0.2)
+        reported = {"in_use": False, "slots": 3, "state": "pressure", "use": 0.5, "lent": 0.1, "slack_s": 0.2}
+        assert written(fleet)["workers"][0]["lender"] == reported

@@ -1,0 +1,128 @@
+"""Building an engine: sizes from free memory, one process at a time, and errors with a fix. Not covered: a real GPU
+that runs out of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from windfall import devices
+from windfall.engine import engine_factory
+from windfall.errors import WindfallError
+from windfall.link.messages import EngineSpec
+from windfall.run import local_worker as local_engine
+
+CONFIG = LlamaConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, max_position_embeddings=4096,
+)  # fmt: skip
+TOKEN_BYTES = 2 * 2 * 1 * 16 * 4
+
+
+def spec(**changed: Any) -> EngineSpec:
+    how = {"kv_tokens": 0, "max_running": 8, "longest": 64, "wanted": 8, **changed}
+    return EngineSpec(
+        model_config=CONFIG.to_json_string(), dtype="float32", page_size=16, max_rows=64, deterministic=False, **how
+    )
+
+
+@pytest.mark.parametrize(
+    ("free_tokens", "share", "kv_tokens"), [(10**6, 0.5, 8 * 64), (400, 0.5, 200), (200, 0.5, 100), (128, 0.5, 64)]
+)
+def test_cache_uses_only_its_share_of_free_memory(
+    monkeypatch: pytest.MonkeyPatch, free_tokens: int, share: float, kv_tokens: int
+) -> None:
+    monkeypatch.setattr(engine_factory, "free_bytes", lambda device: free_tokens * TOKEN_BYTES)
+    assert engine_factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", share) == (8, kv_tokens)
+
+
+def test_room_for_less_than_one_response_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_factory, "free_bytes", lambda device: 100 * TOKEN_BYTES)
+    with pytest.raises(WindfallError, match="room for 50 tokens; one response may have 64") as e:
+        engine_factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", 0.5)
+    assert e.value.where == "fleet.worker_memory"
+    assert engine_factory.engine_sizes(spec(kv_tokens=48), TOKEN_BYTES, "cpu", 0.5) == (8, 48)  # somebody has said so
+
+
+def test_out_of_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(engine_factory, "_build_engine", full)
+    with pytest.raises(WindfallError, match="not enough memory for the engine: CUDA out of memory") as e:
+        engine_factory.build_engine(spec(), "cuda")
+    assert "fewer workers" in str(e.value.fix)
+
+
+def test_prompt_longer_than_those_of_the_first_tasks_fits() -> None:
+    """The controller knows lengths only from the first tasks. The limit is the size of the cache or of the model."""
+    model = engine_factory.build_full_model(CONFIG.to_dict(), "float32", "cpu")
+    for kv_tokens, limit in ((2048, 2047), (65_536, 4111)):
+        how = {"kv_tokens": kv_tokens, "page_size": 16, "max_running": 4, "max_rows": 64, "version": 0}
+        assert engine_factory._graph_engine(spec(), model, how).limit == limit
+
+
+@pytest.fixture
+def lock_file(monkeypatch: pytest.MonkeyPatch) -> Path:
+    name = f"test-{os.getpid()}"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=name))
+    return Path(tempfile.gettempdir()) / f"windfall-{os.getuid()}-{name}.lock"
+
+
+def test_one_process_at_a_time_allocates_memory(lock_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with devices.gpu_memory_lock("cuda"), open(lock_file) as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(lock_file) as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was released
+        with devices.gpu_memory_lock("cuda", timeout_s=0.2):
+            assert "waited 0.2 s for another worker to allocate its GPU memory" in capfd.readouterr().err
+    lock_file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [
+        (lambda: WindfallError("too little memory", where="cuda"), "too little memory"),
+        (
+            lambda: RuntimeError("shared memory\nand more"),
+            "the trainer's own engine failed: RuntimeError: shared memory",
+        ),
+    ],
+)
+def test_trainer_ends_if_its_own_engine_fails(fails: Callable[[], Exception], why: str) -> None:
+    async def scene() -> None:
+        async def for_ever() -> int:
+            await asyncio.Event().wait()
+            return 0
+
+        async def local() -> None:
+            raise fails()
+
+        async with asyncio.timeout(60):
+            await local_engine.run_beside(for_ever(), asyncio.create_task(local()))
+
+    with pytest.raises(WindfallError, match=why):
+        asyncio.run(scene())
+
+
+def test_run_ends_normally_after_its_local_engine_was_drained() -> None:
+    async def scene() -> int:
+        async def run() -> int:
+            await asyncio.sleep(0.01)
+            return 7
+
+        async def local() -> None: ...
+
+        return await local_engine.run_beside(run(), asyncio.create_task(local()))
+
+    assert asyncio.run(scene()) == 7

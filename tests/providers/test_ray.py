@@ -1,0 +1,201 @@
+"""Ray: a run on a cluster of four nodes, two of which are killed in the middle of a step. Needs `make test-ray`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from providers.recorded_events import RecordedEvents
+from providers.sources import COMMAND, TOKEN, RaySource, Workers, running, url
+
+from windfall.errors import WindfallError
+from windfall.events.log import read
+from windfall.providers.ray import provider as ray_provider
+from windfall.providers.ray.provider import RayClient, RayOptions, RayProvider
+
+RECIPE = """
+[run]
+name = "NAME"
+steps = 4
+device = "cpu"
+threads = 1
+deterministic = true
+[env]
+name = "arithmetic"
+[rollout]
+groups = 8
+group_size = 4
+max_tokens = 96
+[train]
+lr = 1e-3
+[eval]
+tasks = 0
+[checkpoint]
+every = 1
+keep = 9
+[fleet]
+local = false
+"""
+ON_RAY = """
+host = "0.0.0.0"
+[fleet.ray]
+address = "ADDRESS"
+workers = 4
+gpus = 0.0
+worker_threads = 1
+price_usd_per_h = 1.0
+"""
+ON_THIS_MACHINE = "workers = 1\n"
+
+
+def start(folder: Path, name: str, fleet: str) -> subprocess.Popen[bytes]:
+    path = folder / f"{name}.toml"
+    path.write_text(RECIPE.replace("NAME", name) + fleet)
+    with (folder / f"{name}.out").open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "windfall.run.cli", "train", str(path)], cwd=folder, stdout=out, stderr=out,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+
+def wait_until(condition: Any, what: str, within_s: float = 180.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"waited {within_s:g} s for {what}")
+
+
+def generating(run: Path, count: int, step: int) -> bool:
+    """Whether so many workers generate at once, after this step."""
+    try:
+        fleet = json.loads((run / "fleet.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return fleet["step"] >= step and sum(w["running"] > 0 for w in fleet["workers"]) >= count
+
+
+def result(run: Path) -> tuple[list[Any], dict[str, bytes]]:
+    """Rewards and numbers of tokens by step, and the weights of every step."""
+    steps = [e for e in read(run / "events.jsonl") if (e["kind"], e["name"]) == ("scalar", "step")]
+    files = {p.parent.name: p.read_bytes() for p in run.glob("checkpoints/*/model.safetensors")}
+    return [(e["step"], e["reward"], e["responses"], e["made"]) for e in steps], files
+
+
+@pytest.fixture(scope="module")
+def four_nodes() -> Iterator[Any]:
+    pytest.importorskip("ray")
+    from providers.ray_nodes import cluster
+
+    with cluster(nodes=4) as made:
+        yield made
+
+
+@pytest.mark.timeout(600)
+def test_run_whose_nodes_are_killed_ends_with_the_same_weights(tmp_path: Path, four_nodes: Any) -> None:
+    run = tmp_path / "runs" / "disturbed"
+    disturbed = start(tmp_path, "disturbed", ON_RAY.replace("ADDRESS", four_nodes.address))
+    try:
+        wait_until(lambda: disturbed.poll() is not None or generating(run, 4, step=1), "four workers that generate")
+        for node in list(four_nodes.worker_nodes)[:2]:
+            four_nodes.remove_node(node, allow_graceful=False)
+        assert disturbed.wait(300) == 0, (tmp_path / "disturbed.out").read_text()
+    finally:
+        disturbed.kill()
+    events = read(run / "events.jsonl")
+    assert sum(e["name"] == "worker_lost" for e in events) >= 2
+    steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+    assert sum(e["moved"] for e in steps) > 0, "responses were in progress"
+    assert sum(e["lost_tokens"] for e in steps) == 0
+    assert start(tmp_path, "undisturbed", ON_THIS_MACHINE).wait(300) == 0
+    numbers, weights = result(run)
+    expected, expected_weights = result(tmp_path / "runs" / "undisturbed")
+    assert numbers == expected
+    assert len(weights) == 4
+    assert weights == expected_weights
+
+
+def test_pending_worker_starts_on_a_new_node_and_a_lost_driver_is_replaced(tmp_path: Path, four_nodes: Any) -> None:
+    """Two nodes are left by the test above, or four; each has room for one worker."""
+    workers, events = Workers(tmp_path, "import time; time.sleep(120)"), RecordedEvents()
+    nodes = len(four_nodes.worker_nodes)
+
+    async def main() -> None:
+        client = RayClient(RayOptions(address=four_nodes.address, cpus=1.0), log=tmp_path / "ray.log")
+        env = {"WINDFALL_TOKEN": TOKEN, "PYTHONPATH": str(workers.package.parent)}
+        provider = RayProvider(client, COMMAND, nodes + 1, url=url, secrets=env, grace_s=2.0, on_event=events)
+        async with running(provider):
+            before = await workers.until(nodes)
+            await asyncio.sleep(1.0)
+            assert len(workers.alive()) == nodes, "no room for another"
+            four_nodes.add_node(num_cpus=1, object_store_memory=80 * 1024 * 1024)  # Ray wants the main thread
+            await workers.until(nodes + 1)
+            driver = client._link.result()._driver.pid  # pyright: ignore
+            os.kill(driver, signal.SIGKILL)
+            await events.until(nodes + 1, "restarted")
+            for _ in range(600):  # Ray ends the actors of the dead driver
+                alive = workers.alive()
+                if len(alive) == nodes + 1 and not set(before) & set(alive):
+                    break
+                await asyncio.sleep(0.1)
+            assert len(workers.alive()) == nodes + 1
+            assert not set(before) & set(workers.alive())
+        await workers.until(0, within_s=5.0)
+
+    asyncio.run(main())
+
+
+SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+from providers.sources import RaySource, Workers
+
+async def main(folder):
+    workers = Workers(folder, "import time; time.sleep(120)")
+    async with RaySource().open(folder, workers, lambda *_, **__: None, 2) as provider:
+        await provider.run()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_killed_supervisor_leaves_no_process(tmp_path: Path, four_nodes: Any) -> None:
+    workers = Workers(tmp_path, "import time; time.sleep(120)")
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "PYTHONPATH": path, "TEST_RAY_ADDRESS": four_nodes.address}
+    with subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)], env=environment) as supervisor:
+        try:
+            wait_until(lambda: len(workers.alive()) == 2, "two workers")
+        finally:
+            supervisor.kill()
+    wait_until(lambda: not workers.alive(), "the end of the workers", within_s=15.0)
+
+
+def test_missing_cluster_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("TEST_RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(ray_provider, "CONNECT_S", 5.0)
+    workers, events = Workers(tmp_path, ""), RecordedEvents()
+
+    async def main() -> None:
+        async with RaySource().open(tmp_path, workers, events, 1) as provider, running(provider):
+            await events.until(1, "spawn_failed")
+
+    asyncio.run(main())
+    assert "waited 5 s for the Ray cluster at 127.0.0.1:1" in events.of("spawn_failed")[0]["error"]
+
+
+def test_absence_of_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(WindfallError, match=r"pip install -e '.*\[ray\]'"):
+        ray_provider.check_installed()

@@ -1,0 +1,243 @@
+"""The commands: what they refuse, and with which message. End-to-end runs are in test_runs.py."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from hostile.files import DAMAGES, damage
+from rich.text import Text
+from typer.testing import CliRunner
+
+from windfall import __version__
+from windfall import recipe as config
+from windfall.errors import WindfallError
+from windfall.link import invitation
+from windfall.models import load
+from windfall.run import cli, dry_run, start
+from windfall.trainer import process as trainer
+
+Windfall = Callable[..., tuple[int, str, str]]
+
+
+def test_installed_command_prints_its_version() -> None:
+    for command in (["windfall"], ["python", "-m", "windfall.run.cli"]):
+        path = str(Path(sys.executable).parent / command[0])
+        done = subprocess.run([path, *command[1:], "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout == f"windfall {__version__}\n"
+
+
+def commands(group: typer.core.TyperGroup, *path: str) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        if isinstance(command, typer.core.TyperGroup):
+            yield from commands(command, *path, name)
+        elif not command.hidden:
+            yield (*path, name)
+
+
+ROOT = typer.main.get_command(cli.app)
+assert isinstance(ROOT, typer.core.TyperGroup)
+
+
+@pytest.mark.parametrize("path", list(commands(ROOT)), ids=" ".join)
+def test_help_has_a_valid_example(path: tuple[str, ...]) -> None:
+    command = ROOT
+    for name in path:
+        command = command.commands[name]  # pyright: ignore
+    assert command.help
+    assert (command.epilog or "").startswith("Example: windfall ")
+    words = shlex.split(command.epilog.removeprefix("Example: windfall "))
+    assert words[: len(path)] == list(path)
+    command.make_context(path[-1], words[len(path) :])  # parses all options and arguments, runs nothing
+    result = CliRunner().invoke(cli.app, [*path, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert command.epilog in result.output
+    for text in (command.help, *(getattr(p, "help", None) or "" for p in command.params)):
+        brackets = set(re.findall(r"\[[^]]*\]", text)) - {"[b]", "[/b]"}
+        assert all(b in Text.from_markup(text).plain for b in brackets), f"rich takes a part of this for markup: {text}"
+
+
+def test_help_shows_the_commands_in_the_order_in_which_a_user_meets_them() -> None:
+    out = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "200"}).output
+    shown = [name for name in re.findall(r"^│ ([a-z][\w-]*) ", out, re.MULTILINE) if not name.startswith("-")]
+    assert sorted(shown) == sorted({path[0] for path in commands(ROOT)})
+    assert [*shown[:3], *shown[-3:]] == ["train", "resume", "eval", "gateway", "fleet", "bench"]
+
+
+def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = windfall("plot", str(here))
+    assert (code, "[plot]'" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["train", "smal.toml"], "smal.toml: no such recipe file\nDid you mean 'small.toml'?"),
+        (["train", "small.toml", "--set", "run.stps=3"], "unknown key 'run.stps'. Did you mean 'steps'?"),
+        (["train", "small.toml", "--set", "steps"], "Write it as --set section.key=value."),
+        (["train", "small.toml", "--set", "run.name=[/bold]"], "'run.name' = '[/bold]'"),
+        (["train", "small.toml", "--set", "model.path=tinny"], "no model 'tinny'\nDid you mean 'tiny'?"),
+        (["train", "small.toml", "--set", "model.path=."], "It must be in Hugging Face format."),
+        (["train", "small.toml", "--set", "env={name='guess', low=9, high=3}"], "high must be greater than low."),
+        (
+            ["train", "small.toml", "--set", "env={name='custom', factory='no_such:thing'}"],
+            "env.factory: cannot import",
+        ),
+        (["train", "small.toml", "--set", "run.folder=small.toml"], "Set run.folder."),
+        (["resume", "runs/small"], "runs/small: no such run"),
+        (["resume", "smal"], "smal: no such run\nDid you mean 'small'?"),
+        (["resume", "small"], "Give a folder such as runs/demo."),
+        (["eval", "tiny"], "tiny: this checkpoint has no recipe\nGive one with --recipe."),
+        (["eval", "started"], "no checkpoint in this run"),
+        (["generate", "tinny", "--prompt", "x"], "Did you mean 'tiny'?"),
+        (["train", "empty.toml"], "empty.toml: the recipe is empty"),
+        (["train", "small"], "small: this is a folder, not a recipe"),
+        (["train", "binary.toml"], "binary.toml: not valid TOML: the file is not UTF-8 text"),
+        (["train", "small.toml", "--set", "train.lr=1e400"], "'train.lr' = inf"),
+        (["train", "small.toml", "--set", "rollout.temperature=inf"], "'rollout.temperature' = inf"),
+        (["train", "small.toml", "--set", "rollout.group_size=1"], "works with single responses: reinforce_pp."),
+        (["train", "small.toml", "--set", "rollout.group_size=1", "--set", "algorithm.name=dapo"], "dapo compares the"),
+        (["train", "small.toml", "--token", "no.such"], "--token no.such: no such token file"),
+        (["train", "small.toml", "--token", "short.token"], "short.token: not a token"),
+        (["train", "small.toml", "--token", "binary.toml"], "binary.toml: not a token"),
+        (["train", "small.toml", "--token", "small"], "small: the run's token cannot be read"),
+        (["train", "small.toml", "--token", ""], "--token: the token is empty"),
+        (["token", "small.toml"], "small.toml: this file already exists"),
+        (["token", "nowhere/x"], "nowhere/x: cannot write the token"),
+        (["worker", "--join", "http://", "--token", "x"], "'http://' is not the address of a controller"),
+        (["worker", "--join", "http://h:99999", "--token", "x"], "'http://h:99999' is not the address of a controller"),
+        (["worker", "--join", "http://h:1", "--token", "no.such", "--patience", "1"], "waited 1 s for this token file"),
+        (["worker", "--join", "http://h:1", "--token", "x", "--device", "cuda:one"], "unknown value 'cuda:one'"),
+        (["worker", "--join", "http://h:1", "--token", "x", "--gpus", "0,0"], "'0,0' is not a list of GPUs"),
+        (["worker", "--join", "http://h:1", "--token", "x", "--gpus", "all", "--device", "cpu"], "--device cpu differ"),
+        (["resume", "short.token"], "short.token: this is a file, not a run"),
+        (["top", "short.token"], "short.token: this is a file, not a run"),
+        (["trian", "small.toml"], "windfall: unknown command 'trian'\nDid you mean 'train'?"),
+        (["trainer"], "windfall: unknown command 'trainer'\nDid you mean 'train'?"),
+        (["export", "smal"], "smal: no such run\nDid you mean 'small'?"),
+        (["page", "smal"], "smal: no such run\nDid you mean 'small'?"),
+        (["plot", "smal"], "smal: no such run\nDid you mean 'small'?"),
+        (["gateway", "smal"], "smal: no such run\nDid you mean 'small'?"),
+        (["gateway", "started"], "started: this run has no gateway now"),
+        (["resume", "x" * 300], "File name too long"),
+        (["bench", "engine", "--max-tokens", "600"], "Give at most 488."),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_mistake_is_refused_with_a_fix(windfall: Windfall, here: Path, args: list[str], expected: str) -> None:
+    (here / "small").mkdir()
+    (here / "started").mkdir()
+    (here / "empty.toml").write_text("# nothing yet\n")
+    (here / "binary.toml").write_bytes(bytes(range(128, 256)))
+    (here / "short.token").write_text("abc\n")
+    shutil.copy("small.toml", "started/recipe.toml")
+    code, _, err = windfall(*args)
+    assert code == 2
+    assert expected in err
+    assert "Traceback" not in err
+    assert not (here / "runs").exists()
+
+
+def test_group_size_1_is_accepted_if_the_algorithm_supports_it(windfall: Windfall) -> None:
+    one = ["--set", "rollout.group_size=1", "--set", "algorithm.name=reinforce_pp"]
+    assert windfall("train", "small.toml", "--dry-run", *one)[0] == 0
+
+
+@pytest.mark.parametrize("kind", sorted(DAMAGES))
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_damaged_model_is_refused_by_name(windfall: Windfall, here: Path, file: str, kind: str) -> None:
+    shutil.copytree(load.TINY, here / "model")
+    damage(here / "model" / file, kind)
+    code, _, err = windfall("generate", "model", "--prompt", "1+1=")
+    assert code == 2
+    assert "error model: " in err
+    assert "Traceback" not in err
+
+
+def test_prompt_that_is_too_long_is_refused(windfall: Windfall) -> None:
+    code, _, err = windfall("generate", "tiny", "--prompt", "1+" * 600)
+    assert code == 2
+    assert "the model's context of 512" in err
+    assert "rollout.max_tokens" not in err  # there is no recipe
+
+
+def test_new_token_is_readable_by_its_owner_only(windfall: Windfall, here: Path) -> None:
+    code, out, _ = windfall("token", "my.token")
+    assert code == 0
+    assert (here / "my.token").stat().st_mode & 0o777 == 0o600
+    assert (here / "my.token").read_text() not in out
+
+
+@pytest.mark.parametrize("by", ["option", "variable", "file"])
+def test_token_on_the_command_line_gives_a_warning(
+    windfall: Windfall, here: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setattr("windfall.worker.process.main", lambda url, token, **_: used.append(token))
+    used: list[str] = []
+    secret = "0123456789-abcdef"
+    (here / "my.token").write_text(secret + "\n")
+    if by == "variable":
+        monkeypatch.setenv("WINDFALL_TOKEN", secret)
+    given = {"option": ["--token", secret], "variable": [], "file": ["--token", "my.token"]}[by]
+    code, _, err = windfall("worker", "--join", "http://127.0.0.1:1", *given)
+    assert code == 0
+    assert invitation.token(*used) == secret
+    assert ("every user of this machine can read this token" in err) == (by == "option")
+
+
+@pytest.mark.parametrize("args", [["trian"], ["train"], ["train", "small.toml", "--sett", "a=1"], ["generate", "tiny"]])
+def test_invalid_command_line_is_refused(windfall: Windfall, args: list[str]) -> None:
+    code, _, err = windfall(*args)
+    assert code == 2
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("more", [[], ["--all"]])
+def test_dry_run_prints_the_recipe_and_starts_nothing(windfall: Windfall, here: Path, more: list[str]) -> None:
+    code, out, _ = windfall("train", "small.toml", "--dry-run", "--set", "train.lr=3e-4", *more)
+    assert code == 0
+    assert sorted(p.name for p in here.iterdir()) == ["small.toml"]
+    (here / "printed.toml").write_text(out)
+    assert "# not checked: whether the weights of the model can be loaded" in out
+    assert config.load(here / "printed.toml") == config.load(here / "small.toml", ["train.lr=3e-4"])
+    assert ("weight_decay = 0.0" in out) == bool(more)
+    assert more or len(out.splitlines()) < 50
+
+
+def test_dry_run_prints_what_the_recipe_leaves_to_windfall(windfall: Windfall, here: Path) -> None:
+    (here / "tiny.toml").write_text(
+        "[run]\ndevice = 'cpu'\n[fleet]\nworkers = 2\nslurm = {workers = 1, workers_max = 4}\n"
+    )
+    recipe = config.load(here / "tiny.toml")
+    found = dict(dry_run.facts(recipe))
+    assert found["model"] == "tiny: 0.8 M parameters, float32"
+    assert found["trainer"].startswith("1 process on the CPU; grpo on all weights")
+    assert found["batch"].startswith("32 tasks x 8 responses per step, at most 40,960 tokens; 1 optimizer update")
+    assert found["fleet"] == (
+        "the trainer's own engine; 2 workers on this machine (reserved); 1 to 4 workers from slurm (spot)"
+    )
+    assert windfall("train", "tiny.toml", "--all")[0] == 2
+
+
+def test_ctrl_c_before_the_start_ends_with_status_130(windfall: Windfall, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "train", interrupted)
+    code, _, err = windfall("train", "small.toml")
+    assert code == 130
+    assert "Traceback" not in err
+
+
+def test_more_tokens_than_the_models_context_are_refused(tmp_path: Path) -> None:
+    recipe = config.parse({"rollout": {"max_tokens": 600}, "run": {"folder": str(tmp_path)}}, where="here")
+    with pytest.raises(WindfallError, match="context of 512"):
+        trainer.derive(recipe, load.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", [20])

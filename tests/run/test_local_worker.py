@@ -1,0 +1,242 @@
+"""The trainer's agent and its own engine in one process, as the trainer process wires them: a real model, two links in
+memory. No token is generated with weights that belong to no version, whatever happens to the trainer's link."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from continuation import Token, change, check_continuation, versions
+from small_models import engine
+
+from windfall.engine.engine_thread import EngineThread
+from windfall.link import handshake
+from windfall.link import messages as m
+from windfall.link.memory import MemoryLink, pair
+from windfall.trainer.agent import TrainerAgent
+from windfall.trainer.base import Report
+from windfall.trainer.checkpoint import CheckpointState
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
+from windfall.types import Request, Sampling
+from windfall.worker.session import PulledWeights, Session
+
+WAIT_S = 60.0
+REQUEST = Request(id="1", prompt=(5, 9, 13), seed=7, max_tokens=400)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return versions("llama", 1)[0]
+
+
+class Trainer:
+    """Changes the module in every update, and records the weights of every version that is published."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.updates, self.published = model, 0, dict[int, Any]()
+        self.skips = False
+
+    def begin(self) -> None:
+        pass
+
+    def finish(self) -> Report:
+        self.updates += 1
+        if not self.skips:
+            change(self.model, seed=self.updates)
+        time.sleep(0.02)
+        return Report(
+            tokens=1, responses=1, grad_norm=1.0, lr=0.1, entropy=0.0, engine_gap=0.0, engine_gap_max=0.0, clipped=0.0,
+            kl=0.0, skipped=self.skips,
+        )  # fmt: skip
+
+    def publish(self, version: int) -> Any:
+        self.published[version] = copy.deepcopy(self.model)
+        return SimpleNamespace(version=version, digest=f"d{version}")
+
+
+class Process:
+    """The trainer process, and the controller's ends of its two links."""
+
+    def __init__(self, model: Any) -> None:
+        self.trainer = Trainer(copy.deepcopy(model))
+        self.links: asyncio.Queue[MemoryLink] = asyncio.Queue()
+        any_trainer: Any = self.trainer
+        any_dialer: Any = SimpleNamespace(url="", dial=self._dial)
+        self.agent = TrainerAgent(
+            trainer=any_trainer, state=CheckpointState(step=0, next_task=0), secret="s", dialer=any_dialer,
+            hello=lambda **fields: SimpleNamespace(**fields), publish=self.trainer.publish, save=lambda state: "",
+            address=lambda: "x", retry_s=0.01, patience_s=5.0, say=lambda line: None,
+        )  # fmt: skip
+        self.shared = TrainerEngine(
+            engine(self.trainer.model, deterministic=True), self.agent.lock, published=lambda: self.agent.manifest
+        )
+        self.agent.invalidate = self.shared.invalidate
+        self.host = EngineThread(self.shared, 4)
+        self.local, theirs = pair("controller", "local")
+        weights = TrainerWeights(lambda: self.agent.manifest)
+
+        def pull(load: m.Load, give_up: Any) -> PulledWeights:
+            return PulledWeights(digest=weights.pull(load.url, load.version, load.digest).digest, tensors=None)
+
+        self.session = Session(theirs, self.host, pull, heartbeat_s=0.05, stalled_s=2.0)
+        self.made: list[Token] = []
+        self.replies: list[tuple[str, int]] = []
+        self.link: Any = None
+
+    async def _dial(self, timeout_s: float) -> MemoryLink:
+        ours, theirs = pair("controller", "trainer")
+        self.links.put_nowait(ours)
+        return theirs
+
+    async def connect(self) -> None:
+        """Accept the trainer, like the controller."""
+        self.link = await asyncio.wait_for(self.links.get(), WAIT_S)
+
+    async def update(self, version: int | None) -> m.Updated:
+        """Make an update. With a version, it is the last one of its step."""
+        await self.link.send(m.Update(step=version, next_task=None if version is None else 0))
+        reply = await asyncio.wait_for(self.link.receive(), WAIT_S)
+        assert isinstance(reply, m.Updated)
+        return reply
+
+    async def load(self, version: int) -> None:
+        await self.local.send(m.Load(version=version, digest=f"d{version}", url=""))
+
+    async def read(self) -> None:
+        while True:
+            match message := await self.local.receive():
+                case m.Tokens():
+                    [token], [logprob] = m.columns(message)
+                    assert message.positions == (len(self.made),)
+                    self.made.append(Token(token, logprob, message.version))
+                case m.Loaded() | m.LoadFailed():
+                    self.replies.append((type(message).__name__, message.version))
+                case _:
+                    assert isinstance(message, m.Stats)
+
+    async def until(self, holds: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < end, f"waited {WAIT_S:g} s until {what}"
+            await asyncio.sleep(0.001)
+
+    async def more(self, count: int) -> None:
+        at = len(self.made)
+        await self.until(lambda: len(self.made) >= at + count, f"{count} more tokens")
+
+    async def silent(self) -> None:
+        """Nothing is generated any more, except frames that are on their way."""
+        at, end = -1, time.monotonic() + WAIT_S
+        while len(self.made) != at:
+            assert time.monotonic() < end, "it still generates"
+            at = len(self.made)
+            await asyncio.sleep(0.1)
+        assert self.host.stats().idle_s == 0.0
+
+    def check(self) -> None:
+        check_continuation(
+            REQUEST, self.made, lambda v: engine(copy.deepcopy(self.trainer.published[v]), deterministic=True)
+        )
+
+
+@asynccontextmanager
+async def process(model: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Process, asyncio.Task[int]]]:
+    """A connected trainer at version 0, whose engine generates a response."""
+
+    async def accept(link: Any, role: Any, secret: str, hello: Any) -> None:
+        del link, role, secret, hello
+
+    monkeypatch.setattr(handshake, "join", accept)
+    p = Process(model)
+    p.host.start()
+    running = asyncio.create_task(p.agent.run())
+    tasks = [asyncio.create_task(p.read()), asyncio.create_task(p.session.serve())]
+    try:
+        await p.connect()
+        await p.load(0)
+        r = REQUEST
+        work = m.Work(
+            handle=1, prompt=r.prompt, position=0, seed=r.seed, max_tokens=r.max_tokens, sampling=Sampling(), stop=()
+        )
+        await p.local.send(m.Assign(work=(work,)))
+        await p.more(3)
+        yield p, running
+        assert not any(t.done() for t in tasks), "a part has ended"
+        assert p.host.failed is None
+    finally:
+        await p.local.close("over")
+        running.cancel()
+        for t in tasks:
+            t.cancel()
+        await asyncio.gather(running, *tasks, return_exceptions=True)
+        p.host.cancel([1])
+        await asyncio.to_thread(p.host.close, WAIT_S)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_every_token_has_the_version_of_its_weights(model: Any, monkeypatch: pytest.MonkeyPatch, skips: bool) -> None:
+    """Two updates per step. A skipped update leaves the weights as they are, but the version is a new one."""
+
+    async def main() -> None:
+        async with process(model, monkeypatch) as (p, _):
+            p.trainer.skips = skips
+            for version in (1, 2, 3):
+                await p.update(None)
+                await p.silent()
+                await p.load(version - 1)  # a late Load: the trainer is past this version
+                await p.until(lambda v=version: ("LoadFailed", v - 1) in p.replies, "it is refused")
+                assert (await p.update(version)).version == version
+                await p.silent()
+                await p.load(version)
+                await p.more(5)
+                assert p.made[-1].version == version
+            p.check()
+            assert [r for r in p.replies if r[0] == "Loaded"] == [("Loaded", n) for n in range(4)]
+
+    asyncio.run(main())
+
+
+def test_link_that_ends_between_two_updates(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights belong to no version: the process exits, and its engine has been silent since the first update."""
+
+    async def main() -> None:
+        async with process(model, monkeypatch) as (p, running):
+            await p.update(None)
+            await p.silent()
+            await p.link.close("the controller was killed")
+            assert await asyncio.wait_for(running, WAIT_S) == 4
+            await p.load(0)
+            await p.until(lambda: ("LoadFailed", 0) in p.replies, "no version can be loaded")
+            await p.silent()
+            p.check()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("received", [True, False])
+def test_link_that_ends_after_the_last_update(model: Any, monkeypatch: pytest.MonkeyPatch, received: bool) -> None:
+    """The trainer connects again with the new version; its engine waits for the Load, then goes on."""
+
+    async def main() -> None:
+        async with process(model, monkeypatch) as (p, running):
+            if received:
+                await p.update(1)
+            else:
+                await p.link.send(m.Update(step=1, next_task=0))
+                await p.until(lambda: p.trainer.updates, "the update is under way")
+            await p.link.close("the controller was killed")
+            await p.connect()
+            await p.silent()
+            assert not running.done()
+            await p.load(1)
+            await p.more(5)
+            assert (p.made[-1].version, p.agent.state.step) == (1, 1)
+            p.check()
+
+    asyncio.run(main())

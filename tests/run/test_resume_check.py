@@ -1,0 +1,255 @@
+"""Checks before a run is resumed: its files, changes to its recipe, and whether anything is left to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile.checkpoints import flip
+from hostile.files import DAMAGES, damage, file_for_folder
+
+from windfall import recipe as config
+from windfall import run_folder as folders
+from windfall.errors import WindfallError
+from windfall.events.log import EventLog
+from windfall.link import auth
+from windfall.recipe import RULES, Recipe
+from windfall.recipe.env_sections import ENVS
+from windfall.run import resume_check
+from windfall.trainer import checksums
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run that has started."""
+    made = folders.new_folder(Recipe(run=config.RunSection(name="small", folder=tmp_path / "runs")))
+    auth.make_token(made / "token")
+    return made
+
+
+def edited(run: Path, *overrides: str) -> Recipe:
+    return config.load(run / "recipe.toml", list(overrides))
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["run.name=other", "run.folder=/elsewhere", "run.seed=7", "model.path=smollm2-135m", "env.max_steps=3",
+     "env={name='guess'}"],
+)  # fmt: skip
+def test_change_of_a_fixed_key_is_refused_with_the_reason(run: Path, change: str) -> None:
+    with pytest.raises(WindfallError) as caught:
+        resume_check.check_changes(edited(run, change), run)
+    section, _, key = change.partition("=")[0].partition(".")
+    assert f"{section}.{key or 'name'}: " in caught.value.what
+    assert "windfall train RECIPE.toml --set model.path=" in caught.value.fix
+
+
+def test_all_refused_changes_are_reported_at_once(run: Path) -> None:
+    with pytest.raises(WindfallError) as caught:
+        resume_check.check_changes(edited(run, "run.seed=7", "run.name=x", "train.lr=0.5"), run)
+    assert caught.value.what.count(" -> ") == 2
+    assert "run.seed: 0 -> 7. The seed determines the tasks" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [("train.lr=0.5", "noted"), ("rollout.temperature=0.7", "noted"), ("algorithm.kl=0.1", "noted"),
+     ("eval.temperature=0.0", "noted"), ("run.steps=50", "free"), ("fleet.workers=3", "free"),
+     ("engine.page_size=8", "free"), ("checkpoint.every=2", "free"), ("run.threads=3", "free")],
+)  # fmt: skip
+def test_allowed_change_is_listed(run: Path, change: str, verdict: str) -> None:
+    (found,) = resume_check.check_changes(edited(run, change), run)
+    assert (found.key, found.verdict) == (change.partition("=")[0], verdict)
+    assert bool(found.why) == (verdict == "noted")
+
+
+def test_longer_run_with_a_schedule_is_noted(run: Path) -> None:
+    found = resume_check.check_changes(edited(run, "run.steps=50", "train.schedule=linear"), run)
+    assert [c.verdict for c in found] == ["noted", "noted"]
+
+
+def test_changes_are_relative_to_the_original_recipe(run: Path) -> None:
+    folders.write_recipe(edited(run, "train.lr=0.5"), run)
+    (found,) = resume_check.check_changes(edited(run), run)
+    assert (found.key, found.old, found.new) == ("train.lr", 1e-4, 0.5)
+    assert resume_check.check_changes(edited(run, "train.lr=1e-4"), run) == []
+    (run / folders.BEGAN).unlink()  # a run of an earlier version: its current recipe counts as the original
+    assert resume_check.check_changes(edited(run), run) == []
+
+
+def test_every_rule_is_about_a_key_that_exists() -> None:
+    keys = {f"{name}.{key}" for name, field in Recipe.model_fields.items() if name != "env"
+            for key in getattr(field.annotation, "model_fields", ())}  # fmt: skip
+    keys |= {f"env.{key}" for env in ENVS.values() for key in env.model_fields}
+    keys |= {f"env.tasks.{key}" for env in ENVS.values() for key in env.model_fields}
+    assert RULES.keys() <= keys | Recipe.model_fields.keys()
+
+
+# its files
+
+
+@pytest.mark.parametrize("name", resume_check.FOLDERS)
+def test_file_in_place_of_a_folder_is_refused(run: Path, name: str) -> None:
+    file_for_folder(run / name)
+    with pytest.raises(WindfallError, match="a file where the run needs a folder") as caught:
+        resume_check.check_files(run)
+    assert caught.value.where == str(run / name)
+
+
+@pytest.mark.parametrize("name", resume_check.FILES)
+def test_folder_in_place_of_a_file_is_refused(run: Path, name: str) -> None:
+    (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    with pytest.raises(WindfallError, match="a folder where the run needs a file") as caught:
+        resume_check.check_files(run)
+    assert caught.value.where == str(run / name)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_file_is_refused(run: Path) -> None:
+    (run / "events.jsonl").touch(mode=0o000)
+    with pytest.raises(WindfallError, match="no permission to read and write"):
+        resume_check.check_files(run)
+
+
+@pytest.mark.parametrize("kind", sorted(DAMAGES.keys() - {"missing", "a directory"}))
+def test_damaged_address_is_removed_with_a_warning(run: Path, kind: str) -> None:
+    path = run / "address.json"
+    path.write_text(json.dumps({"url": "http://127.0.0.1:8700", "port": 8700, "pid": 1}))
+    assert resume_check.check_files(run) == []
+    assert path.exists()
+    damage(path, kind)
+    (warning,) = resume_check.check_files(run)
+    assert f"{path}: damaged" in warning
+    assert not path.exists()
+
+
+def test_missing_token_gives_a_warning(run: Path) -> None:
+    (run / "token").unlink()
+    (warning,) = resume_check.check_files(run)
+    assert "workers with the old one are refused" in warning
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536, "8700", True, None, 1.5])
+def test_address_with_an_invalid_port_is_ignored(run: Path, port: Any) -> None:
+    (run / "address.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "port": port, "pid": 1}))
+    assert folders.address(run) is None
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_beginning_is_an_error_in_words(run: Path, kind: str) -> None:
+    damage(run / folders.BEGAN, kind)
+    if kind == "missing":
+        assert resume_check.check_changes(edited(run), run) == []
+        return
+    with pytest.raises(WindfallError) as caught:
+        resume_check.check_changes(edited(run), run)
+    assert folders.BEGAN in caught.value.where
+
+
+# finished
+
+
+def ended(run: Path, **end: Any) -> None:
+    log = EventLog(run / "events.jsonl")
+    log.scalar("step", step=20)
+    log.instant("end", **end)
+    log.close()
+    saved = run / "checkpoints" / "step-000020"
+    (saved / "windfall").mkdir(parents=True)
+    (saved / "config.json").write_text("{}")
+    (saved / "windfall" / "optimizer.safetensors").write_bytes(b"moments")
+    (saved / "windfall" / "state.json").write_text('{"step": 20, "next_task": 80, "checksums": true}')
+    checksums.write_checksums(saved)
+
+
+def test_finished_run_is_known_by_the_end_of_its_log(run: Path) -> None:
+    assert resume_check.finished(edited(run), run) is None  # no log at all
+    ended(run, step=20, finished=True)
+    assert resume_check.finished(edited(run), run) == 20
+    assert resume_check.finished(edited(run, "run.steps=10"), run) == 20
+    assert resume_check.finished(edited(run, "run.steps=21"), run) is None
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"t": 1, "torn by a ki')
+    assert resume_check.finished(edited(run), run) == 20
+
+
+def test_run_that_was_stopped_or_lost_its_checkpoint_is_not_finished(run: Path) -> None:
+    ended(run, step=20, finished=False)
+    assert resume_check.finished(edited(run), run) is None
+    EventLog(run / "events.jsonl").instant("end", step=20, finished=True)
+    shutil.rmtree(run / "checkpoints" / "step-000020")
+    assert resume_check.finished(edited(run), run) is None
+
+
+def test_run_whose_last_checkpoint_is_damaged_is_not_finished(run: Path) -> None:
+    ended(run, step=20, finished=True)
+    flip(run / "checkpoints" / "step-000020" / "windfall" / "optimizer.safetensors")
+    assert resume_check.finished(edited(run), run) is None
+
+
+def test_run_that_was_resumed_and_killed_is_not_finished(run: Path) -> None:
+    ended(run, step=20, finished=True)
+    EventLog(run / "events.jsonl").instant("resumed", step=20)
+    assert resume_check.finished(edited(run), run) is None
+
+
+# the data files
+
+
+@pytest.fixture
+def trained_on(tmp_path: Path) -> tuple[Path, Path]:
+    """A data file, and the folder of a run that started with it."""
+    data = tmp_path / "good.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
+    env = config.JsonLinesEnv(name="jsonl", path=data, scoring="exact")
+    return data, folders.new_folder(Recipe(run=config.RunSection(name="rows", folder=tmp_path / "runs"), env=env))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [("+", "-", "same length as before, but different contents"), ("1+1", "1+1+0", "68 bytes before, 70 now"),
+     ("4\"}\n", "4\"}\n{}\n", "3 bytes were added at its end, which changes the order of its rows")],
+)  # fmt: skip
+def test_edited_data_is_refused(trained_on: tuple[Path, Path], old: str, new: str, says: str) -> None:
+    data, run = trained_on
+    resume_check.check_changes(edited(run), run)
+    data.write_text(data.read_text().replace(old, new))
+    with pytest.raises(WindfallError) as caught:
+        resume_check.check_changes(edited(run), run)
+    assert f"env.path: {data}: {says}" in caught.value.what
+    assert "Restore the file" in caught.value.fix
+
+
+def test_data_may_move_but_not_change(trained_on: tuple[Path, Path]) -> None:
+    data, run = trained_on
+    other = data.rename(data.with_name("moved.jsonl"))
+    (found,) = resume_check.check_changes(edited(run, f"env.path='{other}'"), run)
+    assert found.key == "env.path"
+    other.write_text('{"prompt": "1+1=", "answer": "3"}\n')
+    with pytest.raises(WindfallError, match=r"moved\.jsonl instead of .*good\.jsonl: 68 bytes before, 34 now"):
+        resume_check.check_changes(edited(run, f"env.path='{other}'"), run)
+    with pytest.raises(WindfallError, match="cannot read the data file"):
+        resume_check.check_changes(edited(run), run)
+
+
+def test_run_without_a_record_of_its_data_gets_one(trained_on: tuple[Path, Path]) -> None:
+    _, run = trained_on
+    record = run / folders.DATA_BEGAN
+    original = record.read_bytes()
+    record.unlink()
+    assert any("data.began.json: missing" in line for line in resume_check.check_files(run))
+    resume_check.check_changes(edited(run), run)
+    assert record.read_bytes() == original
+    assert not any("data.began.json" in line for line in resume_check.check_files(run))
+
+
+def test_damaged_record_of_data_is_refused(trained_on: tuple[Path, Path]) -> None:
+    _, run = trained_on
+    (run / folders.DATA_BEGAN).write_text('{"env.path": 3}')
+    with pytest.raises(WindfallError, match="the record of the run's data files is damaged"):
+        resume_check.check_changes(edited(run), run)

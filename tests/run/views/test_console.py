@@ -1,0 +1,424 @@
+"""What the console shows, from events alone. Numbers and paths are checked, rarely the wording around them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hostile.events import damaged
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console as Terminal
+from rich.text import Text as Plain
+
+from windfall.controller.cost.bill import Totals, priced
+from windfall.events.log import Event, EventLog, parse, read
+from windfall.recipe import Recipe
+from windfall.run.views import staleness
+from windfall.run.views.console import BARS, Console, spark, summarize, without_damaged
+
+FOLDER = Path("runs/a [/b] c")  # invalid as markup, and three words in a shell
+
+
+def scalar(name: str, **fields: Any) -> Event:
+    return {"t": 1.0, "m": 1.0, "kind": "scalar", "name": name, **fields}
+
+
+def span(name: str, **fields: Any) -> Event:
+    return {"t": 1.0, "m": 1.0, "kind": "span", "name": name, **fields}
+
+
+def step(number: int, reward: float | None, **fields: Any) -> Event:
+    return scalar("step", step=number, reward=reward, **{
+        "responses": 4, "groups": 2, "missing": 0, "mean_length": 12.5, "cut": 0.0, "made": 1000, "s": 2.0,
+        "tok_per_s": 500.0, "grad_norm": 0.1, "lr": 1e-4, "entropy": 0.7, "engine_gap": 0.0, "engine_gap_max": 0.0,
+        "clipped": 0.0, "kl": 0.0, "trained": 1000} | fields)  # fmt: skip
+
+
+def test_start_says_what_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(Recipe(), FOLDER).starting("converting [x] into /cache: once")
+    assert capsys.readouterr().out.splitlines() == [
+        "converting [x] into /cache: once ...",
+        "starting the trainer with tiny ...",
+    ]
+
+
+def summary(events: list[Event], **options: Any) -> str:
+    return "\n".join(Plain.from_markup(line).plain for line in summarize(events, FOLDER, **options))
+
+
+def bill(**holders: tuple[float, float | None]) -> dict[str, Any]:
+    """A bill from the seconds of generation and the $ per hour of each holder."""
+    made = {h: priced({"generating": s}, usd, 1000) for h, (s, usd) in holders.items()}
+    return msgspec.to_builtins(Totals(holders=made))
+
+
+def test_skipped_updates_are_summed_by_cause() -> None:
+    events = [step(1, 0.5, updates_skipped=3, updates_not_finite=2), step(2, 0.5, updates_skipped=1)]
+    text = summary(events, finished=True)
+    assert "2 (no gradient;" in text
+    assert "2 (gradient not finite;" in text
+
+
+def full_step(number: int) -> Event:
+    """A step with all that a summary reads."""
+    sessions = {"ended": 1, "turns": 2, "routed": 2, "to_holder": 1}
+    server = {"address": "a:1", "connected": True, "calls": 1, "answers": 2, "errors": 0, "lost": 0, "answer_s": 0.1}
+    return stale_step(
+        number, [3, 1], bill=bill(trainer=(10.0, 20.0), borrowed=(5.0, None)), sessions=sessions, prefill_saved=5,
+        prefilled=10, engine_gaps={"cuda": 0.1, "vllm": 0.2}, rewards={"math": 0.1, "format": None}, reward_s=2.0,
+        reward_s_max=20.0, grader_errors=1, env_servers=[server],
+    )  # fmt: skip
+
+
+def test_summary_leaves_damaged_events_out() -> None:
+    """Whatever is damaged, the other events are summarized."""
+    evaluation = scalar("eval", step=1, reward=0.5, on="4 tasks", pass_at={"1": 0.5}, pass_left_out={"1": 2})
+    lost = {"t": 1.0, "m": 1.0, "kind": "instant", "name": "worker_lost", "worker": "w", "kept_tokens": 3}
+    whole = [full_step(1), evaluation, span("train", step=1, s=1.0, early_s=0.1), {**lost, "name": "worker_joined"}]
+    left_out = 0
+    for event in [*whole, lost]:
+        for changed in damaged(event):
+            if (read := parse(json.dumps(changed).encode())) is not None:
+                usable = without_damaged([*whole, read])
+                assert len(usable) >= len(whole), changed
+                left_out += len(usable) == len(whole)
+    assert left_out > 50
+
+
+def test_summary_says_how_many_events_are_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [full_step(1), full_step(2) | {"bill": {"holders": [1]}}, full_step(3)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    Console(Recipe(), tmp_path).summary(finished=True)
+    out = capsys.readouterr().out
+    assert "events.jsonl: 1 events are damaged; the summary leaves them out" in out.replace("\n", " ")
+    assert "2,000 generated" in out
+
+
+def test_cost_per_step_and_per_run(capsys: pytest.CaptureFixture[str]) -> None:
+    cost = bill(trainer=(3600.0, 20.0), spot=(3600.0, 5.0))
+    void = {"t": 1.0, "m": 1.0, "kind": "scalar", "name": "void", "bill": bill(spot=(3600.0, 5.0))}
+    end = {"t": 1.0, "m": 1.0, "kind": "instant", "name": "end", "bill": bill(trainer=(1800.0, 20.0))}
+    events = [step(1, 0.5, bill=cost, trained=1_000_000), void, step(2, 0.5, bill=cost, trained=1_000_000), end]
+    assert "$65.00, $32.50 per million trained tokens" in summary(
+        events, finished=True
+    )  # 2 x 25, 5 for a void step, 10
+    assert "at least" not in summary(events, finished=True)
+    unknown = step(3, 0.5, bill=bill(trainer=(3600.0, 20.0), spot=(3600.0, None)), trained=1_000_000)
+    assert "at least" in summary([*events, unknown], finished=True)
+    with Console(Recipe(), FOLDER) as console:
+        console.show(events[0])
+        console.show(unknown)
+        out = capsys.readouterr().out
+        # 2,000 tokens at the trainer's 1,000 per hour, and an hour of training, at $20
+        console.show(step(4, 0.5, bill=cost, trained=1_000_000, train_s=3600.0))
+        assert "  $25.00/M tok (on the trainer alone $60.00)" in capsys.readouterr().out
+    assert "  $25.00/M tok" in out
+    assert "trainer alone" not in out
+    assert "  >$20.00/M tok" in out
+
+
+def test_advice_is_shown_once_when_it_asks_for_a_change(capsys: pytest.CaptureFixture[str]) -> None:
+    def advice(now: int, count: int) -> Event:
+        figures = {"tokens_per_usd_now": 100.0, "tokens_per_usd_best": 126.0}
+        return {
+            "kind": "instant",
+            "name": "advice",
+            "lease": "spot H200",
+            "now": now,
+            "count": count,
+            "why": "so",
+        } | figures
+
+    with Console(Recipe(), FOLDER) as console:
+        for now, count in ((1, 1), (1, 3), (2, 3), (3, 3), (3, 2)):
+            console.show(advice(now, count))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "advice" in line]
+    assert [line.split()[1] for line in lines] == ["3", "2"]
+    assert "(+26% tokens per dollar)" in lines[0]
+
+
+def test_another_plan_is_advised_with_its_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    advice: Event = {"kind": "instant", "name": "replan", "plan": "train 5 H100", "objective": "cost", "why": "prices"}
+    with Console(Recipe(), FOLDER) as console:
+        console.show({**advice, "gain": 0.25})
+        console.show({**advice, "gain": None})
+    out = " ".join(capsys.readouterr().out.split())
+    assert "another plan would be 25% better (cost): train 5 H100; since prices" in out
+    assert "possible, and this one is not" in out
+
+
+def test_summary_of_a_finished_run() -> None:
+    events = [
+        scalar("eval", step=0, reward=0.125, tasks=8),
+        span("rollout", step=1, s=1.5),
+        span("train", step=1, s=0.5, early_s=0.5),
+        step(1, 0.25),
+        span("rollout", step=2, s=1.5),
+        span("train", step=2, s=0.5, early_s=0.5),
+        step(2, 0.75),
+        span("checkpoint", step=2, s=0.1, path="runs/a [/b] c/checkpoints/step-000002"),
+        span("checkpoint", step=2, s=0.1, error="OSError"),
+        scalar("eval", step=2, reward=0.875, tasks=8),
+    ]
+    text = summary(events, finished=True, prompt="1+1=")
+    assert "0.125 before, 0.875 after" in text
+    assert f"0.250 first, 0.750 last   {BARS[0]}{BARS[-1]}" in text
+    assert "2,000 generated, 500 tok/s" in text
+    assert "1,000 tok/s while generating" in text  # 2,000 in 3 s, of which 1 s was training
+    assert "windfall generate 'runs/a [/b] c/checkpoints/step-000002' --prompt '1+1='" in text
+    assert "windfall eval 'runs/a [/b] c/checkpoints/step-000002'" in text
+    assert "resume" not in text
+
+
+def test_summary_of_a_stopped_run_says_how_to_resume() -> None:
+    aborted = span("rollout", step=2, s=60.0, error="Stopped")
+    text = summary([span("rollout", step=1, s=1.0), step(1, 0.5, missing=3), aborted], finished=False)
+    assert "windfall resume 'runs/a [/b] c'" in text
+    assert "rewards missing            3" in text
+    assert "1,000 tok/s while generating" in text  # the aborted step is not counted
+    assert "generate " not in text
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [scalar("eval", step=0, reward=None, tasks=0)],
+        [step(1, None, s=0.0, made=0)],
+        [step(1, None), step(2, 0.5), step(3, None)],
+    ],
+    ids=["empty", "no reward in eval", "nothing made", "some rewards"],
+)
+def test_summary_of_runs_with_few_events(events: list[Event], finished: bool) -> None:
+    text = summary(events, finished=finished)
+    assert str(FOLDER) in text
+    assert "nan" not in text
+    assert ("0.500 first, 0.500 last" in text) == (len(events) == 3)
+
+
+def test_spark_by_hand() -> None:
+    assert spark([]) == ""
+    assert spark([3.0]) == BARS[0]
+    assert spark([2.0, 2.0]) == BARS[0] * 2
+    assert spark([float(i) for i in range(8)]) == BARS
+    assert spark([0.0, 0.0, 4.0, 4.0], width=2) == BARS[0] + BARS[-1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 50))
+def test_spark_fits_and_touches_both_ends(values: list[float], width: int) -> None:
+    line = spark(values, width)
+    assert 1 <= len(line) <= width
+    assert BARS[0] in line
+    assert (BARS[-1] in line) == (len(set(line)) > 1)
+
+
+EVENTS = [
+    span("load", model="tiny", s=0.1),
+    {"kind": "instant", "name": "start", "step": 0, "steps": 2, "parameters": 800_256, "device": "cpu",
+     "dtype": "float32", "kv_tokens": 288, "max_running": 4, "micro_tokens": 4096, "checkpoint_activations": False},
+    {"kind": "instant", "name": "resumed", "step": 0, "checkpoint": "x"},
+    span("eval", step=0, s=0.1),
+    scalar("eval", step=0, reward=0.5, tasks=4),
+    scalar("eval", step=0, reward=0.25, tasks=4, on="4 rows of [test].jsonl"),
+    scalar("eval", step=0, reward=None, tasks=0),
+    {"kind": "instant", "name": "eval_warning", "why": "rows of [train].jsonl"},
+    {"kind": "instant", "name": "checkpoint_damaged", "step": 2, "pid": 1, "what": "step-000004/a[b]: it is cut"},
+    {"kind": "instant", "name": "checkpoint_unchecked", "step": 2, "pid": 1, "what": "step-000002 has no checksums"},
+    {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is damaged at byte 9 of 90",
+     "bytes": 81, "responses": 12, "tokens": 3456},
+    {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is gone", "bytes": 0,
+     "responses": 0, "tokens": 0},
+    {"kind": "instant", "name": "journal_strays", "files": ["notes[1].wal"]},
+    {"kind": "instant", "name": "reward_missing", "response": "0/1", "error": "list[/] index [bold out of range"},
+    span("rollout", step=1, tokens=7, s=0.1),
+    span("train", step=1, early_s=0.0, s=0.1),
+    {"kind": "instant", "name": "update_skipped", "step": 1, "why": "the gradient was not finite"},
+    step(1, 0.5, missing=1),
+    step(2, None, grad_norm=None, entropy=None, mean_length=0.0),
+    span("checkpoint", step=2, path="x", s=0.1),
+    {"kind": "instant", "name": "stopped", "step": 2},
+    {"kind": "instant", "name": "end", "step": 2, "finished": True},
+    {"kind": "instant", "name": "of a later windfall"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_console_shows_every_kind_of_event(terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(
+        "windfall.run.views.console.Terminal", lambda **o: Terminal(**o, file=out, force_terminal=terminal)
+    )
+    folder = tmp_path / FOLDER.name.replace("/", "")
+    console = Console(Recipe(), folder)
+    with console:
+        console.show(step(1, 0.5))  # before the start there is no bar yet
+        for event in EVENTS:
+            console.show(event)
+    text = out.getvalue()
+    assert "list[/] index [bold out of range" in text
+    for line in (
+        "eval after step 0: reward 0.250 on 4 rows of [test].jsonl",
+        "rows of [train].jsonl",
+        "step-000004/a[b]: it is cut; continuing from step 2",
+        "step-000002 has no checksums",
+        "000002.wal: it is damaged at byte 9 of 90 (81 bytes); 12 responses with 3,456 tokens are generated again",
+        "000002.wal: it is gone (0 bytes); its part of the current step is generated again",
+        "notes[1].wal",
+    ):
+        assert terminal or line in text.replace("\n", ""), line
+    assert folder.name in text.replace("\n", "")
+    log = EventLog(folder / "events.jsonl")
+    log.close()
+    console.summary(finished=False)
+    assert read(log.path) == []
+
+
+def test_step_without_a_gradient_shows_zero() -> None:
+    line = Console(Recipe(), FOLDER)._line(step(1, 0.0, grad_norm=0.0))
+    assert "nan" not in line
+    assert "grad 0.000" in line
+
+
+def test_gap_is_shown_again_only_when_it_has_doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("windfall.run.views.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
+    console = Console(Recipe(), tmp_path)
+    for step, mean in enumerate((0.06, 0.07, 0.1, 0.13, 0.14, None), 1):
+        console.show({"kind": "instant", "name": "engine_gap", "step": step, "mean": mean, "max": 1.0, "alarm": 0.05})
+    lines = out.getvalue().splitlines()
+    assert ["step 1:" in lines[0], "step 4:" in lines[1], len(lines)] == [True, True, 3]
+    assert "in step 6: their log-probs differ by inf nats" in lines[2]
+    assert "train.engine_gap_limit = 0.3" in lines[0]
+
+
+def test_gap_is_shown_for_each_engine_if_there_are_several() -> None:
+    one, two = step(1, 0.5, engine_gaps={"torch": 1e-6}), step(2, 0.5, engine_gaps={"torch": 1e-6, "vllm": 2e-3})
+    console = Console(Recipe(), FOLDER)
+    assert "gap" not in console._line(one)
+    assert "gap (torch 1e-06, vllm 0.002)" in console._line(two)
+    assert "log-probs differ by (torch 1e-06, vllm 0.002) nats" in summary([one, two], finished=True)
+    assert "engines and trainer" not in summary([one], finished=True)
+
+
+def test_worker_that_is_too_small_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("windfall.run.views.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
+    console = Console(Recipe(), tmp_path)
+    for n in range(5):
+        event = {"kind": "instant", "name": "work_rejected", "worker": "w1", "response": f"{n}/0", "tokens": 99}
+        console.show({**event, "why": "does not fit"})
+    console.show({"kind": "instant", "name": "no_room", "response": "1/0", "tokens": 99, "most": 40.0})
+    console.show({"kind": "instant", "name": "worker_stuck", "worker": "w2", "why": "no byte in 60 s"})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3
+    assert "w1 cannot run responses of 99 tokens" in lines[0]
+    assert "no worker has more than 40" in lines[1]
+    assert "w2 dismissed: no byte in 60 s" in lines[2]
+
+
+def stale_step(number: int, counts: list[int], **fields: Any) -> Event:
+    """A step of an asynchronous run, with the fields that the controller writes."""
+    values = [n for n, count in enumerate(counts) for _ in range(count)]
+    return step(number, 0.5, **{
+        "staleness_mean": sum(values) / len(values) if values else None, "staleness_max": max(values, default=0),
+        "staleness_counts": counts, "too_old": 0, "too_old_tokens": 0, "held_s": 0.0, "train_wait_s": 0.0,
+        "train_s": 1.0, "capped": 0.0, "drift": 0.0, "staleness_bound": 2} | fields)  # fmt: skip
+
+
+def step_line(event: Event) -> str:
+    return Plain.from_markup(Console(Recipe(), FOLDER)._line(event)).plain
+
+
+def test_step_line_shows_what_staleness_cost() -> None:
+    lost = {"too_old": 3, "too_old_tokens": 1204, "train_wait_s": 1.2, "held_s": 0.44}
+    line = step_line(stale_step(7, [6, 4], **lost))
+    assert line.endswith(
+        "2.0 s  stale 0.4 (max 1, bound 2)  lag 0:6 1:4  too old 3 (1,204 tok)  waited 1.2 s  held 0.4 s"
+    )
+    assert step_line(stale_step(7, [0, 0, 8], held_s=2.0)).endswith("stale 2.0 (max 2, bound 2)  lag 2:8  held 2.0 s")
+    fresh = step_line(stale_step(7, [8, 0], train_wait_s=0.04, held_s=0.04))
+    assert fresh.endswith("2.0 s  stale 0.0 (max 0, bound 2)  lag 0:8")
+
+
+def test_step_line_shows_how_tokens_spread_over_experts() -> None:
+    assert step_line(step(7, 0.5, experts_balance=0.931, experts_unused=2)).endswith(
+        "  experts 0.93 balanced, 2 unused"
+    )
+    assert step_line(step(7, 0.5, experts_balance=1.0, experts_unused=0)).endswith("  experts 1.00 balanced")
+    assert "experts" not in step_line(step(7, 0.5))
+
+
+@pytest.mark.parametrize(
+    "quiet",
+    [
+        step(7, 0.5, train_wait_s=3.0, capped=0.1, drift=0.2),
+        stale_step(7, []),
+    ],
+    ids=["synchronous", "nothing trained"],
+)
+def test_step_line_is_the_same_where_staleness_says_nothing(quiet: Event) -> None:
+    assert step_line(quiet) == step_line(step(7, 0.5))
+
+
+def test_summary_adds_up_staleness_over_the_run() -> None:
+    events = [
+        stale_step(1, [8], made=3000, s=4.0, train_wait_s=2.0, trained=3000),
+        stale_step(2, [1, 5, 2], too_old=2, too_old_tokens=60, held_s=0.5, capped=0.04, trained=1000, s=4.0),
+        stale_step(3, [], made=2000, too_old=1, too_old_tokens=30, held_s=1.0, s=2.0, trained=0, capped=None),
+    ]
+    lines = summary(events, finished=True).splitlines()
+    first = next(i for i, line in enumerate(lines) if "staleness" in line)
+    assert lines[first : first + 8] == [
+        "  staleness                  0.56 mean, 2 max, bound 2",  # (5 + 2 * 2) / 16
+        "                             0   56.2% " + 30 * "█",
+        "                             1   31.2% " + 17 * "█",
+        "                             2   12.5% " + 7 * "█",
+        "  dropped as too old         1.5% of sampled tokens: 90 in 3 responses",  # of 3,000 + 1,000 + 2,000
+        "  trainer waited             20.0% of the time: 2.0 s",  # of 4 + 4 + 2
+        "  generation held back       1.5 s, to keep responses fresh",
+        "  importance weight capped   1.0% of trained tokens",  # 40 of 3,000 + 1,000
+    ]
+
+
+def test_summary_of_a_synchronous_run_does_not_mention_staleness() -> None:
+    plain = [step(1, 0.5), step(2, 0.5)]
+    measured = [{**e, "train_wait_s": 1.0, "capped": 0.1, "drift": 0.1} for e in plain]
+    assert summary(measured, finished=True) == summary(plain, finished=True)
+
+
+def test_summary_of_a_run_that_became_asynchronous_counts_only_those_steps() -> None:
+    """`rollout.staleness` may change on resume."""
+    text = summary([step(1, 0.5, train_wait_s=2.0), stale_step(2, [4], train_wait_s=1.0)], finished=False)
+    assert "trainer waited             50.0% of the time: 1.0 s" in text  # 1 of the 2 s of step 2
+
+
+def test_summary_of_stale_steps_without_trained_responses() -> None:
+    text = summary([stale_step(1, [], made=0, s=0.0, trained=0)], finished=False)
+    assert "mean" not in text
+    assert "dropped as too old         0% of sampled tokens" in text
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 10**9), max_size=40))
+def test_histogram_is_small_and_has_every_response(counts: list[int]) -> None:
+    rows = [row.split() for row in staleness.histogram(counts)]
+    assert len(rows) <= staleness.ROWS
+    assert all(row[2:] == [] or set(row[2]) == {"█"} for row in rows)
+    assert max((len(row[2]) for row in rows if row[2:]), default=0) == (staleness.BAR if any(counts) else 0)
+    rounding_error = 0.1 * len(rows)
+    shares = sum(float(row[1].strip("<%")) for row in rows)
+    assert abs(shares - (100.0 if any(counts) else 0.0)) <= rounding_error
+
+
+def test_histogram_merges_high_values() -> None:
+    assert [row.split()[0] for row in staleness.histogram([1] * 6)] == ["0", "1", "2", "3", "4", "5"]
+    rows = [row.split()[:2] for row in staleness.histogram([1, 1, 1, 1, 1, 1, 0, 0, 4, 0])]
+    assert rows == [["0", "10.0%"], ["1", "10.0%"], ["2", "10.0%"], ["3", "10.0%"], ["4", "10.0%"], ["5+", "50.0%"]]
+    assert [row.split()[0] for row in staleness.histogram([0, 0, 1, 0])] == ["0", "1", "2"]

@@ -1,0 +1,66 @@
+"""Rewards by name, pass@k, and graders that are slow or fail: on the console, in the summary and in `windfall top`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.events.log import Event
+from windfall.recipe import Recipe
+from windfall.run.views import rewards
+from windfall.run.views.console import Console, summarize
+
+
+def event(kind: str, name: str, **fields: Any) -> Event:
+    return {"t": 1.0, "m": 1.0, "kind": kind, "name": name, **fields}
+
+
+def step(**fields: Any) -> Event:
+    return event("scalar", "step", step=1, reward=0.5, responses=4, groups=2, missing=0, mean_length=12.5, cut=0.0,
+                 made=1000, s=10.0, tok_per_s=500.0, grad_norm=0.1, entropy=0.7, trained=1000, reward_s=0.01,
+                 reward_s_max=0.02, grading_peak=3, grader_errors=0, rewards_retried=0, **fields)  # fmt: skip
+
+
+def test_console_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    console = Console(Recipe(), tmp_path)
+    console.show(step(rewards={"math": 0.5, "a[b]": 0.25}))
+    assert "(math 0.500, a[b] 0.250)" in capsys.readouterr().out
+    slow = step() | {"reward_s": 2.0, "reward_s_max": 4.0, "grader_errors": 3}
+    console.show(slow)
+    out = capsys.readouterr().out
+    assert "rewards take 2.0 s, up to 4.0 s" in out
+    assert "grader errors 3" in out
+    console.show(step())
+    out = capsys.readouterr().out
+    assert "rewards take" not in out
+    assert "grader" not in out
+    console.show(event("instant", "reward_retried", response="3/1", error="no server", count=1))
+    assert "no server" in capsys.readouterr().out
+    busy = {"processes": 4, "limit": 32, "queued": 9, "grading": 13, "longest_s": 25.0, "reward_s": 3.0, "errors": 2}
+    console.show(event("instant", "grading_slow", **busy))
+    assert "13 rewards in progress (9 queued, longest 25.0 s)" in capsys.readouterr().out
+    console.show(event("scalar", "eval", step=0, reward=0.5, on="9 rows", pass_at={"1": 0.5, "4": None}))
+    assert "reward 0.500, pass@1 0.500, pass@4 - on 9 rows" in capsys.readouterr().out
+    console.show(event("scalar", "eval", step=0, reward=0.677, on="64 held-out tasks", graded=31, responses=64))
+    assert "reward 0.677 (31 of 64 responses graded) on 64 held-out tasks" in capsys.readouterr().out
+
+
+def test_summary(tmp_path: Path) -> None:
+    evals = [event("scalar", "eval", step=n, reward=0.1 * n, pass_at={"8": 0.2 * n}) for n in (1, 2)]
+    bad = step() | {"reward_s_max": 40.0, "grader_errors": 5, "rewards_retried": 4}
+    lines = "\n".join(summarize([*evals, step(), bad], tmp_path, finished=True))
+    assert "pass@8                     0.200 before, 0.400 after" in lines
+    assert "up to 40.0 s, 3 at once; 5 tries failed, 4 rewards came after a retry" in lines
+    evals[1] |= {"graded": 3, "responses": 8, "on": "8 rows"}
+    lines = "\n".join(summarize(evals, tmp_path, finished=True))
+    assert "0.100 before, 0.200 (3 of 8 responses graded) after, on 8 rows" in lines
+    assert "tries failed" not in "\n".join(summarize([step()], tmp_path, finished=True))
+
+
+def test_environments_without_processes_are_named() -> None:
+    idle = {"processes": 0, "limit": 0, "queued": 0, "grading": 0, "longest_s": 0.0, "reward_s": 0.0, "errors": 0}
+    assert rewards.graders_of_snapshot(idle).startswith("graders: in the controller, 0 rewards")
+    ended = idle | {"limit": 32}  # its processes start with the first call, and end with the run
+    assert rewards.graders_of_snapshot(ended).startswith("graders: 0 processes (at most 32), 0 rewards")

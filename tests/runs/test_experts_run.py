@@ -1,0 +1,68 @@
+"""A run that trains a model of experts (Qwen3-MoE), from end to end: a worker generates, the trainer learns, and every
+step shows how tokens spread over the experts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from windfall.events.log import read
+from windfall.models import load
+from windfall.trainer import checkpoint
+
+Windfall = Callable[..., tuple[int, str, str]]
+ENVIRONMENT = """
+from windfall.types import Feedback, Task
+
+class Digits:
+    def __init__(self, seed):
+        pass
+
+    def task(self, index):
+        return Task(id=f"digits/{index}", prompt=f"{index}=", answer="")
+
+    def feedback(self, task, turns):
+        return Feedback(reward=sum(c.isdigit() for c in turns[-1].text) / 100)
+"""
+"""A random model gets rewards that differ."""
+
+
+def write_model(folder: Path) -> None:
+    """A model with random weights, and the tokenizer of the one that ships with windfall."""
+    torch.manual_seed(0)
+    shape = Qwen3MoeConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(shape).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(load.TINY / name, folder)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)])
+def test_experts_are_trained_and_shown(
+    windfall: Windfall, here: Path, capsys: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    write_model(here / "experts")
+    capsys.readouterr()
+    (here / "digits.py").write_text(ENVIRONMENT)
+    changes = ["model.path=experts", "env.name=custom", "env.factory=digits:Digits", "rollout.group_size=4",
+               "eval.tasks=0", "fleet.workers=1", "fleet.local=false", f"train.ranks={ranks}"]  # fmt: skip
+    code, out, err = windfall("train", "small.toml", *(f"--set={c}" for c in changes))
+    assert (code, err) == (0, "")
+    assert len(re.findall(r"^step .* experts (0\.[5-9]\d|1\.00) balanced", out, re.MULTILINE)) == 2
+    run = Path("runs/small")
+    steps = [e for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
+    assert [e["step"] for e in steps] == [1, 2]
+    assert all(e["grad_norm"] > 0 and e["engine_gap"] < 1e-4 and e["experts_unused"] == 0 for e in steps)
+    before, after = (load_file(f / "model.safetensors") for f in (here / "experts", checkpoint.latest(run).path))
+    changed = {name for name, value in before.items() if not torch.equal(value.float(), after[name].float())}
+    assert {n for n in before if "experts" in n or n.endswith("gate.weight")} <= changed

@@ -1,0 +1,149 @@
+"""Adapters on several ranks, built as in a run: one, two and four ranks publish the same versions, and continue
+from each other's checkpoints."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_processes import run_ranks
+from safetensors.torch import load_file
+
+from windfall import recipe as config
+from windfall.models import load
+from windfall.trainer import checkpoint, trained_weights
+from windfall.trainer.checkpoint import CheckpointState, IntactCheckpoint
+from windfall.trainer.ranks import process as rank
+from windfall.trainer.ranks.process import Setup, TrainerPart
+from windfall.trainer.ranks.ranks import Orders, Ranks
+from windfall.trainer.sample import Sample
+
+SIZES = (1, 2, 4)
+RECIPE: dict[str, Any] = {
+    "model": {"path": "tiny"},
+    "train": {"lora": {"rank": 6}, "lr": 1e-2, "engine_gap_limit": 50.0, "engine_gap_alarm": 50.0},
+    "run": {"steps": 9, "device": "cpu"},
+}
+
+
+def samples(seed: int) -> list[Sample]:
+    rng, out = np.random.default_rng(seed), []
+    for length in (3, 17, 9):  # fewer than there are ranks
+        ids = tuple(rng.integers(3, 60, length + 2).tolist())
+        targets = tuple(range(2, length + 2))
+        out.append(Sample(ids=ids, targets=targets, behavior=np.full(length, -4.0), advantage=1.0, limit=20))
+    return out
+
+
+def build(ranks: Ranks, folder: Path, found: IntactCheckpoint | None) -> tuple[TrainerPart, Any, Any] | None:
+    """This rank's part, as the trainer's processes make it: rank 0 loads and gives the order to build."""
+    recipe, orders = config.parse(RECIPE, where="test"), Orders(ranks)
+    if not ranks.first:
+        orders.add("build", lambda setup: rank.build_part(recipe, folder, setup, orders))
+        orders.follow()
+        return None
+    model = load.load(trained_weights.model_to_load(recipe, found), dtype="float32", device="cpu")
+    loaded = trained_weights.prepare(model, recipe, found, dtype="float32")
+    orders.add("build", lambda setup: rank.build_part(recipe, folder, setup, orders, loaded=loaded))
+    assert loaded.adapters is not None
+    setup = Setup(
+        model_config=model.config, dtype="float32", micro_tokens=64, checkpoint_activations=False, onednn=False,
+        checkpoint=found.path if found else None, adapter=loaded.adapters.config,
+    )  # fmt: skip
+    part = orders.call("build", setup)
+    write = partial(part.weights.write_published, model, part.publisher, orders)
+    return part, loaded.base, write if ranks.distributed else loaded.saved.save_pretrained
+
+
+def work(ranks: Ranks, folder: Path, found: IntactCheckpoint | None, steps: range) -> Any:
+    """Train these steps, publish each, and save the last. Returns digests, and the adapters' file."""
+    built = build(ranks, folder, found)
+    if built is None:
+        return None
+    part, base, write_model = built
+    trainer, orders = part.trainer, part.trainer.orders
+    manifests = [orders.call("publish", steps[0] - 1)]
+    for step in steps:
+        trainer.accumulate(samples(step))
+        assert trainer.finish().skipped == ""
+        manifests.append(orders.call("publish", step))
+    checkpoint.save(
+        folder / "checkpoints", CheckpointState(step=steps[-1], next_task=0), write_model=write_model, keep=9,
+        tokenizer=load.load_tokenizer("tiny"), write_optimizer=trainer.write_optimizer, base=base,
+    )  # fmt: skip
+    whole = {t.name for t in part.publisher.base.manifest.entries}
+    names = {t.name for t in manifests[-1].entries}
+    orders.stop()
+    part.publisher.close()
+    return [(m.base, m.digest) for m in manifests], names, whole, part.weights.facts()
+
+
+def close(ours: Path, theirs: Path) -> None:
+    """The files hold the same tensors up to rounding. Adam divides a gradient by its own size, so a few elements whose
+    gradient is almost zero differ more than rounding."""
+    one, two = load_file(ours), load_file(theirs)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        equal = torch.isclose(two[name], value, rtol=1e-3, atol=1e-5).float().mean()
+        assert equal >= 0.99, f"{name}: {equal:.2%} of the elements are equal"
+        assert (two[name] - value).norm() < 5e-3 * value.norm(), name
+
+
+@pytest.mark.slow
+def test_ranks_publish_and_continue_alike(tmp_path: Path) -> None:
+    saved: dict[int, IntactCheckpoint] = {}
+    results = {}
+    for size in SIZES:
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        results[size] = run_ranks(size, work, folder, None, range(1, 3))[0]
+        found = checkpoint.newest_intact(folder / "checkpoints")
+        assert found is not None
+        saved[size] = found
+    versions, names, base, facts = results[1]
+    assert not names & base
+    assert all(".lora_" in name for name in names)
+    assert len({digest for _, digest in versions}) == 3
+    for size in SIZES[1:]:
+        assert results[size][0][0] == versions[0], "the base, and the adapters before the first update"
+        assert results[size][1:] == (names, base, facts)
+        assert {b for b, _ in results[size][0]} == {versions[0][0]}
+        close(saved[1].path / "adapter_model.safetensors", saved[size].path / "adapter_model.safetensors")
+        assert checkpoint.read_base(saved[size].path) == checkpoint.read_base(saved[1].path)
+
+    run_ranks(1, work, tmp_path / "1", saved[1], range(3, 5))
+    expected = tmp_path / "1" / "checkpoints" / "step-000004" / "adapter_model.safetensors"
+    for reader, writer in ((1, 4), (2, 1), (4, 2)):
+        folder = tmp_path / f"{writer} to {reader}"
+        folder.mkdir()
+        versions, *_ = run_ranks(reader, work, folder, saved[writer], range(3, 5))[0]
+        assert versions[0] == results[writer][0][-1], "the first version is the one that was saved"
+        close(expected, folder / "checkpoints" / "step-000004" / "adapter_model.safetensors")
+
+
+def test_new_adapters_of_all_ranks_are_those_of_the_seed(tmp_path: Path) -> None:
+    """Every rank would draw the same numbers, but only those of rank 0 count."""
+    (first,) = run_ranks(1, first_adapters, tmp_path)
+    for found in run_ranks(2, first_adapters, tmp_path):
+        assert found.keys() == first.keys()
+        assert all(torch.equal(t, first[n]) for n, t in found.items())
+
+
+def first_adapters(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
+    from windfall.trainer.ranks.sharding import rows
+
+    recipe, orders = config.parse(RECIPE, where="test"), Orders(ranks)
+    model = load.load("tiny", dtype="bfloat16", device="cpu")
+    loaded = trained_weights.prepare(model, recipe, None, dtype="bfloat16")
+    assert loaded.adapters is not None
+    setup = Setup(
+        model_config=model.config, dtype="bfloat16", micro_tokens=64, checkpoint_activations=False, onednn=False,
+        checkpoint=None, adapter=loaded.adapters.config,
+    )  # fmt: skip
+    part = rank.build_part(recipe, folder, setup, orders, loaded=loaded if ranks.first else None)
+    named = part.weights.adapters.tensors()
+    return {n: torch.cat(ranks.all_gather(rows(t).float().clone())) for n, t in named.items()}

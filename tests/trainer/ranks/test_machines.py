@@ -1,0 +1,410 @@
+"""A trainer on two machines: ranks that share nothing but the network with rank 0.
+
+The second machine is a network namespace of its own where that is possible (root on Linux), otherwise another loopback
+address. In both cases it has its own folder and knows only the address of the run and the secret of the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from windfall import recipe as config
+from windfall.errors import WindfallError
+from windfall.events.log import read
+from windfall.link import auth, handshake, network
+from windfall.link import messages as m
+from windfall.link.socket import Dialer, SocketLink
+from windfall.providers.base import EXIT_REFUSED, Handle
+from windfall.trainer import checkpoint
+from windfall.trainer.ranks import machines as machines_module
+from windfall.trainer.ranks import rank_host
+from windfall.trainer.ranks.machines import Machines
+
+RECIPE = """
+[run]
+name = "r"
+steps = {steps}
+threads = 1
+deterministic = true
+[env]
+name = "arithmetic"
+mean_steps = 1.5
+[rollout]
+groups = 3
+group_size = 4
+max_tokens = 24
+temperature = 1.4
+[train]
+lr = 1e-3
+minibatches = 3
+{train}
+[checkpoint]
+every = 2
+[eval]
+tasks = 0
+[fleet]
+local = false
+workers = 1
+"""
+
+
+@pytest.fixture
+def two_networks() -> Iterator[tuple[str, list[str], str]]:
+    """The address of machine 0, how to start a command on machine 1, and the address of machine 1."""
+    name, number = f"windfall-{os.getpid()}", os.getpid() % 200
+    main, other = f"10.213.{number}.1", f"10.213.{number}.2"
+    inside = ["ip", "netns", "exec", name]
+    steps = [
+        ["ip", "netns", "add", name],
+        ["ip", "link", "add", f"wf{number}a", "type", "veth", "peer", "name", f"wf{number}b", "netns", name],
+        ["ip", "addr", "add", f"{main}/24", "dev", f"wf{number}a"],
+        ["ip", "link", "set", f"wf{number}a", "up"],
+        [*inside, "ip", "addr", "add", f"{other}/24", "dev", f"wf{number}b"],
+        [*inside, "ip", "link", "set", f"wf{number}b", "up"],
+        [*inside, "ip", "link", "set", "lo", "up"],
+    ]
+    try:
+        for step in steps:
+            subprocess.run(step, check=True, capture_output=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        _remove(name, number)
+        yield "127.0.0.1", [], "127.0.0.2"
+        return
+    yield main, inside, other
+    _remove(name, number)
+
+
+def _remove(name: str, number: int) -> None:
+    for command in (["ip", "link", "del", f"wf{number}a"], ["ip", "netns", "del", name]):
+        with contextlib.suppress(OSError):
+            subprocess.run(command, check=False, capture_output=True, timeout=20)
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return s.getsockname()[1]
+
+
+def run_windfall(
+    folder: Path, *args: str, before: tuple[str, ...] = (), out: str = "out.txt"
+) -> subprocess.Popen[bytes]:
+    (folder / "tmp").mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "windfall.run.cli", *args], stdout=(folder / out).open("ab"),
+        stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")},
+    )  # fmt: skip
+
+
+def train(folder: Path, *args: str, steps: int = 4, **keys: Any) -> subprocess.Popen[bytes]:
+    folder.mkdir(exist_ok=True)
+    text = "\n".join(f"{key} = {value!r}".replace("'", '"') for key, value in keys.items())
+    (folder / "r.toml").write_text(RECIPE.format(steps=steps, train=text))
+    return run_windfall(folder, "train", str(folder / "r.toml"), "--set", f"run.folder={folder}", *args)
+
+
+def events(run: Path, name: str) -> list[dict[str, Any]]:
+    path = run / "events.jsonl"
+    return [e for e in read(path) if e["name"] == name] if path.is_file() else []
+
+
+def wait_for(what: str, done: Callable[[], bool], running: subprocess.Popen[bytes], out: Path) -> None:
+    deadline_s = time.monotonic() + 240
+    while not done():
+        assert running.poll() is None, out.read_text()
+        assert time.monotonic() < deadline_s, f"waited 240 s for {what}: {out.read_text()}"
+        time.sleep(0.05)
+
+
+def weights(run: Path) -> str:
+    return hashlib.sha256((checkpoint.latest(run).path / "model.safetensors").read_bytes()).hexdigest()
+
+
+class TwoMachines:
+    """A run whose trainer has one rank on each of two machines."""
+
+    def __init__(self, folder: Path, networks: tuple[str, list[str], str], steps: int) -> None:
+        host, self._inside, self._other = networks
+        self._endpoint, self._secret, self._folder = f"{host}:{free_port(host)}", folder / "secret", folder
+        auth.make_token(self._secret)
+        self.run, self.out = folder / "two" / "r", folder / "two" / "out.txt"
+        self.trainer = train(
+            folder / "two", "--trainer-token", str(self._secret), "--set", f"fleet.host={host}", steps=steps, ranks=1,
+            machines=2, rendezvous=self._endpoint,
+        )  # fmt: skip
+        self.started = [self.trainer]
+
+    def join(self, name: str) -> subprocess.Popen[bytes]:
+        here = self._folder / name
+        here.mkdir()
+        command = ("ranks", "--join", f"http://{self._endpoint}", "--token", str(self._secret), "--host", self._other)
+        machine = run_windfall(here, *command, "--folder", str(here / "logs"), before=tuple(self._inside))
+        self.started.append(machine)
+        return machine
+
+    def wait_for_start(self, count: int) -> list[int]:
+        """Wait until the trainer was started this many times. Returns the processes of its ranks."""
+        done = lambda: len(events(self.run, "trainer_ready")) >= count  # noqa: E731
+        wait_for(f"start {count}", done, self.trainer, self.out)
+        return events(self.run, "trainer_ready")[-1]["rank_pids"]
+
+    def finish(self, machine: subprocess.Popen[bytes], name: str) -> None:
+        assert self.trainer.wait(240) == 0, self.out.read_text()
+        assert machine.wait(30) == 0, (self._folder / name / "out.txt").read_text()
+        assert not (self._folder / name / "logs" / "checkpoints").exists()
+
+    def kill(self) -> None:
+        for process in self.started:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_run_on_two_machines(tmp_path: Path, two_networks: tuple[str, list[str], str]) -> None:
+    two = TwoMachines(tmp_path, two_networks, steps=2)
+    try:
+        machine = two.join("first")
+        assert len(two.wait_for_start(1)) == 2
+        two.finish(machine, "first")
+    finally:
+        two.kill()
+    assert "machine 1" in two.out.read_text()
+    trained = [e for e in events(two.run, "step") if e["kind"] == "scalar"]
+    assert [e["step"] for e in trained] == [1, 2]
+    assert any(e["grad_norm"] > 0 for e in trained)
+    checkpoint.check(checkpoint.latest(two.run).path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_machine_is_lost_and_replaced(tmp_path: Path, two_networks: tuple[str, list[str], str]) -> None:
+    """A rank on the other machine is killed, then its command is stopped and another one started. The run ends with the
+    weights of two ranks on one machine, and its checkpoint resumes on one rank."""
+    one, two = train(tmp_path / "one", ranks=2), TwoMachines(tmp_path, two_networks, steps=4)
+    try:
+        machine = two.join("first")
+        os.kill(two.wait_for_start(1)[1], signal.SIGKILL)
+        two.wait_for_start(2)
+        assert machine.poll() is None
+        machine.terminate()
+        assert machine.wait(30) == 0, (tmp_path / "first" / "out.txt").read_text()
+        two.finish(two.join("second"), "second")
+        assert one.wait(240) == 0, (tmp_path / "one" / "out.txt").read_text()
+    finally:
+        two.kill()
+        one.kill()
+    folder, run = tmp_path / "two", two.run
+    assert "has left the trainer" in two.out.read_text()
+    assert weights(run) == weights(tmp_path / "one" / "r")
+    optimizers = [load_file(checkpoint.latest(r).path / checkpoint.OPTIMIZER) for r in (run, tmp_path / "one" / "r")]
+    assert all((value == optimizers[1][name]).all() for name, value in optimizers[0].items())
+    resumed = run_windfall(
+        folder, "resume", str(run), "--set", "run.steps=6", "--set", "train.machines=1", out="resumed.txt"
+    )
+    assert resumed.wait(240) == 0, (folder / "resumed.txt").read_text()
+    assert [e["step"] for e in events(run, "step") if e["kind"] == "scalar"][-2:] == [5, 6]
+
+
+def test_run_says_which_machine_is_missing(tmp_path: Path) -> None:
+    endpoint = f"127.0.0.1:{free_port('127.0.0.1')}"
+    trainer = train(tmp_path, ranks=1, machines=3, rendezvous=endpoint, machine_timeout_s=3.0)
+    wrong = run_windfall(
+        tmp_path, "ranks", "--join", f"http://{endpoint}", "--token", "a-token-of-another-run", out="machine.txt"
+    )
+    assert trainer.wait(120) == 2
+    said = " ".join((tmp_path / "out.txt").read_text().split())
+    assert "waited 3 s for the trainer's machines: machines 1, 2 of 1 to 2 did not join" in said
+    assert f"Run there: windfall ranks --join http://{endpoint} --token" in said
+    wrong.kill()
+
+
+# the supervisor's side alone
+
+
+SECRET = "a-secret-of-the-trainer"
+
+
+def recipe(port: int, **train: Any) -> config.Recipe:
+    keys = {"machines": 2, "rendezvous": f"127.0.0.1:{port}", **train}
+    return config.parse({"train": keys}, where="test")
+
+
+@contextlib.asynccontextmanager
+async def listening(folder: Path, **train: Any) -> AsyncIterator[tuple[Machines, Dialer, list[str]]]:
+    auth.make_token(folder / "token", "the-token-of-the-workers")
+    auth.make_token(folder / "trainer.secret", SECRET)
+    port, said = free_port("127.0.0.1"), list[str]()
+    dialer = Dialer(f"http://127.0.0.1:{port}", "/ranks", m.ToMachine, ssl=None)
+    async with Machines(recipe(port, **train), folder, said.append) as machines:
+        try:
+            yield machines, dialer, said
+        finally:
+            await dialer.close()
+
+
+async def join(dialer: Dialer, secret: str = SECRET, ranks: int = 2) -> SocketLink:
+    link = await dialer.dial()
+    hello = lambda **fields: m.MachineHello(name="other", **fields)  # noqa: E731
+    welcome = await handshake.join(link, handshake.MACHINE, secret, hello)
+    assert "[train]" in welcome.recipe
+    assert welcome.weights_key == auth.weights_key("the-token-of-the-workers")
+    await link.send(m.MachineReady(ranks=ranks))
+    return link
+
+
+async def start(machines: Machines) -> tuple[str, Handle]:
+    others = await asyncio.wait_for(machines.wait(), 60)
+    rendezvous, size, (handle,) = machines.start(others, 3)
+    assert size == 5
+    return rendezvous, handle
+
+
+def test_ranks_of_a_machine_follow_those_of_the_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path) as (machines, dialer, said):
+            link = await join(dialer)
+            rendezvous, handle = await start(machines)
+            order: Any = await link.receive()
+            assert order == m.StartRanks(attempt=1, rendezvous=rendezvous, first=3, size=5)
+            await link.send(m.RanksEnded(attempt=1, code=1, what="out of memory", where="rank-3.log"))
+            assert await asyncio.wait_for(handle.wait(), 60) == 1
+            failure = (tmp_path / ".trainer.failure").read_text()
+            assert "machine 1: out of memory" in failure
+            again, handle = await start(machines)
+            assert again != rendezvous
+            assert (await link.receive()).attempt == 2  # type: ignore[attr-defined]  # pyright: ignore
+            await link.send(m.RanksEnded(attempt=1, code=2))  # of the first start: it changes nothing
+            handle.kill()
+            assert await link.receive() == m.StopRanks(attempt=2)
+            assert handle.running
+            await link.send(m.RanksEnded(attempt=2, code=-9))
+            assert await asyncio.wait_for(handle.wait(), 60) == -9
+            assert said[-1] == "machine 1 (other) has joined with 2 ranks"
+
+    asyncio.run(main())
+
+
+def test_lost_machine_ends_its_ranks_and_another_takes_its_place(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path) as (machines, dialer, said):
+            first = await join(dialer)
+            _, handle = await start(machines)
+            with pytest.raises(handshake.JoinRefused, match="has all of its 2 machines") as refused:
+                await join(dialer)
+            assert refused.value.again
+            await first.close()
+            assert await asyncio.wait_for(handle.wait(), 60) == -signal.SIGKILL
+            waiting = asyncio.create_task(start(machines))
+            async with asyncio.timeout(30):
+                while "waiting for 1 of 2 machines; run there: windfall ranks --join http://127.0.0.1" not in said[-1]:
+                    await asyncio.sleep(0.01)
+            second = await join(dialer)
+            await waiting
+            assert isinstance(await second.receive(), m.StartRanks)
+            ending = asyncio.create_task(machines.__aexit__())
+            assert await asyncio.wait_for(second.receive(), 60) == m.RunEnded(why="the run has ended")
+            await ending
+
+    asyncio.run(main())
+
+
+def test_spare_machine_waits_as_long_as_the_run_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_host, "MAX_RETRY_S", 0.3)
+
+    async def main() -> None:
+        async with listening(tmp_path) as (machines, dialer, _):
+            first = await join(dialer)
+            spare = rank_host.RankHost(
+                dialer.url, SECRET, host="", folder=tmp_path, ca=None, overrides=(), patience_s=1.0
+            )
+            waiting = asyncio.create_task(spare.run())
+            await asyncio.sleep(2.5)
+            assert not waiting.done()
+            await first.close()
+            others = await asyncio.wait_for(machines.wait(), 60)
+            assert len(others) == 1
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiting
+
+    asyncio.run(main())
+
+
+def test_machine_that_does_not_stop_its_ranks_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines_module, "STOP_S", 0.3)
+
+    async def main() -> None:
+        async with listening(tmp_path) as (machines, dialer, _):
+            await join(dialer)
+            _, handle = await start(machines)
+            assert await asyncio.wait_for(handle.terminate(0.0), 60) == -signal.SIGKILL
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("secret", ["the-token-of-the-workers", "some-other-token"])
+def test_only_the_secret_of_the_trainer_is_accepted(tmp_path: Path, secret: str) -> None:
+    async def main() -> None:
+        async with listening(tmp_path, machine_timeout_s=0.5) as (machines, dialer, _):
+            with pytest.raises(handshake.JoinRefused, match=r"needs trainer.secret of the run, not its token") as e:
+                await join(dialer, secret)
+            assert not e.value.again
+            with pytest.raises(WindfallError, match=r"machine 1 of 1 to 1 did not join \(last problem: .*wrong token"):
+                await machines.wait()
+
+    asyncio.run(main())
+
+
+def test_machine_without_ranks_is_not_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path, machine_timeout_s=0.5) as (machines, dialer, said):
+            link = await dialer.dial()
+            hello = lambda **fields: m.MachineHello(name="other", **fields)  # noqa: E731
+            await handshake.join(link, handshake.MACHINE, SECRET, hello)
+            await link.send(m.MachineReady(ranks=0, error="4 ranks need as many GPUs"))
+            with pytest.raises(WindfallError, match="last problem: other: 4 ranks need as many GPUs"):
+                await machines.wait()
+            assert "a machine cannot join the trainer: other: 4 ranks need as many GPUs" in said
+
+    asyncio.run(main())
+
+
+def test_command_refused_by_the_run_exits(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path) as (_, dialer, _):
+            argv = ["ranks", "--join", dialer.url, "--token", "some-other-token", "--folder", str(tmp_path / "logs")]
+            process = run_windfall(tmp_path, *argv)
+            assert await asyncio.to_thread(process.wait, 60) == EXIT_REFUSED
+
+    asyncio.run(main())
+    assert "not its token" in (tmp_path / "out.txt").read_text()
+
+
+def test_several_machines_need_an_address() -> None:
+    with pytest.raises(WindfallError, match="machines above 1 needs rendezvous"):
+        config.parse({"train": {"machines": 2}}, where="test")
+    with pytest.raises(WindfallError, match="rendezvous must be HOST:PORT"):
+        config.parse({"train": {"rendezvous": "10.0.0.5"}}, where="test")
+
+
+def test_interface_of_an_address() -> None:
+    assert network.interface_of("127.0.0.1") == "lo"
+    assert network.interface_of("203.0.113.77") is None
+    own = network.address_toward("192.0.2.1", 9) if Path("/sys/class/net/eth0").exists() else ""
+    if own:
+        assert network.interface_of(own) in {name for _, name in socket.if_nameindex()}
+    found = network.socket_environment("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth7"})
+    assert found == {"NCCL_SOCKET_IFNAME": "=lo"}

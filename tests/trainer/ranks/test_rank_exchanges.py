@@ -1,0 +1,106 @@
+"""Ranks built as in a run: a rank that hangs outside the collectives of tensors is noticed soon, and all ranks give GPU
+memory back for the trainer's engines, which are other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_processes import run_ranks
+
+from windfall import recipe as config
+from windfall.models import load
+from windfall.trainer import trained_weights
+from windfall.trainer import trainer as trainer_module
+from windfall.trainer.ranks import process as rank
+from windfall.trainer.ranks.process import Setup, TrainerPart
+from windfall.trainer.ranks.ranks import Orders, RankLost, Ranks
+from windfall.trainer.sample import Sample
+from windfall.weights.meeting import PublishFailed
+
+SAMPLES = [
+    Sample(ids=(3, 4, 5, 6, 7), targets=(2, 3, 4), behavior=np.full(3, -4.0), advantage=1.0, limit=8)
+    for _ in range(2)
+]  # fmt: skip
+
+
+def build(ranks: Ranks, folder: Path) -> TrainerPart:
+    sections = {"model": {"path": "tiny"}, "train": {"engine_gap_limit": 50.0, "engine_gap_alarm": 50.0}}
+    recipe, model = config.parse(sections, where="test"), load.load("tiny", dtype="float32", device="cpu")
+    setup = Setup(
+        model_config=model.config, dtype="float32", micro_tokens=64, checkpoint_activations=False, onednn=False,
+        checkpoint=None, adapter=None,
+    )  # fmt: skip
+    loaded = trained_weights.prepare(model, recipe, None, dtype="float32") if ranks.first else None
+    return rank.build_part(recipe, folder, setup, Orders(ranks), loaded=loaded)
+
+
+def stop_at(ranks: Ranks, folder: Path, moment: str) -> tuple[str, float]:
+    """Train and publish. Rank 1 freezes after its last pack, or when it has copied its rows to be published. Returns
+    what rank 0 notices, and after how many seconds."""
+
+    def freeze(*_: Any) -> int:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0
+
+    if not ranks.first and moment == "finish":
+        trainer_module.peak_bytes = freeze
+    if not ranks.first and moment == "publish":
+        rank.free_memory = freeze
+    trainer = build(ranks, folder).trainer
+    if not ranks.first:
+        trainer.orders.follow()
+    trainer.accumulate(SAMPLES)
+    began_s = time.monotonic()
+    try:
+        trainer.finish()
+        trainer.orders.call("publish", 1)
+    except (RankLost, PublishFailed) as e:
+        return str(e), time.monotonic() - began_s
+    return "", 0.0
+
+
+@pytest.mark.parametrize("moment", [pytest.param("finish", marks=pytest.mark.slow), "publish"])
+def test_frozen_rank_is_noticed_after_the_limit_of_collectives(tmp_path: Path, moment: str) -> None:
+    ((error, took_s),) = run_ranks(2, stop_at, tmp_path, moment, timeout_s=4.0, lost=(1,))
+    assert "waited" in error
+    assert ("to write their rows" in error) == (moment == "publish")
+    assert took_s < 20
+
+
+def give_back(ranks: Ranks, folder: Path) -> list[int] | None:
+    """How often each rank has emptied its cache: before, after publishing, and after the order to free memory, at the
+    moment when it has ended on rank 0."""
+    calls, seen = folder / f"calls-{ranks.rank}", []
+
+    def count() -> None:
+        time.sleep(0.3 * ranks.rank)  # rank 0 must wait for the others
+        calls.write_bytes(calls.read_bytes() + b".")
+
+    calls.touch()
+    torch.cuda.empty_cache = count
+    orders = build(ranks, folder).trainer.orders
+    if not ranks.first:
+        orders.follow()
+        return None
+
+    def look() -> None:
+        seen.append([len((folder / f"calls-{r}").read_bytes()) for r in range(ranks.size)])
+
+    look()
+    orders.call("publish", 1)
+    look()
+    orders.call("free_memory")
+    look()
+    orders.stop()
+    return seen
+
+
+def test_all_ranks_give_memory_back(tmp_path: Path) -> None:
+    assert run_ranks(3, give_back, tmp_path)[0] == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]

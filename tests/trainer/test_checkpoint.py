@@ -1,0 +1,395 @@
+"""Checkpoints: other tools can load them; they are atomic and pruned; a killed run ends with the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hostile.checkpoints import CHECKPOINTS, cut, flip, of_0_2, rename_step
+
+from windfall import recipe as config
+from windfall.errors import WindfallError
+from windfall.events.log import read
+from windfall.models import load
+from windfall.run.commands import offline
+from windfall.trainer import checkpoint
+from windfall.trainer import process as trainer
+from windfall.trainer.checkpoint import CheckpointState
+from windfall.trainer.optimizer import Optimizer
+from windfall.trainer.ranks import sharded_file
+from windfall.trainer.ranks.ranks import Ranks
+
+RECIPE = """
+[run]
+name = "r"
+steps = 5
+threads = 1
+deterministic = true
+[env]
+name = "guess"  # several turns
+[rollout]
+groups = 3
+group_size = 4
+max_tokens = 40
+[train]
+lr = 1e-3
+minibatches = 3
+schedule = "cosine"
+[checkpoint]
+every = 2
+[eval]
+tasks = 3
+every = 1
+"""
+
+
+def training_objects() -> Objects:
+    torch.manual_seed(1)
+    model = load.load("tiny", dtype="float32", device="cpu")
+    optimizer = Optimizer(model, config.Train(), total_updates=10)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.update(1.0)
+    return Objects(model, optimizer)
+
+
+class Objects(dict[str, Any]):
+    """What `checkpoint.save` needs of a model and its optimizer."""
+
+    def __init__(self, model: Any, optimizer: Optimizer) -> None:
+        super().__init__(
+            write_model=model.save_pretrained, tokenizer=load.load_tokenizer("tiny"),
+            write_optimizer=lambda path: sharded_file.write(path, optimizer.state(), Ranks.alone()),
+        )  # fmt: skip
+        self.model, self.optimizer = model, optimizer
+
+
+def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    objects = training_objects()
+    path = checkpoint.save(tmp_path, CheckpointState(step=3, next_task=9), keep=2, **objects)
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    ids = AutoTokenizer.from_pretrained(path)("12+3=", return_tensors="pt").input_ids
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, objects.model.state_dict()[name]), name
+    assert loaded.generate(ids, max_new_tokens=5, do_sample=False).shape[1] == ids.shape[1] + 5
+    assert not any(p.suffix in (".bin", ".pt", ".pkl") for p in path.rglob("*"))
+
+
+def test_optimizer_resumes_bit_for_bit(tmp_path: Path) -> None:
+    one = training_objects()
+    path = checkpoint.save(tmp_path, CheckpointState(step=1, next_task=2), keep=1, **one)
+    model = load.load(str(path), dtype="float32", device="cpu")
+    other = Optimizer(model, config.Train(), total_updates=10)
+    other.restore(path / checkpoint.OPTIMIZER)
+    assert checkpoint.read_state(path) == CheckpointState(step=1, next_task=2)
+    for m, o in ((one.model, one.optimizer), (model, other)):
+        generator = torch.Generator().manual_seed(4)
+        for p in m.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        o.update(1.0)
+    for a, b in zip(one.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_partial_checkpoints_are_never_listed_and_old_ones_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = training_objects()
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, CheckpointState(step=step, next_task=0), keep=2, **objects)
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
+    with monkeypatch.context() as m:
+        m.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("disk gone")))
+        with pytest.raises(WindfallError, match="step-000004: the checkpoint cannot be written: OSError: disk gone"):
+            checkpoint.save(tmp_path, CheckpointState(step=4, next_task=0), keep=2, **objects)
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
+    checkpoint.save(tmp_path, CheckpointState(step=4, next_task=0), keep=2, **objects)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of 16 MB: one checkpoint of the demo's model takes 11 MB."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def failed_save(folder: Path, objects: dict[str, Any]) -> str:
+    """Save step 2, which must fail; return the message. The checkpoint of step 1 must not change."""
+    with pytest.raises(WindfallError) as caught:
+        checkpoint.save(folder, CheckpointState(step=2, next_task=2), keep=1, **objects)
+    message = str(caught.value)
+    assert message.startswith(f"{folder / 'step-000002'}: the checkpoint cannot be written: ")
+    assert "or make the folder writable. Then use `windfall resume`, which continues from step-000001" in message
+    found = checkpoint.newest_intact(folder)
+    assert found is not None
+    assert (found.path.name, found.checked.hashed, found.damaged) == ("step-000001", True, ())
+    return message
+
+
+def test_full_disk_is_reported_and_earlier_checkpoint_is_kept(tmp_path: Path) -> None:
+    objects = training_objects()
+    with small_disk(tmp_path / "disk") as disk:
+        checkpoint.save(disk, CheckpointState(step=1, next_task=1), keep=1, **objects)
+        message = failed_save(disk, objects)
+        assert "No space left on device" in message
+        assert "MB are free there" in message
+        assert [p.name for p in disk.iterdir()] == ["step-000001"], "a partial checkpoint would fill the disk"
+        subprocess.run(["mount", "-o", "remount,size=40m", str(disk)], check=True)
+        checkpoint.save(disk, CheckpointState(step=2, next_task=2), keep=1, **objects)
+        assert [p.name for p in checkpoint.list_checkpoints(disk)] == ["step-000002"]
+
+
+@pytest.mark.parametrize("limit", [100, 200_000, 2_000_000])
+def test_file_size_limit_is_reported_for_any_file(tmp_path: Path, limit: int) -> None:
+    """The limits affect config.json, the weights and the optimizer's state, in this order."""
+    objects = training_objects()
+    checkpoint.save(tmp_path, CheckpointState(step=1, next_task=1), keep=1, **objects)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        assert "File too large" in failed_save(tmp_path, objects)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    checkpoint.save(tmp_path, CheckpointState(step=2, next_task=2), keep=1, **objects)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
+
+
+def test_file_in_place_of_the_folder_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(
+        WindfallError, match=r"checkpoints/step-000001: the checkpoint cannot be written: NotADirectory"
+    ):
+        checkpoint.save(tmp_path / "checkpoints", CheckpointState(step=1, next_task=1), keep=1, **training_objects())
+
+
+def saved(folder: Path, *steps: int) -> None:
+    objects = training_objects()
+    for step in steps:
+        checkpoint.save(folder, CheckpointState(step=step, next_task=step), keep=len(steps), **objects)
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    saved(folder, 2, 4)
+    return folder
+
+
+def test_intact_checkpoint_is_verified_to_the_last_byte(two_checkpoints: Path) -> None:
+    found = checkpoint.newest_intact(two_checkpoints)
+    assert found is not None
+    assert (found.path.name, found.state, found.damaged) == ("step-000004", CheckpointState(step=4, next_task=4), ())
+    files = [p for p in found.path.rglob("*") if p.is_file() and p.name != "checksums.json"]
+    assert found.checked.hashed
+    assert found.checked.bytes == sum(p.stat().st_size for p in files)
+    assert "GB/s" in str(found.checked)
+
+
+@pytest.mark.parametrize("kind", list(CHECKPOINTS))
+def test_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
+    two_checkpoints: Path, tmp_path: Path, kind: str
+) -> None:
+    folder, (file, damage) = Path(shutil.copytree(two_checkpoints, tmp_path / "c")), CHECKPOINTS[kind]
+    damage(folder / "step-000004" / file)
+    found = checkpoint.newest_intact(folder)
+    assert found is not None
+    assert found.state == CheckpointState(step=2, next_task=2)
+    (damaged,) = found.damaged
+    # An edited state.json is detected by its checksum, or without checksums by its content.
+    assert damaged.file == file
+    assert str(damaged.checkpoint / file) in str(damaged)
+    assert checkpoint.set_aside(damaged).name == "damaged-step-000004"
+    assert [p.name for p in checkpoint.list_checkpoints(folder)] == ["step-000002"]
+    damage(folder / "step-000002" / file)
+    with pytest.raises(WindfallError, match="no checkpoint of this run is intact: step-000002"):
+        checkpoint.newest_intact(folder)
+    assert (folder / "step-000002").is_dir(), "the last checkpoint must not be moved"
+
+
+def test_checkpoint_copied_to_another_step_is_refused(two_checkpoints: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(two_checkpoints, tmp_path / "c"))
+    rename_step(folder / "step-000004", 9)
+    found = checkpoint.newest_intact(folder)
+    assert found is not None
+    assert found.state.step == 4
+    assert [d.file for d in found.damaged] == ["windfall/state.json"]
+    assert "says step 4 in the folder of step 9" in str(found.damaged[0])
+
+
+def test_checkpoints_of_0_2_are_used_with_a_note(two_checkpoints: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(two_checkpoints, tmp_path / "c"))
+    for path in checkpoint.list_checkpoints(folder):
+        of_0_2(path)
+    found = checkpoint.newest_intact(folder)
+    assert found is not None
+    assert found.state.step == 4
+    assert not found.checked.hashed
+    assert "no checksums" in str(found.checked)
+    cut(folder / "step-000004" / "windfall" / "optimizer.safetensors")
+    found = checkpoint.newest_intact(folder)
+    assert found is not None
+    assert found.state.step == 2, "a truncated file is detected without checksums"
+
+
+def test_optimizer_is_not_verified_if_not_needed(two_checkpoints: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(two_checkpoints, tmp_path / "c"))
+    flip(folder / "step-000004" / "windfall" / "optimizer.safetensors")
+    found = checkpoint.newest_intact(folder, optimizer=False)
+    assert found is not None
+    assert found.state.step == 4
+
+
+def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
+    for name in ("step-1000000", "step-999999", "step-abc", "step-000007.bak"):
+        (tmp_path / name).mkdir()
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
+
+
+def test_run_with_only_set_aside_checkpoints_does_not_start_over(two_checkpoints: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(two_checkpoints, tmp_path / "c"))
+    (folder / "step-000004").rename(folder / "damaged-step-000004")
+    shutil.rmtree(folder / "step-000002")
+    with pytest.raises(WindfallError, match="damaged-step-000004 was set aside earlier"):
+        checkpoint.newest_intact(folder)
+    assert checkpoint.newest_intact(tmp_path / "nothing") is None
+
+
+def windfall(*args: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "windfall.run.cli", *args],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def weights(run: Path) -> str:
+    return hashlib.sha256((checkpoint.latest(run).path / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    recipe = folder / "r.toml"
+    recipe.write_text(RECIPE)
+    done = command("train", str(recipe), "--set", f"run.folder={folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "r"
+
+
+@pytest.mark.parametrize("kills", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=["once", "again"])
+def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_weights(
+    undisturbed: Path, tmp_path: Path, kills: tuple[int, ...]
+) -> None:
+    """kill -9 of the supervisor after these steps, before and after a checkpoint, which ends all other processes; each
+    time `windfall resume` continues the run."""
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(RECIPE)
+    run = tmp_path / "killed" / "r"
+    process = windfall("train", str(recipe), "--set", f"run.folder={tmp_path}/killed")
+    try:
+        for step in kills:
+            wait_for_step(run, step, process)
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(30) == -signal.SIGKILL
+            process = windfall("resume", str(run))
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+    assert weights(run) == weights(undisturbed)
+    steps = [e["step"] for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
+    assert steps == list(range(1, 6))
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"the run ended before step {step}"
+        if (run / "events.jsonl").is_file():
+            done = [e["step"] for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
+            if done and done[-1] >= step:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"waited 240 s for step {step} of {run}")
+
+
+def test_damaged_checkpoint_is_reported_by_the_next_trainer_if_the_first_one_died(
+    two_checkpoints: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(two_checkpoints, tmp_path / "c"))
+    flip(folder / "step-000004" / "model.safetensors")
+    _, first = trainer._find_checkpoint(folder)
+    assert first["checkpoint_damaged"].startswith("step-000004/model.safetensors: its checksum is ")
+    assert first["checkpoint_damaged"].endswith("(now damaged-step-000004)")
+    found, second = trainer._find_checkpoint(folder)
+    assert found is not None
+    assert (found.state.step, second) == (2, first)
+    shutil.copytree(two_checkpoints / "step-000004", folder / "step-000004")  # saved again
+    assert trainer._find_checkpoint(folder)[1] == {}
+
+
+@pytest.mark.slow
+def test_run_with_a_damaged_newest_checkpoint_ends_with_the_same_weights(undisturbed: Path, tmp_path: Path) -> None:
+    """It resumes from the previous checkpoint, generates again what is not in the journal, and reports that."""
+    run = Path(shutil.copytree(undisturbed, tmp_path / "r"))
+    saved = run / "checkpoints" / "step-000005"
+    before = (saved / "model.safetensors").read_bytes()
+    flip(saved / "model.safetensors")
+    done = command("resume", str(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "checkpoint damaged: step-000005/model.safetensors: its checksum" in done.stdout
+    assert "continuing from step 4" in done.stdout
+    assert "journal lost: 000004.wal: it is gone" in done.stdout
+    assert (saved / "model.safetensors").read_bytes() == before
+    assert (run / "checkpoints" / "damaged-step-000005").is_dir()
+    steps, expected = (
+        [e for e in read(path / "events.jsonl") if (e["kind"], e["name"]) == ("scalar", "step")]
+        for path in (run, undisturbed)
+    )
+    assert [e["step"] for e in steps] == list(range(1, 6))
+    assert steps[-1]["reward"] == expected[-1]["reward"]
+    assert steps[-1]["grad_norm"] == expected[-1]["grad_norm"] > 0
+    assert (run / "checkpoints" / "step-000004" / "model.safetensors").read_bytes() != before
+
+
+def test_eval_and_generate_verify_their_checkpoint(
+    two_checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_checkpoints, run / "checkpoints")
+    (run / "recipe.toml").write_text("")
+    flip(run / "checkpoints" / "step-000004" / "model.safetensors")
+    path, recipe = offline.find_checkpoint(str(run))
+    assert (Path(path).name, recipe) == ("step-000002", run / "recipe.toml")
+    assert "skipped a damaged checkpoint: step-000004/model.safetensors: its checksum is" in capsys.readouterr().err
+    assert (run / "checkpoints" / "step-000004").is_dir(), "reading must not change the folder"
+    with pytest.raises(WindfallError, match=r"step-000004/model.safetensors: damaged: its checksum is"):
+        offline.find_checkpoint(str(run / "checkpoints" / "step-000004"))
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "windfall.run.cli", *args], capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip

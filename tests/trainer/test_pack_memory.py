@@ -1,0 +1,53 @@
+"""The GPU memory that a trainer plans with, before it chooses the tokens of a pack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from windfall import recipe as config
+from windfall.models import load
+from windfall.trainer.model.lora import trained_parameters
+from windfall.trainer.process import sharded_use, unsharded_use
+
+FREE = 1e12
+MODEL: Any = load.load("tiny", dtype="bfloat16", device="cpu")
+WHOLE = sum(p.numel() for p in MODEL.parameters())
+
+
+def recipe(*, lora: bool = False, local: bool = False, kl: float = 0.0, offload: bool = False) -> config.Recipe:
+    train = {"offload": offload} | ({"lora": {"rank": 4}} if lora else {})
+    return config.parse({"train": train, "fleet": {"local": local}, "algorithm": {"kl": kl}}, where="test")
+
+
+def test_rank_has_its_rows_of_weights_gradients_and_moments() -> None:
+    """And the publisher's copy of its rows."""
+    for ranks in (1, 4):
+        assert sharded_use(recipe(), MODEL, ranks, FREE) == WHOLE * (16 + 2) / ranks
+        assert sharded_use(recipe(kl=0.1), MODEL, ranks, FREE) == WHOLE * (16 + 2 + 2) / ranks
+    assert unsharded_use(recipe(), MODEL) == WHOLE * (16 + 2)
+
+
+def test_float32_weights_are_not_on_the_gpu_yet_if_they_are_sharded() -> None:
+    model = load.load("tiny", dtype="float32", device="cpu")
+    assert sharded_use(recipe(), model, 2, FREE) == WHOLE * (16 + 4) / 2
+    assert unsharded_use(recipe(), model) == WHOLE * (12 + 4)
+
+
+def test_frozen_base_of_adapters_is_split_over_the_ranks() -> None:
+    adapters = trained_parameters(MODEL, recipe(lora=True).train.lora)
+    assert 0 < adapters < WHOLE
+    expected = (2 * WHOLE + 18 * adapters) / 4
+    assert sharded_use(recipe(lora=True, kl=0.1), MODEL, 4, FREE) == pytest.approx(expected)
+    assert sharded_use(recipe(lora=True, local=True), MODEL, 4, FREE) == pytest.approx(expected + 2 * WHOLE)
+    assert sharded_use(recipe(lora=True, local=True), MODEL, 4, WHOLE) == pytest.approx(expected), "too large to keep"
+
+
+def test_nothing_stays_on_the_gpu_with_offload() -> None:
+    for lora in (False, True):
+        assert sharded_use(recipe(lora=lora, kl=0.1, offload=True), MODEL, 4, FREE) == 0
+    kept = sharded_use(recipe(lora=True, local=True, offload=True), MODEL, 4, FREE)
+    assert kept == 2 * WHOLE, "the engine's copy of the base"
+    assert MODEL.dtype == torch.bfloat16

@@ -36,7 +36,7 @@ test-vllm: $(VLLM_VENV)/ready ## The engine's contract and whole runs with vLLM 
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/engine/vllm_engine
 
 test-agents: .venv-agents/ready ## Public agent packages and a verifiers environment as agents, in an environment of its own
-	OMP_NUM_THREADS=1 .venv-agents/bin/python -m pytest tests/agent_packages tests/gateway
+	OMP_NUM_THREADS=1 .venv-agents/bin/python -m pytest tests/agent_packages tests/controller/gateway
 
 test-clients: $(VLLM_VENV)/ready ## OpenAI's client and vLLM's load generator against `windfall serve`
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/serve/test_clients.py

@@ -24,12 +24,12 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "page"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import intake
-from run_case import write_long_run  # pyright: ignore[reportMissingImports]
 
+from tests.support.page_run import write_long_run  # pyright: ignore[reportMissingImports]
 from windfall.link import messages as m
 from windfall.link.socket import Port
 from windfall.page import command as pages

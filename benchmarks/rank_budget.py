@@ -2,7 +2,7 @@
 
     python benchmarks/rank_budget.py
 
-The formulas are in windfall/trainer/ranks/rank_budget.py. Nothing here is measured: compute assumes half of the GPU's peak,
+The formulas are in trainer/ranks/rank_budget.py. Nothing here is measured: compute assumes half of the GPU's peak,
 which windfall's layers reach on 8B blocks (docs/benchmarks.md), and communication the bandwidth of the data sheets:
 NVLink within a machine of 8 GPUs, one 400 Gbit/s port per GPU between machines. All ports work at once: NCCL lets each
 ring cross the machines through another port.

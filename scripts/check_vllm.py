@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "engine" / "vllm_engine"), str(ROOT / "tests" / "engine")]
+sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "src"))
 
 CUTS, RESPONSES, LENGTH = (1, 7, 20, 33, 47), 16, 60
@@ -48,8 +48,8 @@ def check(model_name: str, args: argparse.Namespace, checker: Checker) -> None:
     import msgspec
     import torch
     import vllm_case  # pyright: ignore
-    from small_models import drain, requests, tokens  # pyright: ignore
 
+    from tests.support.small_models import drain, requests, tokens  # pyright: ignore
     from windfall.engine.vllm import vllm_factory
 
     old, new = vllm_case.versions(model_name, 2)
@@ -86,7 +86,8 @@ def _rest(request: Any, said: list[int], at: int) -> Any:
 
 def _difference(model: Any, weights: Any, asked: list[Any], made: Any, limit: float) -> tuple[bool, str]:
     import torch
-    from small_models import logprobs, tokens  # pyright: ignore
+
+    from tests.support.small_models import logprobs, tokens  # pyright: ignore
 
     model.load_state_dict({name: t.float() for name, t in weights.items()})
     found: list[torch.Tensor] = []
@@ -102,7 +103,7 @@ def _difference(model: Any, weights: Any, asked: list[Any], made: Any, limit: fl
 
 
 def _swap(model_name: str, e: Any, weights: list[Any], asked: list[Any], checker: Checker) -> None:
-    from small_models import drain, tokens  # pyright: ignore
+    from tests.support.small_models import drain, tokens  # pyright: ignore
 
     made: dict[str, list[Any]] = {r.id: [] for r in asked}
     for r in asked:
@@ -124,7 +125,7 @@ def _swap(model_name: str, e: Any, weights: list[Any], asked: list[Any], checker
 
 
 def _cancel(model_name: str, e: Any, asked: list[Any], checker: Checker) -> None:
-    from small_models import drain  # pyright: ignore
+    from tests.support.small_models import drain  # pyright: ignore
 
     for r in asked:
         e.add(r)

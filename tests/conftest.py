@@ -44,10 +44,18 @@ hypothesis.settings.load_profile("windfall")
 HERE = Path(__file__).parent
 
 FORKED_RANKS = (
-    "launch/test_adapter_ranks.py", "launch/test_rank_exchanges.py", "test_benchmarks.py", "train/test_layer_choice.py",
-    "train/test_ranks.py", "train/test_remote_ranks.py", "train/test_sharded_layers.py", "weights/test_adapter_base.py",
-    "weights/test_publish_ranks.py", "weights/test_pull_sources.py", "weights/test_update_bytes.py",
-)  # fmt: skip
+    "trainer/ranks/test_adapter_ranks.py",
+    "trainer/ranks/test_rank_exchanges.py",
+    "test_benchmarks.py",
+    "trainer/test_layer_choice.py",
+    "trainer/ranks/test_ranks.py",
+    "trainer/ranks/test_remote_ranks.py",
+    "trainer/test_sharded_layers.py",
+    "weights/test_adapter_base.py",
+    "weights/test_publish_ranks.py",
+    "weights/test_pull_sources.py",
+    "weights/test_update_bytes.py",
+)
 """Files whose tests fork processes from multiprocessing's server, which imports torch in every test process that has
 such tests. With `--dist loadfile`, they are treated as one file, so that a single test process runs them."""
 
@@ -91,11 +99,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST_FIRST = (
-    "launch", "train/test_checkpoint.py", "worker/engine_group", "test_runs.py", "engine/test_contract.py", "selftest",
-    "engine/cuda/test_engine.py", "sim/chaos", "envs/process_pool", "sim/core", "sim/replay", "test_adapters.py",
-    "gateway/test_agent_runs.py", "envs/test_hostile_runs.py", "train", "sim", "rollout/test_kill_everywhere.py",
-    "fleet",
-)  # fmt: skip
+    "run",
+    "trainer/test_checkpoint.py",
+    "engine/group",
+    "runs/test_runs.py",
+    "engine/test_contract.py",
+    "engine/selftest",
+    "engine/cuda/test_engine.py",
+    "sim/chaos",
+    "envs/process_pool",
+    "sim/core",
+    "sim/replay",
+    "runs/test_adapters.py",
+    "controller/gateway/test_agent_runs.py",
+    "envs/test_hostile_runs.py",
+    "trainer",
+    "sim",
+    "controller/rollout/test_kill_everywhere.py",
+    "providers",
+)
 """Files and folders that take the most time. With `--dist loadfile`, one worker would run the last of them alone."""
 
 

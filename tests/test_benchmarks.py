@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rank_processes import CONTEXT
 
+from tests.support.rank_processes import CONTEXT
 from windfall.providers import trace
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

@@ -150,7 +150,7 @@ def test_failing_callback_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None
 
 HANGS = """
 import asyncio, time
-from windfall.run.processes import worker
+from windfall.worker import process as worker
 from windfall.worker.agent import Agent
 
 async def run(self, clouds=()):

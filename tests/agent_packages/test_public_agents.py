@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_scene import Scene
-from samplers import TOKENIZER, Scripted, serving
 
+from tests.support.agent_controller import Scene
+from tests.support.samplers import TOKENIZER, Scripted, serving
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
 
 PACKAGES = {"openai_client": "openai", "smolagents_agent": "smolagents", "openai_agents": "agents"}

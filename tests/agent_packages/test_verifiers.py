@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_scene import Scene
 
+from tests.support.agent_controller import Scene
 from windfall import recipe as config
 from windfall.controller.gateway.agents import program
 from windfall.envs.agents import verifiers_agent

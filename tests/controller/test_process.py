@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hostile.files import DAMAGES, FOREIGN_LINES, damage
 
+from tests.support.hostile.files import DAMAGES, FOREIGN_LINES, damage
 from windfall import errors
 from windfall import recipe as config
 from windfall import run_folder as folders

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import MODELS, build
 
+from tests.support.small_models import MODELS, build
 from windfall import devices
 from windfall.models import attention
 

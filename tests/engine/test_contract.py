@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import MODELS, drain, engine, logprobs, requests, tokens
 
+from tests.support.small_models import MODELS, drain, engine, logprobs, requests, tokens
 from windfall.errors import WindfallError
 from windfall.types import Request, Sampling
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-from hashing import Hashing
 
+from tests.support.hashing_engine import Hashing
 from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
 from windfall.link.messages import Rejected, Released, Tokens, Work, columns

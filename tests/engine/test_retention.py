@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_case import Case, graph_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import VOCABULARY, build, drain, logprobs, tokens
-from test_pages_and_schedule import one_step
 
+from tests.engine.test_pages_and_schedule import one_step
+from tests.support.gpu_case import Case, graph_engine
+from tests.support.small_models import VOCABULARY, build, drain, logprobs, tokens
 from windfall.engine.pages import Pages
 from windfall.engine.retention import Retention
 from windfall.engine.scheduler import Scheduler, Sequence

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from continuation import change, check_continuation, of_chunks, versions, weights
-from gpu_case import graph_engine
-from small_models import engine, requests
 
+from tests.support.continuation import change, check_continuation, of_chunks, versions, weights
+from tests.support.gpu_case import graph_engine
+from tests.support.small_models import engine, requests
 from windfall.errors import WindfallError
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine
 from windfall.types import Chunk, Request

@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import pytest
-from continuation import versions, weights
-from gpu_case import graph_engine
-from small_models import drain, engine, requests, tokens
 
+from tests.support.continuation import versions, weights
+from tests.support.gpu_case import graph_engine
+from tests.support.small_models import drain, engine, requests, tokens
 from windfall.engine.weight_memory import WeightMemory
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import environments as hostile
-from hostile.pool_calls import alive, wait_for
 
+from tests.support.hostile import environments as hostile
+from tests.support.hostile.pool_calls import alive, wait_for
 from windfall.events.log import Event, read
 
 Windfall = Callable[..., tuple[int, str, str]]

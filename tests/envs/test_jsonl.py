@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile.datasets import FILES, MATHEMATICS, NOT_MATHEMATICS, messages
-from hostile.datasets import write as write_hostile
 
+from tests.support.hostile.datasets import FILES, MATHEMATICS, NOT_MATHEMATICS, messages
+from tests.support.hostile.datasets import write as write_hostile
 from windfall import recipe as config
 from windfall.envs.base import HELD_OUT
 from windfall.envs.held_out import describe

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hostile.files import FOREIGN_LINES
 
+from tests.support.hostile.files import FOREIGN_LINES
 from windfall.errors import WindfallError
 from windfall.events.log import Event, EventLog, ForeignLines, last, read, scan
 from windfall.events.sinks import make_sinks

@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-import quiet_loop
 
+from tests.support import quiet_loop
 from windfall.link import auth, listener
 from windfall.link import messages as m
 from windfall.link.base import Link

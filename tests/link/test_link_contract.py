@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import quiet_loop
 
+from tests.support import quiet_loop
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, LinkClosed
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import quiet_loop
 from aiohttp import WSMsgType
 
+from tests.support import quiet_loop
 from windfall.link import auth, listener
 from windfall.link import messages as m
 from windfall.link import socket as sockets_module

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile.models import edited
 from huggingface_hub import constants, errors
 
+from tests.support.hostile.models import edited
 from windfall.errors import WindfallError
 from windfall.models import hub
 from windfall.models import load as models

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, Served
-from run_case import sample, small_log, write_run
+
+from tests.support.browser import CHROMIUM, Served
+from tests.support.page_run import sample, small_log, write_run
 
 
 @pytest.fixture(scope="module")

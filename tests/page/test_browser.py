@@ -14,9 +14,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from browser import MARKS, Served, append, written
-from run_case import event, sample, small_log, step, write_run
 
+from tests.support.browser import MARKS, Served, append, written
+from tests.support.page_run import event, sample, small_log, step, write_run
 from windfall.page import command as pages
 
 pytest.importorskip("playwright.sync_api")

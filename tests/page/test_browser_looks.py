@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import MARKS, Served, append, written
-from run_case import START_T, event, sample, small_log, step, write_run
 
+from tests.support.browser import MARKS, Served, append, written
+from tests.support.page_run import START_T, event, sample, small_log, step, write_run
 from windfall import recipe as config
 from windfall.page import command as pages
 from windfall.recipe import PlannedWorkers, PlanSection

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_case import START_T, event, small_log, step, write_long_run, write_run
 
+from tests.support.page_run import START_T, event, small_log, step, write_long_run, write_run
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.cost.activity import Activity
 from windfall.page import history as histories

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import MARKS
+
+from tests.support.browser import MARKS
 
 pytest.importorskip("playwright.sync_api")
 pytestmark = [*MARKS, pytest.mark.timeout(540)]

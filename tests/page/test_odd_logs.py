@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from hostile.events import HOSTILE_VALUES, damaged
-from run_case import START_T, event, small_log, step, write_run
 
+from tests.support.hostile.events import HOSTILE_VALUES, damaged
+from tests.support.page_run import START_T, event, small_log, step, write_run
 from windfall.errors import WindfallError
 from windfall.events.log import parse
 from windfall.page import command as page

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_case import event, small_log, write_run
 
+from tests.support.page_run import event, small_log, write_run
 from windfall.errors import WindfallError
 from windfall.page.plot import main
 

@@ -4,8 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from run_case import sample
-
+from tests.support.page_run import sample
 from windfall.page import document
 from windfall.page.samples import Sample, SampleFile, Sampler, describe
 from windfall.types import Response, Task

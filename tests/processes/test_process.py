@@ -144,7 +144,7 @@ def test_process_dies_with_its_supervisor(
     code = f"""
 import asyncio, os, sys
 from pathlib import Path
-from windfall.providers import process
+from windfall.processes import process
 
 async def main():
     argv = [sys.executable, "-S", "-c", {SLEEP!r}]

@@ -12,7 +12,7 @@ from windfall.processes import output_log, reaper
 
 ELSEWHERE = """
 import types
-from windfall.providers import reaper
+from windfall.processes import reaper
 reaper.sys = types.SimpleNamespace(**{**vars(reaper.sys), "platform": "darwin"})
 reaper.main()
 """

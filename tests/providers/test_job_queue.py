@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
-from providers.recorded_events import RecordedEvents
-from providers.sources import running
-
+from tests.support.recorded_events import RecordedEvents
+from tests.support.worker_sources import running
 from windfall.providers.base import ignore_event
 from windfall.providers.job_queue import Job, JobSpawner
 from windfall.providers.slots import SlotProvider

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
-from providers.recorded_events import RecordedEvents
-from providers.sources import COMMAND, DRAINING, TOKEN, Workers, running, source_path
-from providers.stand_ins.kubernetes import Cluster
 
+from tests.support.recorded_events import RecordedEvents
+from tests.support.stand_ins.kubernetes import Cluster
+from tests.support.worker_sources import COMMAND, DRAINING, TOKEN, Workers, running, source_path
 from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.events.log import read

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from providers.recorded_events import RecordedEvents
 
+from tests.support.recorded_events import RecordedEvents
 from windfall.errors import WindfallError
 from windfall.processes import process
 from windfall.processes.fork_client import ForkClient

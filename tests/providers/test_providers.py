@@ -178,7 +178,7 @@ def test_killing_the_process_of_a_provider_leaves_no_worker(
     code = f"""
 import asyncio, os, sys
 from pathlib import Path
-from windfall.providers import process
+from windfall.processes import process
 from windfall.providers.local import LocalProvider
 from windfall.processes.fork_client import ForkClient
 from windfall.providers.trace_provider import TraceProvider

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from providers.recorded_events import RecordedEvents
-from providers.sources import COMMAND, TOKEN, RaySource, Workers, running, url
 
+from tests.support.recorded_events import RecordedEvents
+from tests.support.worker_sources import COMMAND, TOKEN, RaySource, Workers, running, url
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.providers.ray import provider as ray_provider
@@ -95,7 +95,7 @@ def result(run: Path) -> tuple[list[Any], dict[str, bytes]]:
 @pytest.fixture(scope="module")
 def four_nodes() -> Iterator[Any]:
     pytest.importorskip("ray")
-    from providers.ray_nodes import cluster
+    from tests.support.ray_nodes import cluster
 
     with cluster(nodes=4) as made:
         yield made
@@ -158,7 +158,7 @@ def test_pending_worker_starts_on_a_new_node_and_a_lost_driver_is_replaced(tmp_p
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
-from providers.sources import RaySource, Workers
+from tests.support.worker_sources import RaySource, Workers
 
 async def main(folder):
     workers = Workers(folder, "import time; time.sleep(120)")
@@ -171,7 +171,7 @@ asyncio.run(main(Path(sys.argv[1])))
 
 def test_killed_supervisor_leaves_no_process(tmp_path: Path, four_nodes: Any) -> None:
     workers = Workers(tmp_path, "import time; time.sleep(120)")
-    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]])
     environment = {**os.environ, "PYTHONPATH": path, "TEST_RAY_ADDRESS": four_nodes.address}
     with subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)], env=environment) as supervisor:
         try:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from providers.recorded_events import RecordedEvents
-from providers.sources import COMMAND, DRAINING, TOKEN, SkySource, Workers, running
 
+from tests.support.recorded_events import RecordedEvents
+from tests.support.worker_sources import COMMAND, DRAINING, TOKEN, SkySource, Workers, running
 from windfall.providers.skypilot import provider
 from windfall.providers.skypilot.provider import parse_queue, parse_states
 from windfall.providers.skypilot.task import SkyPilotOptions, task

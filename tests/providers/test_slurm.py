@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from providers.recorded_events import RecordedEvents
-from providers.sources import COMMAND, DRAINING, SlurmSource, Workers, programs, running, source_path
 
+from tests.support.recorded_events import RecordedEvents
+from tests.support.worker_sources import COMMAND, DRAINING, SlurmSource, Workers, programs, running, source_path
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.providers.slurm.provider import parse_states

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from providers.recorded_events import RecordedEvents
-from providers.sources import DRAINING, SOURCES, Workers, kill, running
+
+from tests.support.recorded_events import RecordedEvents
+from tests.support.worker_sources import DRAINING, SOURCES, Workers, kill, running
 
 SLEEP = "import time; time.sleep(60)"
 FAMILY = (
@@ -29,7 +30,7 @@ def ray_cluster() -> Iterator[None]:
     if not any(source.name == "ray" for source in SOURCES):
         yield
         return
-    from providers.ray_nodes import cluster
+    from tests.support.ray_nodes import cluster
 
     with cluster(nodes=1):
         yield

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import typer
-from hostile.files import DAMAGES, damage
 from rich.text import Text
 from typer.testing import CliRunner
 
+from tests.support.hostile.files import DAMAGES, damage
 from windfall import __version__
 from windfall import recipe as config
 from windfall.errors import WindfallError

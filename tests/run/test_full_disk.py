@@ -33,7 +33,7 @@ def fill():
     assert os.statvfs(disk).f_bavail == 0
 """
 CONTROLLER = """
-from windfall import config, run_folder as folders
+from windfall import recipe as config, run_folder as folders
 from windfall.link import auth
 
 recipe = config.parse({"run": {"folder": str(disk)}}, where="here")
@@ -114,7 +114,7 @@ def test_run_on_a_full_disk_ends_and_names_it(here: Path, when: str, ranks: int)
 
 def test_output_that_does_not_fit_onto_the_disk_is_dropped(tmp_path: Path) -> None:
     """Without this, the process ends at the first line, or with status 120 when Python flushes what is left."""
-    script = "from windfall.providers import process; process.tolerate_full_log(); import sys"
+    script = "from windfall.processes import process; process.tolerate_full_log(); import sys"
     script += "; print('lost'); print('lost', file=sys.stderr); sys.exit(7)"
     with open("/dev/full", "w") as full:
         code = subprocess.call([sys.executable, "-c", script], stdout=full, stderr=full)

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from continuation import Token, change, check_continuation, versions
-from small_models import engine
 
+from tests.support.continuation import Token, change, check_continuation, versions
+from tests.support.small_models import engine
 from windfall.engine.engine_thread import EngineThread
 from windfall.link import handshake
 from windfall.link import messages as m

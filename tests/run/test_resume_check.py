@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile.checkpoints import flip
-from hostile.files import DAMAGES, damage, file_for_folder
 
+from tests.support.hostile.checkpoints import flip
+from tests.support.hostile.files import DAMAGES, damage, file_for_folder
 from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.errors import WindfallError

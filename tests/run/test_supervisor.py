@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile.files import DAMAGES, FOREIGN_LINES, damage
 from rich.console import Console as Terminal
 
+from tests.support.hostile.files import DAMAGES, FOREIGN_LINES, damage
 from windfall import errors
 from windfall import recipe as config
 from windfall import run_folder as folders
@@ -421,7 +421,7 @@ from windfall.run import liveness, supervisor
 liveness.FIRST_DELAY_S = 0.2
 real = supervisor.ForkClient
 supervisor.ForkClient = lambda **how: real(**{**how, "modules": [*how["modules"], "breaks"]})
-from windfall import cli
+from windfall.run import cli
 sys.argv = ["windfall", "train", "small.toml", "--set", "run.steps=2", "--set", "checkpoint.every=1"]
 cli.main()
 """

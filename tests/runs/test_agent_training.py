@@ -18,7 +18,7 @@ from windfall.events.log import read
 from windfall.controller.ledger.journal_format import read_records
 from windfall.models import load
 
-GATEWAY_TESTS = Path(__file__).parents[1] / "controller" / "gateway"
+GATEWAY_TESTS = Path(__file__).parents[1] / "programs"
 RECIPE = """
 [run]
 name = "agents"

@@ -16,7 +16,7 @@ import pytest
 
 from windfall.events.log import read
 
-SESSIONS = Path(__file__).parents[1] / "envs" / "sessions"
+SESSIONS = Path(__file__).parents[1] / "programs"
 RECIPE = """
 [run]
 name = "relay"

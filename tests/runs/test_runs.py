@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hostile.files import FOREIGN_LINES, damage
+from tests.support.hostile.files import FOREIGN_LINES, damage
 
 from windfall import recipe as config
 from windfall.controller.cost.bill import Totals

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import EOS, TOKENIZER, run, serving, tiny, until
 
+from tests.support.serving import EOS, TOKENIZER, run, serving, tiny, until
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.types import Request, Sampling

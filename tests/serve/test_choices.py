@@ -7,8 +7,8 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from serving import TOKENIZER, Server, run, serving, until
 
+from tests.support.serving import TOKENIZER, Server, run, serving, until
 from windfall.serve.sampling_options import choice_seed
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "3+4="}]}

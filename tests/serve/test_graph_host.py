@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from lending import rollout_model, rollout_spec
-from serving import PATIENT, spec, tiny
 
+from tests.support.lenders import rollout_model, rollout_spec
+from tests.support.serving import PATIENT, spec, tiny
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError

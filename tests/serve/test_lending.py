@@ -12,10 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doorway import TOKEN, Site
-from lending import Lending, Weights, episode, expected, lending, new_lender, new_site, rollout_model, rollout_spec
-from serving import new_host, run, serving, until
 
+from tests.support.lenders import (
+    Lending,
+    Weights,
+    episode,
+    expected,
+    lending,
+    new_lender,
+    new_site,
+    rollout_model,
+    rollout_spec,
+)
+from tests.support.listening_controller import TOKEN, Site
+from tests.support.serving import new_host, run, serving, until
 from windfall.controller.scheduling.members import WorkerState
 from windfall.engine import engine_factory
 from windfall.errors import WindfallError

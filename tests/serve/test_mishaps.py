@@ -8,10 +8,10 @@ import socket
 from pathlib import Path
 
 import pytest
-from doorway import TOKEN
-from lending import Weights, lending
-from serving import new_host, run, serving, until
 
+from tests.support.lenders import Weights, lending
+from tests.support.listening_controller import TOKEN
+from tests.support.serving import new_host, run, serving, until
 from windfall.controller.scheduling.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.serve.lender import Lender

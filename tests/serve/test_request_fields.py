@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, get_type_hints
 
 import pytest
-from serving import TEMPLATE, TOKENIZER, run, serving
 
+from tests.support.serving import TEMPLATE, TOKENIZER, run, serving
 from windfall.controller.gateway.protocol import ApiError
 from windfall.models.chat import Chat
 from windfall.serve import request_fields

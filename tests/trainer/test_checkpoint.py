@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from hostile.checkpoints import CHECKPOINTS, cut, flip, of_0_2, rename_step
 
+from tests.support.hostile.checkpoints import CHECKPOINTS, cut, flip, of_0_2, rename_step
 from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.events.log import read

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.support.rank_processes import run_ranks
 from windfall.models import attention
 from windfall.trainer.model import logprobs
 from windfall.trainer.model.gradients import Gradients

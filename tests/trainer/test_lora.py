@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import build, drain, logprobs, tokens
 
+from tests.support.small_models import build, drain, logprobs, tokens
 from windfall import algorithms
 from windfall import recipe as config
 from windfall.algorithms.base import Outcome

@@ -13,9 +13,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
+from tests.support.rank_processes import run_ranks
 from windfall.models import attention
 from windfall.recipe import Lora
 from windfall.trainer.model import lora

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from weights.writers import KEY, State, Writers, model, shards
 
+from tests.support.weight_writers import KEY, State, Writers, model, shards
 from windfall.errors import WindfallError
 from windfall.weights.manifest import Manifest
 from windfall.weights.publish import Publisher

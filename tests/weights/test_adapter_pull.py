@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import build
 
+from tests.support.small_models import build
 from windfall.engine.torch import engine as torch_engine
 from windfall.link import messages as m
 from windfall.recipe import Lora

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import build
 from torch import Tensor
 
+from tests.support.small_models import build
 from windfall.engine.torch.engine import copy_weights
 from windfall.errors import WindfallError
 from windfall.weights import merged

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from weights.writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_blocks
 
+from tests.support.weight_writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_blocks
 from windfall.errors import WindfallError
 from windfall.weights import delta
 from windfall.weights import device_delta as on_device

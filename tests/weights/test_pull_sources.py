@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from weights.conftest import Proxy
-from weights.writers import KEY, Shard, State, Writers, found, model
 
+from tests.support.weight_writers import KEY, Shard, State, Writers, found, model
+from tests.weights.conftest import Proxy
 from windfall.errors import WindfallError
 from windfall.weights.manifest import Manifest
 from windfall.weights.publish import Publisher

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weights.writers import KEY, State, Writers, shards
 
+from tests.support.weight_writers import KEY, State, Writers, shards
 from windfall.weights.pull import Puller
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doorway import SPEC, Site, episode, expected, opened
 
+from tests.support.listening_controller import SPEC, Site, episode, expected, opened
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling.members import WorkerState
 from windfall.errors import WindfallError

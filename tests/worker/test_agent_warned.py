@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from doorway import episode, expected, opened
 
+from tests.support.listening_controller import episode, expected, opened
 from windfall.controller.scheduling.members import WorkerState
 from windfall.worker import agent as agents
 from windfall.worker.preemption import PreemptionNotice

@@ -12,9 +12,10 @@ import sys
 from typing import Any
 
 import pytest
-import quiet_loop
 from aiohttp import web
-from hostile.metadata_services import (
+
+from tests.support import quiet_loop
+from tests.support.hostile.metadata_services import (
     ACTION,
     ADVICE,
     CLOUDS,
@@ -32,7 +33,6 @@ from hostile.metadata_services import (
     says,
     serve,
 )  # fmt: skip
-
 from windfall.errors import WindfallError
 from windfall.worker import preemption
 from windfall.worker.preemption import PreemptionNotice, watch

@@ -9,9 +9,10 @@ import os
 import warnings
 
 import pytest
-import quiet_loop
 from aiohttp import web
-from hostile.metadata_services import (
+
+from tests.support import quiet_loop
+from tests.support.hostile.metadata_services import (
     CLOUDS,
     FAULTS,
     POLL_S,
@@ -26,7 +27,6 @@ from hostile.metadata_services import (
     hang,
     serve,
 )  # fmt: skip
-
 from windfall.worker import preemption
 from windfall.worker.preemption import PreemptionNotice, watch
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doorway import WAIT_S, episode, expected, opened
-from hashing import Hashing
 
+from tests.support.hashing_engine import Hashing
+from tests.support.listening_controller import WAIT_S, episode, expected, opened
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling.members import WorkerState
 from windfall.engine.engine_thread import EngineThread

@@ -23,7 +23,7 @@ WAIT_S = 60.0
 CODE = """
 import sys
 from windfall.devices import Place
-from windfall.run.processes import worker_group
+from windfall.worker import worker_group
 places = {"0": Place(gpu="7"), "2": Place(gpu="GPU-x")}
 options = {"--join": sys.argv[1], "--clouds": "none", "--patience": sys.argv[2], "--threads": 1}
 sys.exit(worker_group.main(places, options, name="node", token="0123456789abcdefXYZ-_"))

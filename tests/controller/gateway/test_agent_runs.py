@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_scene import Scene
-from samplers import TOKENIZER
 
+from tests.support.agent_controller import Scene
+from tests.support.samplers import TOKENIZER
 from windfall.envs.agents.launcher import AgentProgram
 from windfall.envs.arithmetic import Arithmetic
 from windfall.events.log import read
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_the_engines(calm: Scene) -> None:
 
 
 def test_command_is_as_good_as_a_function(calm: Scene, tmp_path: Path) -> None:
-    path = Path(__file__).with_name("agent_programs.py")
+    path = Path(__file__).parents[2] / "programs" / "agent_programs.py"
     scene = Scene(folder=tmp_path, program=AgentProgram(command=[sys.executable, str(path)]), tasks=(1,), size=1)
     assert content(scene.roll()) == {"1/0": content(calm.responses)["1/0"]}
 

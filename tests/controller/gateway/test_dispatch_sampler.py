@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from agent_scene import Made, Recording
-from samplers import EOS, TOKENIZER, openai_client, run, serving
-from small_models import engine as new_engine
 
+from tests.support.agent_controller import Made, Recording
+from tests.support.samplers import EOS, TOKENIZER, openai_client, run, serving
+from tests.support.small_models import engine as new_engine
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch

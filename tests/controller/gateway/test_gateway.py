@@ -7,7 +7,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from samplers import EOS, TOKENIZER, OnEngine, Scripted, openai_client, run, serving
+
+from tests.support.samplers import EOS, TOKENIZER, OnEngine, Scripted, openai_client, run, serving
 
 openai = pytest.importorskip("openai", reason="the gateway is tested with OpenAI's client")
 
@@ -242,8 +243,8 @@ def test_errors_are_in_openais_format() -> None:
 def test_every_token_of_a_session_is_what_the_engine_sampled() -> None:
     """The tiny model on a real engine, with several sessions at once: tokens, text, ids and log-probs agree."""
     import torch
-    from small_models import engine
 
+    from tests.support.small_models import engine
     from windfall.models import attention
     from windfall.models.load import load
 

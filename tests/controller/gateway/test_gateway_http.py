@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from samplers import EOS, TOKENIZER, Scripted, run, serving
 
+from tests.support.samplers import EOS, TOKENIZER, Scripted, run, serving
 from windfall.controller.gateway import protocol
 from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.chunks import GrowingText

@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from samplers import EOS, TEMPLATE, TOKENIZER, Scripted, run
 
+from tests.support.samplers import EOS, TEMPLATE, TOKENIZER, Scripted, run
 from windfall.controller.gateway import intake
 from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.intake import SMALL_BYTES, IntakeLimits

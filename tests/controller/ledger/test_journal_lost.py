@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile.checkpoints import JOURNALS, add_strays, flip
 
+from tests.support.hostile.checkpoints import JOURNALS, add_strays, flip
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import read_records
 from windfall.controller.ledger.journal_reader import JournalContents, count_tokens

@@ -16,9 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from crew import SIZE, TASKS, Crew, roll
-from hashing import STOP
 
+from tests.support.hashing_engine import STOP
+from tests.support.virtual_fleet import SIZE, TASKS, Crew, roll
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import TurnGraded
 from windfall.controller.ledger.journal_reader import History, TokenRun

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from test_dispatch_limits import OFFER, World, play, take
-
+from tests.controller.rollout.test_dispatch_limits import OFFER, World, play, take
 from windfall.controller.rollout.assignment import fresh_seed
 from windfall.events.log import read
 from windfall.link import messages as m

@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from crew import SIZE, TASKS, Crew, Hand, Once, at, later, relieve, roll, state_of
 
+from tests.support.virtual_fleet import SIZE, TASKS, Crew, Hand, Once, at, later, relieve, roll, state_of
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling import placement
 from windfall.controller.scheduling.members import WorkerState

@@ -11,9 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import relieve
-from scene import IDS, LONGEST, STOPS, Scene, clone, drained, engine, model, request, scene, uninterrupted
 
+from tests.support.two_workers import (
+    IDS,
+    LONGEST,
+    STOPS,
+    Scene,
+    clone,
+    drained,
+    engine,
+    model,
+    request,
+    scene,
+    uninterrupted,
+)
+from tests.support.virtual_fleet import relieve
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling import placement

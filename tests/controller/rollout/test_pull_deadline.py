@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_dispatch_limits import OFFER, World, play, take
 
+from tests.controller.rollout.test_dispatch_limits import OFFER, World, play, take
 from windfall.controller.scheduling import members as membership
 from windfall.controller.scheduling.members import Members, Patience, WorkerState
 from windfall.events.log import read

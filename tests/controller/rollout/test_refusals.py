@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doorway import Site, Worker, opened
-from scripted import Asks, CharacterText
 
+from tests.support.listening_controller import Site, Worker, opened
+from tests.support.scripted_engine import Asks, CharacterText
 from windfall.controller.rollout import refusals
 from windfall.controller.rollout.refusals import REFUSALS, REFUSED_S, Refusals
 from windfall.controller.rollout.stream import Rollout

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import LoopHost
-from scripted import SEED, Asks, CharacterText, Scripted
-from step_loop import StepLoop
 
+from tests.support.scripted_engine import SEED, Asks, CharacterText, Scripted
+from tests.support.virtual_fleet import LoopHost
+from tests.support.virtual_loop import StepLoop
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.seeding import Seeding

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import Asks, Scripted, run
 
+from tests.support.scripted_engine import Asks, Scripted, run
 from windfall.controller.ledger.journal_format import TurnGraded
 from windfall.controller.ledger.journal_reader import TokenRun
 from windfall.controller.rollout.stop_strings import StopStrings
@@ -61,8 +61,7 @@ def test_a_restored_response_is_cut_at_the_same_place(tmp_path: Path) -> None:
     """The journal has the tokens that were accepted before the cut, and the grade of what was left."""
     import asyncio
 
-    from scripted import rolling
-
+    from tests.support.scripted_engine import rolling
     from windfall.types import Sampling
 
     def tokens(text: str, position: int) -> TokenRun:

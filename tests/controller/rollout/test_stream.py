@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import STOP, Asks, Scripted, run
 
+from tests.support.scripted_engine import STOP, Asks, Scripted, run
 from windfall.controller.rollout.stream import OPEN_TOGETHER_S, seed_of
 from windfall.envs.guess import Guess
 from windfall.events.log import read

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import Asks, Scripted, rolling, run
 
+from tests.support.scripted_engine import Asks, Scripted, rolling, run
 from windfall.controller.rollout.env_failures import SKIPPED_IN_A_ROW, EnvFailures
 from windfall.envs.failures import EnvFailed
 from windfall.errors import WindfallError

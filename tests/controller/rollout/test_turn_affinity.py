@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scene import Held, clone, model
-from small_models import VOCABULARY
-from small_models import engine as new_engine
 
+from tests.support.small_models import VOCABULARY
+from tests.support.small_models import engine as new_engine
+from tests.support.two_workers import Held, clone, model
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch, Listener

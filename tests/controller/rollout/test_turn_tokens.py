@@ -7,8 +7,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripted import Asks, Scripted, rolling, run
-
+from tests.support.scripted_engine import Asks, Scripted, rolling, run
 from windfall.controller.ledger.journal_format import TurnGraded
 from windfall.controller.ledger.journal_reader import TokenRun
 from windfall.types import Feedback, Sampling, Task, Turn

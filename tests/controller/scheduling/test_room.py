@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_dispatch_limits import OFFER, World, play, take
 
+from tests.controller.rollout.test_dispatch_limits import OFFER, World, play, take
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.ledger import Ledger, room
 from windfall.controller.scheduling import room as rooms

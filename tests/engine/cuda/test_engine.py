@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_case import CLOSE, MORE, NEVER, Case, cases, graph_engine
-from small_models import MODELS, build, drain, logprobs, requests, tokens
 
+from tests.support.gpu_case import CLOSE, MORE, NEVER, Case, cases, graph_engine
+from tests.support.small_models import MODELS, build, drain, logprobs, requests, tokens
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import build
 
+from tests.support.small_models import build
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.plan import DeviceSequence as Running

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import SHAPE, VOCABULARY, drain, requests, tokens
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.small_models import SHAPE, VOCABULARY, drain, requests, tokens
 from windfall.engine import engine_factory
 from windfall.engine.cuda import reference, rotary, skeleton
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason

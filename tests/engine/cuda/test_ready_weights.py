@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import build, drain, requests, tokens
 
+from tests.support.small_models import build, drain, requests, tokens
 from windfall.engine.cuda import ready_weights
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.ready_weights import ALIGN, ReadyWeights, weight_bytes

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_case import EAGER, Case, cases
-from small_models import drain, requests, tokens
 
+from tests.support.gpu_case import EAGER, Case, cases
+from tests.support.small_models import drain, requests, tokens
 from windfall.engine.blocks import layout
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.torch.arena import Arena

@@ -18,9 +18,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import build, drain, logprobs, tokens
 from torch import Tensor
 
+from tests.support.small_models import build, drain, logprobs, tokens
 from windfall.engine.cuda import reference
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import HostState

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import MODELS, SHAPE, build, drain, requests, tokens
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.support.small_models import MODELS, SHAPE, build, drain, requests, tokens
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.engine_factory import build_engine, build_model, build_uninitialized

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from continuation import versions
-from group_case import Case, opened
+
+from tests.support.continuation import versions
+from tests.support.engine_groups import Case, opened
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from continuation import of_chunks
-from group_case import Case, Made, alive, asked, check, parent, spec_of, wait_for
 
+from tests.support.continuation import of_chunks
+from tests.support.engine_groups import Case, Made, alive, asked, check, parent, spec_of, wait_for
 from windfall.devices import Place
 from windfall.engine.group import group as groups
 from windfall.engine.group.messages import ChildFailed
@@ -126,8 +126,8 @@ def test_child_that_dies_again_and_again_ends_the_group(
 ORPHANS = """
 import sys, time
 from pathlib import Path
-from continuation import versions
-from group_case import Case
+from tests.support.continuation import versions
+from tests.support.engine_groups import Case
 case = Case(Path(sys.argv[1]))
 case.engine(versions("llama", 1)[0])
 print(*case.pids(), flush=True)
@@ -136,8 +136,7 @@ time.sleep(600)
 
 
 def test_processes_die_with_the_trainer(tmp_path: Path) -> None:
-    tests = str(Path(__file__).parents[2])
-    path = os.pathsep.join([*(p for p in sys.path if p.startswith(tests)), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     trainer = subprocess.Popen(
         [sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
     )

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_contract as contract
 import torch
-from continuation import versions, weights
-from group_case import WAIT_S, Case, Made, asked, check, cpu_s, spec_of, wait_for
-from small_models import build, drain, engine, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.engine import test_contract as contract
+from tests.support.continuation import versions, weights
+from tests.support.engine_groups import WAIT_S, Case, Made, asked, check, cpu_s, spec_of, wait_for
+from tests.support.small_models import build, drain, engine, tokens
 from windfall.engine.base import Counters
 from windfall.engine.engine_thread import EngineThread
 from windfall.engine.group import child as children

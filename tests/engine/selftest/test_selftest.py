@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import models as hostile
 from model_families import families
 
+from tests.support.hostile import models as hostile
 from windfall import recipe as config
 from windfall.engine import engine_factory
 from windfall.engine.selftest import judge, shrink, verdict

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_case
-from small_models import drain, logprobs, requests, tokens
-from vllm_case import CLOSE, MODELS, build, engine, versions
 
+from tests.support import vllm_case
+from tests.support.small_models import drain, logprobs, requests, tokens
+from tests.support.vllm_case import CLOSE, MODELS, build, engine, versions
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Request, Sampling
 
@@ -89,8 +89,7 @@ def test_results_do_not_depend_on_batch_or_order(model: Any) -> None:
 
 def test_same_tokens_as_windfalls_engine(llamas: list[Any]) -> None:
     """With windfall's sampler, a response may move between the two engines."""
-    from small_models import engine as torch_engine
-
+    from tests.support.small_models import engine as torch_engine
     from windfall.models import attention
 
     e, asked = engine(llamas[0]), requests(14, longest=20)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_case
 
+from tests.support import vllm_case
 from windfall.events.log import read
 
 STEPS = 2

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys
-sys.path[:0] = [{here!r}, {engine!r}]
+sys.path.insert(0, {root!r})
 import torch
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    import vllm_case
-    from small_models import drain, logprobs, requests, tokens
+    from tests.support import vllm_case
+    from tests.support.small_models import drain, logprobs, requests, tokens
     from windfall.shared_tensors import BufferTensors, TensorFile
-    from windfall.worker import vllm_factory
+    from windfall.engine.vllm import vllm_factory
     models = vllm_case.versions("llama", 2)
     spec = vllm_case.spec_of(models[0])
     e = vllm_factory.build(spec, vllm_case.DEVICE, tensor_parallel=2, eager=True)[0]
@@ -56,7 +56,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_ranks_read_one_buffer_and_end_with_the_worker(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
-    script.write_text(SCRIPT.format(here=str(HERE), engine=str(HERE.parent)))
+    script.write_text(SCRIPT.format(root=str(ROOT)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "errors").open("w") as errors:
         worker = subprocess.Popen(

@@ -8,9 +8,9 @@ import signal
 import sys
 
 import pytest
-from hostile import environments as hostile
-from hostile.pool_calls import ask, environment_pid, failure, hosting, run, section
 
+from tests.support.hostile import environments as hostile
+from tests.support.hostile.pool_calls import ask, environment_pid, failure, hosting, run, section
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.types import Feedback, Turn

@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from hostile import environments as hostile
-from hostile.pool_calls import ask, failure, hosting, section
 
+from tests.support.hostile import environments as hostile
+from tests.support.hostile.pool_calls import ask, failure, hosting, section
 from windfall.envs.process_pool import pool as pools
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.envs.trial import trial
@@ -80,7 +80,7 @@ def test_module_that_hangs_during_import_is_refused(
 
 STUCK = """
 import os, pathlib, time
-from hostile.environments import Sound as Env
+from tests.support.hostile.environments import Sound as Env
 with open("starts", "a") as file: file.write(f"{os.getpid()}\\n")
 while not pathlib.Path("go").exists(): time.sleep(0.01)
 """

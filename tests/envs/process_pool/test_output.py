@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import environments as hostile
-from hostile.pool_calls import ask, run, section
 
+from tests.support.hostile import environments as hostile
+from tests.support.hostile.pool_calls import ask, run, section
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.envs.trial import trial
 from windfall.processes import output_log

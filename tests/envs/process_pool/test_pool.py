@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import environments as hostile
-from hostile.pool_calls import ask, environment_pid, failure, hosting, run, section
 
+from tests.support.hostile import environments as hostile
+from tests.support.hostile.pool_calls import ask, environment_pid, failure, hosting, run, section
 from windfall import recipe as config
 from windfall.envs.grade import grade
 from windfall.envs.process_pool import child_process as processes

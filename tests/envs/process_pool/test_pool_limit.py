@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from hostile import environments as hostile
-from hostile.pool_calls import ask, run, section
-
+from tests.support.hostile import environments as hostile
+from tests.support.hostile.pool_calls import ask, run, section
 from windfall.envs.process_pool.pool import EnvPool
 
 

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hostile import environments as hostile
-from hostile.pool_calls import alive, ask, environment_pid, failure, hosting, run, wait_for
 
+from tests.support.hostile import environments as hostile
+from tests.support.hostile.pool_calls import alive, ask, environment_pid, failure, hosting, run, wait_for
 from windfall.processes import reaper
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -77,7 +77,7 @@ def test_kill_9_of_the_parent_leaves_nothing(env: str, tmp_path: Path) -> None:
     path = tmp_path / "pids"
     program = f"""
 import asyncio
-from hostile.pool_calls import *
+from tests.support.hostile.pool_calls import *
 async def main():
     async with hosting("hostile.environments:{env}", file={str(path)!r}, wait_s=1e6) as pool:
         print(pool._children[0].process._process.pid, flush=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import environments as hostile
-from hostile.pool_calls import alive, wait_for
 
+from tests.support.hostile import environments as hostile
+from tests.support.hostile.pool_calls import alive, wait_for
 from windfall import recipe as config
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
@@ -34,7 +34,7 @@ from windfall.recipe.env_sections import CustomEnv
 from windfall.types import Task, Turn
 
 TOKEN = "a-token-for-tests-only"
-SESSIONS = Path(__file__).parents[1] / "sessions"
+SESSIONS = Path(__file__).parents[2] / "programs"
 ENV: dict[str, Any] = {"name": "custom", "factory": "lighthouse:build"}
 
 

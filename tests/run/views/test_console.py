@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from hostile.events import damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console as Terminal
 from rich.text import Text as Plain
 
+from tests.support.hostile.events import damaged
 from windfall.controller.cost.bill import Totals, priced
 from windfall.events.log import Event, EventLog, parse, read
 from windfall.recipe import Recipe

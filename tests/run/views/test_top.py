@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile.files import DAMAGES, damage
 from rich.console import Console
 
+from tests.support.hostile.files import DAMAGES, damage
 from windfall.errors import WindfallError
 from windfall.run.views import top
 from windfall.run_folder import owned

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hostile.checkpoints import JOURNALS, add_strays
-
+from tests.support.hostile.checkpoints import JOURNALS, add_strays
 from windfall.sim.core.run import Simulation
 
 Simulated = Callable[..., Any]

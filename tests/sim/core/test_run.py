@@ -29,7 +29,7 @@ def steps_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_same_seed_gives_the_same_log_in_every_process(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from windfall import config;"
+        "import sys; from pathlib import Path; from windfall import recipe as config;"
         "from windfall.sim.core import run, scenario;"
         "r = config.load(Path(sys.argv[1]), ['run.steps=3', 'trace.mean_up_s=5', 'trace.mean_down_s=2']);"
         "run.simulate(scenario.build(r), Path(sys.argv[2]))"

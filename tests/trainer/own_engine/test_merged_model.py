@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_case import graph_engine
-from small_models import build, drain, engine, logprobs, requests, tokens
 
+from tests.support.gpu_case import graph_engine
+from tests.support.small_models import build, drain, engine, logprobs, requests, tokens
 from windfall.models import attention
 from windfall.recipe import Lora
 from windfall.trainer.model import lora

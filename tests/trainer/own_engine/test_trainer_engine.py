@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hashing import Hashing
 
+from tests.support.hashing_engine import Hashing
 from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
 from windfall.link.messages import Released, Work

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_ranks
 from safetensors.torch import load_file
 
+from tests.support.rank_processes import run_ranks
 from windfall import recipe as config
 from windfall.models import load
 from windfall.trainer import checkpoint, trained_weights

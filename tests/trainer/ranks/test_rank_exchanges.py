@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_ranks
 
+from tests.support.rank_processes import run_ranks
 from windfall import recipe as config
 from windfall.models import load
 from windfall.trainer import trained_weights

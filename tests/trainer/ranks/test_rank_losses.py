@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from group_case import cpu_s
-from rank_runs import events, finish, run_windfall, trained_steps, wait_for_trainer, wait_until, weights
+
+from tests.support.engine_groups import cpu_s
+from tests.support.rank_runs import events, finish, run_windfall, trained_steps, wait_for_trainer, wait_until, weights
 
 SHORT = ("run.steps=2",)
 TIMEOUT_S = 4

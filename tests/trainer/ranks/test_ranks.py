@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from tests.support.rank_processes import run_ranks
 from windfall import algorithms
 from windfall import recipe as config
 from windfall.models import attention

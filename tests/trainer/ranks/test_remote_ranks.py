@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import CONTEXT, run_ranks
 from safetensors.torch import load_file
 
+from tests.support.rank_processes import CONTEXT, run_ranks
 from windfall.trainer.ranks import ranks as rank_module
 from windfall.trainer.ranks import remote_rows, sharded_file
 from windfall.trainer.ranks.ranks import RankLost, Ranks

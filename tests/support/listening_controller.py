@@ -12,8 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hashing import Hashing, said
-
+from tests.support.hashing_engine import Hashing, said
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch, Listener

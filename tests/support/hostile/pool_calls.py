@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hostile import environments as hostile
+from tests.support.hostile import environments as hostile
 from windfall import recipe as config
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.pool import EnvPool

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import MODELS, SHAPE, build, logprobs, tokens
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from tests.support.small_models import MODELS, SHAPE, build, logprobs, tokens
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.torch import sampler

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hashing import CharacterText, Hashing, MultiTurnEnv
-from step_loop import StepLoop
-
+from tests.support.hashing_engine import CharacterText, Hashing, MultiTurnEnv
+from tests.support.virtual_loop import StepLoop
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch

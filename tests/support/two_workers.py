@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import VOCABULARY, build
-from small_models import engine as new_engine
 
+from tests.support.small_models import VOCABULARY, build
+from tests.support.small_models import engine as new_engine
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch, Listener

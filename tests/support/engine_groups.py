@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from continuation import check_continuation, of_chunks
-from small_models import engine, requests
 
+from tests.support.continuation import check_continuation, of_chunks
+from tests.support.small_models import engine, requests
 from windfall.devices import Place
 from windfall.engine import engine_factory
 from windfall.engine.group.group import EngineGroup

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 import torch
-from doorway import TOKEN, Site
-from serving import Server, new_host, serving
-from small_models import SHAPE, VOCABULARY
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.support.listening_controller import TOKEN, Site
+from tests.support.serving import Server, new_host, serving
+from tests.support.small_models import SHAPE, VOCABULARY
 from windfall.controller.ledger.episode import Episode
 from windfall.engine import engine_factory
 from windfall.engine.torch.engine import TorchEngine

@@ -16,9 +16,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from providers.stand_ins import kubernetes
-
 import windfall
+from tests.support.stand_ins import kubernetes
 from windfall.processes import process
 from windfall.providers.base import Handle, OnEvent, Provider
 from windfall.providers.kubernetes.credentials import Credentials

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_case import write_run
 
+from tests.support.page_run import write_run
 from windfall.page import command as pages
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import build, drain, logprobs, tokens
 
+from tests.support.small_models import build, drain, logprobs, tokens
 from windfall import devices
 from windfall.models import attention
 from windfall.types import Chunk, Request

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import quiet_loop
 from aiohttp import web
 
+from tests.support import quiet_loop
 from windfall.worker.preemption import PreemptionNotice, watch
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from samplers import EOS, TEMPLATE, TOKENIZER
-from small_models import engine as new_engine
 
+from tests.support.samplers import EOS, TEMPLATE, TOKENIZER
+from tests.support.small_models import engine as new_engine
 from windfall.controller.gateway.agent_log import AgentLog
 from windfall.controller.gateway.agent_runs import AgentRuns
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler

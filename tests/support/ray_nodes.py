@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from providers.sources import source_path
+from tests.support.worker_sources import source_path
 
 
 @contextmanager

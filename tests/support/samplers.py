@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import quiet_loop
 import xxhash
 
+from tests.support import quiet_loop
 from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.gateway.session import GatewaySession

@@ -110,8 +110,8 @@ async def run_trainer(folder: Path) -> int:
     from windfall.link.socket import Dialer
     from windfall.trainer import process as training
     from windfall.trainer.agent import TrainerAgent
-    from windfall.trainer.checkpoint import CheckpointState
     from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
+    from windfall.training import CheckpointState
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
     from windfall.worker.agent import Agent

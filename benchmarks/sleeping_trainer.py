@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from windfall.sim.core.service import Service
-from windfall.trainer.base import Report
-from windfall.trainer.sample import Sample
+from windfall.training import Report, Sample
 
 
 class SleepingTrainer:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
-from windfall.providers.base import Handle
+from windfall.processes.handle import Handle
 
 MODULES = ("torch", "transformers")
 WAIT_S = 120.0

@@ -32,8 +32,8 @@ from windfall.models.attention import NAME
 from windfall.trainer.model.activation_memory import LEAST
 from windfall.trainer.ranks.ranks import Orders, Ranks
 from windfall.trainer.ranks.sharding import sharded_policy
-from windfall.trainer.sample import Sample
 from windfall.trainer.trainer import TorchTrainer
+from windfall.training import Sample
 from windfall.weights.publish import Publisher
 
 PEAK = 990e12

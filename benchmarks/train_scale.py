@@ -30,8 +30,8 @@ from windfall.trainer.model import lora
 from windfall.trainer.ranks.rank_budget import ModelShape, rank_budget
 from windfall.trainer.ranks.ranks import Orders, Ranks
 from windfall.trainer.ranks.sharding import rows, sharded_policy
-from windfall.trainer.sample import Sample
 from windfall.trainer.trainer import TorchTrainer, peak_bytes
+from windfall.training import Sample
 
 PEAK = 990e12
 SHAPES: dict[str, dict[str, Any]] = {

@@ -211,7 +211,7 @@ def samples(model: Any, count: int, tokens: int) -> list[Any]:
     import numpy as np
 
     from windfall.engine.torch.engine import TorchEngine
-    from windfall.trainer.sample import Sample
+    from windfall.training import Sample
     from windfall.types import Request
 
     rng, engine = random.Random(0), TorchEngine(model, kv_tokens=8192)

@@ -18,7 +18,7 @@ from windfall.events import log
 from windfall.events.log import EventLog
 from windfall.link import auth
 from windfall.link.memory import pair
-from windfall.trainer.base import TrainerLost
+from windfall.training import TrainerLost
 
 
 @pytest.fixture

@@ -22,8 +22,7 @@ from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.recipe import parse
-from windfall.trainer.base import Report, TrainerLost
-from windfall.trainer.checkpoint import CheckpointState
+from windfall.training import CheckpointState, Report, TrainerLost
 from windfall.types import Group, Response, Sampling, Task
 
 

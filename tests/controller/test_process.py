@@ -28,8 +28,7 @@ from windfall.controller.scheduling.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.link import auth
-from windfall.trainer.base import TrainerLost
-from windfall.trainer.checkpoint import CheckpointState
+from windfall.training import CheckpointState, TrainerLost
 from windfall.types import Lease
 from windfall.worker.agent import Agent
 

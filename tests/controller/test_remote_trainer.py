@@ -18,8 +18,7 @@ from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import FrameTooLarge
 from windfall.link.memory import MemoryLink, pair
-from windfall.trainer.base import TrainerLost
-from windfall.trainer.sample import Sample
+from windfall.training import Sample, TrainerLost
 
 ENGINE = m.EngineSpec(
     model_config="{}", dtype="float32", kv_tokens=0, page_size=16, max_running=0, max_rows=64, deterministic=True,

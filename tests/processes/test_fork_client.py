@@ -24,7 +24,7 @@ import pytest
 from windfall.errors import WindfallError
 from windfall.processes import fork_client
 from windfall.processes.fork_client import ForkClient, ForkServerLost
-from windfall.providers.base import Handle
+from windfall.processes.handle import Handle
 
 SLEEP = "import time; print('up'); time.sleep(60)"
 FAMILY = (

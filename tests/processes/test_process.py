@@ -16,7 +16,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.processes import process
-from windfall.providers.base import Handle
+from windfall.processes.handle import Handle
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 FAMILY = (

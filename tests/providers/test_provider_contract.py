@@ -21,7 +21,8 @@ from tests.support.recorded_events import RecordedEvents
 from windfall.errors import WindfallError
 from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
-from windfall.providers.base import Handle, OnEvent, Provider, Spawn
+from windfall.processes.handle import Handle
+from windfall.providers.base import OnEvent, Provider, Spawn
 from windfall.providers.local import LocalProvider
 from windfall.providers.trace import Change
 from windfall.providers.trace_provider import TraceProvider

@@ -15,8 +15,8 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.processes import process
+from windfall.processes.handle import Handle
 from windfall.processes.restart import RestartDelay
-from windfall.providers.base import Handle
 from windfall.providers.local import LocalProvider
 from windfall.providers.trace import Change, synthetic
 from windfall.providers.trace_provider import TraceProvider

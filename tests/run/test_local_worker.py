@@ -20,9 +20,8 @@ from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
 from windfall.trainer.agent import TrainerAgent
-from windfall.trainer.base import Report
-from windfall.trainer.checkpoint import CheckpointState
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
+from windfall.training import CheckpointState, Report
 from windfall.types import Request, Sampling
 from windfall.worker.session import PulledWeights, Session
 

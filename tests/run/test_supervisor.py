@@ -25,7 +25,7 @@ from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.link import auth, invitation
 from windfall.processes import process
-from windfall.providers.base import Handle
+from windfall.processes.handle import Handle
 from windfall.run import liveness
 from windfall.run.supervisor import Supervisor
 from windfall.run.views.console import Console

@@ -137,7 +137,7 @@ def test_export_copies_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     from windfall import recipe as config
     from windfall.trainer import checkpoint
     from windfall.trainer.ranks import sharded_file
-    from windfall.trainer.checkpoint import CheckpointState
+    from windfall.training import CheckpointState
     from windfall.trainer.optimizer import Optimizer
     from windfall.trainer.ranks.ranks import Ranks
 

@@ -19,7 +19,8 @@ from typing import Any
 import windfall
 from tests.support.stand_ins import kubernetes
 from windfall.processes import process
-from windfall.providers.base import Handle, OnEvent, Provider
+from windfall.processes.handle import Handle
+from windfall.providers.base import OnEvent, Provider
 from windfall.providers.kubernetes.credentials import Credentials
 from windfall.providers.kubernetes.manifests import KubernetesOptions, RunNames, deployment
 from windfall.providers.kubernetes.provider import KubernetesProvider

@@ -18,7 +18,7 @@ from windfall.link.base import LinkClosed
 from windfall.link.gate import Gate
 from windfall.link.memory import MemoryLink, pair
 from windfall.trainer.agent import MAX_REFUSALS, TrainerAgent
-from windfall.trainer.checkpoint import CheckpointState
+from windfall.training import CheckpointState
 
 SECRET = "the-secret-of-the-trainer"
 ENGINE = m.EngineSpec(

@@ -26,10 +26,10 @@ from windfall.models import load
 from windfall.run.commands import offline
 from windfall.trainer import checkpoint
 from windfall.trainer import process as trainer
-from windfall.trainer.checkpoint import CheckpointState
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Ranks
+from windfall.training import CheckpointState
 
 RECIPE = """
 [run]

@@ -16,10 +16,9 @@ from windfall import recipe as config
 from windfall.controller.step_batch import describe_updates
 from windfall.link import messages as m
 from windfall.models import attention
-from windfall.trainer.base import Report
 from windfall.trainer.model.experts import spread
-from windfall.trainer.sample import Sample
 from windfall.trainer.trainer import TorchTrainer
+from windfall.training import Report, Sample
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

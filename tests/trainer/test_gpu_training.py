@@ -37,10 +37,11 @@ from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.llama import LlamaBody, UnsupportedModel
 from windfall.trainer.model.logprobs import Learner, compare, pack_rows
 from windfall.trainer.model.policy import Policy
+from windfall.trainer.packs import packs
 from windfall.trainer.ranks.ranks import Orders, Ranks
 from windfall.trainer.ranks.sharding import sharded_policy
-from windfall.trainer.sample import Sample, packs
 from windfall.trainer.trainer import TorchTrainer
+from windfall.training import Sample
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

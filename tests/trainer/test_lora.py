@@ -20,12 +20,11 @@ from windfall.errors import WindfallError
 from windfall.models import attention, load
 from windfall.recipe import Lora
 from windfall.trainer import checkpoint
-from windfall.trainer.checkpoint import CheckpointState
 from windfall.trainer.model import lora
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.logprobs import Learner
-from windfall.trainer.sample import Sample
 from windfall.trainer.trainer import TorchTrainer
+from windfall.training import CheckpointState, Sample
 from windfall.types import Request
 from windfall.weights.adapter_folder import AdapterBase
 from windfall.weights.merged import MergedWeights

@@ -17,7 +17,7 @@ from windfall.trainer.model import gradients, head, lora
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.logprobs import Learner, compare
-from windfall.trainer.sample import Sample
+from windfall.training import Sample
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,

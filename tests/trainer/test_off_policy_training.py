@@ -16,10 +16,11 @@ from windfall import algorithms
 from windfall import recipe as config
 from windfall.algorithms.base import Floats, SampledTokens
 from windfall.algorithms.kl import k3, kl_weights
+from windfall.controller.credit import credit
 from windfall.errors import WindfallError
 from windfall.models import load
-from windfall.trainer.sample import Sample, credit
 from windfall.trainer.trainer import MIN_FRESH, TorchTrainer
+from windfall.training import Sample
 from windfall.types import Group, Response, Task
 
 Mode = Literal["truncate", "mask", "off"]

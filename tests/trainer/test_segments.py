@@ -10,8 +10,9 @@ import pytest
 
 from windfall import algorithms
 from windfall.algorithms.base import SampledTokens
-from windfall.controller.remote_trainer import pack, unpack
-from windfall.trainer.sample import Sample, credit, outcomes
+from windfall.controller.credit import credit, outcomes
+from windfall.link.samples import pack, unpack
+from windfall.training import Sample
 from windfall.types import Group, Response, Task
 
 TASK = Task(id="t", prompt="p")

@@ -26,7 +26,7 @@ from windfall.trainer.model.logprobs import Learner
 from windfall.trainer.model.policy import Policy
 from windfall.trainer.ranks.ranks import Ranks
 from windfall.trainer.ranks.sharding import is_sharded, sharded_policy
-from windfall.trainer.sample import Sample
+from windfall.training import Sample
 
 RANKS, TEMPERATURE = 2, 0.8
 SHAPE: dict[str, Any] = {

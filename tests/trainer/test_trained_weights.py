@@ -12,10 +12,11 @@ from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.models import load
 from windfall.trainer import checkpoint, trained_weights
-from windfall.trainer.checkpoint import CheckpointState, IntactCheckpoint
+from windfall.trainer.checkpoint import IntactCheckpoint
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Ranks
+from windfall.training import CheckpointState
 from windfall.weights.publish import Publisher
 
 ADAPTERS = {"train": {"lora": {"rank": 2}}}

@@ -16,6 +16,7 @@ import torch
 
 from windfall import algorithms
 from windfall import recipe as config
+from windfall.controller.credit import credit, outcomes
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.models import load
@@ -24,8 +25,9 @@ from windfall.trainer.model import head, logprobs
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.policy import Policy
 from windfall.trainer.optimizer import Optimizer
-from windfall.trainer.sample import Sample, credit, outcomes, packs
+from windfall.trainer.packs import packs
 from windfall.trainer.trainer import TorchTrainer
+from windfall.training import Sample
 from windfall.types import Group, Request, Response, Task
 
 

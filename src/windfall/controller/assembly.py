@@ -43,8 +43,7 @@ from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.models.text import Text
 from windfall.recipe import Recipe
-from windfall.trainer.base import TrainerLost
-from windfall.trainer.checkpoint import CheckpointState
+from windfall.training import CheckpointState, TrainerLost
 from windfall.types import Lease
 
 TRAINER_START_S = 600.0

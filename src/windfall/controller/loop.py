@@ -40,6 +40,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from windfall.algorithms.base import Algorithm
+from windfall.controller.credit import credit, outcomes
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.stream import Rollout, Stopped, Stream
 from windfall.controller.scheduling.admission import Admission
@@ -48,9 +49,7 @@ from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.recipe import Recipe
-from windfall.trainer.base import NOT_FINITE, NOTHING, Report, TrainerLost
-from windfall.trainer.checkpoint import CheckpointState
-from windfall.trainer.sample import Sample, credit, outcomes
+from windfall.training import NOT_FINITE, NOTHING, CheckpointState, Report, Sample, TrainerLost
 from windfall.types import Group
 
 WHY_SKIPPED = {

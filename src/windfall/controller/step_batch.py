@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from windfall.trainer.base import NOT_FINITE, Report
+from windfall.training import NOT_FINITE, Report
 from windfall.types import Group
 
 Scores = tuple[tuple[str, float], ...]

@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from windfall.errors import WindfallError, describe_exit
 from windfall.processes import import_server, process
-from windfall.providers.base import KILL_TIMEOUT_S, Handle
+from windfall.processes.handle import KILL_TIMEOUT_S, Handle
 
 _LOG = logging.getLogger(__name__)
 FORK_TIMEOUT_S = 30.0

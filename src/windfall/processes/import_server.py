@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from windfall.processes import process
+from windfall.processes.handle import Handle
 from windfall.processes.parent_death import die_with_parent
-from windfall.providers.base import Handle
 
 VARIABLE = "WINDFALL_IMPORT_SERVER"
 READ_BY_IMPORTS = ("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "HF_", "TRITON",

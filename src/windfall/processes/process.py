@@ -25,7 +25,7 @@ from typing import Any
 
 from windfall.errors import WindfallError, describe_write, is_disk_full
 from windfall.processes import parent_death
-from windfall.providers.base import Handle
+from windfall.processes.handle import Handle
 
 POLL_S = 0.05
 """Seconds between checks for the end of a process on systems without pidfd."""

@@ -21,7 +21,8 @@ from typing import Self
 
 from windfall import backoff
 from windfall.errors import WindfallError
-from windfall.providers.base import EXIT_REFUSED, Handle, OnEvent, Spawn
+from windfall.processes.handle import EXIT_REFUSED, Handle
+from windfall.providers.base import OnEvent, Spawn
 from windfall.types import Lease
 
 GRACE_S = 5.0

@@ -24,8 +24,9 @@ from typing import Any, Protocol, Self
 
 from windfall import backoff
 from windfall.errors import WindfallError, report_failure
+from windfall.processes.handle import Handle
 from windfall.processes.restart import RestartDelay
-from windfall.providers.base import Handle, OnEvent, ignore_event
+from windfall.providers.base import OnEvent, ignore_event
 from windfall.types import Lease
 
 GATHER_S = 0.1

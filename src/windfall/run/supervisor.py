@@ -35,7 +35,8 @@ from windfall.events import log
 from windfall.link import auth, invitation
 from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
-from windfall.providers.base import Handle, Provider
+from windfall.processes.handle import Handle
+from windfall.providers.base import Provider
 from windfall.providers.local import LocalProvider
 from windfall.providers.trace_provider import TraceProvider
 from windfall.recipe import Recipe

@@ -29,14 +29,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from windfall import backoff, errors
-from windfall.controller.remote_trainer import unpack
 from windfall.errors import WindfallError
 from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
+from windfall.link.samples import unpack
 from windfall.link.socket import Dialer
 from windfall.trainer.base import Trainer
-from windfall.trainer.checkpoint import CheckpointState
+from windfall.training import CheckpointState
 
 MAX_REFUSALS = 3
 """Final refusals in a row after which the process exits. A single refusal may come from another run whose controller

@@ -28,6 +28,7 @@ from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.trainer import checksums
+from windfall.training import CheckpointState
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import STATE, AdapterBase
 
@@ -36,16 +37,6 @@ DAMAGED = "damaged-"
 OPTIMIZER = "windfall/optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _BASE_KEYS = {"path", "dtype", "digest"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointState:
-    step: int
-    """Steps completed."""
-    next_task: int
-    """Index of the first task that was not drawn for a completed step or ahead of it."""
-    open_tasks: tuple[int, ...] = ()
-    """Tasks before `next_task` that were drawn but not trained on. Empty if rollout.staleness is 0."""
 
 
 def name(step: int) -> str:

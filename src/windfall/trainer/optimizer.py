@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from windfall.recipe import Train
-from windfall.trainer.base import NOT_FINITE, NOTHING, Skipped
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Ranks
 from windfall.trainer.ranks.sharding import Shard, as_shard, is_sharded, rows
+from windfall.training import NOT_FINITE, NOTHING, Skipped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of a weight, in torch's names."""

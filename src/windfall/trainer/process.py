@@ -39,13 +39,13 @@ from windfall.run.local_worker import LocalEngine, ModuleEngine, RankEngines
 from windfall.run.recipe_check import fit, prompt_lengths
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.agent import TrainerAgent
-from windfall.trainer.checkpoint import CheckpointState
 from windfall.trainer.model import activation_memory
 from windfall.trainer.own_engine.trainer_engine import MAX_KEPT_SHARE
 from windfall.trainer.ranks import process as rank
 from windfall.trainer.ranks import rank_budget
 from windfall.trainer.ranks.process import RankPlace, Setup, TrainerPart, crashed
 from windfall.trainer.ranks.rank_group import RANK_LOST
+from windfall.training import CheckpointState
 
 ALONE = RankPlace()
 DAMAGE_NOTE = "damaged.txt"

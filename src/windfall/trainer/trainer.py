@@ -37,15 +37,15 @@ from windfall.algorithms.importance import ImportanceMode, importance_weights
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.errors import WindfallError
 from windfall.recipe import Recipe
-from windfall.trainer.base import Report
 from windfall.trainer.model.logprobs import Learner
 from windfall.trainer.model.lora import Adapters, BaseLearner
 from windfall.trainer.model.policy import Policy
 from windfall.trainer.optimizer import Optimizer
+from windfall.trainer.packs import packs_of_ranks
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Orders, RankLost, Ranks
 from windfall.trainer.ranks.sharding import Shard
-from windfall.trainer.sample import Sample, packs_of_ranks
+from windfall.training import Report, Sample
 
 FILLER = Sample(ids=(0, 0), targets=(1,), behavior=np.zeros(1), advantage=0.0, limit=1)
 """What a rank without work computes, with weight zero: all ranks must make the same passes."""

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from windfall import devices, errors
 from windfall.errors import WindfallError, describe_exit
 from windfall.processes import process
+from windfall.processes.handle import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
 from windfall.processes.restart import RestartDelay
-from windfall.providers.base import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
 
 FINAL = (0, 2, EXIT_REFUSED, EXIT_NO_CONTROLLER)
 """Exit statuses after which a worker is not restarted. 2 is an error that a person must fix."""

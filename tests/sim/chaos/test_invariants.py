@@ -31,7 +31,7 @@ from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
 from windfall.sim.chaos.trial import trial
 from windfall.trainer import sample
-from windfall.trainer.base import TrainerLost
+from windfall.training import TrainerLost
 
 FAULTS, SEEDS = 120, 16
 Patch = pytest.MonkeyPatch

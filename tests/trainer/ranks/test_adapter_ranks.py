@@ -16,11 +16,11 @@ from tests.support.rank_processes import run_ranks
 from windfall import recipe as config
 from windfall.models import load
 from windfall.trainer import checkpoint, trained_weights
-from windfall.trainer.checkpoint import CheckpointState, IntactCheckpoint
+from windfall.trainer.checkpoint import IntactCheckpoint
 from windfall.trainer.ranks import process as rank
 from windfall.trainer.ranks.process import Setup, TrainerPart
 from windfall.trainer.ranks.ranks import Orders, Ranks
-from windfall.trainer.sample import Sample
+from windfall.training import CheckpointState, Sample
 
 SIZES = (1, 2, 4)
 RECIPE: dict[str, Any] = {

@@ -21,7 +21,7 @@ from windfall.trainer import trainer as trainer_module
 from windfall.trainer.ranks import process as rank
 from windfall.trainer.ranks.process import Setup, TrainerPart
 from windfall.trainer.ranks.ranks import Orders, RankLost, Ranks
-from windfall.trainer.sample import Sample
+from windfall.training import Sample
 from windfall.weights.meeting import PublishFailed
 
 SAMPLES = [

@@ -15,7 +15,7 @@ from windfall import recipe as config
 from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.processes import process
-from windfall.providers.base import Handle
+from windfall.processes.handle import Handle
 from windfall.trainer.ranks import rank_group
 from windfall.trainer.ranks.rank_group import RANK_LOST, RankGroup, rank_places
 

@@ -27,11 +27,12 @@ from windfall import recipe as config
 from windfall.models import attention
 from windfall.recipe import Lora
 from windfall.trainer.model import lora
+from windfall.trainer.packs import packs_of_ranks
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Orders, RankLost, Ranks
 from windfall.trainer.ranks.sharding import Shard, as_shard, fill, rows, sharded_policy, slice_of
-from windfall.trainer.sample import Sample, packs_of_ranks
 from windfall.trainer.trainer import TorchTrainer
+from windfall.training import Sample
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -28,8 +28,8 @@ from windfall.engine.group import messages as m
 from windfall.engine.group.child import SECRET
 from windfall.errors import describe_exit, run_until_first
 from windfall.processes.fork_client import ForkClient
+from windfall.processes.handle import Handle
 from windfall.processes.restart import RestartDelay
-from windfall.providers.base import Handle
 
 MODULES = ("windfall.engine.torch.engine", "windfall.engine.torch.runner")
 """Modules that the fork server imports besides those of child.py."""

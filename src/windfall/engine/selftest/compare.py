@@ -16,7 +16,7 @@ from windfall.engine.torch.packed import Packed
 from windfall.errors import WindfallError
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.logprobs import Learner
-from windfall.trainer.sample import Sample
+from windfall.training import Sample
 from windfall.types import Request, Sampling
 
 EngineFactory = Callable[..., Any]  # builds an engine from (model, kv_tokens, page_size, max_running, max_rows)

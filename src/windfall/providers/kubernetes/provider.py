@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windfall.errors import WindfallError
-from windfall.providers.base import EXIT_REFUSED, OnEvent, ignore_event
+from windfall.processes.handle import EXIT_REFUSED
+from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.kubernetes.api import ApiServer
 from windfall.providers.kubernetes.credentials import Credentials
 from windfall.providers.kubernetes.manifests import GRACE_MARGIN_S, RunNames

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from windfall.processes import process
-from windfall.providers.base import Handle
+from windfall.processes.handle import Handle
 
 
 class WorkerActor:

@@ -25,8 +25,9 @@ from typing import Any, Self
 
 from windfall.errors import WindfallError, install_command
 from windfall.processes import process
+from windfall.processes.handle import Handle
 from windfall.processes.restart import RestartDelay
-from windfall.providers.base import Handle, OnEvent, ignore_event
+from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.slots import SlotProvider
 from windfall.providers.worker_command import WorkerCommand
 from windfall.types import Lease

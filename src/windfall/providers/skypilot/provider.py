@@ -21,7 +21,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from windfall.providers.base import EXIT_REFUSED, OnEvent, ignore_event
+from windfall.processes.handle import EXIT_REFUSED
+from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, JobSpawner, command
 from windfall.providers.skypilot.task import SkyPilotOptions, task
 from windfall.providers.slots import SlotProvider

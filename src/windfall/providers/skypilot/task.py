@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windfall.providers.base import EXIT_NO_CONTROLLER
+from windfall.processes.handle import EXIT_NO_CONTROLLER
 from windfall.providers.worker_command import TLS_PIN, WorkerCommand
 
 

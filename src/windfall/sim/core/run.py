@@ -40,7 +40,7 @@ from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.env import SimEnv, SimText
 from windfall.sim.machines.fleet import SimFleet, Stay
 from windfall.sim.machines.linked_trainer import LinkedTrainer
-from windfall.trainer.checkpoint import CheckpointState
+from windfall.training import CheckpointState
 
 STUCK_S = 6 * 3600.0
 """A run without a new token or step for this many virtual seconds is stuck."""

@@ -21,8 +21,7 @@ from windfall.sim.core.link import SimLink
 from windfall.sim.core.service import Service
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.worker import SimWorker
-from windfall.trainer.base import Report
-from windfall.trainer.checkpoint import CheckpointState
+from windfall.training import CheckpointState, Report
 
 REDIAL_S = 0.2
 ENGINE = m.EngineSpec(

@@ -27,7 +27,7 @@ from windfall.trainer.model.head import WeightsFn
 from windfall.trainer.model.llama import LlamaBody, PackedRows, UnsupportedModel
 from windfall.trainer.model.policy import Policy
 from windfall.trainer.ranks.ranks import Ranks
-from windfall.trainer.sample import Sample
+from windfall.training import Sample
 
 KEEP = {True: LEAST, False: ALL, "auto": "auto"}
 """From a recipe's train.checkpoint_activations to what the layers keep."""

@@ -30,7 +30,7 @@ from torch.nn.functional import linear
 from windfall.errors import WindfallError
 from windfall.recipe import Lora
 from windfall.recipe.lora import DEFAULT_ALPHA_PER_RANK, DEFAULT_RANK, choose_layers
-from windfall.trainer.sample import Sample
+from windfall.training import Sample
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig
 from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, AdapterPair, pairs

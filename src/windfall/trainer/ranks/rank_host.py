@@ -36,7 +36,7 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.socket import Dialer, SocketLink
 from windfall.processes import process
-from windfall.providers.base import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
+from windfall.processes.handle import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
 from windfall.recipe import Recipe
 from windfall.trainer.ranks.machines import MAX_FRAME_BYTES, count_ranks
 from windfall.trainer.ranks.process import WEIGHTS_KEY

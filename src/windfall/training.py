@@ -1,0 +1,94 @@
+"""What a loop and a trainer exchange: samples, reports, and the state of a run. No torch: the controller uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from windfall.algorithms.base import Floats
+
+Skipped = Literal["", "nothing", "not finite"]
+NOTHING: Skipped = "nothing"
+"""The gradient is exactly zero: every advantage was zero, or every token was clipped."""
+NOT_FINITE: Skipped = "not finite"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sample:
+    """One sequence to train on: a prompt and what follows it, that is a response or one segment of it. `targets`:
+    indices in `ids` of the sampled tokens (never 0)."""
+
+    ids: tuple[int, ...]
+    targets: tuple[int, ...]
+    behavior: Floats
+    """Log-probs of the targets, as reported by the engine."""
+    advantage: float
+    limit: int
+    """Maximum number of tokens of a response (rollout.max_tokens)."""
+    old: Floats | None = None
+    """Log-probs of the proximal policy: those of the trainer before the first update of the step. None: use those
+    computed now, which are the same until the first update."""
+    lag: np.ndarray | None = None
+    """Age of each target: the trainer's version minus the one that sampled the token (uint16). None: all 0."""
+    engines: tuple[tuple[str, int], ...] = ()
+    """(engine, number of targets) of consecutive stretches; an empty name if it is unknown. Empty: all unknown."""
+    whole: int = 0
+    """Number of sampled tokens of the whole response, of which this is one segment. 0: it is the whole response."""
+
+    @property
+    def length(self) -> int:
+        """Number of sampled tokens of the whole response."""
+        return self.whole or len(self.targets)
+
+    @property
+    def share(self) -> float:
+        """The share of the response's sampled tokens that are in this sequence. Shares of a response add up to 1."""
+        return len(self.targets) / self.whole if self.whole else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The result of one update. Means are over the trained tokens."""
+
+    tokens: int
+    responses: int
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    entropy: float = 0.0
+    engine_gap: float = 0.0
+    """Mean absolute difference between the trainer's log-probs and the engine's, before the first update, over fresh
+    tokens (lag 0). On older tokens the difference is the drift of the policy. 0 if no token is fresh."""
+    engine_gap_max: float = 0.0
+    engine_gaps: dict[str, float] = field(default_factory=dict)
+    """`engine_gap` by engine, over the fresh tokens whose engine is known."""
+    clipped: float = 0.0
+    """Share of tokens that have a nonzero advantage but whose weight was clipped to zero."""
+    capped: float = 0.0
+    """Share of tokens whose importance weight was truncated or masked (algorithms/importance.py)."""
+    drift: float = 0.0
+    """Mean absolute difference between the log-probs of the proximal and the behavior policy over tokens of older
+    versions, in nats. 0 if there are none."""
+    kl: float = 0.0
+    """Mean of the k3 estimator over the tokens; 0 without a reference model."""
+    peak_bytes: int = 0
+    """Most memory that any rank used: of its GPU since the last update, or resident memory without a GPU."""
+    experts: dict[str, Any] | None = None
+    """How tokens spread over the experts of a model (trainer/model/experts.py); None for a model without experts."""
+    skipped: Skipped = ""
+    """Reason why the weights were not updated; "" if they were."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointState:
+    step: int
+    """Steps completed."""
+    next_task: int
+    """Index of the first task that was not drawn for a completed step or ahead of it."""
+    open_tasks: tuple[int, ...] = ()
+    """Tasks before `next_task` that were drawn but not trained on. Empty if rollout.staleness is 0."""
+
+
+class TrainerLost(Exception):
+    """The trainer's process is gone or does not answer. A new one starts from the last checkpoint."""

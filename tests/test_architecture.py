@@ -47,6 +47,7 @@ LAYERS = [
     {"__init__", "types", "errors", "backoff", "free_memory", "shared_tensors"},
     {"algorithms", "events", "processes", "devices"},
     {"training"},
+    {"verbs"},
     {"recipe"},
     {"run_folder", "link"},
     {"weights"},

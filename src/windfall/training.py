@@ -90,5 +90,15 @@ class CheckpointState:
     """Tasks before `next_task` that were drawn but not trained on. Empty if rollout.staleness is 0."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """A version that workers can pull."""
+
+    version: int
+    digest: str
+    update_bytes: int = 0
+    """Bytes that a worker with the previous version must pull for this one."""
+
+
 class TrainerLost(Exception):
     """The trainer's process is gone or does not answer. A new one starts from the last checkpoint."""

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from windfall import algorithms
-from windfall.controller.loop import Controller
+from windfall.controller.generation import Generation
+from windfall.controller.loop import Loop
 from windfall.controller.rollout.env_failures import EnvFailures
+from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.grading import Grading
 from windfall.controller.rollout.stream import Stopped
 from windfall.controller.scheduling.admission import Admission
@@ -22,7 +24,7 @@ from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.recipe import parse
-from windfall.training import CheckpointState, Report, TrainerLost
+from windfall.training import CheckpointState, Published, Report, TrainerLost
 from windfall.types import Group, Response, Sampling, Task
 
 
@@ -103,25 +105,30 @@ class World:
             self.done.append(("died", request))
             raise TrainerLost(request)
 
-    async def prepare(self, samples: Sequence[Any]) -> list[Any]:
-        self._live("prepare")
-        self.done.append(("prepare", len(samples)))
+    async def forward(self, samples: Sequence[Any], *, id: str) -> list[Any]:
+        self._live("forward")
+        self.done.append(("forward", len(samples)))
         return list(samples)
 
-    async def accumulate(self, samples: Sequence[Any]) -> float:
-        self._live("accumulate")
-        self.done.append(("accumulate", len(samples)))
+    async def forward_backward(self, samples: Sequence[Any], *, id: str) -> float:
+        self._live("forward_backward")
+        self.done.append(("forward_backward", len(samples)))
         return 0.0
 
-    async def update(self, state: CheckpointState | None) -> tuple[Report, int | None]:
-        self._live("update")
-        self.done.append(("update",))
+    async def optim_step(self, state: CheckpointState | None = None, *, id: str) -> Report:
+        self._live("optim_step")
+        self.done.append(("optim_step",))
         self._updates += 1
         skipped = "not finite" if self._updates - 1 in self.skip else ""
         values = {f.name: 0.0 for f in fields(Report)} | {"tokens": 3, "skipped": skipped}
         gap = self.gaps.get(self._updates - 1, self.gap)
         values |= {"engine_gap": gap, "engine_gap_max": 9 * gap}
-        return Report(**values), state.step if state else None  # pyright: ignore
+        if state is not None:
+            self._completed = state.step
+        return Report(**values)  # pyright: ignore
+
+    async def publish(self, *, id: str) -> Published:
+        return Published(version=self._completed, digest="")
 
     # Pace: the trainer does not generate here, so training may begin at once.
 
@@ -142,11 +149,16 @@ class World:
         admission.restore(version=self.kept.step, next_task=self.kept.next_task)
         return self.kept
 
-    def offer(self, version: int) -> None:
-        self.done.append(("offer", version))
-        self.version = version
+    def offer(self, published: Published) -> None:
+        self.done.append(("offer", published.version))
+        self.version = published.version
 
-    async def save(self) -> str:
+    def before_update(self, step: int, tasks: Sequence[int]) -> None: ...
+    def note_staleness(self, fields: dict[str, Any]) -> None: ...
+    def counters(self) -> dict[str, Any]:
+        return {}
+
+    async def save(self, *, id: str) -> str:
         self._live("save")
         self.writes += 1
         return "somewhere"
@@ -164,12 +176,13 @@ class World:
         it: Any = self
         events = EventLog(folder / "events.jsonl")
         self.kept = start or self.kept
-        controller = Controller(
-            recipe=recipe, algorithm=algorithm, trainer=it, rollout=it, pace=it, events=events,
-            connected=self.connected, restore=self.restore, offer=self.offer, saved=self.saved,
-            micro_tokens=self.micro_tokens, held_out=self.held_out,
-        )  # fmt: skip
-        reached = asyncio.run(controller.run())
+
+        async def play() -> CheckpointState:
+            generation = Generation(recipe, algorithm, it, it, self.micro_tokens)
+            evaluation = Evaluation(recipe, it, events, self.held_out, on_change=generation.changed.set)
+            return await Loop(recipe, algorithm, it, generation, evaluation, it, events).run()
+
+        reached = asyncio.run(play())
         events.close()
         return reached
 
@@ -184,7 +197,7 @@ def mixed(index: int) -> list[float | None]:
 def test_order_of_steps_checkpoints_and_evaluations(tmp_path: Path) -> None:
     world = World(mixed)
     reached = world.run(tmp_path, run={"steps": 5}, eval={"tasks": 4, "every": 2}, checkpoint={"every": 2})
-    step = lambda first, n: [("draw", first, 2), ("accumulate", 4), ("update",), ("offer", n)]  # noqa: E731
+    step = lambda first, n: [("draw", first, 2), ("forward_backward", 4), ("optim_step",), ("offer", n)]  # noqa: E731
     save = lambda n: [("save", n, 2 * n)]  # noqa: E731
     test = [("eval", 4)]
     assert world.done == [
@@ -221,12 +234,12 @@ def test_groups_are_generated_while_one_is_trained_on(tmp_path: Path) -> None:
             second.set()
         return made(world, index)
 
-    async def accumulate(samples: Sequence[Any]) -> float:
+    async def forward_backward(samples: Sequence[Any], *, id: str) -> float:
         async with asyncio.timeout(60):
             await second.wait()
         return 0.0
 
-    world.group, world.accumulate = group, accumulate  # pyright: ignore
+    world.group, world.forward_backward = group, forward_backward  # pyright: ignore
     world.micro_tokens = 1
     assert world.run(tmp_path, run={"steps": 1}, eval={"tasks": 0}).step == 1
 
@@ -290,7 +303,7 @@ def test_dynamic_sampling_draws_until_enough_groups_are_informative(
     world.run(tmp_path, run={"steps": 1}, rollout=rollout, algorithm={"name": "dapo"}, eval={"tasks": 0})
     assert [d[1:] for d in world.only("draw")] == drawn
     end = sum(drawn[-1])
-    assert world.only("accumulate") == [("accumulate", 2 * len([i for i in range(end) if i % 4 == 3]))]
+    assert world.only("forward_backward") == [("forward_backward", 2 * len([i for i in range(end) if i % 4 == 3]))]
     assert world.done[-1] == ("save", 1, end)
 
 
@@ -299,8 +312,8 @@ def test_step_with_several_updates(tmp_path: Path) -> None:
     world.skip = {0}
     world.run(tmp_path, run={"steps": 1}, train={"minibatches": 2}, eval={"tasks": 0})
     assert world.done == [
-        ("connect", 0), ("draw", 0, 2), ("prepare", 2), ("prepare", 2), ("accumulate", 2), ("update",),
-        ("accumulate", 2), ("update",), ("offer", 1), ("save", 1, 2)]  # fmt: skip
+        ("connect", 0), ("draw", 0, 2), ("forward", 2), ("forward", 2), ("forward_backward", 2), ("optim_step",),
+        ("forward_backward", 2), ("optim_step",), ("offer", 1), ("save", 1, 2)]  # fmt: skip
     events = {e["name"]: e for e in read(tmp_path / "events.jsonl")}
     skipped = {k: events["update_skipped"][k] for k in ("step", "why", "updates", "of")}
     assert skipped == {"step": 1, "why": "the gradient was not finite", "updates": 1, "of": 2}
@@ -348,7 +361,7 @@ def test_run_ends_if_no_agent_calls_the_policy(tmp_path: Path) -> None:
 
 def test_evaluation_without_a_reward_counts_only_its_own_responses(tmp_path: Path) -> None:
     """Step 1 leaves a response without a reward; the evaluation after it has four."""
-    world = World(lambda index: [None] if index >= HELD_OUT and world.only("update") else [0.0, 1.0])
+    world = World(lambda index: [None] if index >= HELD_OUT and world.only("optim_step") else [0.0, 1.0])
     begin = world.begin
 
     def one_missing(step: int) -> None:
@@ -359,7 +372,7 @@ def test_evaluation_without_a_reward_counts_only_its_own_responses(tmp_path: Pat
     groups = world.groups
 
     def counted(tasks: range, **options: Any) -> AsyncGenerator[Group]:
-        if tasks[0] >= HELD_OUT and world.only("update"):
+        if tasks[0] >= HELD_OUT and world.only("optim_step"):
             for index in tasks:
                 world.failures.miss(f"{index}/0", EnvFailed("no reward", "none"))
         return groups(tasks, **options)
@@ -372,23 +385,24 @@ def test_evaluation_without_a_reward_counts_only_its_own_responses(tmp_path: Pat
 def test_response_without_a_reward_is_not_trained_on(tmp_path: Path) -> None:
     world = World(lambda index: [None, 1.0] if index else [None, None])
     world.run(tmp_path, run={"steps": 1}, eval={"tasks": 0})
-    assert world.only("accumulate") == [("accumulate", 1)]
+    assert world.only("forward_backward") == [("forward_backward", 1)]
     step = next(e for e in read(tmp_path / "events.jsonl") if e["name"] == "step")
     assert (step["reward"], step["responses"], step["mean_length"]) == (1.0, 4, 1.5)
 
 
 def test_run_waits_for_a_lost_trainer_and_trains_its_steps_again(tmp_path: Path) -> None:
     world = World(mixed)
-    world.deaths = ["accumulate"]
+    world.deaths = ["forward_backward"]
     reached = world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4}, checkpoint={"every": 1})
     assert reached == CheckpointState(step=2, next_task=4)
-    first = [("draw", 0, 2), ("accumulate", 4), ("update",), ("offer", 1), ("save", 1, 2)]
+    first = [("draw", 0, 2), ("forward_backward", 4), ("optim_step",), ("offer", 1), ("save", 1, 2)]
     assert world.done == [
-        ("connect", 0), ("eval", 4), ("draw", 0, 2), ("died", "accumulate"), ("connect", 0), *first,
-        ("draw", 2, 2), ("accumulate", 4), ("update",), ("offer", 2), ("save", 2, 4), ("eval", 4)]  # fmt: skip
+        ("connect", 0), ("eval", 4), ("draw", 0, 2), ("died", "forward_backward"), ("connect", 0), *first,
+        ("draw", 2, 2), ("forward_backward", 4), ("optim_step",), ("offer", 2), ("save", 2, 4),
+        ("eval", 4)]  # fmt: skip
 
 
-@pytest.mark.parametrize("death", ["accumulate", "update", "save", "prepare"])
+@pytest.mark.parametrize("death", ["forward_backward", "optim_step", "save", "forward"])
 def test_steps_since_the_checkpoint_are_trained_again(tmp_path: Path, death: str) -> None:
     world = World(mixed)
     end = world.run(tmp_path, run={"steps": 3}, checkpoint={"every": 2}, train={"minibatches": 2})
@@ -406,7 +420,7 @@ def test_steps_since_the_checkpoint_are_trained_again(tmp_path: Path, death: str
 def test_step_is_saved_although_the_answer_to_its_update_was_lost(tmp_path: Path, every: int) -> None:
     """The link ended during the last Update: the trainer reconnects, and has the step."""
     world = World(mixed)
-    world.deaths = ["update"]
+    world.deaths = ["optim_step"]
     at = world.connected
 
     async def connected() -> None:
@@ -424,20 +438,20 @@ def test_step_is_saved_although_the_answer_to_its_update_was_lost(tmp_path: Path
 def test_evaluation_of_a_lost_step_runs_again(tmp_path: Path) -> None:
     """After a fall back, evaluations of later steps no longer count."""
     world = World(mixed)
-    world.deaths = ["accumulate", "accumulate"]
-    first, calls = world.accumulate, [0]
+    world.deaths = ["forward_backward", "forward_backward"]
+    first, calls = world.forward_backward, [0]
 
-    async def accumulate(samples: Sequence[Any]) -> float:
+    async def forward_backward(samples: Sequence[Any], *, id: str) -> float:
         calls[0] += 1  # it dies in step 2 of the first trainer and in step 1 of the second
         if calls[0] in (2, 3):
-            return await first(samples)
+            return await first(samples, id=id)
         deaths, world.deaths = world.deaths, []
         try:
-            return await first(samples)
+            return await first(samples, id=id)
         finally:
             world.deaths = deaths
 
-    world.accumulate = accumulate
+    world.forward_backward = forward_backward
     world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4, "every": 1}, checkpoint={"every": 10})
     assert len(world.only("died")) == 2
     assert [e["step"] for e in read(tmp_path / "events.jsonl") if (e["kind"], e["name"]) == ("scalar", "eval")] == [
@@ -453,7 +467,9 @@ def test_run_ends_when_no_response_got_a_reward(tmp_path: Path, where: str) -> N
     world = World(rewards)
     with pytest.raises(WindfallError, match=f"environment Scripted: no response of {where} got a reward"):
         world.run(tmp_path)
-    assert len(world.only("update")) == (1 if where == "step 2" else 0), "a step without rewards must not be trained on"
+    assert len(world.only("optim_step")) == (1 if where == "step 2" else 0), (
+        "a step without rewards must not be trained on"
+    )
 
 
 def test_one_reward_is_enough_to_continue(tmp_path: Path) -> None:

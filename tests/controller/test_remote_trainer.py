@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from windfall.controller import remote_trainer as remote
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.errors import WindfallError
 from windfall.link import messages as m
+from windfall.link import samples as wire
 from windfall.link.base import FrameTooLarge
 from windfall.link.memory import MemoryLink, pair
 from windfall.training import Sample, TrainerLost
@@ -52,8 +52,8 @@ def test_request_is_answered() -> None:
         trainer = RemoteTrainer()
         link, serving = dial(trainer, 3)
         assert (await trainer.connected(5)).step == 3
-        answering = asyncio.create_task(answer(link, m.Done(s=0.5)))
-        assert await trainer.accumulate([]) == 0.5
+        answering = asyncio.create_task(answer(link, m.GradientAdded(s=0.5)))
+        assert await trainer.forward_backward([], id="1") == 0.5
         await answering
         await link.close()
         await serving
@@ -70,7 +70,7 @@ def test_failure_is_a_lost_trainer_unless_a_person_must_fix_it(final: bool) -> N
         failed = m.Failed(error="OutOfMemoryError: CUDA out of memory", final=final)
         answering = asyncio.create_task(answer(link, failed))
         with pytest.raises(WindfallError if final else TrainerLost, match="CUDA out of memory"):
-            await trainer.accumulate([])
+            await trainer.forward_backward([], id="1")
         await answering
         await link.close()
         await serving
@@ -85,7 +85,7 @@ def test_failed_trainer_is_not_used_again_while_its_process_ends() -> None:
         await trainer.connected(5)
         answering = asyncio.create_task(answer(link, m.Failed(error="MemoryError", final=False)))
         with pytest.raises(TrainerLost, match="MemoryError"):
-            await trainer.accumulate([])
+            await trainer.forward_backward([], id="1")
         await answering
         waiting = asyncio.create_task(trainer.connected(5))  # the link of the failed trainer is still open
         await asyncio.sleep(0.05)
@@ -113,10 +113,10 @@ def test_new_trainer_does_not_continue_the_step_of_another(first_is_frozen: bool
         second, second_serving = dial(trainer, 0)
         await asyncio.sleep(0.01)
         with pytest.raises(TrainerLost, match="has replaced it"):
-            await trainer.accumulate([])
+            await trainer.forward_backward([], id="1")
         assert (await trainer.connected(5)).step == 0
-        answering = asyncio.create_task(answer(second, m.Done(s=0.1)))
-        assert await trainer.accumulate([]) == 0.1
+        answering = asyncio.create_task(answer(second, m.GradientAdded(s=0.1)))
+        assert await trainer.forward_backward([], id="1") == 0.1
         await answering
         await second.close()
         await asyncio.gather(serving, second_serving)
@@ -129,13 +129,13 @@ def test_trainer_lost_during_a_request() -> None:
         trainer = RemoteTrainer()
         link, serving = dial(trainer, 1)
         await trainer.connected(5)
-        asking = asyncio.create_task(trainer.save())
+        asking = asyncio.create_task(trainer.save(id="1"))
         await asyncio.sleep(0.01)
         await link.close("killed")
         with pytest.raises(TrainerLost, match="killed"):
             await asking
         with pytest.raises(TrainerLost, match="no trainer"):
-            await trainer.save()
+            await trainer.save(id="1")
         await serving
 
     run(scenario())
@@ -151,11 +151,11 @@ def sample(tokens: int, mark: float = 0.0) -> Sample:
 
 def test_engines_of_a_sample_survive_the_wire() -> None:
     sent = replace(sample(9), engines=(("torch", 5), ("vllm", 3)))
-    assert remote.unpack(remote.pack(sent)).engines == sent.engines
+    assert wire.unpack(wire.pack(sent)).engines == sent.engines
 
 
 def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FRAME_BYTES", 1 << 16)
+    monkeypatch.setattr(wire, "FRAME_BYTES", 1 << 16)
     samples = [sample(n, mark) for mark, n in enumerate((700, 900, 1500, 20, 20, 5000, 30))]
     frames: list[Any] = []
 
@@ -163,30 +163,30 @@ def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch
         while True:
             order: Any = await link.receive()
             frames.append(order)
-            if isinstance(order, m.Prepare):
-                await link.send(m.Prepared(old=tuple(np.full(3, float(s.advantage)).tobytes() for s in order.samples)))
+            if isinstance(order, m.Forward):
+                await link.send(m.LogProbs(old=tuple(np.full(3, float(s.advantage)).tobytes() for s in order.samples)))
             else:
-                await link.send(m.Done(s=0.5))
+                await link.send(m.GradientAdded(s=0.5))
 
     async def scenario() -> None:
         trainer = RemoteTrainer()
         link, serving = dial(trainer, 3)
         await trainer.connected(5)
         playing = asyncio.create_task(play(link))
-        took_s = await trainer.accumulate(samples)
+        took_s = await trainer.forward_backward(samples, id="1")
         assert took_s == 0.5 * len(frames)
         assert len(frames) > 2
         assert [s.advantage for f in frames for s in f.samples] == list(range(7))
         sizes = [len(m.encode(f)) for f in frames]
-        alone = len(m.encode(m.Accumulate(samples=(remote.pack(samples[5]),))))
+        alone = len(m.encode(m.ForwardBackward(id="1.0", samples=(wire.pack(samples[5]),))))
         assert all(size < 1 << 16 for size in sizes if size != alone), sizes
         frames.clear()
-        prepared = await trainer.prepare(samples)
+        prepared = await trainer.forward(samples, id="0")
         assert len(frames) > 2
         assert [s.old[0] for s in prepared if s.old is not None] == list(range(7))
         frames.clear()
-        await trainer.accumulate([])
-        assert frames == [m.Accumulate(samples=())]
+        await trainer.forward_backward([], id="1")
+        assert frames == [m.ForwardBackward(id="1.0", samples=())]
         playing.cancel()
         await link.close()
         await serving
@@ -196,9 +196,11 @@ def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch
 
 def test_lag_survives_the_wire() -> None:
     lag = np.array([2, 1, 0], np.uint16)
-    encoded = m.encode(m.Accumulate(samples=(remote.pack(replace(sample(4), lag=lag)), remote.pack(sample(4)))))
-    order = msgspec.msgpack.decode(encoded, type=m.Accumulate)
-    older, fresh = (remote.unpack(s) for s in order.samples)
+    encoded = m.encode(
+        m.ForwardBackward(id="1.0", samples=(wire.pack(replace(sample(4), lag=lag)), wire.pack(sample(4))))
+    )
+    order = msgspec.msgpack.decode(encoded, type=m.ForwardBackward)
+    older, fresh = (wire.unpack(s) for s in order.samples)
     assert older.lag is not None
     assert older.lag.dtype == np.uint16
     assert older.lag.tolist() == [2, 1, 0]
@@ -209,11 +211,11 @@ def test_lag_counts_toward_the_size_of_a_message(monkeypatch: pytest.MonkeyPatch
     """Without a lag, messages are split as before it existed: a split changes the order of summation."""
     fresh = [sample(101) for _ in range(8)]
     older = [replace(s, lag=np.ones(100, np.uint16)) for s in fresh]
-    monkeypatch.setattr(remote, "FRAME_BYTES", 4 * (5 * (101 + 100) + 16 * 100 + 64))
-    assert [len(part) for part in remote.parts(fresh)] == [4, 4]
-    assert [len(part) for part in remote.parts(older)] == [3, 3, 2]
-    for part in remote.parts(older):
-        assert len(m.encode(m.Accumulate(samples=part))) <= remote.FRAME_BYTES
+    monkeypatch.setattr(wire, "FRAME_BYTES", 4 * (5 * (101 + 100) + 16 * 100 + 64))
+    assert [len(part) for part in wire.parts(fresh)] == [4, 4]
+    assert [len(part) for part in wire.parts(older)] == [3, 3, 2]
+    for part in wire.parts(older):
+        assert len(m.encode(m.ForwardBackward(id="1.0", samples=part))) <= wire.FRAME_BYTES
 
 
 def test_sample_over_the_frame_limit_ends_the_run_with_a_reason() -> None:
@@ -230,7 +232,7 @@ def test_sample_over_the_frame_limit_ends_the_run_with_a_reason() -> None:
 
         ours.send = send  # type: ignore[method-assign]
         with pytest.raises(WindfallError, match="an Accumulate of 300,000,000 bytes"):
-            await trainer.accumulate([sample(4)])
+            await trainer.forward_backward([sample(4)], id="1")
         await ours.close()
         await serving
 

@@ -97,12 +97,15 @@ class Process:
         """Accept the trainer, like the controller."""
         self.link = await asyncio.wait_for(self.links.get(), WAIT_S)
 
-    async def update(self, version: int | None) -> m.Updated:
-        """Make an update. With a version, it is the last one of its step."""
-        await self.link.send(m.Update(step=version, next_task=None if version is None else 0))
-        reply = await asyncio.wait_for(self.link.receive(), WAIT_S)
-        assert isinstance(reply, m.Updated)
-        return reply
+    async def update(self, version: int | None, *, publish: bool = True) -> None:
+        """Make an update. With a version, it is the last one of its step, which is published."""
+        await self._ask(m.OptimStep(id=f"update {self.trainer.updates}", step=version), m.Optimized)
+        if version is not None and publish:
+            await self._ask(m.Publish(id=f"publish {version}"), m.PublishedVersion)
+
+    async def _ask(self, verb: object, answer: type) -> None:
+        await self.link.send(verb)
+        assert isinstance(await asyncio.wait_for(self.link.receive(), WAIT_S), answer)
 
     async def load(self, version: int) -> None:
         await self.local.send(m.Load(version=version, digest=f"d{version}", url=""))
@@ -190,7 +193,8 @@ def test_every_token_has_the_version_of_its_weights(model: Any, monkeypatch: pyt
                 await p.silent()
                 await p.load(version - 1)  # a late Load: the trainer is past this version
                 await p.until(lambda v=version: ("LoadFailed", v - 1) in p.replies, "it is refused")
-                assert (await p.update(version)).version == version
+                await p.update(version)
+                assert p.agent.state.step == version
                 await p.silent()
                 await p.load(version)
                 await p.more(5)
@@ -218,16 +222,16 @@ def test_link_that_ends_between_two_updates(model: Any, monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("received", [True, False])
-def test_link_that_ends_after_the_last_update(model: Any, monkeypatch: pytest.MonkeyPatch, received: bool) -> None:
+@pytest.mark.parametrize("received", ["published", "updated", ""])
+def test_link_that_ends_after_the_last_update(model: Any, monkeypatch: pytest.MonkeyPatch, received: str) -> None:
     """The trainer connects again with the new version; its engine waits for the Load, then goes on."""
 
     async def main() -> None:
         async with process(model, monkeypatch) as (p, running):
             if received:
-                await p.update(1)
+                await p.update(1, publish=received == "published")
             else:
-                await p.link.send(m.Update(step=1, next_task=0))
+                await p.link.send(m.OptimStep(id="1", step=1))
                 await p.until(lambda: p.trainer.updates, "the update is under way")
             await p.link.close("the controller was killed")
             await p.connect()

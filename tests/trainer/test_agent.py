@@ -82,7 +82,7 @@ def run_agent(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, Saving
 
 
 async def request_save(link: MemoryLink) -> None:
-    await link.send(m.Save())
+    await link.send(m.Save(id="save"))
     await link.receive()
     await link.close("enough")
 
@@ -209,7 +209,7 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
 
     async def play(link: MemoryLink) -> None:
         async def serve(link: Any, hello: m.TrainerHello) -> None:
-            await link.send(m.Update(step=None, next_task=None))
+            await link.send(m.OptimStep(id="1"))
             assert isinstance(await link.receive(), m.Failed)
             await link.close("enough")
 
@@ -246,7 +246,7 @@ def test_error_in_work_is_reported_and_ends_the_process(error: Exception, report
     received: list[object] = []
 
     async def serve(link: Any, hello: m.TrainerHello) -> None:
-        await link.send(m.Update(step=3, next_task=5))
+        await link.send(m.OptimStep(id="1", step=3, next_task=5))
         received.append(await link.receive())
 
     async def play(link: MemoryLink) -> None:

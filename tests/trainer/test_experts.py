@@ -108,8 +108,8 @@ def test_router_that_prefers_two_experts_is_seen() -> None:
 def test_step_event_has_the_spread_of_the_last_update_that_trained() -> None:
     even, found = spread([[1, 1, 1, 1]]), spread([[3, 1, 0, 0]])
     reports = [Report(tokens=n, responses=1, experts=experts) for n, experts in ((5, even), (5, found), (0, None))]
-    sent = [msgspec.msgpack.encode(m.Updated(report=asdict(r), version=1, digest="", s=0.0)) for r in reports]
-    received: list[Any] = [Report(**msgspec.msgpack.decode(x, type=m.Updated).report) for x in sent]
+    sent = [msgspec.msgpack.encode(m.Optimized(report=asdict(r))) for r in reports]
+    received: list[Any] = [Report(**msgspec.msgpack.decode(x, type=m.Optimized).report) for x in sent]
     assert received == reports
     fields = describe_updates(received)
     assert {k: v for k, v in fields.items() if k.startswith("experts")} == {f"experts_{k}": v for k, v in found.items()}

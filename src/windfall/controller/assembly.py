@@ -24,13 +24,15 @@ from windfall.controller.cost import prices
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.cost.activity import Activity
 from windfall.controller.fleet_report import FleetReport, StepTokens, read_history
+from windfall.controller.generation import Generation
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_reader import History, JournalContents, oldest_versions
 from windfall.controller.ledger.recovery import Recovery, needed
-from windfall.controller.loop import Controller
+from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.idle_generation import IdleGeneration
 from windfall.controller.rollout.seeding import Seeding, seeding_policy
 from windfall.controller.rollout.stream import Rollout, Stopped
@@ -43,7 +45,7 @@ from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.models.text import Text
 from windfall.recipe import Recipe
-from windfall.training import CheckpointState, TrainerLost
+from windfall.training import CheckpointState, Published, TrainerLost
 from windfall.types import Lease
 
 TRAINER_START_S = 600.0
@@ -92,7 +94,7 @@ class ControllerLife:
         self.seeding = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
         self.report = FleetReport(recipe, self.dispatch, events, generated)
         self.rollout: Rollout | None = None
-        self.controller: Controller | None = None
+        self.loop: Loop | None = None
         self.state = CheckpointState(step=0, next_task=0)
         self.held_out: HeldOut | None = None
         """The held-out tasks, if the environment can describe them."""
@@ -104,6 +106,7 @@ class ControllerLife:
         """Called once with the rollout and the model's context, before anything is rolled out."""
         self.attend = self.dispatch.attend
         self._trainers = count(1)
+        self._count_agents: Callable[[], dict[str, Any]] = dict
         self._lent: dict[str, list[float]] = {}
         """What lenders lent when that was last logged."""
 
@@ -111,23 +114,23 @@ class ControllerLife:
         self, env: EnvHost, text: Callable[[], Text], counters: Callable[[], dict[str, Any]] | None = None
     ) -> CheckpointState:
         """Run all remaining steps. `text` is called once a trainer has connected, because the trainer writes the
-        tokenizer."""
+        tokenizer. `counters`: what happened to agents since its last call."""
         hello = await self.unless_stopped(self.trainer.connected(TRAINER_START_S))
         recipe, rollout = self.recipe, self._make_rollout(env, text(), hello)
         if self.on_rollout is not None:
             context = json.loads(hello.engine.model_config).get("max_position_embeddings")
             await self.unless_stopped(_awaited(self.on_rollout(rollout, context)))
         watch_stop = asyncio.create_task(self._interrupt_on_stop(rollout))
-        controller = self.controller = Controller(
-            recipe=recipe, algorithm=algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
-            trainer=self.trainer, rollout=rollout, pace=self.seeding, events=self.events,
-            connected=self.connected, restore=self.restore, offer=self._offer, saved=self._saved,
-            before_update=self._before_update, counters=counters or self.counters, micro_tokens=hello.micro_tokens,
-            note_staleness=self.report.note_staleness, evaluated=self._evaluated,
-            evaluation_lost=self._evaluation_lost, held_out=self.held_out,
+        self._count_agents = counters or dict
+        algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+        generation = Generation(recipe, algorithm, rollout, self.seeding, hello.micro_tokens)
+        evaluation = Evaluation(
+            recipe, rollout, self.events, self.held_out, evaluated=self._evaluated, lost=self._evaluation_lost,
+            on_change=generation.changed.set,
         )  # fmt: skip
+        loop = self.loop = Loop(recipe, algorithm, self.trainer, generation, evaluation, self, self.events)
         try:
-            return await controller.run()
+            return await loop.run()
         finally:
             watch_stop.cancel()
 
@@ -187,7 +190,7 @@ class ControllerLife:
                 raise TrainerLost("it disconnected, or another trainer replaced it")
             self._recovery.report_journal(found, step=hello.step, next_task=hello.next_task, open_tasks=open_tasks)
             history, trained = self.journal.open(hello.step, found), found.trained
-            evaluated = self.controller.evaluation.evaluated if self.controller else self._evaluated
+            evaluated = self.loop.evaluation.evaluated if self.loop else self._evaluated
             done = {f"eval-{step}" for step in evaluated if step <= hello.step}
             self.rollout.load_history(
                 history, lambda id: needed(id, hello.next_task, open_tasks) and id.rpartition(":")[0] not in done
@@ -204,19 +207,19 @@ class ControllerLife:
         )  # fmt: skip
         return self.state
 
-    def _before_update(self, step: int, tasks: Sequence[int]) -> None:
+    def before_update(self, step: int, tasks: Sequence[int]) -> None:
         """With staleness 0, the tasks of a step follow from its number."""
         if self.journal is not None and self.recipe.rollout.staleness:
             self.journal.write_trained(step, tuple(tasks))
             self.journal.flush()
 
-    def _offer(self, published: m.Updated) -> None:
+    def offer(self, published: Published) -> None:
         hello = self.trainer.hello
         if hello is not None:  # otherwise it was just lost, and the next trainer announces its version
             self.state = CheckpointState(step=published.version, next_task=self.state.next_task)
             self.dispatch.set_offer(Offer(version=published.version, digest=published.digest, url=hello.url))
 
-    def _saved(self, state: CheckpointState) -> None:
+    def saved(self, state: CheckpointState) -> None:
         if self.journal is not None and self._recovery.saved(state.step):
             entries = self.dispatch.ledger.entries.values()
             self.journal.rotate(state.step, {e.handle: e.episode.id for e in entries if e.state == "running"})
@@ -249,14 +252,18 @@ class ControllerLife:
             accounts.gone(loop.time(), id, heard_s=loop.time())
 
     def counters(self) -> dict[str, Any]:
-        return self.report.counters(self.seeding.last, asyncio.get_running_loop().time())
+        counted = self.report.counters(self.seeding.last, asyncio.get_running_loop().time())
+        return {**counted, **self._count_agents()}
+
+    def note_staleness(self, fields: dict[str, Any]) -> None:
+        self.report.note_staleness(fields)
 
     async def tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.seeding.tick()
-            if self.controller is not None:
-                self.controller.tick(TICK_S)
+            if self.loop is not None:
+                self.loop.generation.tick(TICK_S)
 
     async def unless_stopped(self, wait: Coroutine[Any, Any, Any]) -> Any:
         """The result of `wait`. Raises Stopped if the run is asked to stop first."""

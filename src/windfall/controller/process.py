@@ -171,8 +171,7 @@ class ControllerProcess:
             await self.life.unless_stopped(env.ready())
             async with AgentService(self.recipe, self.folder, self.events, self.journal, env) as agents:
                 self.life.on_rollout = partial(self._prepare, agents)
-                counters = lambda: {**self.life.counters(), **agents.counters()}  # noqa: E731
-                reached = await self.life.steps(env, self._text, counters)
+                reached = await self.life.steps(env, self._text, agents.counters)
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
 
     async def _prepare(self, agents: AgentService, rollout: Rollout, model_context: int | None) -> None:

@@ -1,6 +1,6 @@
 """The controller's proxy of the trainer: a process behind a link. There is one request at a time.
 
-Samples are sent in messages of about FRAME_BYTES; the trainer accumulates them.
+It implements the verbs of verbs.Policy that the trainer performs. Samples are sent in messages of about FRAME_BYTES.
 
 If the trainer is lost or fails, the pending request raises TrainerLost. The next trainer that dials in replaces it,
 with its own step and weights. The run ends only if the trainer reports an error that a person must fix.
@@ -19,7 +19,7 @@ from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import FrameTooLarge, Link, LinkClosed
 from windfall.link.samples import parts
-from windfall.training import CheckpointState, Report, Sample, TrainerLost
+from windfall.training import CheckpointState, Published, Report, Sample, TrainerLost
 
 
 class RemoteTrainer:
@@ -62,27 +62,37 @@ class RemoteTrainer:
         self._current = self._link
         return self.hello
 
-    async def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Store the log-probs of the policy at the start of the step, for steps of several updates."""
+    async def forward(self, samples: Sequence[Sample], *, id: str) -> list[Sample]:
+        """The samples with the log-probs of the present policy, for steps of several updates."""
         out: list[bytes] = []
-        for part in parts(samples):
-            out += (await self._ask(m.Prepare(samples=part), m.Prepared)).old
+        for n, part in enumerate(parts(samples)):
+            out += (await self._ask(m.Forward(id=f"{id}.{n}", samples=part), m.LogProbs)).old
         return [replace(s, old=np.frombuffer(old)) for s, old in zip(samples, out, strict=True)]
 
-    async def accumulate(self, samples: Sequence[Sample]) -> float:
-        """Returns the seconds that the trainer worked on it."""
-        return sum([(await self._ask(m.Accumulate(samples=part), m.Done)).s for part in parts(samples)])
+    async def forward_backward(self, samples: Sequence[Sample], *, id: str) -> float:
+        """Add the gradient of these samples. Returns the seconds that the trainer worked on it."""
+        requests = [m.ForwardBackward(id=f"{id}.{n}", samples=part) for n, part in enumerate(parts(samples))]
+        return sum([(await self._ask(request, m.GradientAdded)).s for request in requests])
 
-    async def update(self, state: CheckpointState | None) -> tuple[Report, m.Updated]:
-        """Make one optimizer update. With `state`, it is the last of the step and is published as `state.step`."""
-        order = m.Update(step=None, next_task=None)
+    async def optim_step(self, state: CheckpointState | None = None, *, id: str) -> Report:
+        """Make one optimizer update. With `state`, it completes the step `state.step`, which can be published then."""
+        order = m.OptimStep(id=id)
         if state is not None:
-            order = m.Update(step=state.step, next_task=state.next_task, open_tasks=state.open_tasks)
-        reply = await self._ask(order, m.Updated)
-        return Report(**reply.report), reply  # pyright: ignore[reportArgumentType]
+            order = m.OptimStep(id=id, step=state.step, next_task=state.next_task, open_tasks=state.open_tasks)
+        reply = await self._ask(order, m.Optimized)
+        return Report(**reply.report)  # pyright: ignore[reportArgumentType]
 
-    async def save(self) -> str:
-        return (await self._ask(m.Save(), m.Saved)).path
+    async def publish(self, *, id: str) -> Published:
+        """Publish the weights of the completed step as its version."""
+        return _published(await self._ask(m.Publish(id=id), m.PublishedVersion))
+
+    async def save(self, *, id: str) -> str:
+        """Write a checkpoint of the published version. Returns its path."""
+        return (await self._ask(m.Save(id=id), m.Saved)).path
+
+    async def load(self, path: str, *, id: str) -> Published:
+        """Continue from this checkpoint, and publish its weights."""
+        return _published(await self._ask(m.LoadCheckpoint(id=id, path=path), m.PublishedVersion))
 
     async def _ask(self, message: object, expected: type[Any]) -> Any:
         link, replies = self._link, self._replies
@@ -110,3 +120,7 @@ class RemoteTrainer:
         if not isinstance(reply, expected):
             raise TrainerLost(f"the trainer answered a {type(message).__name__} with a {type(reply).__name__}")
         return reply
+
+
+def _published(reply: m.PublishedVersion) -> Published:
+    return Published(version=reply.version, digest=reply.digest, update_bytes=reply.update_bytes)

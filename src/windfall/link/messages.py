@@ -3,8 +3,8 @@
     controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Forget, Load, Pause, Resume,
                               Drain
     worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity, Left
-    controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Prepare, Accumulate, Update, Save
-    trainer ──▶ controller    TrainerHello;  Prepared, Done, Updated, Saved, Failed
+    controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Forward, ForwardBackward, OptimStep, Publish, Save
+    trainer ──▶ controller    TrainerHello;  LogProbs, GradientAdded, Optimized, PublishedVersion, Saved, Failed
     supervisor ──▶ machine    Challenge, MachineWelcome or Refused;  StartRanks, StopRanks, RunEnded
     machine ──▶ supervisor    MachineHello;  MachineReady, RanksEnded
 
@@ -23,7 +23,7 @@ import msgspec
 
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -260,7 +260,7 @@ class Left(Message, frozen=True, tag=17):
 
 
 class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A trainer.sample.Sample on the wire. Arrays are bytes of float64, except `lag`: uint16."""
+    """A training.Sample on the wire. Arrays are bytes of float64, except `lag`: uint16."""
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]
@@ -298,55 +298,79 @@ class TrainerWelcome(Message, frozen=True, tag=31):
     proof: bytes  # HMAC that shows that this is the run's controller, not another process that took over its port
 
 
-class Prepare(Message, frozen=True, tag=19):
-    """Controller to trainer, at the start of a step that makes several updates: compute the old log-probs."""
+class Forward(Message, frozen=True, tag=19):
+    """Controller to trainer, at the start of a step that makes several updates: compute the log-probs of the samples.
 
+    Every verb has an id. A trainer that has performed a verb answers it again from memory if it arrives again."""
+
+    id: str
     samples: tuple[SampleMessage, ...]
 
 
-class Prepared(Message, frozen=True, tag=20):
-    """Trainer to controller: the answer to Prepare."""
+class LogProbs(Message, frozen=True, tag=20):
+    """Trainer to controller: the answer to Forward."""
 
-    old: tuple[bytes, ...]  # old log-probs of each sample: float64
+    old: tuple[bytes, ...]  # log-probs of each sample: float64
 
 
-class Accumulate(Message, frozen=True, tag=21):
+class ForwardBackward(Message, frozen=True, tag=21):
     """Controller to trainer, when groups are ready: add the gradient of these samples."""
 
+    id: str
     samples: tuple[SampleMessage, ...]
 
 
-class Done(Message, frozen=True, tag=22):
-    """Trainer to controller: the answer to Accumulate."""
+class GradientAdded(Message, frozen=True, tag=22):
+    """Trainer to controller: the answer to ForwardBackward."""
 
     s: float  # seconds that it took
 
 
-class Update(Message, frozen=True, tag=23):
-    """Controller to trainer: make one optimizer update with the accumulated gradient."""
+class OptimStep(Message, frozen=True, tag=23):
+    """Controller to trainer: make one optimizer update with the gradients that were added."""
 
-    step: int | None  # set on the last update of a step: the resulting weights are published as this version
-    next_task: int | None  # set on the last update of a step: index of the first task that was not drawn yet
-    open_tasks: tuple[int, ...] = ()  # set with `next_task`: tasks before it that were drawn but not trained on
+    id: str
+    step: int | None = None  # on the last update of a step: the number of the step, which is the next version
+    next_task: int = 0  # with `step`: index of the first task that was not drawn yet
+    open_tasks: tuple[int, ...] = ()  # with `step`: tasks before `next_task` that were drawn but not trained on
 
 
-class Updated(Message, frozen=True, tag=24):
-    """Trainer to controller: the answer to Update."""
+class Optimized(Message, frozen=True, tag=24):
+    """Trainer to controller: the answer to OptimStep."""
 
-    report: dict[str, float | int | str | dict[str, Any] | None]  # fields of a trainer.base.Report
-    version: int  # version of the published weights
-    digest: str  # digest of the published weights
-    s: float  # seconds that it took
-    weights_bytes: int = 0  # bytes that a worker with the previous version must pull for this one
+    report: dict[str, float | int | str | dict[str, Any] | None]  # fields of a training.Report
+
+
+class Publish(Message, frozen=True, tag=51):
+    """Controller to trainer, after the last update of a step: publish the weights as its version."""
+
+    id: str
+
+
+class PublishedVersion(Message, frozen=True, tag=52):
+    """Trainer to controller: the answer to Publish."""
+
+    version: int
+    digest: str
+    update_bytes: int = 0  # bytes that a worker with the previous version must pull for this one
 
 
 class Save(Message, frozen=True, tag=25):
-    """Controller to trainer: write a checkpoint."""
+    """Controller to trainer: write a checkpoint of the published version."""
+
+    id: str
 
 
 class Saved(Message, frozen=True, tag=26):
     """Trainer to controller: the answer to Save."""
 
+    path: str
+
+
+class LoadCheckpoint(Message, frozen=True, tag=53):
+    """Controller to trainer: continue from this checkpoint. Answered with PublishedVersion."""
+
+    id: str
     path: str
 
 
@@ -416,8 +440,9 @@ class RunEnded(Message, frozen=True, tag=38):
 
 FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Capacity | Left
 ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Forget | Load | Pause | Resume | Drain
-FromTrainer = TrainerHello | Prepared | Done | Updated | Saved | Failed
-ToTrainer = Challenge | TrainerWelcome | Refused | Prepare | Accumulate | Update | Save
+FromTrainer = TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVersion | Saved | Failed
+Verb = Forward | ForwardBackward | OptimStep | Publish | Save | LoadCheckpoint
+ToTrainer = Challenge | TrainerWelcome | Refused | Verb
 FromMachine = MachineHello | MachineReady | RanksEnded
 ToMachine = Challenge | MachineWelcome | Refused | StartRanks | StopRanks | RunEnded
 

@@ -1,12 +1,13 @@
 """The agent in the trainer's process: dials the controller, runs its requests in one thread, and publishes weights.
 
-    dial ──▶ TrainerHello(step, weights) ──▶ TrainerWelcome ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again
-                                       └───▶ Refused: end                              when the link ends
+    dial ──▶ TrainerHello(step, weights) ──▶ TrainerWelcome ──▶ [ a verb of verbs.py ]* ──▶ dial again
+                                       └───▶ Refused: end                 when the link ends
 
 The agent accepts requests only from a controller that has proved that it belongs to the run, and keeps dialing until it
 finds that controller. When the link ends, the gradient accumulated for the current step is dropped; the controller
 sends the samples again from its journal. If the link ends between two updates of one step, the weights belong to no
-version: the process exits, and the next one starts from the last checkpoint. An exception during work (out of memory, a
+version: the process exits, and the next one starts from the last checkpoint. If it ends between the last update and
+Publish, the trainer publishes before it dials again. An exception during work (out of memory, a
 defect) is reported to the controller and also ends the process. The supervisor restarts it a limited number of times
 (run/liveness.py).
 
@@ -41,6 +42,12 @@ from windfall.training import CheckpointState
 MAX_REFUSALS = 3
 """Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
 has just taken over the port of a dead controller."""
+
+
+def _cannot_load(path: str) -> CheckpointState:
+    raise WindfallError(
+        "this trainer cannot load a checkpoint while it runs", where=path, fix="Start a run with it: model.path."
+    )
 
 
 class Lock(Protocol):
@@ -84,6 +91,16 @@ class TrainerAgent:
     """Seconds between two attempts to dial. If the controller answers, but its handshake fails, they double up to 25
     times this."""
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+    load: Callable[[str], CheckpointState] = _cannot_load
+    """Loads a checkpoint into the module and the optimizer; returns its state."""
+    _updates: int = field(default=0, init=False)
+    """Optimizer updates since the last version was published."""
+    _completed: CheckpointState | None = field(default=None, init=False)
+    """The state after the step that is complete but not published yet."""
+    _answers: dict[str, object] = field(default_factory=dict, init=False)
+    """Answers to the verbs since the last update, by their ids."""
+    _used_answers: dict[str, object] = field(default_factory=dict, init=False)
+    """Answers to the verbs before that: up to and including the last update."""
     _holding: bool = False
     """Whether the lock is held. Used only by the one thread that does all tensor work."""
 
@@ -94,7 +111,7 @@ class TrainerAgent:
 
     async def run(self) -> int:
         """Serve until the process should exit. Exit status: 1 no controller, 2 refused, 4 weights of no version."""
-        self._updates, refusals, unwelcome, logged = 0, 0, 0, ""
+        refusals, unwelcome, logged = 0, 0, ""
         self._manifest: Any = None
         last_link_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
@@ -123,8 +140,11 @@ class TrainerAgent:
                     if why != logged:  # do not repeat the same line
                         logged = why
                         self.say(f"no link: {why}")
+                if self._completed is not None:  # the link was lost before Publish: this step must not be lost, too
+                    await self._publish()
                 if self._updates:
                     return 4
+                self._answers = {}
                 if refusals >= MAX_REFUSALS:
                     return 2
                 await self._run_in_thread(self.trainer.begin)
@@ -167,31 +187,53 @@ class TrainerAgent:
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _perform(self, request: object) -> object:
+        """Perform a verb once. One that was performed and arrives again, because its answer was lost, gets the same
+        answer, until the gradients that it belongs to were dropped, or used by an earlier update than the last."""
+        if not isinstance(request, m.Verb):
+            raise LinkClosed(f"unexpected message: {type(request).__name__}")
+        if (answer := self._answers.get(request.id) or self._used_answers.get(request.id)) is not None:
+            return answer
+        self._answers[request.id] = answer = await self._perform_once(request)
+        if isinstance(request, m.OptimStep):
+            self._used_answers, self._answers = self._answers, {}
+        return answer
+
+    async def _perform_once(self, request: m.Verb) -> object:
         started = time.monotonic()
         match request:
-            case m.Prepare():
-                fixed = await self._run_in_thread(self.trainer.prepare, [unpack(s) for s in request.samples], room=True)
-                return m.Prepared(old=tuple(np.asarray(s.old, np.float64).tobytes() for s in fixed))
-            case m.Accumulate():
+            case m.Forward():
+                samples = [unpack(s) for s in request.samples]
+                scored = await self._run_in_thread(self.trainer.prepare, samples, room=True)
+                return m.LogProbs(old=tuple(np.asarray(s.old, np.float64).tobytes() for s in scored))
+            case m.ForwardBackward():
                 await self._run_in_thread(self.trainer.accumulate, [unpack(s) for s in request.samples], room=True)
-                return m.Done(s=time.monotonic() - started)
-            case m.Update():
-                self._updates += 1  # until the last update of the step, the weights belong to no version
+                return m.GradientAdded(s=time.monotonic() - started)
+            case m.OptimStep():
+                self._updates += 1  # until a version is published, the weights belong to none
                 report = await self._run_in_thread(self._update, room=True)
-                if request.step is not None and request.next_task is not None:
-                    self._manifest = await self._run_in_thread(self.publish, request.step)
-                    self.state = CheckpointState(
+                if request.step is not None:
+                    self._completed = CheckpointState(
                         step=request.step, next_task=request.next_task, open_tasks=request.open_tasks
                     )
-                    self._updates = 0
-                now, took_s = self._manifest, time.monotonic() - started
-                return m.Updated(
-                    report=asdict(report), version=now.version, digest=now.digest, s=took_s,
-                    weights_bytes=self.update_bytes(),
-                )  # fmt: skip
+                return m.Optimized(report=asdict(report))
+            case m.Publish():
+                return await self._publish()
             case m.Save():
                 return m.Saved(path=str(await self._run_in_thread(self.save, self.state)))
-        raise LinkClosed(f"unexpected message: {type(request).__name__}")
+            case m.LoadCheckpoint():
+                self._updates += 1
+                self._completed = await self._run_in_thread(self.load, request.path, room=True)
+                return await self._publish()
+
+    async def _publish(self) -> m.PublishedVersion:
+        """Publish the weights of the completed step."""
+        if self._completed is None:
+            raise LinkClosed("nothing to publish: no step was completed since the last version")
+        self._manifest = await self._run_in_thread(self.publish, self._completed.step)
+        self.state, self._completed, self._updates = self._completed, None, 0
+        return m.PublishedVersion(
+            version=self._manifest.version, digest=self._manifest.digest, update_bytes=self.update_bytes()
+        )
 
     def _update(self) -> Any:
         self.invalidate()

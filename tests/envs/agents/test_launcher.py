@@ -25,8 +25,11 @@ from windfall.processes import reaper
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
+PROGRAMS = str(Path(__file__).parents[2] / "programs")
+
+
 def program(**changes: Any) -> AgentProgram:
-    return AgentProgram(**{"function": "launched:act", "directory": str(Path(__file__).parents[2] / "programs"), **changes})
+    return AgentProgram(**{"function": "launched:act", "directory": PROGRAMS, **changes})
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

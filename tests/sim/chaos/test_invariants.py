@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import dataclasses
 from collections import Counter
@@ -153,16 +154,19 @@ def checkpoint_discards_the_whole_journal(patch: Patch) -> None:
 
 @breaks("batch", "lost", seed=1)
 def response_is_left_out_after_a_trainer_was_lost(patch: Patch) -> None:
-    attend, accumulate, connections = RemoteTrainer.attend, RemoteTrainer.accumulate, Counter[int]()
+    attend, forward_backward, connections = RemoteTrainer.attend, RemoteTrainer.forward_backward, Counter[int]()
 
     async def attended(self: RemoteTrainer, *args: Any) -> None:
         connections[id(self)] += 1
         await attend(self, *args)
 
     patch.setattr(RemoteTrainer, "attend", attended)
-    patch.setattr(
-        RemoteTrainer, "accumulate", lambda self, s: accumulate(self, s[:-1] if connections[id(self)] > 1 else s)
-    )
+
+    async def without_the_last(self: RemoteTrainer, samples: Any, *, id: str) -> float:
+        again = connections[builtins.id(self)] > 1
+        return await forward_backward(self, samples[:-1] if again else samples, id=id)
+
+    patch.setattr(RemoteTrainer, "forward_backward", without_the_last)
 
 
 @breaks("batch", "version", "bound", "lost", "window", seed=44)

@@ -164,7 +164,7 @@ def test_trainer_machine_never_generates_while_it_trains() -> None:
         trainer.local = lambda: worker
         await dispatch.link.send(m.Assign(work=(work(1),)))
         await asyncio.sleep(0.5)
-        await trainer._execute(m.Update(step=None, next_task=None))
+        await trainer._execute(m.OptimStep(id="1"))
         times["trained"] = loop.time()
         await asyncio.sleep(5)
 

@@ -121,8 +121,8 @@ class Invariants:
         if life is not self._life:
             self._start_controller(life)
         ledger = life.dispatch.ledger
-        if self._reopened is None and life.controller is not None and life.controller._stream is not None:
-            self._reopened = len(life.controller.admission.open_tasks)
+        if self._reopened is None and life.loop is not None and life.loop.generation.running:
+            self._reopened = len(life.loop.generation.admission.open_tasks)
         c = ledger.counts
         counts = (c.accepted, c.moved, c.closed, c.withdrawn, len(ledger.entries), len(ledger.queue))
         if counts != self._ledger_counts:
@@ -268,14 +268,14 @@ class Invariants:
         dispatch, rollout = self._simulation.life.dispatch, self._simulation.life.rollout
         here = {w.id for w in dispatch.members.here()}
         assert rollout is not None
-        limit, controller = 0, self._simulation.life.controller
+        limit, loop = 0, self._simulation.life.loop
         if self._staleness is not None:
-            assert controller is not None
-            a = controller.admission
+            assert loop is not None
+            a = loop.generation.admission
             self._staleness.check_lost(a, event["step"] - 1)
             limit = max((a.staleness + 1) * a.batch, self._reopened or 0) * rollout.options.group_size
             options = self._simulation.life.recipe.eval
-            limit += len(controller.evaluation._running) * options.tasks * options.samples
+            limit += len(loop.evaluation._running) * options.tasks * options.samples
         if left := left_over(dispatch, rollout, here, self._simulation.trainer.weights.state.next_task, limit):
             raise InvariantBroken("level", f"the controller still holds after step {event['step']}: {left}")
         if event["lost_tokens"]:

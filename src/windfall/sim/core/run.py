@@ -171,9 +171,9 @@ class Simulation:
         text = SimText(max(2, round(s.prompt_tokens / self.scenario.granule)), self.scenario.granule)
 
         def counters() -> dict[str, Any]:
-            counts, now = life.counters(), asyncio.get_running_loop().time()
-            self.fleet.follow(life.report.snapshot(step=0, now_s=now, ended=None))
-            return {**counts, "real_tokens": self.token_schedule.real_tokens}
+            now_s = asyncio.get_running_loop().time()
+            self.fleet.follow(life.report.snapshot(step=0, now_s=now_s, ended=None))
+            return {"real_tokens": self.token_schedule.real_tokens}
 
         try:
             self._reached = await life.steps(InProcess(self.env), lambda: cast(Text, text), counters)

@@ -1,6 +1,6 @@
 """A simulated trainer, with its end of a link: trainer/agent.py in virtual time. It counts real tokens.
 
-    start ──▶ dial ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again when the link closes
+    start ──▶ dial ──▶ [ a verb of verbs.py ]* ──▶ dial again when the link closes
       ▲                                                   │
       └── down_s ── killed, or the link closed between two updates of a step: restart from the last checkpoint
 
@@ -66,6 +66,8 @@ class LinkedTrainer:
         self._samples: list[m.SampleMessage] = []
         self._updated_samples = self._updates = 0
         """Number of samples that were part of an update, and number of updates since the last complete step."""
+        self._completed: CheckpointState | None = None
+        """The state after a step that is not published yet."""
 
     # its process
 
@@ -102,6 +104,8 @@ class LinkedTrainer:
         while True:
             self._dial()
             await self._serve()
+            if self._completed is not None:
+                self._publish()
             if self._updates:
                 self._die("its weights belong to no version")
                 return
@@ -138,41 +142,48 @@ class LinkedTrainer:
     async def _execute(self, order: object) -> object:
         began_s = asyncio.get_running_loop().time()
         match order:
-            case m.Prepare():
-                await self._work(self._service.training_s(self._real_tokens(order.samples)) / 3)  # a forward pass
-                return m.Prepared(old=tuple(s.behavior for s in order.samples))
-            case m.Accumulate():
+            case m.Forward():
+                await self._work(self._service.training_s(self._real_tokens(order.samples)) / 3)
+                return m.LogProbs(old=tuple(s.behavior for s in order.samples))
+            case m.ForwardBackward():
                 self._samples += order.samples
                 tokens = self._real_tokens(order.samples)
                 self.trained_tokens += tokens
                 await self._work(self._service.training_s(tokens))
-                return m.Done(s=asyncio.get_running_loop().time() - began_s)
-            case m.Update():
-                return await self._update(order, began_s)
+                return m.GradientAdded(s=asyncio.get_running_loop().time() - began_s)
+            case m.OptimStep():
+                return await self._update(order)
+            case m.Publish():
+                return self._publish()
             case m.Save():
                 await self._work(self._save_s)
                 self.saved = self.weights
                 return m.Saved(path="nowhere")
         raise AssertionError(f"unexpected message {type(order).__name__}")
 
-    async def _update(self, order: m.Update, began_s: float) -> m.Updated:
+    async def _update(self, order: m.OptimStep) -> m.Optimized:
         self._updates += 1
         await self._work(self._service.update_s)
         part, self._updated_samples = self._samples[self._updated_samples :], len(self._samples)
-        report = Report(tokens=sum(len(s.targets) for s in part), responses=len(part))
-        if order.step is not None and order.next_task is not None:
-            digest = f"v{order.step}" if self.starts < 2 else f"v{order.step} of process {self.starts}"
-            state = CheckpointState(step=order.step, next_task=order.next_task, open_tasks=order.open_tasks)
-            self.weights = SimWeights(state=state, digest=digest)
-            self.published.add(digest)
-            self.on_trained(order.step, self._samples)
-            self._drop_samples()
-        w = self.weights
-        took_s = asyncio.get_running_loop().time() - began_s
-        return m.Updated(report=asdict(report), version=w.state.step, digest=w.digest, s=took_s)
+        if order.step is not None:
+            self._completed = CheckpointState(step=order.step, next_task=order.next_task, open_tasks=order.open_tasks)
+        return m.Optimized(report=asdict(Report(tokens=sum(len(s.targets) for s in part), responses=len(part))))
+
+    def _publish(self) -> m.PublishedVersion:
+        state = self._completed
+        assert state is not None, "no step is complete"
+        digest = f"v{state.step}" if self.starts < 2 else f"v{state.step} of process {self.starts}"
+        self.weights = SimWeights(state=state, digest=digest)
+        self.published.add(digest)
+        self.on_trained(state.step, self._samples)
+        self._drop_samples()
+        return m.PublishedVersion(version=state.step, digest=digest)
 
     def _drop_samples(self) -> None:
-        self._samples, self._updated_samples, self._updates = [], 0, 0
+        self._samples = []
+        self._updated_samples = 0
+        self._updates = 0
+        self._completed = None
 
     async def _work(self, seconds: float) -> None:
         if seconds <= 0:

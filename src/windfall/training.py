@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Literal
 
 import numpy as np
 
 from windfall.algorithms.base import Floats
+from windfall.types import Response
 
 Skipped = Literal["", "nothing", "not finite"]
 NOTHING: Skipped = "nothing"
 """The gradient is exactly zero: every advantage was zero, or every token was clipped."""
 NOT_FINITE: Skipped = "not finite"
+
+
+MAX_LAG = np.iinfo(np.uint16).max
+"""Larger lags are stored as this one, so that they cannot wrap around to 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,3 +108,34 @@ class Published:
 
 class TrainerLost(Exception):
     """The trainer's process is gone or does not answer. A new one starts from the last checkpoint."""
+
+
+def samples_of(r: Response, advantage: float, limit: int, version: int | None = None) -> list[Sample]:
+    """One sample for each segment of a response. `limit`: most tokens that it could have had. `version`: the trainer's,
+    for the age of each token; None: all tokens count as fresh. Raises ValueError if a token is newer."""
+    whole = r.sampled_count if r.more else 0
+    return [_sample(segment, advantage, limit, version, whole) for segment in r.segments]
+
+
+def _sample(r: Response, advantage: float, limit: int, version: int | None, whole: int) -> Sample:
+    first = len(r.prompt)
+    return Sample(
+        ids=r.prompt + r.tokens,
+        targets=tuple(compress(range(first, first + len(r.tokens)), r.sampled)),
+        behavior=np.fromiter(compress(r.logprobs, r.sampled), dtype=float),
+        advantage=advantage,
+        limit=limit,
+        lag=None if version is None else _lag(r, version),
+        engines=r.engines,
+        whole=whole,
+    )
+
+
+def _lag(r: Response, version: int) -> np.ndarray | None:
+    lag = version - np.fromiter(compress(r.versions, r.sampled), dtype=np.int64)
+    if not lag.any():
+        return None
+    if lag.min() < 0:
+        newest = version - int(lag.min())
+        raise ValueError(f"response {r.id}: a token is from version {newest}, but the trainer is at version {version}")
+    return np.minimum(lag, MAX_LAG).astype(np.uint16)

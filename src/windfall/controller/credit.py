@@ -4,16 +4,10 @@ advantage of the response. Nearly every response has one segment; those of agent
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
-
-import numpy as np
 
 from windfall.algorithms.base import Algorithm, Outcome
-from windfall.training import Sample
-from windfall.types import Group, Response
-
-MAX_LAG = np.iinfo(np.uint16).max
-"""Larger lags are stored as this one, so that they cannot wrap around to 0."""
+from windfall.training import Sample, samples_of
+from windfall.types import Group
 
 
 def outcomes(group: Group, limit: int) -> list[Outcome]:
@@ -38,37 +32,7 @@ def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int, version: i
         [
             sample
             for response, advantage in zip((r for r in group.responses if r.reward is not None), row, strict=True)
-            for sample in _samples(response, advantage, limit, version)
+            for sample in samples_of(response, advantage, limit, version)
         ]
         for group, row in zip(groups, advantages, strict=True)
     ]
-
-
-def _samples(r: Response, advantage: float, limit: int, version: int | None) -> list[Sample]:
-    """One sample for each segment."""
-    whole = r.sampled_count if r.more else 0
-    return [_sample(segment, advantage, limit, version, whole) for segment in r.segments]
-
-
-def _sample(r: Response, advantage: float, limit: int, version: int | None, whole: int) -> Sample:
-    first = len(r.prompt)
-    return Sample(
-        ids=r.prompt + r.tokens,
-        targets=tuple(compress(range(first, first + len(r.tokens)), r.sampled)),
-        behavior=np.fromiter(compress(r.logprobs, r.sampled), dtype=float),
-        advantage=advantage,
-        limit=limit,
-        lag=None if version is None else _lag(r, version),
-        engines=r.engines,
-        whole=whole,
-    )
-
-
-def _lag(r: Response, version: int) -> np.ndarray | None:
-    lag = version - np.fromiter(compress(r.versions, r.sampled), dtype=np.int64)
-    if not lag.any():
-        return None
-    if lag.min() < 0:
-        newest = version - int(lag.min())
-        raise ValueError(f"response {r.id}: a token is from version {newest}, but the trainer is at version {version}")
-    return np.minimum(lag, MAX_LAG).astype(np.uint16)

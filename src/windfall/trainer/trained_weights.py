@@ -19,6 +19,7 @@ from windfall.models import load
 from windfall.recipe import Recipe
 from windfall.trainer import checkpoint
 from windfall.trainer.checkpoint import IntactCheckpoint
+from windfall.training import CheckpointState
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterBase
 
@@ -175,3 +176,17 @@ def attach(model: Any, recipe: Recipe, checkpoint: Path | None) -> Any:
     assert recipe.train.lora is not None
     name = str(load.fetch(recipe.model.path))
     return lora.attach(model, recipe.train.lora, base=name, seed=recipe.run.seed, checkpoint=checkpoint)
+
+
+def load_into(model: Any, trainer: Any, path: str) -> CheckpointState:
+    """Load a checkpoint of all weights, with the state of the optimizer, into a model that is being trained. Returns
+    the state of its run."""
+    folder = Path(path)
+    checkpoint.check(folder)
+    if checkpoint.read_base(folder) is not None:
+        fix = "Start a run from its base, with [train.lora] and this adapter."
+        raise WindfallError("an adapter cannot be loaded while a model is trained", where=path, fix=fix)
+    weights = load.load(path, dtype=str(model.dtype).removeprefix("torch."), device="cpu").state_dict()
+    model.load_state_dict(weights)
+    trainer.restore_optimizer(folder / checkpoint.OPTIMIZER)
+    return checkpoint.read_state(folder)

@@ -1,0 +1,166 @@
+"""A policy for a training loop of your own, in one process: model, optimizer, ledger and one worker.
+
+    async with open_policy(recipe) as opened:
+        responses = await opened.policy.sample(opened.text.prompt("1+1="), 8, id="0/0", max_tokens=32)
+
+Everything is what a run uses (dispatch, ledger, trainer behind its link, worker behind its link), with links in memory
+instead of sockets. The worker's engine shares the trainer's module, so a new version costs nothing. See verbs.py for
+what the verbs promise, and examples/rl_loop.py for a complete loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from windfall import algorithms, devices
+from windfall.controller.policy import FleetPolicy
+from windfall.controller.remote_trainer import RemoteTrainer
+from windfall.controller.rollout.assignment import Offer
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.engine.engine_factory import build_engine
+from windfall.events.log import EventLog
+from windfall.link import messages as m
+from windfall.link.base import Link
+from windfall.link.gate import Gate
+from windfall.link.memory import pair
+from windfall.models import load
+from windfall.models.text import Text
+from windfall.recipe import Recipe
+from windfall.run.commands.in_process import in_process_worker
+from windfall.trainer import checkpoint, trained_weights
+from windfall.trainer.agent import TrainerAgent
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
+from windfall.trainer.process import derive, fingerprint, spec, text_for
+from windfall.training import CheckpointState
+from windfall.worker.session import PulledWeights
+
+SECRET = "one process"
+"""Both ends of the trainer's link are in this process."""
+START_S = 60.0
+"""Timeout for the trainer to publish its first version, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedPolicy:
+    policy: FleetPolicy
+    text: Text
+    """Turns prompts into token ids, and token ids into text."""
+
+
+@dataclass(frozen=True)
+class _LocalVersion:
+    """What the publisher of a run would return: the engine has the weights of every version already."""
+
+    version: int
+
+    @property
+    def digest(self) -> str:
+        return f"version {self.version}"
+
+
+class _MemoryDialer:
+    """Connects the trainer to the controller's proxy of it, with the handshake that a run uses."""
+
+    url = "this process"
+
+    def __init__(self, gate: Gate, trainer: RemoteTrainer) -> None:
+        self._gate = gate
+        self._trainer = trainer
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def dial(self, timeout_s: float) -> Link:
+        del timeout_s
+        controllers_end, trainers_end = pair("controller", "trainer")
+        task = asyncio.create_task(self._gate.trainer(controllers_end, self._trainer.attend))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        return trainers_end
+
+
+@contextlib.asynccontextmanager
+async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIterator[OpenedPolicy]:
+    """Open the model of the recipe for training. Of the recipe, [run], [model], [algorithm], [rollout], [train] and
+    [engine] count; checkpoints go to run.folder/run.name. `longest_prompt`: in tokens."""
+    from windfall.trainer.trainer import TorchTrainer
+
+    device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+    model = load.load(recipe.model.path, dtype=dtype, device=device)
+    tokenizer = load.load_tokenizer(recipe.model.path)
+    text = text_for(tokenizer, model, recipe.chat.options())
+    derived = derive(recipe, model, device, dtype, [longest_prompt])
+    engine_spec = spec(recipe, model.config, dtype, derived.longest)
+    algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+    trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens)
+    lock = threading.Lock()
+    remote = RemoteTrainer()
+    gate = Gate(recipe.run.name, SECRET, log=_ignore_event, max_workers=1, trainer_secret=SECRET)
+
+    def hello(**more: Any) -> m.TrainerHello:
+        return m.TrainerHello(
+            micro_tokens=derived.micro_tokens,
+            model=fingerprint(engine_spec),
+            engine=engine_spec,
+            facts=asdict(derived),
+            url="",
+            **more,
+        )
+
+    service = TrainerAgent(
+        trainer=trainer,
+        state=CheckpointState(step=0, next_task=0),
+        secret=SECRET,
+        dialer=_MemoryDialer(gate, remote),  # pyright: ignore[reportArgumentType]
+        hello=hello,
+        lock=lock,
+        publish=_LocalVersion,
+        save=partial(_save, recipe, model, tokenizer, trainer),
+        load=partial(trained_weights.load_into, model, trainer),
+        address=lambda: _MemoryDialer.url,
+    )
+    engine, slots = build_engine(engine_spec, device, model=model)
+    shared = TrainerEngine(engine, lock, published=lambda: service.manifest, share_memory=device == "cuda")
+    service.invalidate = shared.invalidate
+    service.make_room = shared.make_room
+    weights = TrainerWeights(lambda: service.manifest)
+
+    def pull(order: m.Load, stop: threading.Event) -> PulledWeights:
+        return PulledWeights(
+            digest=weights.pull(order.url, order.version, order.digest, stop=stop).digest, tensors=None
+        )
+
+    events = EventLog(Path("/dev/null"))
+    dispatch = Dispatch(events=events, vocabulary=model.config.vocab_size)
+    serving = asyncio.create_task(service.run(), name="trainer")
+    try:
+        first = await remote.connected(START_S)
+        dispatch.set_offer(Offer(version=first.version, digest=first.digest, url=first.url))
+        policy = FleetPolicy(dispatch, remote, stop=text.stop, sampling=recipe.rollout.sampling(), seed=recipe.run.seed)
+        async with in_process_worker(dispatch, shared, slots, pull=pull, on_failure=policy.fail):
+            yield OpenedPolicy(policy=policy, text=text)
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        events.close()
+
+
+def _save(recipe: Recipe, model: Any, tokenizer: Any, trainer: Any, state: CheckpointState) -> Path:
+    folder = Path(recipe.run.folder) / recipe.run.name / "checkpoints"
+    return checkpoint.save(
+        folder,
+        state,
+        write_model=model.save_pretrained,
+        tokenizer=tokenizer,
+        write_optimizer=trainer.write_optimizer,
+        keep=recipe.checkpoint.keep,
+    )
+
+
+def _ignore_event(*_: Any, **__: Any) -> None:
+    """The gate's log: there is no run that could read it."""

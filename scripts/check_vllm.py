@@ -47,8 +47,8 @@ class Checker:
 def check(model_name: str, args: argparse.Namespace, checker: Checker) -> None:
     import msgspec
     import torch
-    import vllm_case  # pyright: ignore
 
+    from tests.support import vllm_case  # pyright: ignore
     from tests.support.small_models import drain, requests, tokens  # pyright: ignore
     from windfall.engine.vllm import vllm_factory
 

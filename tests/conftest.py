@@ -35,11 +35,13 @@ max_tokens = 24
 tasks = 4
 """
 
-# A busy machine is not a fault, and whether the tests pass is no matter of luck. `--hypothesis-profile=explore` draws
-# other examples every time.
+# A busy machine is not a fault, and whether the tests pass is no matter of luck. `--hypothesis-profile=windfall` tries
+# all examples, and `--hypothesis-profile=explore` draws others every time.
 hypothesis.settings.register_profile("windfall", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("windfall")
+QUICK_SHARE, QUICK_LEAST = 0.35, 10
+"""Of the examples of a property test: `make test` tries this share of them, at least so many, and `make slow` all."""
 
 HERE = Path(__file__).parent
 
@@ -99,6 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST_FIRST = (
+    *FORKED_RANKS,  # one process runs all of them
     "run",
     "trainer/test_checkpoint.py",
     "engine/group",
@@ -118,7 +121,7 @@ LONGEST_FIRST = (
     "controller/rollout/test_kill_everywhere.py",
     "providers",
 )
-"""Files and folders that take the most time. With `--dist loadfile`, one worker would run the last of them alone."""
+"""Files and folders that take the most time. With `--dist loadfile`, one process would run the last of them alone."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -150,7 +153,9 @@ def _compile_share(config: pytest.Config) -> None:
             rewrite._write_pyc(state, code, source, compiled)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("hypothesis_profile", None) is None:
+        _try_fewer_examples(items)
     rank = {HERE / name: n for n, name in enumerate(LONGEST_FIRST)}
 
     def place(item: pytest.Item) -> int:
@@ -158,6 +163,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next(found, len(rank))
 
     items.sort(key=place)
+
+
+def _try_fewer_examples(items: list[pytest.Item]) -> None:
+    name = "_hypothesis_internal_use_settings"
+    tests = {item.function for item in items if isinstance(item, pytest.Function)}
+    for test in tests:
+        if found := getattr(test, name, None):
+            fewer = max(QUICK_LEAST, round(found.max_examples * QUICK_SHARE))
+            setattr(test, name, hypothesis.settings(found, max_examples=min(found.max_examples, fewer)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks.fleet import agents, intake
+from benchmarks.papers import rose_table as table
+from benchmarks.serve import beside_vllm as bench
+from benchmarks.serve import coserve
+from benchmarks.support import coserve_load as load_of
+from benchmarks.train import publish_ranks as ranks
+from benchmarks.train import rank_budget, scale
+from benchmarks.train import staleness_age as age
+from benchmarks.train import staleness_curve as curve
+from benchmarks.train import staleness_learning as learning
 from tests.support.rank_processes import CONTEXT
 from windfall.providers import trace
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+def test_every_benchmark_can_be_imported() -> None:
+    triton_only = {"gpu_kernels"}
+    for path in sorted(p for p in BENCHMARKS.glob("*/*.py") if p.stem not in triton_only):
+        importlib.import_module(f"benchmarks.{path.parent.name}.{path.stem}")
 
 
-def test_controller_takes_in_every_token_of_the_intake_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    intake = load("intake", monkeypatch)
+def test_controller_takes_in_every_token_of_the_intake_benchmark(tmp_path: Path) -> None:
     taken = asyncio.run(intake.in_process(tmp_path, workers=3, each=4, count=2, rounds=2, journaled=True))
     assert taken.tok_per_s > 0
 
 
 @pytest.mark.slow
-def test_simulated_bound_on_staleness_holds_and_the_gate_alone_exceeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    curve = load("staleness_curve", monkeypatch)
+def test_simulated_bound_on_staleness_holds_and_the_gate_alone_exceeds_it() -> None:
     short = {"steps": 9, "first": 2, "last": 7}
     synchronous, bounded, gate = (
         curve.simulate(curve.Case(variant=variant, staleness=staleness, **short))
@@ -52,8 +53,7 @@ def test_simulated_bound_on_staleness_holds_and_the_gate_alone_exceeds_it(monkey
     assert len(curve.table([synchronous, bounded])) == 3
 
 
-def test_age_of_responses_is_measured_once_the_lead_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    age = load("staleness_age", monkeypatch)
+def test_age_of_responses_is_measured_once_the_lead_has_settled() -> None:
     step = {"kind": "scalar", "name": "step", "s": 2.0, "train_wait_s": 0.5}
     at_first = [{**step, "t": 2.0 * n, "staleness_counts": [0, 0, 8]} for n in range(20)]
     settled = [{**step, "t": 2.0 * n, "staleness_counts": [4, 2, 2]} for n in range(20, 30)]
@@ -71,8 +71,7 @@ def test_age_of_responses_is_measured_once_the_lead_has_settled(monkeypatch: pyt
     ]
 
 
-def test_rewards_after_equal_time_are_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
-    learning = load("staleness_learning", monkeypatch)
+def test_rewards_after_equal_time_are_interpolated() -> None:
     assert learning.reward_at([(0, 0.0, 0.2), (5, 10.0, 0.4), (10, 20.0, 0.8)], 15.0) == pytest.approx(0.6)
     common = {"importance": "truncate", "staleness_mean": 0.0, "too_old": 0.0, "capped": 0.0, "drift": 0.0, "load": 1.0}
     slow = {**common, "seed": 0, "staleness": 0, "evaluations": [(0, 0.0, 0.0), (2, 20.0, 0.8)], "steps_s": 20.0}
@@ -84,9 +83,7 @@ def test_rewards_after_equal_time_are_interpolated(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_writers_of_the_publishing_benchmark_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)  # for the processes that it starts
-    ranks = load("publish_ranks", monkeypatch)
+def test_writers_of_the_publishing_benchmark_agree() -> None:
     one, two = (ranks.measure(size, mib=8, share=0.03, versions=4, device="cpu") for size in (1, 2))
     assert len({tuple(t.digest for t in times) for times in (*one, *two)}) == 1
     assert 0 < two[0][-1].delta == one[0][-1].delta < 0.1
@@ -96,8 +93,6 @@ def test_writers_of_the_publishing_benchmark_agree(monkeypatch: pytest.MonkeyPat
 def test_memory_of_a_rank_falls_in_the_benchmark_of_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)  # for the processes that it starts
-    scale = load("train_scale", monkeypatch)
     monkeypatch.setattr(scale.multiprocessing, "get_context", lambda how: CONTEXT)  # new ones would import again
     monkeypatch.setattr(sys, "argv", ["train_scale", "--model", "tiny", "--ranks", "2", "--steps", "1"])
     scale.main()
@@ -109,17 +104,14 @@ def test_memory_of_a_rank_falls_in_the_benchmark_of_ranks(
     assert state == pytest.approx(scale.paper_bytes("tiny", 1) / 2e6, rel=0.1)
 
 
-def test_budget_on_paper_is_shown_for_every_model(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    load("rank_budget", monkeypatch).main()
+def test_budget_on_paper_is_shown_for_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+    rank_budget.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 3 * 2 * 3
     assert any(line.startswith("8B") and line.endswith("fits") for line in lines)
 
 
 def test_affinity_saves_most_of_the_prefill_in_the_benchmark_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    agents = load("agents", monkeypatch)
     monkeypatch.setattr(agents, "VARIANTS", {n: agents.VARIANTS[n] for n in ("affinity, kept", "round robin")})
     kept, round_robin = agents.simulated(4, groups=1, cache=48_000)
     assert kept.sampled == round_robin.sampled
@@ -128,8 +120,7 @@ def test_affinity_saves_most_of_the_prefill_in_the_benchmark_of_agents(monkeypat
     assert agents.Workload().prefill_share == pytest.approx(0.8, abs=0.03)
 
 
-def test_real_engines_in_the_benchmark_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    agents = load("agents", monkeypatch)
+def test_real_engines_in_the_benchmark_of_agents() -> None:
     args = Namespace(workers=1, device="cpu", model="tiny", cache=0.5)
     work = agents.Workload(sessions=2, turns=2, prompt=32, sampled=4, observed=8, env_s=0.01)
 
@@ -144,8 +135,7 @@ def test_real_engines_in_the_benchmark_of_agents(monkeypatch: pytest.MonkeyPatch
         measure(1)  # it would wait forever
 
 
-def test_load_of_the_serving_benchmarks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    load_of = load("coserve_load", monkeypatch)
+def test_load_of_the_serving_benchmarks(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:15:{n:02d}.5000000,{300 + n},{40 + n}" for n in range(40)]
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
@@ -161,8 +151,7 @@ def test_load_of_the_serving_benchmarks(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert len(plan) - len(middle) == pytest.approx(200, rel=0.3)
 
 
-def test_table_of_co_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    coserve = load("coserve", monkeypatch)
+def test_table_of_co_serving() -> None:
     times = {"requests": 10, "ttft_p50_ms": 9, "ttft_p99_ms": 20, "tpot_p50_ms": 2, "violations": 0}
     figures = [
         {"what": "rollout idle", "load": "", "values": {"rollout_tok_per_s": 1000}},
@@ -176,8 +165,6 @@ def test_table_of_co_serving(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_prompt_is_sent_twice_to_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    bench = load("serve_vllm", monkeypatch)
     seeds: list[int] = []
 
     async def ask(http: Any, url: str, arrival: Any, seed: int, vocabulary: int) -> Any:
@@ -198,9 +185,7 @@ def test_no_prompt_is_sent_twice_to_a_server(monkeypatch: pytest.MonkeyPatch) ->
     assert len(seeds) == len(set(seeds)) > 40
 
 
-def test_small_market_of_roses_table_has_as_large_a_share_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    table = load("rose_table", monkeypatch)
+def test_small_market_of_roses_table_has_as_large_a_share_up() -> None:
     windows, _ = table.market(None)
     for changes in windows.values():
         up = table.mean_up(trace.slots(changes, 16), 2000.0)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import free_port
 from windfall.errors import WindfallError
 from windfall.events import sinks
 from windfall.events.log import EventLog, scan
@@ -154,12 +154,6 @@ def test_prometheus_own_parser_reads_what_is_served() -> None:
         "windfall_step_step": 3, "windfall_step_time_seconds": 10.0,
     }  # fmt: skip
     assert {f.type for f in families.values()} == {"gauge"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

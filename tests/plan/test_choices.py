@@ -3,14 +3,12 @@ tails, boots and traffic between zones cost."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.fleet import plan_choices as b
 from windfall.errors import WindfallError
 from windfall.plan import command, report
 from windfall.plan.model import cluster, cost_model, devices, measured
@@ -30,20 +28,8 @@ def request(text: str, **keys: Any) -> Request:
     return Request(cluster=cluster.from_text(text), efficiency=measured.efficiency(), **keys)
 
 
-def plan_choices() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "plan_choices.py"
-    spec = importlib.util.spec_from_file_location("plan_choices", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["plan_choices"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_no_alternative_is_more_than_the_tie_ahead_in_the_simulation(staleness: int) -> None:
-    b = plan_choices()
     small = {"groups": 6, "group_size": 4, "median_tokens": 300.0, "max_tokens": 1024, "staleness": staleness}
     case = b.Case("small", "4xH100 + 2x1xH100:spot", "Qwen3-4B", keys=small)
     made = b.compare(case)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from benchmarks.fleet import plan_cpu as cpu
 from windfall import recipe as config
 from windfall.events.log import read
 from windfall.plan.model import cluster, measured
@@ -24,19 +23,7 @@ Windfall = Callable[..., tuple[int, str, str]]
 SIZES = {"groups": 4, "group_size": 4, "max_tokens": 60, "staleness": 1}
 
 
-@pytest.fixture(scope="module")
-def cpu() -> ModuleType:
-    """benchmarks/plan_cpu.py, which has the recipe, the cluster, and the way to start a run with its workers."""
-    file = Path(__file__).parents[2] / "benchmarks" / "plan_cpu.py"
-    spec = importlib.util.spec_from_file_location("plan_cpu", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_plan_is_run_checked_and_advised(windfall: Windfall, here: Path, cpu: ModuleType) -> None:
+def test_a_plan_is_run_checked_and_advised(windfall: Windfall, here: Path) -> None:
     (here / "probe.toml").write_text(cpu.probe_recipe(here, steps=10, **SIZES))
     (here / "cluster.toml").write_text(cpu.CLUSTER)
     cpu.train(here / "probe.toml", here / "runs" / "probe", [cpu.SPOT], 1.0, here / "out")
@@ -55,13 +42,13 @@ def test_a_plan_is_run_checked_and_advised(windfall: Windfall, here: Path, cpu: 
     parts = ("tokens per second", "training, per million", "reserved cpu at $0.50/h", "price per million")
     for part in (*parts, review.OWN_TIMES):
         assert part in out
-    # How close they are is measured by benchmarks/plan_cpu.py: other work on this machine may change by more.
+    # How close they are is measured by benchmarks/fleet/plan_cpu.py: other work on this machine may change by more.
     figures = re.search(r"tokens per second +([\d.]+) +([\d.]+)", out)
     assert figures, out
     assert min(map(float, figures.groups())) > 0
 
 
-def test_a_run_is_advised_when_its_spot_worker_is_too_dear(here: Path, cpu: ModuleType) -> None:
+def test_a_run_is_advised_when_its_spot_worker_is_too_dear(here: Path) -> None:
     """The plan has both workers, and the spot worker joins at a hundred times its price."""
     base = config.parse(tomllib.loads(cpu.probe_recipe(here, name="dear", steps=24, **SIZES)), "test")
     rows = {"worker": {"fixed_s": 0.02, "each_s": 0.001}, "trainer": {"train_s": 0.002, "update_s": 0.1}}

@@ -2,7 +2,7 @@
 
 Every test runs twice: the fork server is started as a program, or forked by an import server.
 
-The workers here run small pieces of code, except in the test with a real run. `python benchmarks/start_time.py`
+The workers here run small pieces of code, except in the test with a real run. `python benchmarks/fleet/start_time.py`
 tests torch in a forked worker.
 """
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.ports import free_port
 from tests.support.recorded_events import RecordedEvents
 from tests.support.stand_ins.kubernetes import Cluster
 from tests.support.worker_sources import COMMAND, DRAINING, TOKEN, Workers, running, source_path
@@ -223,16 +222,10 @@ drain_s = 5.0
 """
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
-
-
 @pytest.mark.slow
 def test_run_trains_on_pods_and_scales_them_to_zero(tmp_path: Path) -> None:
     """Real workers, started as the Deployment of the preview says."""
-    port, weights = free_ports(2)
+    port, weights = free_port(), free_port()
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "windfall"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m windfall.run.cli "$@"\n')

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from windfall.run.commands import export
-from windfall.recipe import Lora
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.models import load
+from windfall.recipe import Lora
+from windfall.run.commands import export
 from windfall.trainer.model import lora
 
 Windfall = Callable[..., tuple[int, str, str]]
@@ -136,10 +136,10 @@ def test_export_copies_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     """Newest intact checkpoint; the state of the run is left out; a failure leaves nothing behind."""
     from windfall import recipe as config
     from windfall.trainer import checkpoint
-    from windfall.trainer.ranks import sharded_file
-    from windfall.training import CheckpointState
     from windfall.trainer.optimizer import Optimizer
+    from windfall.trainer.ranks import sharded_file
     from windfall.trainer.ranks.ranks import Ranks
+    from windfall.training import CheckpointState
 
     model = load.load("tiny", dtype="float32", device="cpu")
     optimizer = Optimizer(model, config.Train(), 1)

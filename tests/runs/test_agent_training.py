@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from windfall.events.log import read
 from windfall.controller.ledger.journal_format import read_records
+from windfall.events.log import read
 from windfall.models import load
 
 GATEWAY_TESTS = Path(__file__).parents[1] / "programs"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
 from windfall.events.log import read
 
 SESSIONS = Path(__file__).parents[1] / "programs"
@@ -37,12 +37,6 @@ lr = 1e-3
 [eval]
 tasks = 2
 """
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def command(*words: str) -> list[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from windfall import recipe as config
-from windfall.recipe import DatasetEnv
 from windfall.events.log import read
+from windfall.recipe import DatasetEnv
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "recipes" / "from-trl"

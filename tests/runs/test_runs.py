@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support.hostile.files import FOREIGN_LINES, damage
 
+from tests.support.hostile.files import FOREIGN_LINES, damage
 from windfall import recipe as config
 from windfall.controller.cost.bill import Totals
 from windfall.envs.arithmetic import Arithmetic

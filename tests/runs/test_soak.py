@@ -1,4 +1,4 @@
-"""A run under many faults, with real processes and real signals: `benchmarks/soak.py`, short and long.
+"""A run under many faults, with real processes and real signals: `benchmarks/fleet/soak.py`, short and long.
 
 tests/sim/chaos/test_chaos.py checks the rules under far more faults. Not covered: a machine that loses its memory or
 disk, and a network that loses packets; everything here runs on one machine.
@@ -16,7 +16,7 @@ import pytest
 
 from windfall.processes import parent_death
 
-SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+SOAK = Path(__file__).parents[2] / "benchmarks" / "fleet" / "soak.py"
 
 
 def soak(folder: Path, *options: str, timeout_s: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.support.ports import free_port
 
 WINDFALL = [sys.executable, "-m", "windfall.run.cli"]
 RECIPE = """
@@ -32,12 +33,6 @@ tasks = 4
 local = false
 port = {port}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Lender:

@@ -5,6 +5,9 @@ loop's clock, and no time limit passes because of it. A round of the loop with s
 socket has had anything to read or write for QUIET_S, the clock jumps to the next timer, so waiting costs little time.
 
 Threads of the loop's executor are waited for in real time. Other threads and processes must not take part.
+
+The simulator's loop (sim/core/loop.py) cannot replace this one: it has no sockets, and jumps to the next timer when no
+callback is due. Bytes on their way through the kernel are in no callback yet, so a jump would pass time limits.
 """
 
 from __future__ import annotations

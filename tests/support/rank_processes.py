@@ -18,12 +18,7 @@ import torch
 from windfall.trainer.ranks.ranks import Ranks
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "windfall.trainer.trainer", "windfall.trainer.ranks.sharding", "windfall.weights.publish",
-        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe")),
-    ]
-)  # fmt: skip
+CONTEXT.set_forkserver_preload(["tests.support.forked"])
 TIMEOUT_S = 240.0
 
 

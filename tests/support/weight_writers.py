@@ -11,7 +11,6 @@ exchange on all others.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import xxhash
 
+from tests.support.rank_processes import CONTEXT
 from windfall.weights import delta, device_delta, meeting
 from windfall.weights.publish import Publisher
 from windfall.weights.serve import serve
@@ -191,16 +191,14 @@ def _run(
 class Writers:
     def __init__(self, size: int, machines: Sequence[int] | None = None, where: str = "cpu", **options: Any) -> None:
         """`machines`: of every rank; the first rank on each has a server. `where`: the device of the tensors."""
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "windfall.weights.publish", "windfall.weights.serve"])
         machines = machines or [0] * size
-        pairs = [context.Pipe() for _ in range(size - 1)]
+        pairs = [CONTEXT.Pipe() for _ in range(size - 1)]
         self.processes, self.orders = [], []
         for rank in range(size):
             pipes = [a for a, _ in pairs] if rank == 0 else [pairs[rank - 1][1]]
-            ours, theirs = context.Pipe()
+            ours, theirs = CONTEXT.Pipe()
             here = {"chunk_bytes": 1 << 14, "on_machine": f"machine {machines[rank]}", **options}
-            process = context.Process(target=_run, args=(rank, pipes, size, theirs, where, here), daemon=True)
+            process = CONTEXT.Process(target=_run, args=(rank, pipes, size, theirs, where, here), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

@@ -6,7 +6,6 @@ import hashlib
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -50,8 +49,8 @@ schedule = "cosine"
 [checkpoint]
 every = 2
 [eval]
-tasks = 3
-every = 1
+tasks = 2
+every = 5
 """
 
 
@@ -303,35 +302,42 @@ def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_weights(
     undisturbed: Path, tmp_path: Path, kills: tuple[int, ...]
 ) -> None:
     """kill -9 of the supervisor after these steps, before and after a checkpoint, which ends all other processes; each
-    time `windfall resume` continues the run."""
+    time `windfall resume` continues the run. If a run ended before it was killed, because this process got no CPU time
+    for that long, another one is killed."""
     recipe = tmp_path / "r.toml"
     recipe.write_text(RECIPE)
-    run = tmp_path / "killed" / "r"
-    process = windfall("train", str(recipe), "--set", f"run.folder={tmp_path}/killed")
-    try:
-        for step in kills:
-            wait_for_step(run, step, process)
-            process.send_signal(signal.SIGKILL)
-            assert process.wait(30) == -signal.SIGKILL
-            process = windfall("resume", str(run))
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
+    tries = (tmp_path / f"try-{n}" for n in range(4))
+    run = next(folder / "r" for folder in tries if killed_and_resumed(recipe, folder, kills))
     assert weights(run) == weights(undisturbed)
     steps = [e["step"] for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
     assert steps == list(range(1, 6))
 
 
+def killed_and_resumed(recipe: Path, folder: Path, kills: tuple[int, ...]) -> bool:
+    """Whether the run was killed after each of these steps, before it ended."""
+    process = windfall("train", str(recipe), "--set", f"run.folder={folder}")
+    try:
+        for step in kills:
+            wait_for_step(folder / "r", step, process)
+            process.kill()
+            if process.wait(30) == 0:
+                return False
+            process = windfall("resume", str(folder / "r"))
+        assert process.wait(240) == 0
+    finally:
+        process.kill()
+    return True
+
+
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"the run ended before step {step}"
+    while time.monotonic() < deadline and process.poll() in (None, 0):
         if (run / "events.jsonl").is_file():
             done = [e["step"] for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
             if done and done[-1] >= step:
                 return
         time.sleep(0.02)
-    raise AssertionError(f"waited 240 s for step {step} of {run}")
+    raise AssertionError(f"waited 240 s for step {step} of {run}; its status is {process.poll()}")
 
 
 def test_damaged_checkpoint_is_reported_by_the_next_trainer_if_the_first_one_died(

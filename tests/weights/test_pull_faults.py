@@ -176,14 +176,14 @@ def test_stop_ends_a_pull(serving: Callable[..., Any], proxied: Callable[..., An
 
     def stall(number: int, sent: int, data: bytes) -> bytes:
         if number and sent > 200_000:
-            free.wait(10)
+            free.wait(90)
         return data
 
     threading.Timer(0.2, stop.set).start()
     started = time.monotonic()
     with pytest.raises(PullFailed, match="stopped"):
         s.puller().pull(proxied(s, stall).url, 0, m.digest, stop=stop)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 30
     free.set()
 
 

@@ -44,7 +44,7 @@ def test_lost_link_costs_only_a_reconnect(tmp_path: Path) -> None:
             began = time.monotonic()
             await s.dispatch._outbox._links["w"].close("a glitch")
             await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is back")
-            assert time.monotonic() - began < 3.0
+            assert time.monotonic() - began < 15.0
             await s.until(lambda: "1/0" in s.ended, "the response has ended")
             assert e.tokens.tolist() == expected(e)
             assert s.state("w") is WorkerState.GONE
@@ -123,7 +123,7 @@ def test_worker_gives_up_without_a_controller(tmp_path: Path) -> None:
             began = time.monotonic()
             w = start(url, patience_s=0.4)
             assert await w.ends() == EXIT_NO_CONTROLLER
-            assert 0.4 <= time.monotonic() - began < 5.0
+            assert 0.4 <= time.monotonic() - began < 30.0
             assert w.said[-1].startswith(f"waited 0.4 s for a controller at {url}; leaving. Check that the ")
             assert not w.builds
 

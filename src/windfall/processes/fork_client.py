@@ -1,7 +1,7 @@
 """The client of the fork server: workers are forked from one process that has already imported torch and the rest.
 
 Importing torch and transformers takes seconds of CPU time, too much for a worker that dies every few seconds. Forking
-takes milliseconds (`python benchmarks/start_time.py` measures both). `start` has the interface of `process.start`;
+takes milliseconds (benchmarks/fleet/start_time.py measures both). `start` has the interface of `process.start`;
 its `argv` becomes the worker's `sys.argv`. fork_server.py is the other side, with the rules for a forked worker.
 
 - The first request starts the fork server. If it has died, the next request starts another. If it is killed while it

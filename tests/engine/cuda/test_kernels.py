@@ -2,7 +2,7 @@
 CPU); the Triton kernels against the reference, in Triton's interpreter (with TRITON_INTERPRET=1) or on a GPU in
 bfloat16 and float32; and a captured graph of a whole step on a GPU.
 
-Not covered here: speed (`benchmarks/gpu_kernels.py`), models as a whole, pools above 2 GiB."""
+Not covered here: speed (`benchmarks/engine/gpu_kernels.py`), models as a whole, pools above 2 GiB."""
 
 from __future__ import annotations
 

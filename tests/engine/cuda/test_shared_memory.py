@@ -1,6 +1,6 @@
 """Two GPU engines whose KV caches share one memory: each computes what it computes alone, while blocks move between
 them and graphs stay. On the CPU with the reference kernels, and on a GPU if there is one. Not covered: speed
-(`benchmarks/coserve.py`), pools above 2 GiB."""
+(`benchmarks/serve/coserve.py`), pools above 2 GiB."""
 
 from __future__ import annotations
 

@@ -126,23 +126,22 @@ def test_child_that_dies_again_and_again_ends_the_group(
 ORPHANS = """
 import sys, time
 from pathlib import Path
-from tests.support.continuation import versions
-from tests.support.engine_groups import Case
-case = Case(Path(sys.argv[1]))
-case.engine(versions("llama", 1)[0])
-print(*case.pids(), flush=True)
+from windfall.devices import Place
+from windfall.engine.group.processes import EngineProcesses
+class Ups:
+    def on_up(self, child): print(processes._handles[child].pid, flush=True)
+    def on_down(self, child, why): ...
+    def on_failure(self, error): print(error, flush=True)
+processes = EngineProcesses([Place()] * 2, Ups(), folder=Path(sys.argv[1]))
+processes.start()
 time.sleep(600)
 """
 
 
 def test_processes_die_with_the_trainer(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-    )
+    trainer = subprocess.Popen([sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE)
     assert trainer.stdout is not None
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]
-    assert len(pids) == 2
+    pids = [int(trainer.stdout.readline()) for _ in range(2)]
     pids.append(parent(pids[0]))
     assert all(map(alive, pids))
     trainer.kill()

@@ -49,8 +49,8 @@ def test_blocking_call_is_killed_at_its_limit_and_named(env: type) -> None:
                 await asyncio.sleep(0.01)
                 ticks += 1
             error = await blocked
-            assert 0.4 < time.monotonic() - began < 5.0
-            assert ticks > 10
+            assert 0.4 < time.monotonic() - began < 30.0
+            assert ticks > 2, "the loop went on meanwhile, however little CPU time it got"
             assert error.error == f"waited 0.5 s for {env.__name__}.feedback of task 'hostile/1'"
             assert "in misbehave" in error.traceback
             assert (await ask(pool, 0, "four")).reward == 4.0

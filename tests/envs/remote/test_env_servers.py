@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from tests.support.hostile import environments as hostile
 from tests.support.hostile.pool_calls import alive, wait_for
+from tests.support.ports import free_port
 from windfall import recipe as config
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
@@ -99,12 +99,6 @@ async def walk(host: EnvServers, index: int, pace: Callable[[int], Any]) -> list
 
 def expected(index: int) -> list[str]:
     return [*(f"at {n}" for n in range(1, index % 5 + 2)), "1.0"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @contextlib.contextmanager

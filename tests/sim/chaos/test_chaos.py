@@ -23,7 +23,7 @@ from windfall.sim.chaos.faults import KINDS
 from windfall.sim.chaos.trial import TrialResult, trial
 
 FAULTS = 500
-SEEDS_PER_TEST = 5
+SEEDS_PER_TEST = 3
 
 
 def run_trials(first: int, count: int, faults: int, folder: Path) -> list[TrialResult]:
@@ -35,7 +35,7 @@ def run_trials(first: int, count: int, faults: int, folder: Path) -> list[TrialR
     return done
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(SEEDS_PER_TEST, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 6, 9))])
 def test_no_invariant_breaks(first: int, tmp_path: Path) -> None:
     done = run_trials(first, SEEDS_PER_TEST, FAULTS, tmp_path)
     assert all(o.faults.total() == FAULTS and o.steps > 0 for o in done)

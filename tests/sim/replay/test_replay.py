@@ -1,5 +1,5 @@
 """Runs simulated from their own logs. If the log is itself simulated, the replay must reproduce it. Not covered: the
-log of a real run (`python benchmarks/harvest.py --replay`)."""
+log of a real run (`python benchmarks/fleet/harvest.py --replay`)."""
 
 from __future__ import annotations
 

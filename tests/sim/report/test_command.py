@@ -187,7 +187,7 @@ def test_log_of_a_run_reproduces_its_service_times(tmp_path: Path) -> None:
 def test_file_without_measurements_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file"
     path.write_text(text)
-    with pytest.raises(WindfallError, match=r"benchmarks/engine_gpu\.py"):
+    with pytest.raises(WindfallError, match=r"benchmarks/engine/gpu\.py"):
         run_sim("calibrate", str(path))
 
 

@@ -6,6 +6,7 @@ way: tied and untied heads, norms of queries and keys, experts, adapters.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -47,10 +48,10 @@ MODELS = {
     "qwen3 adapters": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "experts adapters": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
-SLOW = ("llama", "llama tied", "llama adapters", "experts adapters")
-"""Where others cover most of it."""
+QUICK = (("qwen3", 4), ("experts", 2), ("qwen3 adapters", 4))
+"""Models and numbers of ranks that cover most of the others."""
 WITH_KL = ("llama tied", "qwen3 adapters")
-UPDATES = 5
+UPDATES = 3
 
 
 def make_parts(name: str) -> tuple[Any, lora.Adapters | None]:
@@ -135,7 +136,7 @@ def whole(ranks: Ranks, named: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def train(ranks: Ranks, name: str, kl: float) -> Any:
-    """Five updates. From rank 0: reports, gradients before the last update, weights after it."""
+    """Some updates. From rank 0: reports, gradients before the last update, weights after it."""
     t = make_trainer(name, ranks, kl=kl)
     reports, gradients = [], {}
 
@@ -159,29 +160,39 @@ def train(ranks: Ranks, name: str, kl: float) -> Any:
     return reports, gradients, weights
 
 
+@functools.cache
+def one_rank(name: str, kl: float) -> Any:
+    (result,) = run_ranks(1, train, name, kl)
+    return result
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=() if (name, size) in QUICK else pytest.mark.slow)
+        for name in MODELS
+        for size in (2, 4)
+    ],
 )
-def test_ranks_agree_with_one_rank(name: str) -> None:
+def test_ranks_agree_with_one_rank(name: str, size: int) -> None:
     kl = 0.1 if name in WITH_KL else 0.0
-    ((reports, gradients, weights),) = run_ranks(1, train, name, kl)
+    reports, gradients, weights = one_rank(name, kl)
     assert all(r.grad_norm > 0 for r in reports)
-    for size in (2, 4):
-        found = run_ranks(size, train, name, kl)[0]
-        for one, several in zip(reports, found[0], strict=True):
-            for key in ("tokens", "responses", "skipped"):
-                assert getattr(one, key) == getattr(several, key)
-            for key in ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl"):
-                assert getattr(several, key) == pytest.approx(getattr(one, key), rel=1e-4, abs=1e-6), key
-            assert (one.experts is not None) == name.startswith("experts")
-            if one.experts is not None:  # rounding may send a token to another expert
-                assert several.experts["layers"] == pytest.approx(one.experts["layers"], abs=2e-3)
-                assert several.experts["load_max"] == pytest.approx(one.experts["load_max"], abs=0.02)
-        for what, ours, theirs in (("gradient", found[1], gradients), ("weight", found[2], weights)):
-            assert ours.keys() == theirs.keys()
-            for n, value in theirs.items():
-                difference = float((ours[n] - value).norm() / value.norm().clamp(min=1e-6))
-                assert difference < 2e-4, f"{what} {n} of {size} ranks differs by {difference:.2g}"
+    found = run_ranks(size, train, name, kl)[0]
+    for one, several in zip(reports, found[0], strict=True):
+        for key in ("tokens", "responses", "skipped"):
+            assert getattr(one, key) == getattr(several, key)
+        for key in ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl"):
+            assert getattr(several, key) == pytest.approx(getattr(one, key), rel=1e-4, abs=1e-6), key
+        assert (one.experts is not None) == name.startswith("experts")
+        if one.experts is not None:  # rounding may send a token to another expert
+            assert several.experts["layers"] == pytest.approx(one.experts["layers"], abs=2e-3)
+            assert several.experts["load_max"] == pytest.approx(one.experts["load_max"], abs=0.02)
+    for what, ours, theirs in (("gradient", found[1], gradients), ("weight", found[2], weights)):
+        assert ours.keys() == theirs.keys()
+        for n, value in theirs.items():
+            difference = float((ours[n] - value).norm() / value.norm().clamp(min=1e-6))
+            assert difference < 2e-4, f"{what} {n} of {size} ranks differs by {difference:.2g}"
 
 
 def save_and_restore(ranks: Ranks, folder: Path, first: int) -> Any:
@@ -195,7 +206,7 @@ def save_and_restore(ranks: Ranks, folder: Path, first: int) -> Any:
     if not ranks.first:
         t.orders.follow()
         return None
-    for groups in batches()[:2] if not first else batches()[2:4]:
+    for groups in batches()[:1] if not first else batches()[1:2]:
         for group in groups:
             t.accumulate(group)
         t.finish()
@@ -208,20 +219,17 @@ def save_and_restore(ranks: Ranks, folder: Path, first: int) -> Any:
 
 
 def test_optimizer_state_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
-    """Written by one, two and four ranks, read by one, two and four: always the same result."""
-    for size in (1, 2, 4):
+    """Written by one and three ranks, read by one, two and three: always the same result."""
+    for size in (1, 3):
         run_ranks(size, save_and_restore, tmp_path, 0)
-    files = [load_file(tmp_path / f"optimizer-{size}.safetensors") for size in (1, 2, 4)]
-    for other in files[1:]:
-        assert other.keys() == files[0].keys()
-        assert all(
-            torch.allclose(value.float(), other[n].float(), rtol=1e-3, atol=1e-7) for n, value in files[0].items()
-        )
+    one, three = (load_file(tmp_path / f"optimizer-{size}.safetensors") for size in (1, 3))
+    assert one.keys() == three.keys()
+    assert all(torch.allclose(value.float(), three[n].float(), rtol=1e-3, atol=1e-7) for n, value in one.items())
     expected, updates = run_ranks(1, save_and_restore, tmp_path, 1)[0]
-    assert updates == 4
-    for reader, writer in ((1, 4), (2, 1), (4, 2)):
+    assert updates == 2
+    for reader, writer in ((1, 3), (3, 1), (2, 3)):
         found, updates = run_ranks(reader, save_and_restore, tmp_path, writer)[0]
-        assert updates == 4
+        assert updates == 2
         for n, value in expected.items():
             assert (found[n] - value).norm() < 2e-4 * value.norm().clamp(min=1e-6), f"{n}: {writer} to {reader} ranks"
 
@@ -241,7 +249,7 @@ def move_bfloat16(ranks: Ranks, folder: Path, writer: int) -> Any:
     if writer:
         t.write_optimizer(folder / f"{writer} to {ranks.size}.safetensors")
     before = t.orders.call("weights")
-    for groups in batches()[:2] if not writer else batches()[2:4]:
+    for groups in batches()[:2] if not writer else batches()[1:3]:
         for group in groups:
             t.accumulate(group)
         t.finish()

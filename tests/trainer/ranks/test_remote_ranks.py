@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.ports import free_port
 from tests.support.rank_processes import CONTEXT, run_ranks
 from windfall.trainer.ranks import ranks as rank_module
 from windfall.trainer.ranks import remote_rows, sharded_file
@@ -87,12 +87,6 @@ def fail(ranks: Ranks, path: Path, how: str) -> str:
 def test_every_rank_learns_of_an_error_of_rank_0(tmp_path: Path, how: str, message: str) -> None:
     for found in run_ranks(2, fail, tmp_path / "file", how):
         assert re.search(message, found, re.IGNORECASE), found
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def meet(rank: int, size: int, rendezvous: str, pipe: Any) -> None:

@@ -15,7 +15,7 @@ The paper leaves some points open. They are resolved here as follows:
 - A response is pending if a worker's engine holds it but does not run it. No worker gets more responses than it has
   slots, so there is usually no pending response. Workers with equally many pending responses are compared by their
   load, executing / slots. So the trainer's machine, which stands for several of the paper's instances, gets its share.
-- THETA is 8: of 1, 8 and 32, no value was better in benchmarks/balance.py.
+- THETA is 8: of 1, 8 and 32, no value was better in benchmarks/fleet/balance.py.
 - B is the knee of the profile that was measured for that worker (worker_speed.py).
 """
 

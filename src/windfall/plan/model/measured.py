@@ -1,7 +1,7 @@
 """The cost model fitted to this project's own measurements of one H200, and its error on the rest. Pure.
 
 The table holds the figures of docs/engine-gpu.md (2026-11-16, torch 2.11, random bfloat16 weights in Qwen3's shapes;
-`python benchmarks/engine_gpu.py` and `python benchmarks/train_gpu.py`). Rows marked `fit` determine the efficiencies;
+`python benchmarks/engine/gpu.py` and `python benchmarks/train/gpu.py`). Rows marked `fit` determine the efficiencies;
 all others are predicted (`held_out`). Plans use a fit to all rows. Five numbers are fitted to the decode steps: launch,
 weights, FLOP/s, KV and sampling; two to training (FLOP/s, and what moves bytes); one to prefill; one or two to
 publishing. The fit minimizes the relative error (controller/scheduling/least_squares.py).

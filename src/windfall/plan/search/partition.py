@@ -12,7 +12,7 @@ machines of one size and zone, so a partition is a number of training GPUs per m
 Replica sizes are powers of two, so placing the largest first packs them whenever they can be packed at all, whichever
 machines are preferred: those that train, which need not pull new weights, then those with the best link to them.
 
-`benchmarks/plan_partition.py` compares both with KaHyPar, a general graph partitioner.
+`benchmarks/fleet/plan_partition.py` compares both with KaHyPar, a general graph partitioner.
 """
 
 from __future__ import annotations

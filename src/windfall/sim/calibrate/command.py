@@ -1,7 +1,7 @@
 """`windfall sim calibrate FILE...`: fits the service times of a machine to measurements and prints them as TOML for a
 recipe.
 
-A file is the event log of a run or its folder (event_log.py), or the JSON that benchmarks/engine_gpu.py writes
+A file is the event log of a run or its folder (event_log.py), or the JSON that benchmarks/engine/gpu.py writes
 (gpu.py). Times from a log hold for that run's model and lengths. Printed errors are on held-out points.
 """
 
@@ -24,7 +24,7 @@ from windfall.sim.calibrate.gpu import from_benchmark
 from windfall.sim.core.service import Service
 from windfall.types import LOCAL
 
-FIX = "Give events.jsonl of a run, its folder, or the JSON of benchmarks/engine_gpu.py."
+FIX = "Give events.jsonl of a run, its folder, or the JSON of benchmarks/engine/gpu.py."
 
 
 def main(paths: Sequence[Path], *, gpu: str = "", to: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Fits the service times of a machine to the JSON that benchmarks/engine_gpu.py writes.
+"""Fits the service times of a machine to the JSON that benchmarks/engine/gpu.py writes.
 
 The fit uses milliseconds per step at several batch sizes, prefill tokens per second, and rollouts with a larger batch
 than any of these sizes. All other rollouts are predicted and reported, but not fitted. The time to read the KV cache is
@@ -20,7 +20,7 @@ from windfall.sim.core.service import Service
 from windfall.sim.machines.decode import Decode, DecodeRow
 
 DECODE_CONTEXT = 272.0
-"""Average context of a response in the decode cases of benchmarks/engine_gpu.py, in tokens."""
+"""Average context of a response in the decode cases of benchmarks/engine/gpu.py, in tokens."""
 ROLLOUT = re.compile(r"(\d+) x (\d+) in, (\d+) out")
 GROUP = re.compile(r"(\d+) x 8, (\d+) in, to (\d+) out, mean (\d+)")
 
@@ -111,7 +111,7 @@ def _held_out(service: Service, row: dict[str, Any]) -> str:
 
 
 def log_normal(count: int, mean: float, most: int, sigma: float = 0.8) -> list[int]:
-    """Quantiles of the lengths that benchmarks/gpu_job.py draws: log-normal, truncated at `most`, with this mean.
+    """Quantiles of lengths as in benchmarks/support/gpu_job.py: log-normal, truncated at `most`, with this mean.
 
     >>> lengths = log_normal(512, 600, 2048)
     >>> round(sum(lengths) / 512), max(lengths)

@@ -1,0 +1,116 @@
+"""Useful tokens/s on this CPU: windfall's engine compared with its peers, same models and prompts, in one run.
+
+    python benchmarks/engine/cpu.py                the peers that are installed beside windfall
+    benchmarks/engine/peers/install.sh .peers      installs the others (5 GB), which are then found there
+
+There are two models (the tiny one, SmolLM2-135M) and two workloads of 32 requests in flight: equal lengths, and uneven
+ones (4 to 183 tokens, exponential), in groups of 8 that share a prompt. Useful tokens are those requested: tokens that
+a peer generates only to fill its batch do not count. Every peer runs in its own process with the same number of
+threads. The machine must be idle otherwise: `others` shows how many cores other processes used meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from windfall.errors import WindfallError
+from windfall.models import load
+
+HERE = Path(__file__).parent / "peers"
+PEERS = {  # script: which environment under the peers' folder
+    "windfall_engine.py": None,
+    "hf_generate.py": "trl",
+    "hf_continuous.py": "trl",
+    "trl_grpo.py": "trl",
+    "vllm_cpu.py": "vllm",
+}
+
+
+def workload(model: str, kind: str, requests: int, threads: int) -> dict[str, Any]:
+    """Groups of 8 with one prompt of 24 tokens each, like in a rollout."""
+    rng = random.Random(0)
+    vocabulary = json.loads((Path(load.fetch(model)) / "config.json").read_text())["vocab_size"]
+    prompts = [[rng.randrange(3, vocabulary) for _ in range(24)] for _ in range(-(-requests // 8))]
+    lengths = {
+        "equal": [64] * requests,
+        "uneven": [min(183, 4 + int(rng.expovariate(1 / 55))) for _ in range(requests)],
+    }
+    return {
+        "model": str(load.fetch(model)),
+        "prompts": [prompts[i // 8] for i in range(requests)],
+        "lengths": lengths[kind],
+        "threads": threads,
+        "batch": 32,
+    }
+
+
+def run(script: str, environment: str | None, folder: Path, work: Path, timeout_s: float) -> dict[str, Any]:
+    inside = folder / environment / "bin" / "python" if environment else None
+    python = str(inside) if inside and inside.exists() else sys.executable
+    try:
+        done = subprocess.run(
+            [python, str(HERE / script), str(work)], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"peer": script, "skipped": f"timed out after {timeout_s:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, json.JSONDecodeError):
+        return {"peer": script, "skipped": (done.stderr.strip().splitlines() or ["no output"])[-1][:200]}
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--peers", type=Path, default=Path(".peers"), help="directory where install.sh installed the peers")
+    p.add_argument("--models", default="tiny,smollm2-135m")
+    p.add_argument("--requests", type=int, default=64)
+    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--timeout-s", type=float, default=900)
+    p.add_argument("--out", type=Path, help="also write the figures to this file, as JSON")
+    args = p.parse_args()
+    out, results = Console(), []
+    if not out.is_terminal:
+        out.width = 150  # do not wrap lines in a log file
+    for model in args.models.split(","):
+        try:
+            load.fetch(model)
+        except WindfallError as e:
+            out.print(f"{model} skipped: {e}")
+            continue
+        for kind in ("equal", "uneven"):
+            table = Table(title=f"{model}, {kind} lengths, {args.requests} requests, {args.threads} threads")
+            for column in ("engine", "version", "useful tok/s", "windfall is", "others", "note"):
+                table.add_column(column, justify="left" if column in ("engine", "version", "note") else "right")
+            own = 0.0
+            with tempfile.NamedTemporaryFile("w", suffix=".json") as f, out.status(f"{model} {kind}") as status:
+                json.dump(workload(model, kind, args.requests, args.threads), f)
+                f.flush()
+                for script, environment in PEERS.items():
+                    status.update(f"{model}, {kind} lengths: {script}")
+                    r = run(script, environment, args.peers, Path(f.name), args.timeout_s)
+                    results.append({"model": model, "kind": kind, **r})
+                    if "skipped" in r:
+                        table.add_row(r["peer"], "-", "-", "-", "-", r["skipped"])
+                        continue
+                    rate = r["useful_tokens"] / r["seconds"]
+                    own = own or rate
+                    row = [r["peer"], r["version"], f"{rate:,.1f}", f"{own / rate:.2f}x", f"{r['others_cores']:.2f}"]
+                    table.add_row(*row, r["note"])
+            out.print(table)
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Training and publishing on a GPU, compared with plain implementations: one table each, in about a minute.
+
+    python benchmarks/train/gpu.py                 random weights in the shapes of Qwen3 0.6B and 8B (--layers of it)
+    python benchmarks/train/gpu.py --profile       also print the device time of a step by kernel
+    python benchmarks/train/gpu.py --fsdp          the same step unsharded and under FSDP2 with one rank (NCCL)
+
+A step is the gradient of all tokens and one update of the weights. The plain loop uses the module of transformers with
+its own attention, logits of the whole batch, cross entropy and the AdamW of torch, all in bfloat16; uneven lengths are
+padded. windfall's step has float32 masters, weights every token by the algorithm, and reports entropies. Share of peak:
+6 times the weights of the matrix products times the tokens, plus the products of attention, over 990 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from windfall import algorithms
+from windfall import recipe as config
+from windfall.models.attention import NAME
+from windfall.trainer.model.activation_memory import LEAST
+from windfall.trainer.ranks.ranks import Orders, Ranks
+from windfall.trainer.ranks.sharding import sharded_policy
+from windfall.trainer.trainer import TorchTrainer
+from windfall.training import Sample
+from windfall.weights.publish import Publisher
+
+PEAK = 990e12
+SMALL: dict[str, Any] = {
+    "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+LARGE: dict[str, Any] = {
+    "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def model_of(shape: dict[str, Any], attention: str) -> Any:
+    with torch.device("cuda"):
+        made: Any = AutoModelForCausalLM.from_config(
+            Qwen3Config(**shape, max_position_embeddings=40_960), dtype=torch.bfloat16, attn_implementation=attention
+        )
+    return made.eval()
+
+
+def samples_of(lengths: list[int]) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    ids = [tuple(rng.integers(3, 150_000, n).tolist()) for n in lengths]
+    return [
+        Sample(ids=x, targets=tuple(range(1, len(x))), behavior=np.full(len(x) - 1, -12.0), advantage=a, limit=4096)
+        for x, a in zip(ids, rng.normal(size=len(ids)).tolist(), strict=True)
+    ]
+
+
+def flops(model: Any, lengths: list[int]) -> float:
+    c = model.config
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    if not c.tie_word_embeddings:
+        weights -= c.vocab_size * c.hidden_size  # an embedding is a lookup, not a product
+    pairs = sum(n * n for n in lengths)
+    return 6 * weights * sum(lengths) + 6 * pairs * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+
+
+def timed(work: Callable[[], Any], repeats: int, warm: int = 2) -> float:
+    seconds = []
+    for i in range(warm + repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        if i >= warm:
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def line(name: str, model: Any, lengths: list[int], step_s: float, note: str = "") -> float:
+    rate = sum(lengths) / step_s
+    share = flops(model, lengths) / step_s / PEAK
+    top = torch.cuda.max_memory_allocated() / 1e9
+    print(f"{name:<58}{step_s * 1e3:>8.1f} ms{rate:>10,.0f} tok/s{share:>7.1%}{top:>7.0f} GB  {note}", flush=True)
+    return rate
+
+
+def plain(shape: dict[str, Any], lengths: list[int], name: str, *, rows: int = 8) -> float:
+    """The plain loop on padded batches of `rows` sequences, longest first."""
+    model = model_of(shape, "sdpa").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    batches = []
+    for i in range(0, len(lengths), rows):
+        some = sorted(lengths, reverse=True)[i : i + rows]
+        ids = torch.randint(3, 150_000, (len(some), some[0]), device="cuda")
+        inside = torch.arange(some[0], device="cuda")[None] < torch.tensor(some, device="cuda")[:, None]
+        batches.append((ids, inside if min(some) < some[0] else None))
+
+    def step() -> None:
+        for ids, inside in batches:
+            logits = model(ids, attention_mask=inside).logits[:, :-1]
+            labels = ids[:, 1:] if inside is None else ids[:, 1:].masked_fill(~inside[:, 1:], -100)
+            loss = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.cuda.reset_peak_memory_stats()
+    return line(name, model, lengths, timed(step, 3, warm=1))
+
+
+def trainer_of(shape: dict[str, Any], micro_tokens: int, ranks: Ranks | None = None) -> TorchTrainer:
+    """Sharded over `ranks`, if given."""
+    recipe = config.parse({"train": {"lr": 1e-6, "engine_gap_limit": 99.0}}, where="benchmark")
+    model, orders = model_of(shape, NAME), None
+    if ranks is not None:
+        source = model.state_dict() | dict(model.named_buffers())
+        model, orders = sharded_policy(model.config, source, ranks, dtype=torch.bfloat16), Orders(ranks)
+        del source
+        free()
+    return TorchTrainer(model, algorithms.make("grpo"), recipe, micro_tokens=micro_tokens, orders=orders)
+
+
+def ours(t: TorchTrainer, lengths: list[int], name: str, *, repeats: int = 4) -> float:
+    made = samples_of(lengths)
+
+    def step() -> None:
+        t.accumulate(made)
+        t.finish()
+
+    torch.cuda.reset_peak_memory_stats()
+    step_s = timed(step, repeats)
+    body = t.learner.policy.body
+    if body is None:
+        return line(name, t.model, lengths, step_s)
+    levels = body.levels(min(t.micro_tokens, sum(lengths)), t.model.device)
+    return line(name, t.model, lengths, step_s, f"layers keep {sorted(set(levels))}")
+
+
+def profile(t: TorchTrainer, lengths: list[int]) -> None:
+    made = samples_of(lengths)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        t.accumulate(made)
+        torch.cuda.synchronize()
+    rows = sorted(found.key_averages(), key=lambda k: -k.self_device_time_total)
+    print(f"  device time {sum(k.self_device_time_total for k in rows) / 1e3:.1f} ms, of which")
+    for k in rows[:22]:
+        print(f"  {k.self_device_time_total / 1e3:8.2f} ms {k.count:5d} x  {k.key[:110]}")
+
+
+def train(layers: int, profiled: bool) -> None:
+    even = [1024] * 8
+    rng = random.Random(0)
+    uneven = [min(2048, 128 + int(rng.expovariate(1 / 472))) for _ in range(64)]
+    print(f"{'training':<58}{'a step':>11}{'':>16}{'of peak':>7}{'memory':>9}")
+    base = plain(SMALL, even, "0.6B, 8 x 1024: plain loop")
+    free()
+    t = trainer_of(SMALL, 32_768)
+    one = ours(t, even, "0.6B, 8 x 1024: windfall")
+    ours(t, [1024] * 64, "0.6B, 64 x 1024: windfall", repeats=2)
+    if profiled:
+        profile(t, even)
+    many = ours(t, uneven, f"0.6B, 64 x 128..2048 ({sum(uneven):,} tokens): windfall", repeats=2)
+    t.learner.policy.body = None
+    ours(t, even, "0.6B, 8 x 1024: windfall on transformers' layers", repeats=2)
+    del t
+    free()
+    padded = plain(SMALL, uneven, "0.6B, the same: plain loop, padded")
+    free()
+    print(f"  times the plain loop: {one / base:.1f} (8 x 1024), {many / padded:.1f} (uneven lengths)")
+    t = trainer_of({**LARGE, "num_hidden_layers": layers}, 32_768)
+    ours(t, even, f"8B shape, {layers} layers, 8 x 1024: windfall", repeats=2)
+    ours(t, [1024] * 32, f"8B shape, {layers} layers, 32 x 1024: windfall", repeats=2)
+    if profiled:
+        profile(t, even)
+    t.learner.use_own_layers(keep=LEAST)
+    ours(t, even, f"8B shape, {layers} layers, 8 x 1024: everything computed again", repeats=1)
+    del t
+    free()
+
+
+def fsdp(layers: int) -> None:
+    """The same step unsharded and sharded."""
+    even = [1024] * 8
+    print(f"{'training':<58}{'a step':>11}{'':>16}{'of peak':>7}{'memory':>9}")
+    with tempfile.TemporaryDirectory() as folder:
+        one = Ranks.join(0, 1, f"file://{folder}/ranks", device="cuda", timeout_s=600.0)
+        for name, shape in (("0.6B", SMALL), (f"8B shape, {layers} layers", {**LARGE, "num_hidden_layers": layers})):
+            for ranks in (None, one):
+                how = "unsharded" if ranks is None else "FSDP2"
+                t = trainer_of(shape, 32_768, ranks)
+                for lengths in (even, [1024] * 32):
+                    ours(t, lengths, f"{name}, {len(lengths)} x 1024: {how}", repeats=3)
+                t.learner.policy.body = None
+                ours(t, even, f"{name}, 8 x 1024: {how}, transformers' layers", repeats=2)
+                del t
+                free()
+        torch.distributed.destroy_process_group()
+
+
+def published(name: str, tensors: dict[str, torch.Tensor], **options: Any) -> None:
+    """Time the fourth and the fifth version, when all buffers exist."""
+    nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    p, rows = Publisher(**options), []
+    first_s = encode_s = 0.0
+    for version in range(5):
+        torch.manual_seed(version)
+        for t in tensors.values():  # 3 % of the weights change their sign
+            flat = t.view(-1)
+            for piece in flat.split(1 << 27):
+                piece.mul_(1 - 2 * (torch.rand(len(piece), device="cuda") < 0.03))
+        torch.cuda.synchronize()
+        if p._writer.device_delta is not None and version > 2:
+            sources = {piece: tensors[piece.entry.name] for piece in p.readable[0].plan.shares[0].pieces}
+            encode_s = timed(lambda s=sources: p._writer.device_delta.encode(s), 2, 1)  # pyright: ignore
+        started, free_s = time.perf_counter(), []
+        p.publish(version, tensors, copied=lambda s=started, out=free_s: out.append(time.perf_counter() - s))
+        whole_s = time.perf_counter() - started
+        first_s = first_s or whole_s
+        rows.append((whole_s, free_s[0]))
+    whole_s, free_s = (min(x) for x in zip(*rows[3:], strict=True))
+    delta = p.readable[0].delta
+    where = (
+        f"on the device, {encode_s * 1e3:.0f} ms of it alone" if p._writer.device_delta is not None else "on the host"
+    )
+    size = f"{delta.nbytes / nbytes:.1%}" if delta else "none"
+    print(
+        f"{name:<28}{whole_s * 1e3:>9.0f} ms{nbytes / whole_s / 1e9:>7.1f} GB/s{free_s * 1e3:>9.0f} ms{first_s:>8.1f} s"
+        f"  delta {size}, found {where}", flush=True
+    )  # fmt: skip
+    p.close()
+
+
+def bus(nbytes: int) -> None:
+    """Time a plain copy into pinned memory, 1 GiB at a time."""
+    source, target = torch.randn(1 << 28, device="cuda"), torch.empty(1 << 28, pin_memory=True)
+    copy_s = timed(lambda: target.copy_(source, non_blocking=True), 5)
+    rate = (1 << 30) / copy_s
+    print(f"{'plain pinned copy':<28}{nbytes / rate * 1e3:>9.0f} ms{rate / 1e9:>7.1f} GB/s")
+
+
+def publishing(layers: int) -> None:
+    head = f"{'publishing':<28}{'until it can be pulled':>27}{'copied':>11}{'first':>10}"
+    for name, shape, variants in (
+        ("0.6B", SMALL, ({}, {"device_delta": False})),
+        ("8B", {**LARGE, "num_hidden_layers": layers}, ({},)),
+    ):
+        tensors = {n: p.data for n, p in model_of(shape, NAME).named_parameters()}
+        nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        print(f"{head}   {name}: {nbytes / 1e9:.1f} GB")
+        bus(nbytes)
+        for options in variants:
+            published(f"{name}{', delta on the host' if options else ''}", tensors, **options)
+        del tensors
+        free()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", action="store_true", help="print the device time of a step by kernel")
+    parser.add_argument("--layers", type=int, default=16, help="number of layers of the 8B shape in training")
+    parser.add_argument("--fsdp", action="store_true", help="compare a step unsharded and under FSDP2 with one rank")
+    parser.add_argument("--only", choices=("train", "publish"))
+    args = parser.parse_args()
+    began = time.perf_counter()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if args.fsdp:
+        fsdp(args.layers)
+    elif args.only != "publish":
+        train(args.layers, args.profile)
+    if args.only != "train" and not args.fsdp:
+        publishing(36)
+    print(f"{time.perf_counter() - began:.0f} s")

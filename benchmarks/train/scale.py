@@ -1,0 +1,221 @@
+"""What several ranks cost and save in training: tokens/s and memory of each rank.
+
+    python benchmarks/train/scale.py                    1, 2 and 4 ranks on this CPU (gloo), a small model
+    python benchmarks/train/scale.py --device cuda      one GPU: unsharded, FSDP2, adapters; 0.6B, 16 layers of 8B
+
+On a CPU the ranks share the cores, so tokens/s show the overhead of sharding, not a speed-up. "state" is what a rank
+must keep between two passes: weights, gradients and the optimizer's moments; "paper" is what the formula says
+(src/windfall/trainer/ranks/rank_budget.py). Share of peak: as in train_gpu.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from windfall import algorithms
+from windfall import recipe as config
+from windfall.models.attention import NAME
+from windfall.trainer.model import lora
+from windfall.trainer.ranks.rank_budget import ModelShape, rank_budget
+from windfall.trainer.ranks.ranks import Orders, Ranks
+from windfall.trainer.ranks.sharding import rows, sharded_policy
+from windfall.trainer.trainer import TorchTrainer, peak_bytes
+from windfall.training import Sample
+
+PEAK = 990e12
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
+    },
+    "cpu": {
+        "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": True,
+    },
+    "0.6B": {
+        "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    },
+    "8B": {  # 16 of its 36 layers, so that all state fits on one GPU
+        "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", nargs="+", choices=list(SHAPES), help="Default: cpu; on a GPU 0.6B and 8B.")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, default=3)
+    args = parser.parse_args()
+    titles = f"{'tok/s':>10}{'x':>7}{'peak share':>12}{'state MB':>10}{'paper MB':>10}{'peak MB':>10}"
+    print(f"{'model':<22}{'variant':<16}{'ranks':>5}{titles}")
+    if args.device == "cuda":
+        for name in args.model or ("0.6B", "8B"):
+            first = 0.0
+            for variant in ("unsharded", "fsdp2", "adapters", "adapters fsdp2"):
+                found = in_processes(1, name, variant, "cuda", args.steps)
+                first = first or found[0][0]
+                show(name, variant, found, first)
+        return
+    for name in args.model or ("cpu",):
+        first = 0.0
+        for size in args.ranks:
+            variant = "unsharded" if size == 1 else "fsdp2"
+            found = in_processes(size, name, variant, "cpu", args.steps)
+            first = first or found[0][0]
+            show(name, variant, found, first)
+
+
+def show(name: str, variant: str, found: list[tuple[float, float, int, int]], first: float) -> None:
+    speed, share = found[0][0], found[0][1]
+    state, peak = (max(row[i] for row in found) / 1e6 for i in (2, 3))
+    shown = f"{share:>12.1%}" if share else f"{'-':>12}"
+    paper = f"{paper_bytes(name, len(found)) / 1e6:>10,.2f}" if variant in ("unsharded", "fsdp2") else f"{'-':>10}"
+    figures = f"{speed:>10,.0f}{speed / first:>7.2f}{shown}{state:>10,.2f}{paper}{peak:>10,.0f}"
+    print(f"{name:<22}{variant:<16}{len(found):>5}{figures}", flush=True)
+
+
+def paper_bytes(name: str, ranks: int) -> float:
+    s = SHAPES[name]
+    shape = ModelShape(
+        hidden=s["hidden_size"], intermediate=s["intermediate_size"], layers=s["num_hidden_layers"],
+        heads=s["num_attention_heads"], kv_heads=s["num_key_value_heads"], head=s["head_dim"],
+        vocabulary=s["vocab_size"], tied=s["tie_word_embeddings"],
+    )  # fmt: skip
+    return rank_budget(shape, ranks, pack_tokens=1).state
+
+
+def in_processes(size: int, *args: Any) -> list[Any]:
+    """Run `measure` on every rank, each in a new process."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(size)]
+        started = [
+            context.Process(target=measure, args=(rank, size, f"file://{folder}/ranks", pipes[rank][1], *args))
+            for rank in range(size)
+        ]
+        for process in started:
+            process.start()
+        try:
+            found = []
+            for rank, (receiver, _) in enumerate(pipes):
+                while not receiver.poll(1.0):
+                    if not started[rank].is_alive() and not receiver.poll():
+                        raise SystemExit(f"rank {rank} ended with status {started[rank].exitcode}")
+                found.append(receiver.recv())
+            return found
+        finally:
+            for process in started:
+                process.join(20)
+                process.kill()
+
+
+def measure(rank: int, size: int, meeting: str, pipe: Any, name: str, variant: str, device: str, steps: int) -> None:
+    """Sends (tokens/s, share of peak, bytes of state, peak bytes)."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    sharded = "fsdp2" in variant
+    ranks = Ranks.join(rank, size, meeting, device=device, timeout_s=300) if sharded else Ranks.alone(device)
+    trainer = make_trainer(name, ranks, adapters="adapters" in variant, sharded=sharded)
+    trainer.orders.add("state", lambda: ranks.gather(state_bytes(trainer)))
+    peak_bytes(torch.device(device))
+    if not ranks.first:
+        trainer.orders.follow()
+        pipe.send((0.0, 0.0, state_bytes(trainer), peak_bytes(torch.device(device))))
+        return
+    samples = make_samples(name)
+    tokens = sum(len(s.ids) for s in samples)
+    for step in range(steps + 1):
+        if step == 1:  # the first step compiles, allocates, and creates the moments of the optimizer
+            began_s = time.perf_counter()
+        trainer.accumulate(samples)
+        report = trainer.finish()
+        assert not report.skipped
+    took_s = (time.perf_counter() - began_s) / steps  # pyright: ignore[reportPossiblyUnboundVariable]
+    speed = tokens / took_s
+    share = flops(trainer.model, samples) / took_s / PEAK if device == "cuda" and "adapters" not in variant else 0.0
+    trainer.orders.stop()
+    pipe.send((speed, share, state_bytes(trainer), report.peak_bytes))  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def make_trainer(name: str, ranks: Ranks, *, adapters: bool, sharded: bool) -> TorchTrainer:
+    sections = {"train": {"engine_gap_limit": 1e9, "engine_gap_alarm": 1e9}}
+    dtype = torch.float32 if ranks.device == "cpu" else torch.bfloat16
+    shape = Qwen3Config(**SHAPES[name], max_position_embeddings=4096)
+    torch.manual_seed(0)
+
+    def attach(model: Any) -> None:
+        if adapters:
+            lora.attach(model, config.Lora(rank=16), base="none", seed=0)
+
+    if sharded:
+        source = None
+        if ranks.first:
+            with torch.device(ranks.device):
+                whole = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=NAME)
+            attach(whole)
+            whole.cpu()
+            source = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
+        model: Any = sharded_policy(shape, source, ranks, dtype=dtype, prepare=attach)
+        del source
+        gc.collect()
+    else:
+        with torch.device(ranks.device):
+            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=NAME).eval()
+        attach(model)
+    micro = 16_384 if ranks.device == "cuda" else 2048
+    return TorchTrainer(
+        model, algorithms.make("dr_grpo"), config.parse(sections, where="benchmark"), micro_tokens=micro,
+        orders=Orders(ranks),
+    )  # fmt: skip
+
+
+def make_samples(name: str) -> list[Sample]:
+    draw, rng = random.Random(0), np.random.default_rng(0)
+    size = SHAPES[name]["vocab_size"]
+    count, least, most = {"tiny": (8, 16, 64), "cpu": (48, 64, 256)}.get(name, (48, 512, 2048))
+    lengths = [draw.randrange(least, most) for _ in range(count)]
+    out = []
+    for n in lengths:
+        ids = tuple(rng.integers(3, size, n).tolist())
+        behavior = np.full(n - 1, -float(np.log(size)))
+        out.append(Sample(ids=ids, targets=tuple(range(1, n)), behavior=behavior, advantage=rng.normal(), limit=4096))
+    return out
+
+
+def state_bytes(trainer: TorchTrainer) -> int:
+    """Bytes of this rank's weights, gradients and moments."""
+    held = {id(p): rows(p) for p in trainer.model.parameters()}
+    total = sum(t.numel() * t.element_size() for t in held.values())
+    trained = trainer.optimizer._master.values()
+    own = any(p.dtype == torch.float32 for p in trainer.model.parameters() if p.requires_grad)
+    # The gradient and two moments in float32, and a master unless the weights are their own masters.
+    return total + sum((3 if own else 4) * 4 * m.numel() for m in trained)
+
+
+def flops(model: Any, samples: list[Sample]) -> float:
+    """Floating point operations of one step."""
+    c = model.config
+    matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
+    matrices += c.vocab_size * c.hidden_size if c.tie_word_embeddings else 0
+    attention = sum(
+        12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * len(s.ids) ** 2 / 2 for s in samples
+    )
+    return 6 * matrices * sum(len(s.ids) for s in samples) + attention
+
+
+if __name__ == "__main__":
+    main()

@@ -23,16 +23,31 @@ class Dataset:
     """
 
     def __init__(
-        self, path: str | Path, *, split: str | None = None, subset: str | None = None, filter: str = "",
-        columns: Mapping[str, str] | None = None, system_prompt: str | None = None, instruction: str | None = None,
-        answer_after: str | None = None, rewards: Sequence[str] = ("math",), reward_weights: Sequence[float] = (),
-        held_out: float = 0.0, evaluation: Mapping[str, Any] | None = None, seed: int = 0, cpu_s: float = 5.0,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | Path,
+        *,
+        split: str | None = None,
+        subset: str | None = None,
+        filter: str = "",
+        columns: Mapping[str, str] | None = None,
+        system_prompt: str | None = None,
+        instruction: str | None = None,
+        answer_after: str | None = None,
+        rewards: Sequence[str] = ("math",),
+        reward_weights: Sequence[float] = (),
+        held_out: float = 0.0,
+        evaluation: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        cpu_s: float = 5.0,
+    ) -> None:
         source = Source(path=Path(path), split=split, subset=subset, filter=filter)
         form = Format(
-            columns=columns or {}, system_prompt=system_prompt, instruction=instruction, answer_after=answer_after,
+            columns=columns or {},
+            system_prompt=system_prompt,
+            instruction=instruction,
+            answer_after=answer_after,
             answer_needed=any(name in GRADERS for name in rewards),
-        )  # fmt: skip
+        )
         self._split, self._seed = _split(source, form, evaluation, held_out), seed
         names = labels([*self._split.train[:100], *self._split.evaluation[:100]])
         self._rewards = Rewards(rewards, reward_weights, columns=names, cpu_s=cpu_s)
@@ -66,9 +81,12 @@ def read_split(section: Any, evaluation: Mapping[str, Any] | None) -> Split[Tabl
     """The rows that an env section of windfall.recipe names. `evaluation`: a separate data set (hosting.py)."""
     source = Source(path=section.path, split=section.split, subset=section.subset, filter=section.filter)
     form = Format(
-        columns=section.columns, system_prompt=section.system_prompt, instruction=section.instruction,
-        answer_after=section.answer_after, answer_needed=any(name in GRADERS for name in section.rewards),
-    )  # fmt: skip
+        columns=section.columns,
+        system_prompt=section.system_prompt,
+        instruction=section.instruction,
+        answer_after=section.answer_after,
+        answer_needed=any(name in GRADERS for name in section.rewards),
+    )
     return _split(source, form, evaluation, section.held_out)
 
 

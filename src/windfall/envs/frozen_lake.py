@@ -34,9 +34,18 @@ class FrozenLake:
     the policy sees: the "map", or only the "neighbors" of its field. `rules`: explain the game in the prompt."""
 
     def __init__(
-        self, size: int = 4, slippery: bool = False, max_turns: int = 12, frozen: float = 0.8, *, seed: int = 0,
-        moves: Sequence[str] = MOVES, fields: str = FIELDS, view: str = "map", rules: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        size: int = 4,
+        slippery: bool = False,
+        max_turns: int = 12,
+        frozen: float = 0.8,
+        *,
+        seed: int = 0,
+        moves: Sequence[str] = MOVES,
+        fields: str = FIELDS,
+        view: str = "map",
+        rules: bool = True,
+    ) -> None:
         if importlib.util.find_spec("gymnasium") is None:
             fix = f"Install it: {install_command('gymnasium')}"
             raise WindfallError("gymnasium is not installed", where="env.name", fix=fix)

@@ -30,9 +30,15 @@ class Graded:
 
 
 async def grade(
-    host: EnvHost, index: int, task: Task, turns: Sequence[Turn], *, tries: int = 3, timeout_s: float = 30.0,
+    host: EnvHost,
+    index: int,
+    task: Task,
+    turns: Sequence[Turn],
+    *,
+    tries: int = 3,
+    timeout_s: float = 30.0,
     backoff_s: float = 0.1,
-) -> Graded:  # fmt: skip
+) -> Graded:
     """Get the feedback in at most `tries` tries of `timeout_s` each, with pauses of `backoff_s`, then twice that, and
     so on. A failure that is marked as final is not retried."""
     if tries < 1:

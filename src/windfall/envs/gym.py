@@ -51,9 +51,17 @@ class Gym:
     """
 
     def __init__(
-        self, task: str, options: Mapping[str, Any] | None = None, seed: int = 0, size: int = 1000,
-        instruction: str = INSTRUCTION, *, threshold: float = 0.99, partial: bool = False, cpu_s: float = 5.0,
-    ) -> None:  # fmt: skip
+        self,
+        task: str,
+        options: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        size: int = 1000,
+        instruction: str = INSTRUCTION,
+        *,
+        threshold: float = 0.99,
+        partial: bool = False,
+        cpu_s: float = 5.0,
+    ) -> None:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise WindfallError("reasoning-gym is not installed", fix=f"Install it: {install_command('gym')}")
         where = f"gym task '{task}'"

@@ -46,9 +46,14 @@ def split(
 
 
 def split_rows(
-    rows: list[Row], path: Path, *, evaluation: list[Row] | None = None, eval_path: Path | None = None,
-    held_out: float = 0.0, other: str = "env.eval_path",
-) -> Split[Row]:  # fmt: skip
+    rows: list[Row],
+    path: Path,
+    *,
+    evaluation: list[Row] | None = None,
+    eval_path: Path | None = None,
+    held_out: float = 0.0,
+    other: str = "env.eval_path",
+) -> Split[Row]:
     """Split the rows by separate evaluation rows, or by a hash of the prompt: adding rows never moves other rows, and
     rows with the same prompt stay together. Without either, the evaluation uses the training rows. `other`: the key
     of the recipe that names separate rows."""
@@ -95,9 +100,12 @@ def describe(section: Any, tasks: int, evaluation: dict[str, Any] | None = None)
         name, trained = _label(section.path, section.split, evaluation), section.path.name
     else:
         s = split(
-            section.path, section.prompt_field, section.answer_field, eval_path=section.eval_path,
+            section.path,
+            section.prompt_field,
+            section.answer_field,
+            eval_path=section.eval_path,
             held_out=section.held_out,
-        )  # fmt: skip
+        )
         name, trained, other = s.file.name, section.path.name, "env.eval_path"
     separate = evaluation is not None or getattr(section, "eval_path", None) is not None
     return _describe_split(s, tasks, name, trained, other, separate=separate, held_out=bool(section.held_out))

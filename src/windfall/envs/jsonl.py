@@ -26,9 +26,17 @@ class JsonLines:
     """
 
     def __init__(
-        self, path: str | Path, prompt_field: str = "prompt", answer_field: str = "answer", scoring: Scoring = "math",
-        *, eval_path: str | Path | None = None, held_out: float = 0.0, seed: int = 0, cpu_s: float = 5.0,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | Path,
+        prompt_field: str = "prompt",
+        answer_field: str = "answer",
+        scoring: Scoring = "math",
+        *,
+        eval_path: str | Path | None = None,
+        held_out: float = 0.0,
+        seed: int = 0,
+        cpu_s: float = 5.0,
+    ) -> None:
         if scoring not in get_args(Scoring):
             fix = nearest(scoring, get_args(Scoring))
             raise WindfallError(f"unknown scoring '{scoring}'", where=str(path), fix=fix)

@@ -37,9 +37,15 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 class Gate:
     def __init__(
-        self, run: str, token: str, *, log: Callable[..., None], max_workers: int, trainer_secret: str = "",
+        self,
+        run: str,
+        token: str,
+        *,
+        log: Callable[..., None],
+        max_workers: int,
+        trainer_secret: str = "",
         borrows: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Without a `trainer_secret`, no trainer is accepted. `borrows`: workers that lend are accepted."""
         self.run, self._token, self._log, self.max_workers = run, token, log, max_workers
         self._trainer_secret, self._borrows = trainer_secret, borrows

@@ -153,9 +153,13 @@ class Port:
         await socket.prepare(request)
         drop = transport.abort if transport else lambda: None
         link = SocketLink(
-            socket, route.receives, request.remote or "?", drop, max_frame_bytes=route.max_frame_bytes,
+            socket,
+            route.receives,
+            request.remote or "?",
+            drop,
+            max_frame_bytes=route.max_frame_bytes,
             authenticated=lambda: self._listener.authenticated(transport),
-        )  # fmt: skip
+        )
         self._listener.limit_bytes(transport, route.unauthenticated_bytes, link.limit_exceeded)
         self._links.add(link)
         try:
@@ -190,9 +194,13 @@ class Dialer:
         try:
             async with asyncio.timeout(timeout_s):
                 socket = await self._session.ws_connect(
-                    self.url + self._path, max_msg_size=self._max_frame_bytes, ssl=self._ssl or True, heartbeat=10.0,
-                    compress=0, timeout=aiohttp.ClientWSTimeout(ws_close=1.0)  # pyright: ignore[reportCallIssue],
-                )  # fmt: skip
+                    self.url + self._path,
+                    max_msg_size=self._max_frame_bytes,
+                    ssl=self._ssl or True,
+                    heartbeat=10.0,
+                    compress=0,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=1.0),  # pyright: ignore[reportCallIssue],
+                )
         except (aiohttp.ClientError, OSError, TimeoutError) as e:
             raise LinkClosed(f"{self.url}: {_why_no_link(e, timeout_s)}") from e
         raw = socket.get_extra_info("socket")

@@ -140,9 +140,12 @@ def _slabs(spans: Iterable[tuple[Piece, int, int, range]], device: torch.device)
         nonlocal pieces, sizes, blocks, held
         block_sizes = np.concatenate(sizes)
         slab = Slab(
-            width=width, pieces=pieces, blocks=np.concatenate(blocks), sizes=block_sizes,
+            width=width,
+            pieces=pieces,
+            blocks=np.concatenate(blocks),
+            sizes=block_sizes,
             ends=torch.from_numpy(np.cumsum(block_sizes)).to(device),
-        )  # fmt: skip
+        )
         pieces, sizes, blocks, held = [], [], [], 0
         return slab
 

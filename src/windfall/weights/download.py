@@ -66,9 +66,17 @@ def download_manifest(to: Address, path: str, retry: Retry, parse: Callable[[byt
 
 class Download:
     def __init__(
-        self, servers: Sequence[Address], path: str, view: memoryview, source: ChunkedManifest,
-        verified: list[int | None], *, tries: int, stop: threading.Event, on_bytes: Callable[[int], None],
-    ) -> None:  # fmt: skip
+        self,
+        servers: Sequence[Address],
+        path: str,
+        view: memoryview,
+        source: ChunkedManifest,
+        verified: list[int | None],
+        *,
+        tries: int,
+        stop: threading.Event,
+        on_bytes: Callable[[int], None],
+    ) -> None:
         """`verified` (checksums of the buffer's chunks) is updated. `on_bytes` is called by one thread at a time."""
         self.servers, self.path, self.view, self.chunks = servers, path, view, source.chunks
         self._bounds, self._server_of, self._chunk_bytes = source.bounds(), source.chunk_servers(), source.chunk_bytes

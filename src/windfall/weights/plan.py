@@ -120,9 +120,14 @@ def make(offers: Sequence[Offer]) -> Plan:
         for r in range(len(offers))
     )
     return Plan(
-        entries=entries, nbytes=nbytes, bounds=tuple(bounds), shares=shares, split_blocks=split, servers=servers,
+        entries=entries,
+        nbytes=nbytes,
+        bounds=tuple(bounds),
+        shares=shares,
+        split_blocks=split,
+        servers=servers,
         sources=sources,
-    )  # fmt: skip
+    )
 
 
 def _check_same(offers: Sequence[Offer]) -> None:

@@ -126,9 +126,17 @@ class Publisher:
             plan, sources = self._agree(meeting, tensors, check)
             handle, old = self._prepare(meeting, plan)
             published = self._writer.write(
-                meeting, plan, sources, lambda: self._map_spare(handle), undo, copied=copied, old=old,
-                keep_on_device=self.with_delta, version=version, **({"base": base, "scale": scale} if base else {}),
-            )  # fmt: skip
+                meeting,
+                plan,
+                sources,
+                lambda: self._map_spare(handle),
+                undo,
+                copied=copied,
+                old=old,
+                keep_on_device=self.with_delta,
+                version=version,
+                **({"base": base, "scale": scale} if base else {}),
+            )
             self._make_readable(meeting, published)
             undo.pop_all()
             return published.manifest

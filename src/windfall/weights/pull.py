@@ -39,9 +39,15 @@ T = TypeVar("T")
 
 class Puller:
     def __init__(
-        self, *, key: str, parallel: int = 4, timeout_s: float = 20.0, tries: int = 5,
-        ssl: tls.SSLContext | None = None, shared: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        key: str,
+        parallel: int = 4,
+        timeout_s: float = 20.0,
+        tries: int = 5,
+        ssl: tls.SSLContext | None = None,
+        shared: bool = False,
+    ) -> None:
         """`shared`: other processes of this machine can map the pulled weights."""
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
@@ -114,9 +120,14 @@ class Puller:
         copy.held = wanted
 
     def _apply_deltas(
-        self, copy: LocalCopy, servers: list[Address], path: str, held: Manifest, wanted: Manifest,
+        self,
+        copy: LocalCopy,
+        servers: list[Address],
+        path: str,
+        held: Manifest,
+        wanted: Manifest,
         stop: threading.Event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Update the buffer toward `wanted` with the deltas of all servers. After any failure, the full download
         corrects the buffer."""
         missing, bounds = [0] * len(servers), wanted.bounds()
@@ -176,9 +187,14 @@ class Puller:
         return got
 
     def _download(
-        self, servers: list[Address], path: str, view: memoryview, source: ChunkedManifest, verified: list[int | None],
+        self,
+        servers: list[Address],
+        path: str,
+        view: memoryview,
+        source: ChunkedManifest,
+        verified: list[int | None],
         stop: threading.Event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         download = Download(servers, path, view, source, verified, tries=self.tries, stop=stop, on_bytes=self._count)
         try:
             download.run(self.parallel)

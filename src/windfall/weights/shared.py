@@ -64,9 +64,10 @@ class OpenVersion:
             raise _not_published(self.version)
         self._descriptors.append(descriptor)
         return SharedVersion(
-            manifest=published.encoded, path=f"/proc/{os.getpid()}/fd/{descriptor}",
+            manifest=published.encoded,
+            path=f"/proc/{os.getpid()}/fd/{descriptor}",
             base=None if base is None else self._share(base, None),
-        )  # fmt: skip
+        )
 
     def intact(self) -> bool:
         """Whether no byte of the version has been overwritten yet."""

@@ -64,10 +64,18 @@ class VersionWriter:
         self._pages = copy_out.LockedPages()
 
     def write(
-        self, meeting: Meeting, plan: Plan, sources: Sources, find_buffer: Callable[[], Buffer], undo: ExitStack, *,
-        copied: Callable[[], None] | None = None, old: Published | None = None, keep_on_device: bool = False,
+        self,
+        meeting: Meeting,
+        plan: Plan,
+        sources: Sources,
+        find_buffer: Callable[[], Buffer],
+        undo: ExitStack,
+        *,
+        copied: Callable[[], None] | None = None,
+        old: Published | None = None,
+        keep_on_device: bool = False,
         **fields: Any,
-    ) -> Published:  # fmt: skip
+    ) -> Published:
         """`old`: the version to compare with. `keep_on_device`: the next version may be compared with this one.
         `fields`: of the manifest. `undo` is extended by what must be done if the version does not become readable."""
         delta = DeltaShare(plan, self.rank, self.pool.map) if old else None
@@ -99,9 +107,14 @@ class VersionWriter:
         done = meeting.step("hash their chunks", hash_and_compare, tuple[list[int], bytes])
         assert buffer is not None
         made = manifest.make(
-            entries=plan.entries, nbytes=plan.nbytes, chunk_bytes=self.chunk_bytes, servers=plan.servers,
-            sources=plan.sources, chunks=_in_order(plan, [checksums for checksums, _ in done]), **fields,
-        )  # fmt: skip
+            entries=plan.entries,
+            nbytes=plan.nbytes,
+            chunk_bytes=self.chunk_bytes,
+            servers=plan.servers,
+            sources=plan.sources,
+            chunks=_in_order(plan, [checksums for checksums, _ in done]),
+            **fields,
+        )
         published = Published(manifest=made, encoded=made.encode(), buffer=buffer, plan=plan, update_bytes=plan.nbytes)
         if delta is None or old is None:
             return published
@@ -204,9 +217,12 @@ class VersionWriter:
     def _with_delta(self, published: Published, old: Published, stored: Buffer) -> Published:
         bounds = manifest.chunk_bounds(stored.nbytes, self.chunk_bytes)
         made = DeltaManifest(
-            base=old.manifest.digest, digest=published.manifest.digest, nbytes=stored.nbytes,
-            chunk_bytes=self.chunk_bytes, chunks=tuple(self.hashes(stored.data, bounds, range(len(bounds) - 1))),
-        )  # fmt: skip
+            base=old.manifest.digest,
+            digest=published.manifest.digest,
+            nbytes=stored.nbytes,
+            chunk_bytes=self.chunk_bytes,
+            chunks=tuple(self.hashes(stored.data, bounds, range(len(bounds) - 1))),
+        )
         return replace(published, delta=made, delta_encoded=made.encode(), delta_buffer=stored)
 
 

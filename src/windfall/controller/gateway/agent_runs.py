@@ -43,8 +43,9 @@ CHECK_S = 0.25
 """Seconds between checks of an agent's time limit."""
 NO_REWARD = EnvFailed(
     "the agent ended without a reward: it must return a number, print one as its last line, or post it to /v1/reward",
-    "no reward", final=True,
-)  # fmt: skip
+    "no reward",
+    final=True,
+)
 
 
 class Limits(Protocol):
@@ -94,9 +95,13 @@ class AgentRuns:
 
     def _open(self, order: SessionOrder) -> AgentRun | Response:
         response = self.sampler.open(
-            order.id, order.seed, sampling=order.sampling, version=order.version, past=order.past,
+            order.id,
+            order.seed,
+            sampling=order.sampling,
+            version=order.version,
+            past=order.past,
             on_version_gone=order.version_gone,
-        )  # fmt: skip
+        )
         return AgentRun(self, order) if response is None else response
 
 
@@ -198,8 +203,10 @@ class AgentRun:
         kill: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         watching = asyncio.create_task(self._watch(session, kill))
         variables = {
-            "OPENAI_BASE_URL": self._runs.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": self._runs.sampler.model,
-        }  # fmt: skip
+            "OPENAI_BASE_URL": self._runs.url,
+            "OPENAI_API_KEY": session.key,
+            "OPENAI_MODEL": self._runs.sampler.model,
+        }
         try:
             return await self._runs.launcher.run(self._task(), variables, kill)
         finally:

@@ -49,9 +49,11 @@ PLAIN = (
 def program(env: AgentEnv | VerifiersEnv, *hidden: Path) -> AgentProgram:
     """What is started for every response. `hidden`: folders that agents must not read."""
     common = {
-        "memory_mb": env.memory_mb, "directory": str(env.directory or ""), "isolation": env.isolation,
+        "memory_mb": env.memory_mb,
+        "directory": str(env.directory or ""),
+        "isolation": env.isolation,
         "hidden": [str(folder.resolve()) for folder in hidden],
-    }  # fmt: skip
+    }
     if isinstance(env, VerifiersEnv):
         options = {"id": env.id, "args": env.args, "sampling_args": env.sampling_args}
         return AgentProgram(function="windfall.envs.agents.verifiers_agent:run", options=options, **common)
@@ -162,16 +164,25 @@ class AgentService:
         check_grader(recipe, self._env)
         stop = rollout.text.stop
         sampler = DispatchSampler(
-            rollout.dispatch, model=recipe.run.name, context=context_of(recipe, model_context),
-            sampling=recipe.rollout.sampling(), stop=stop,
-        )  # fmt: skip
+            rollout.dispatch,
+            model=recipe.run.name,
+            context=context_of(recipe, model_context),
+            sampling=recipe.rollout.sampling(),
+            stop=stop,
+        )
         gateway = Gateway(sampler, tokenizer, chat(recipe, tokenizer, stop), stop)
         url = await self._listen(gateway, env.port)
         self.runs = AgentRuns(
-            gateway=gateway, sampler=sampler, launcher=self.launcher, options=recipe.rollout,
-            limits=env, url=url, graded=isinstance(env, AgentEnv) and env.reward == "grader", journal=self._journal,
+            gateway=gateway,
+            sampler=sampler,
+            launcher=self.launcher,
+            options=recipe.rollout,
+            limits=env,
+            url=url,
+            graded=isinstance(env, AgentEnv) and env.reward == "grader",
+            journal=self._journal,
             log=AgentLog(self._folder / "agents.log"),
-        )  # fmt: skip
+        )
         rollout.sessions = self.runs
 
     def counters(self) -> dict[str, int]:

@@ -59,9 +59,16 @@ class GrowingText:
 
 class TextChunks:
     def __init__(
-        self, flight: CallInFlight, options: CallOptions, *, chat: bool, model: str,
-        decode: Callable[[Sequence[int]], str], token_texts: Callable[[Sequence[int]], list[str]], index: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        flight: CallInFlight,
+        options: CallOptions,
+        *,
+        chat: bool,
+        model: str,
+        decode: Callable[[Sequence[int]], str],
+        token_texts: Callable[[Sequence[int]], list[str]],
+        index: int = 0,
+    ) -> None:
         """`index`: number of the choice that this call is in its answer."""
         self._flight, self._options, self._chat, self._index = flight, options, chat, index
         self._model, self._token_texts, self._created = model, token_texts, int(time.time())

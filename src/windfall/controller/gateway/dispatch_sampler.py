@@ -65,9 +65,15 @@ class _SessionTokens:
 
 class DispatchSampler:
     def __init__(
-        self, dispatch: Dispatch, *, model: str, context: int, sampling: Sampling, stop: frozenset[int],
+        self,
+        dispatch: Dispatch,
+        *,
+        model: str,
+        context: int,
+        sampling: Sampling,
+        stop: frozenset[int],
         version: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`sampling` and `version` are the defaults of `open`."""
         self.model, self.context = model, context
         self._dispatch, self._sampling, self._stop, self._version = dispatch, sampling, stop, version
@@ -90,9 +96,15 @@ class DispatchSampler:
     # Sessions, for their owner.
 
     def open(
-        self, session: str, seed: int, *, sampling: Sampling | None = None, version: int | None = None,
-        past: History | None = None, on_version_gone: Callable[[], None] = lambda: None,
-    ) -> Response | None:  # fmt: skip
+        self,
+        session: str,
+        seed: int,
+        *,
+        sampling: Sampling | None = None,
+        version: int | None = None,
+        past: History | None = None,
+        on_version_gone: Callable[[], None] = lambda: None,
+    ) -> Response | None:
         """Open a session. Its id is that of its response, such as "7/0". `version`: every token must come from this
         version; None: from any version in the version window. `past`: what the journal has of its segments. Returns the
         response, and opens nothing, if the journal has all of it."""

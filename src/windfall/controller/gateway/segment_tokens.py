@@ -83,12 +83,19 @@ class SegmentTokens:
         sampled = tuple(version >= 0 for version in versions)
         episode, count = self.episode, sampled.count(True)
         return Response(
-            id=self.episode.id, prompt=self.episode.prompt, tokens=tuple(self.episode.tokens[: self.used]),
-            logprobs=tuple(self.episode.logprobs[: self.used]), sampled=sampled, versions=tuple(versions),
-            finish=self.received[-1].finish if self.received else "stop", reward=reward,
-            turns=max(1, len(self.received)), engines=episode.sources(episode.engine_runs, count),
-            workers=episode.sources(episode.worker_runs, count), agent=True,
-        )  # fmt: skip
+            id=self.episode.id,
+            prompt=self.episode.prompt,
+            tokens=tuple(self.episode.tokens[: self.used]),
+            logprobs=tuple(self.episode.logprobs[: self.used]),
+            sampled=sampled,
+            versions=tuple(versions),
+            finish=self.received[-1].finish if self.received else "stop",
+            reward=reward,
+            turns=max(1, len(self.received)),
+            engines=episode.sources(episode.engine_runs, count),
+            workers=episode.sources(episode.worker_runs, count),
+            agent=True,
+        )
 
 
 def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> Response:
@@ -104,14 +111,24 @@ def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> 
 
 
 def new_episode(
-    session: str, number: int, prompt: tuple[int, ...], seed: int, sampling: Sampling, stop: frozenset[int],
+    session: str,
+    number: int,
+    prompt: tuple[int, ...],
+    seed: int,
+    sampling: Sampling,
+    stop: frozenset[int],
     version: int | None,
-) -> Episode:  # fmt: skip
+) -> Episode:
     """An empty episode for segment `number`. `seed`: that of the session."""
     return Episode(
-        id=segment_id(session, number), prompt=prompt, seed=segment_seed(seed, number), max_tokens=UNLIMITED,
-        sampling=sampling, stop=stop, version=version,
-    )  # fmt: skip
+        id=segment_id(session, number),
+        prompt=prompt,
+        seed=segment_seed(seed, number),
+        max_tokens=UNLIMITED,
+        sampling=sampling,
+        stop=stop,
+        version=version,
+    )
 
 
 def restore(number: int, past: History, episode: Episode) -> SegmentTokens | None:

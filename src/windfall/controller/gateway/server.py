@@ -65,9 +65,13 @@ class Gateway:
     """Time limit for a client to take the next part of a stream (seconds). None: as long as it wants."""
 
     def __init__(
-        self, sampler: Sampler, tokenizer: Any, chat: Chat | None, stop: frozenset[int],
+        self,
+        sampler: Sampler,
+        tokenizer: Any,
+        chat: Chat | None,
+        stop: frozenset[int],
         limits: IntakeLimits | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`chat`: None for a model without a chat template. `stop`: the token ids that end a turn. `limits`: those of
         bodies; None: as the context needs them."""
         self._sampler, self._tokenizer, self._chat, self._stop = sampler, tokenizer, chat, stop
@@ -90,9 +94,7 @@ class Gateway:
         """Listen until `stop_listening`. Returns the port: 0 selects a free one. Raises WindfallError with `fix`.
         `options`: those of aiohttp's runner."""
         self._listener = Listener(max_unauthenticated=MAX_WITHOUT_KEY, auth_timeout_s=head_s)
-        options = {
-            "keepalive_timeout": idle_s, "lingering_time": LINGER_S, "shutdown_timeout": CLOSE_S, **options
-        }  # fmt: skip
+        options = {"keepalive_timeout": idle_s, "lingering_time": LINGER_S, "shutdown_timeout": CLOSE_S, **options}
         self._runner, port = await self._listener.serve(self.app, host, port, None, fix, answer=_not_http, **options)
         return port
 
@@ -139,9 +141,14 @@ class Gateway:
         """Open a session. Its agent gets `session.key`. `max_tokens`: upper limit for the sampled tokens of all turns
         together. `turn_tokens`: for those of one turn; 0: none."""
         session = GatewaySession(
-            id, self._sampler, self._chat, self._decode, in_thread=self._in_thread, max_tokens=max_tokens,
+            id,
+            self._sampler,
+            self._chat,
+            self._decode,
+            in_thread=self._in_thread,
+            max_tokens=max_tokens,
             turn_tokens=turn_tokens,
-        )  # fmt: skip
+        )
         self._sessions[_hash(session.key)] = session
         return session
 
@@ -263,11 +270,16 @@ class Gateway:
         if options.stream:
             chunks = [
                 TextChunks(
-                    choice.flight, options, chat=chat, model=self._sampler.model, decode=self._decode,
-                    token_texts=self._token_texts, index=n,
+                    choice.flight,
+                    options,
+                    chat=chat,
+                    model=self._sampler.model,
+                    decode=self._decode,
+                    token_texts=self._token_texts,
+                    index=n,
                 )
                 for n, choice in enumerate(choices)
-            ]  # fmt: skip
+            ]
             return await self._stream(request, choices, chunks, options.n)
         await asyncio.gather(*(choice.flight.done() for choice in choices))
         kind, first = "chat.completion" if chat else "text_completion", choices[0].flight

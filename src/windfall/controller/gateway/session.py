@@ -136,9 +136,16 @@ class CallInFlight:
 
 class GatewaySession:
     def __init__(
-        self, id: str, sampler: Sampler, chat: Chat | None, decode: Decode, *, in_thread: InThread, max_tokens: int,
+        self,
+        id: str,
+        sampler: Sampler,
+        chat: Chat | None,
+        decode: Decode,
+        *,
+        in_thread: InThread,
+        max_tokens: int,
         turn_tokens: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`max_tokens`: upper limit for the sampled tokens of all turns together. `turn_tokens`: for those of one turn;
         0: none."""
         self.id, self.key = id, f"sk-{secrets.token_urlsafe(32)}"
@@ -257,9 +264,13 @@ class GatewaySession:
     async def _sample(self, flight: CallInFlight, limit: int) -> SampledTurn:
         call = flight.call
         flight.request = TurnRequest(
-            session=self.id, segment=call.segment.index, turn=_turns(call.segment), prompt=flight.prompt,
-            new=call.new or call.segment.prompt, max_tokens=limit,
-        )  # fmt: skip
+            session=self.id,
+            segment=call.segment.index,
+            turn=_turns(call.segment),
+            prompt=flight.prompt,
+            new=call.new or call.segment.prompt,
+            max_tokens=limit,
+        )
         flight.valid.set()
         return await self._sampler.sample(flight.request, flight.grow)
 

@@ -119,12 +119,18 @@ class Episode:
         sampled = tuple(chain.from_iterable(repeat(version >= 0, count) for version, count in self.version_runs))
         assert len(versions) == len(self.tokens) == len(self.logprobs), f"{self.id}: lengths differ"
         return Response(
-            id=self.id, prompt=self.prompt, tokens=tuple(self.tokens), logprobs=tuple(self.logprobs),
-            sampled=sampled, versions=versions, finish=self.finish, reward=reward,
+            id=self.id,
+            prompt=self.prompt,
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            sampled=sampled,
+            versions=versions,
+            finish=self.finish,
+            reward=reward,
             turns=max(1, len(self.turns)),
             engines=self.sources(self.engine_runs, sampled.count(True)),
             workers=self.sources(self.worker_runs, sampled.count(True)),
-        )  # fmt: skip
+        )
 
     def sources(self, runs: Sequence[tuple[str, int]], sampled: int) -> tuple[tuple[str, int], ...]:
         """The runs of the first `sampled` sampled tokens, given `engine_runs` or `worker_runs`. Tokens from a journal

@@ -246,9 +246,12 @@ class _Rows:
         owner, position, count, version, offset = (c[order] for c in (owner, position, count, version, offset))
         begins = np.ones(len(owner), bool)
         begins[1:] = (
-            (owner[1:] != owner[:-1]) | (version[1:] != version[:-1]) | (position[1:] != position[:-1] + count[:-1])
-            | ends_turn[order[:-1]] | (position[1:] < 0)
-        )  # fmt: skip
+            (owner[1:] != owner[:-1])
+            | (version[1:] != version[:-1])
+            | (position[1:] != position[:-1] + count[:-1])
+            | ends_turn[order[:-1]]
+            | (position[1:] < 0)
+        )
         end = np.cumsum(count)
         pick = np.repeat(offset - (end - count), count) + np.arange(end[-1])
         tokens = np.frombuffer(self._tokens, "<u4")[pick].astype(np.uint32, copy=False)
@@ -267,10 +270,12 @@ class _Rows:
                 past.append(self._marks[row])
                 continue
             run = TokenRun(
-                position=run_position, tokens=array("I", tokens[a:b].tobytes()),
-                logprobs=array("f", logprobs[a:b].tobytes()), version=run_version,
+                position=run_position,
+                tokens=array("I", tokens[a:b].tobytes()),
+                logprobs=array("f", logprobs[a:b].tobytes()),
+                version=run_version,
                 finish=self._finished.get(last_row),
-            )  # fmt: skip
+            )
             before = past[-1] if past else None
             if not (isinstance(before, TokenRun) and before.extend(run)):
                 past.append(run)

@@ -104,9 +104,12 @@ class Recovery:
             if n and (id == UNKNOWN or needed(id, next_task, open_tasks))
         }
         return {
-            "file": damage.file, "why": damage.why, "bytes": damage.bytes, "responses": len(tokens.keys() - {UNKNOWN}),
+            "file": damage.file,
+            "why": damage.why,
+            "bytes": damage.bytes,
+            "responses": len(tokens.keys() - {UNKNOWN}),
             "tokens": sum(tokens.values()),
-        }  # fmt: skip
+        }
 
     def _missing_tokens(self, contents: JournalContents, step: int, next_task: int) -> dict[str, int]:
         """By response of a completed step: number of its tokens that are not in the journal."""

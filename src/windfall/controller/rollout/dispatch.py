@@ -55,10 +55,18 @@ MAX_NAME = 32
 
 class Dispatch:
     def __init__(
-        self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
-        vocabulary: int = 1 << 32, techniques: Techniques | None = None, accounts: Accounts | None = None,
-        staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt", borrowed_max: int = 64,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        events: EventLog,
+        journal: Journal | None = None,
+        patience: Patience | None = None,
+        vocabulary: int = 1 << 32,
+        techniques: Techniques | None = None,
+        accounts: Accounts | None = None,
+        staleness: int = 0,
+        on_new_weights: Literal["interrupt", "finish"] = "interrupt",
+        borrowed_max: int = 64,
+    ) -> None:
         """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe."""
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
@@ -123,8 +131,14 @@ class Dispatch:
 
     def _turn_ended(self, id: str, worker: str) -> None:
         e, now = self.ledger.entries[id].episode, asyncio.get_running_loop().time()
-        self.turns.ended(id, self._listeners[id].environment, worker, context=len(e.prompt) + len(e.tokens),
-                         sampled=len(e.tokens) - e.turn_start, now_s=now)  # fmt: skip
+        self.turns.ended(
+            id,
+            self._listeners[id].environment,
+            worker,
+            context=len(e.prompt) + len(e.tokens),
+            sampled=len(e.tokens) - e.turn_start,
+            now_s=now,
+        )
 
     def _forget_turns(self, holders: Mapping[str, str]) -> None:
         """Have workers drop the tokens of responses that have no further turn there. An empty name: no worker."""
@@ -168,18 +182,33 @@ class Dispatch:
     async def attend(self, link: Link, hello: m.Hello) -> None:
         """Handle one worker from its Hello until it is gone."""
         now = asyncio.get_running_loop().time()
-        member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest,
-                                   lends=hello.lends)  # fmt: skip
+        member = self.members.join(
+            hello.name, hello.lease, now, version=hello.version, digest=hello.digest, lends=hello.lends
+        )
         id = member.id
         self._set_engine(member, hello.engine)
         # A lender's steps wait for those of its service, so its speed says nothing of other machines of this device.
         self.placement.speeds.join(id, f"{hello.lease.device} that serves" if hello.lends else hello.lease.device)
         price = prices.of(hello.lease)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
-        self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price.or_none, trainer=hello.name == LOCAL,
-                           started_s=started, name=hello.name)  # fmt: skip
-        self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device,
-                             usd_per_h=price.or_none, price_from=price.said, age_s=now - started)  # fmt: skip
+        self.accounts.join(
+            now,
+            id,
+            kind=hello.lease.kind,
+            usd_per_h=price.or_none,
+            trainer=hello.name == LOCAL,
+            started_s=started,
+            name=hello.name,
+        )
+        self._events.instant(
+            "worker_joined",
+            worker=id,
+            lease=hello.lease.kind,
+            device=hello.lease.device,
+            usd_per_h=price.or_none,
+            price_from=price.said,
+            age_s=now - started,
+        )
         sender = self._outbox.open(id, link)
         self._schedule_soon()
         why = "cancelled"
@@ -360,9 +389,13 @@ class Dispatch:
         self.refusals.gone(member, now)
         self.accounts.gone(now, id, heard_s=member.seen_s)
         self._events.instant(
-            "worker_left" if drained else "worker_lost", worker=id, why=why, moved=len(entries), kept_tokens=tokens,
+            "worker_left" if drained else "worker_lost",
+            worker=id,
+            why=why,
+            moved=len(entries),
+            kept_tokens=tokens,
             s=now - member.joined_s,
-        )  # fmt: skip
+        )
         self._outbox.close(id, why)
         self._schedule_soon()
 
@@ -452,9 +485,15 @@ class Dispatch:
         ledger = self.ledger
         too_long = self.room.too_long(max((w.longest for w in ready if not w.lends), default=math.inf))
         self.borrowing.update(
-            list(self.members.here()), ready, len(ledger.queue), ledger.running, self.placement.speeds.profile,
-            self._last_schedule_s, room=room(too_long.episode) if too_long else 0, keeps=self.fixed.keeps,
-        )  # fmt: skip
+            list(self.members.here()),
+            ready,
+            len(ledger.queue),
+            ledger.running,
+            self.placement.speeds.profile,
+            self._last_schedule_s,
+            room=room(too_long.episode) if too_long else 0,
+            keeps=self.fixed.keeps,
+        )
 
     def _open(self, member: Member) -> bool:
         """Whether the worker takes work now: an engine without live slots only if it is idle."""

@@ -28,9 +28,16 @@ from windfall.recipe import Recipe
 
 class Evaluation:
     def __init__(
-        self, recipe: Recipe, rollout: Rollout, events: EventLog, held_out: HeldOut | None = None, *,
-        evaluated: Iterable[int] = (), lost: bool = False, on_change: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        recipe: Recipe,
+        rollout: Rollout,
+        events: EventLog,
+        held_out: HeldOut | None = None,
+        *,
+        evaluated: Iterable[int] = (),
+        lost: bool = False,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         """`held_out`: by default, the recipe's `eval.tasks` tasks, starting at HELD_OUT. `evaluated`: steps whose
         evaluation is in the log. `lost`: an evaluation was not completed before the controller was restarted.
         `on_change`: called when an evaluation alongside training ends."""
@@ -117,9 +124,12 @@ class Evaluation:
         with self._events.span("eval", step=step):
             tasks = range(HELD_OUT, HELD_OUT + self._held_out.tasks)
             groups = self._rollout.groups(
-                tasks, size=self._recipe.eval.samples, sampling=sampling, scope=f"eval-{step}:",
+                tasks,
+                size=self._recipe.eval.samples,
+                sampling=sampling,
+                scope=f"eval-{step}:",
                 version=step if self._asynchronous else None,
-            )  # fmt: skip
+            )
             async with aclosing(groups):
                 async for group in groups:
                     if group.rewards:
@@ -131,11 +141,17 @@ class Evaluation:
             raise self._rollout.failures.no_rewards(f"the evaluation after step {step}")
         all_rewards = [reward for group in rewards.values() for reward in group]
         self._events.scalar(
-            "eval", step=step, reward=sum(all_rewards) / len(all_rewards), graded=len(all_rewards),
-            responses=len(tasks) * self._recipe.eval.samples, tasks=len(rewards), on=self._held_out.description,
+            "eval",
+            step=step,
+            reward=sum(all_rewards) / len(all_rewards),
+            graded=len(all_rewards),
+            responses=len(tasks) * self._recipe.eval.samples,
+            tasks=len(rewards),
+            on=self._held_out.description,
             lengths=[lengths.get(index, 0) for index in tasks],
-            **describe_passes(self._recipe.eval, list(rewards.values())), **describe_scores(scores),
-        )  # fmt: skip
+            **describe_passes(self._recipe.eval, list(rewards.values())),
+            **describe_scores(scores),
+        )
         self._evaluated.add(step)
 
 

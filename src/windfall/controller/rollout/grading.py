@@ -71,11 +71,15 @@ class Grading:
         load = self._load()
         p99 = times_s[math.ceil(0.99 * len(times_s)) - 1] if times_s else 0.0
         return {
-            "reward_s": self.mean_s, "reward_s_p99": p99, "reward_s_max": times_s[-1] if times_s else 0.0,
-            "grading_peak": self.peak, "grader_errors": self.errors, "rewards_retried": self.retried,
+            "reward_s": self.mean_s,
+            "reward_s_p99": p99,
+            "reward_s_max": times_s[-1] if times_s else 0.0,
+            "grading_peak": self.peak,
+            "grader_errors": self.errors,
+            "rewards_retried": self.retried,
             "grader_processes": load.get("processes", 0),
             **({"env_servers": load["servers"]} if load.get("servers") else {}),
-        }  # fmt: skip
+        }
 
     def slow_s(self, now_s: float) -> float | None:
         """How long the longest call has been in progress, if that should be reported now: after SLOW_S, and again
@@ -91,5 +95,8 @@ class Grading:
         """The current state, for `windfall top`."""
         longest_s = max((now_s - began_s for began_s in self._open.values()), default=0.0)
         return self._load() | {
-            "grading": len(self._open), "longest_s": longest_s, "reward_s": self.mean_s, "errors": self.total_errors
-        }  # fmt: skip
+            "grading": len(self._open),
+            "longest_s": longest_s,
+            "reward_s": self.mean_s,
+            "errors": self.total_errors,
+        }

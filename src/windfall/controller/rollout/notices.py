@@ -20,9 +20,13 @@ trip."""
 
 class Notices:
     def __init__(
-        self, events: EventLog, drain: Callable[[str, str], None], stop_assigning: Callable[[str, str], None], *,
+        self,
+        events: EventLog,
+        drain: Callable[[str, str], None],
+        stop_assigning: Callable[[str, str], None],
+        *,
         migration: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._events, self._drain, self._stop_assigning, self._migration = events, drain, stop_assigning, migration
         self.timers: dict[str, asyncio.TimerHandle] = {}
         """By worker that got a notice: the timer that drains it."""

@@ -91,11 +91,16 @@ class SessionStream(Stream):
     def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
         gone = VersionGone(f"no worker holds version {self._version} any more")
         order = SessionOrder(
-            id=id, index=group.index, task=group.task, seed=self._seed(id), sampling=self._sampling,
-            version=self._version, past=self._past(id),
+            id=id,
+            index=group.index,
+            task=group.task,
+            seed=self._seed(id),
+            sampling=self._sampling,
+            version=self._version,
+            past=self._past(id),
             version_gone=lambda: self.inbox.put_nowait(gone),
             grade=partial(self._rollout.grader.grade, id, group, counted=self._counted),
-        )  # fmt: skip
+        )
         opened = self._open_session(order)
         self._live[id] = (opened, group)
         if isinstance(opened, Response):

@@ -120,9 +120,13 @@ class Rollout:
         """Yield the groups of these task numbers as they complete. For `scope` and `version` see Stream."""
         arrived: asyncio.Queue[Group | int | BaseException] = asyncio.Queue()
         stream = self.stream(
-            size=size, sampling=sampling, scope=scope, version=version, on_group=arrived.put_nowait,
+            size=size,
+            sampling=sampling,
+            scope=scope,
+            version=version,
+            on_group=arrived.put_nowait,
             on_skipped=arrived.put_nowait,
-        )  # fmt: skip
+        )
         running = asyncio.create_task(stream.run())
         running.add_done_callback(partial(stream_messages.forward_error, arrived))
         try:
@@ -146,10 +150,17 @@ class Sessions(Protocol):
 
 class Stream:
     def __init__(
-        self, rollout: Rollout, *, size: int, sampling: Sampling, on_group: Callable[[Group], None],
-        on_skipped: Callable[[int], None], on_too_old: Callable[[int, int], None] = lambda index, tokens: None,
-        scope: str = "", version: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rollout: Rollout,
+        *,
+        size: int,
+        sampling: Sampling,
+        on_group: Callable[[Group], None],
+        on_skipped: Callable[[int], None],
+        on_too_old: Callable[[int, int], None] = lambda index, tokens: None,
+        scope: str = "",
+        version: int | None = None,
+    ) -> None:
         """`size`: responses per task. `on_group`: called with every complete group. `on_skipped`: called with every
         task that the environment cannot produce. `on_too_old`: called for every response that `expire` drops, with its
         task and its number of sampled tokens. `scope`: a prefix of the response ids that ends with a colon, needed if
@@ -340,10 +351,15 @@ class Stream:
 
     def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
         episode = Episode(
-            id=id, prompt=prompt, seed=self._seed(id), max_tokens=self._rollout.options.max_tokens,
-            sampling=self._sampling, stop=self._rollout.text.stop, version=self._version,
+            id=id,
+            prompt=prompt,
+            seed=self._seed(id),
+            max_tokens=self._rollout.options.max_tokens,
+            sampling=self._sampling,
+            stop=self._rollout.text.stop,
+            version=self._version,
             max_turn=self._rollout.options.turn_tokens,
-        )  # fmt: skip
+        )
         self._live[id] = (episode, group)
         self._open_episode(episode, group)
 

@@ -45,9 +45,13 @@ class Stateful:
     """Calls for the turns of a session should go to the process that has it."""
 
     def __init__(
-        self, env: SessionEnv, *, max_idle: int = MAX_IDLE, idle_s: float = IDLE_S,
+        self,
+        env: SessionEnv,
+        *,
+        max_idle: int = MAX_IDLE,
+        idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.env, self._max_idle, self._idle_s, self._clock = env, max_idle, idle_s, clock
         self.task = env.task
         self.replayable = bool(getattr(env, "replayable", True))
@@ -81,8 +85,9 @@ class Stateful:
         if before and not self.replayable:
             raise EnvFailed(
                 f"the session of task '{task.id}' is gone after {len(before)} turns, and {self.name} cannot replay it",
-                "a lost session that cannot be replayed", final=True,
-            )  # fmt: skip
+                "a lost session that cannot be replayed",
+                final=True,
+            )
         session = await _call(self.env.open, task)
         for number, (text, observation) in enumerate(before, start=1):
             self.replayed_turns += 1
@@ -92,8 +97,9 @@ class Stateful:
                 raise EnvFailed(
                     f"the session of task '{task.id}' is gone, and a replay differs in turn {number}: "
                     f"{_short(feedback.observation)} instead of {_short(observation)}",
-                    "a replay that differs", final=True,
-                )  # fmt: skip
+                    "a replay that differs",
+                    final=True,
+                )
         return session
 
     async def _step(self, session: Session, text: str) -> Feedback:

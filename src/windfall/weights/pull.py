@@ -15,19 +15,34 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
 import ssl as tls
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+import xxhash
 
 from windfall.errors import WindfallError
+from windfall.shared_tensors import BufferTensors, SharedTensors
 from windfall.weights import delta, manifest
-from windfall.weights.connection import Address, ConnectionBroken, PullDamaged, PullFailed, PullGone, parse_address
-from windfall.weights.download import Download, Retry, download_manifest
-from windfall.weights.local_copy import LocalCopy
+from windfall.weights.buffers import views
+from windfall.weights.download import (
+    Address,
+    ConnectionBroken,
+    Download,
+    PullDamaged,
+    PullFailed,
+    PullGone,
+    Retry,
+    download_manifest,
+    parse_address,
+)
 from windfall.weights.manifest import ChunkedManifest, DeltaManifest, Manifest
 
 if TYPE_CHECKING:
@@ -205,3 +220,56 @@ class Puller:
         with self._count_lock:
             self.bytes_received += received
             self.retries += retries
+
+
+class LocalCopy:
+    """A worker's copy of some weights: one buffer, and which of its chunks are verified."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        """`shared`: other processes of this machine can map the buffer (shared_tensors.py)."""
+        self._shared, self._fd = shared, -1
+        self.held: Manifest | None = None  # what the buffer holds, with every chunk verified
+        self.verified: list[int | None] = []  # checksums of the chunks in the buffer; None: not verified
+        self.view = memoryview(b"")
+        self._buffer = mmap.mmap(-1, 1)
+        self._bounds: list[int] = []
+
+    def prepare(self, wanted: Manifest) -> None:
+        """Make the buffer as large as the wanted weights. Chunks that have the same place in both stay verified."""
+        known: dict[tuple[int, int], int | None] = {}
+        if len(self.view) == wanted.nbytes:
+            known = dict(zip(pairwise(self._bounds), self.verified, strict=True))
+        else:
+            self._resize(wanted.nbytes)
+        self._bounds = wanted.bounds()
+        self.verified = [known.get(chunk) for chunk in pairwise(self._bounds)]
+
+    def hash_all(self, pool: Executor) -> None:
+        """Compute the checksums of all chunks in the buffer again."""
+        chunks = list(pairwise(self._bounds))
+        self.verified[:] = pool.map(lambda chunk: xxhash.xxh3_64_intdigest(self.view[chunk[0] : chunk[1]]), chunks)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Views of the buffer, by name."""
+        if self.held is None:
+            raise WindfallError("no complete version is held", where="weights", fix="Pull one first.")
+        tensors = views(self._buffer, self.held)
+        if self._fd < 0:
+            return tensors
+        entries = tuple((e.name, e.dtype, tuple(e.shape), e.offset) for e in self.held.entries)
+        return BufferTensors(tensors, SharedTensors.of(self._fd, entries))
+
+    def _resize(self, nbytes: int) -> None:
+        try:
+            if self._shared:
+                before, self._fd = self._fd, os.memfd_create("windfall-weights")
+                if before >= 0:
+                    os.close(before)
+                os.ftruncate(self._fd, max(nbytes, 1))
+            self._buffer = mmap.mmap(self._fd, max(nbytes, 1))
+        except (OSError, OverflowError) as e:
+            raise WindfallError(f"no room for {nbytes / 1e9:.2f} GB of weights: {e}", where="weights") from e
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._buffer.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._buffer)[:nbytes]

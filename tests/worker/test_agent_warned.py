@@ -34,7 +34,7 @@ def test_warned_worker_hands_over_and_leaves(tmp_path: Path) -> None:
 
 
 def test_worker_warned_early_gets_work_until_its_last_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.controller.rollout.notices.DRAIN_LEAD_S", 0.1)
+    monkeypatch.setattr("windfall.controller.rollout.dispatch.DRAIN_LEAD_S", 0.1)
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):

@@ -37,7 +37,7 @@ from windfall.controller.rollout.stream import Rollout, Stopped
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.members import Patience
 from windfall.envs.base import EnvHost
-from windfall.envs.held_out import HeldOut
+from windfall.envs.held_out import EvaluationTasks
 from windfall.events.log import Event, EventLog
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -94,7 +94,7 @@ class ControllerLife:
         self.rollout: Rollout | None = None
         self.controller: Controller | None = None
         self.state = CheckpointState(step=0, next_task=0)
-        self.held_out: HeldOut | None = None
+        self.held_out: EvaluationTasks | None = None
         """The held-out tasks, if the environment can describe them."""
         self.stop = asyncio.Event()
         """Set when the run should stop and save."""
@@ -240,7 +240,7 @@ class ControllerLife:
         device = str(hello.facts.get("machine", ""))
         lease = Lease(kind="reserved", device=device, price_usd_per_h=self.recipe.fleet.trainer_price_usd_per_h)
         now = loop.time()
-        accounts.join(now, id, kind="reserved", usd_per_h=prices.of(lease).or_none, trainer=True, name="trainer",
+        accounts.join(now, id, kind="reserved", usd_per_h=prices.of(lease).if_known, trainer=True, name="trainer",
                       started_s=now - float(hello.facts.get("age_s", 0.0)))  # fmt: skip
         accounts.paused(now, id)
         try:

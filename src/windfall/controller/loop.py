@@ -45,7 +45,7 @@ from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.stream import Rollout, Stopped, Stream
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.step_batch import StepBatch, describe_updates
-from windfall.envs.held_out import HeldOut
+from windfall.envs.held_out import EvaluationTasks
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.recipe import Recipe
@@ -110,7 +110,7 @@ class Controller:
     """Steps whose evaluation is already in the log."""
     evaluation_lost: bool = False
     """An evaluation was not completed before the controller was restarted."""
-    held_out: HeldOut | None = None
+    held_out: EvaluationTasks | None = None
     """Tasks for evaluation. None: the recipe's `eval.tasks` tasks."""
     micro_tokens: int = 0
     """Number of tokens, prompts included, at which a micro-batch is full."""

@@ -73,8 +73,13 @@ class Gym:
         except (TypeError, ValueError) as e:
             raise WindfallError(f"options are not plain data: {e}", where=where) from None
         _check(task, self._options)
-        self._name, self._seed, self._size, self._instruction = task, seed, size, instruction
-        self._threshold, self._partial, self._cpu_s = threshold, partial, cpu_s
+        self._name = task
+        self._seed = seed
+        self._size = size
+        self._instruction = instruction
+        self._threshold = threshold
+        self._partial = partial
+        self._cpu_s = cpu_s
         self._dataset = functools.lru_cache(maxsize=8)(self._open_dataset)
         self._entry = functools.lru_cache(maxsize=256)(self._make_entry)
 

@@ -40,7 +40,9 @@ class SocketLink:
     ) -> None:
         """`receives`: the union of the messages that may arrive; `drop` closes the connection without a handshake;
         `max_frame_bytes` limits frames in both directions; `authenticated` lifts the limits of a new peer."""
-        self.peer, self.max_frame_bytes, self.authenticated = peer, max_frame_bytes, authenticated
+        self.peer = peer
+        self.max_frame_bytes = max_frame_bytes
+        self.authenticated = authenticated
         self._socket, self._drop = socket, drop
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._limit_closing: asyncio.Future[Any] | None = None  # closes the link, once the byte limit is exceeded
@@ -121,8 +123,12 @@ class Port:
         """`fix`: what to do if the port cannot be opened. `pages`: handlers of plain HTTP requests, by path; they call
         `welcome` once a request has authenticated."""
         self._pages = pages or {}
-        self.host, self.port, self._fix = host, port, fix
-        self._routes, self._ssl, self._listener = routes, ssl, limits or listener.Listener()
+        self.host = host
+        self.port = port
+        self._fix = fix
+        self._routes = routes
+        self._ssl = ssl
+        self._listener = limits or listener.Listener()
         self._links: set[SocketLink] = set()
         self._runner: web.AppRunner | None = None
 
@@ -184,7 +190,10 @@ class Dialer:
         self, url: str, path: str, receives: Any, *, ssl: tls.SSLContext | None, max_frame_bytes: int = MAX_FRAME_BYTES
     ):
         self.url = url.rstrip("/")
-        self._path, self._receives, self._ssl, self._max_frame_bytes = path, receives, ssl, max_frame_bytes
+        self._path = path
+        self._receives = receives
+        self._ssl = ssl
+        self._max_frame_bytes = max_frame_bytes
         self._session: aiohttp.ClientSession | None = None
 
     async def dial(self, timeout_s: float = 10.0) -> SocketLink:

@@ -84,7 +84,9 @@ class Buffer:
             os.close(fd)
             raise WindfallError("this is not the weight buffer any more", where=path, fix="Restart the trainer.")
         self = cls.__new__(cls)
-        self.in_memory, self.whole, self.handle = True, False, handle
+        self.in_memory = True
+        self.whole = False
+        self.handle = handle
         self._open(fd, handle.nbytes)
         return self
 

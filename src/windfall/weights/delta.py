@@ -2,9 +2,8 @@
 
 Elements are compared as unsigned integers of their width, so NaN payloads and -0.0 are preserved. Both versions have
 the same layout. Every tensor is split into blocks of 65,536 elements; blocks without a change are left out. The index
-of a block uses the shortest of four encodings:
+of a block uses the shortest of three encodings:
 
-    ALL        no index: the values of the whole block follow
     BITMAP     one bit per element
     GAPS       one byte per change: unchanged elements before it; 255 means 255 unchanged elements and no change yet
     POSITIONS  two bytes per change: its position in the block
@@ -16,13 +15,13 @@ Several processes may encode the blocks of one blob. Each has `EncodedBlocks` fo
 `arrange` computes from the tables of all where the bytes of each belong. The blob does not depend on the division.
 
 If the two versions are spread over several machines, each machine has a blob of its own with the changes of its bytes,
-and all of them are applied. A block with bytes of two machines is then in both blobs, so it is never encoded as ALL.
+and all of them are applied. A block with bytes of two machines is then in both blobs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -32,8 +31,8 @@ from windfall.errors import WindfallError
 from windfall.weights.manifest import WIDTHS, Manifest, TensorEntry
 
 BLOCK = 1 << 16
-ALL, BITMAP, GAPS, POSITIONS = range(4)
-MAGIC = b"wfdelta1"
+BITMAP, GAPS, POSITIONS = range(3)
+MAGIC = b"wfdelta2"
 HEAD_BYTES = len(MAGIC) + 8
 ROW = np.dtype([("block", "<u4"), ("changes", "<u4"), ("index_bytes", "<u4"), ("encoding", "u1")])
 MAX_RATIO = 0.9  # a delta is at most this share of the full copy
@@ -102,10 +101,8 @@ def runs(numbers: Sequence[int]) -> list[Sequence[int]]:
     return [numbers[i : i + RUN] for i in range(0, len(numbers), RUN)]
 
 
-def encode_blocks(
-    old: np.ndarray, new: np.ndarray, blocks: DeltaBlocks, which: Iterable[int], split: Collection[int] = ()
-) -> EncodedBlocks:
-    """Compare some blocks of two buffers. `split`: the blocks with bytes that belong to another machine."""
+def encode_blocks(old: np.ndarray, new: np.ndarray, blocks: DeltaBlocks, which: Iterable[int]) -> EncodedBlocks:
+    """Compare some blocks of two buffers."""
     rows, indices, values = [], [], []
     for i in which:
         span = blocks[i]
@@ -114,10 +111,10 @@ def encode_blocks(
         changed = old[span.start : span.stop].view(kind) != after
         count = int(np.count_nonzero(changed))
         if count:
-            encoding, index = _index(changed, count, span.width, may_be_all=i not in split)
-            rows.append((i, len(after) if encoding == ALL else count, len(index), encoding))
+            encoding, index = _index(changed, count)
+            rows.append((i, count, len(index), encoding))
             indices.append(index)
-            values.append((after if encoding == ALL else after[changed]).tobytes())
+            values.append(after[changed].tobytes())
     return EncodedBlocks(np.array(rows, ROW), b"".join(indices), b"".join(values))
 
 
@@ -180,12 +177,9 @@ def apply(buffer: Any, blob: bytes | bytearray | memoryview, manifest: Manifest)
         target[_positions(encoding, index, len(target))] = values
 
 
-def _index(changed: np.ndarray, count: int, width: int, *, may_be_all: bool) -> tuple[int, bytes]:
-    """The shortest encoding and its index. The cost of ALL includes the unchanged values that it contains."""
-    size = len(changed)
-    bitmap = -(-size // 8)
-    if may_be_all and (size - count) * width <= min(bitmap, count):
-        return ALL, b""
+def _index(changed: np.ndarray, count: int) -> tuple[int, bytes]:
+    """The shortest encoding and its index."""
+    bitmap = -(-len(changed) // 8)
     if count < bitmap:  # otherwise one byte or more per change cannot be shorter than the bitmap
         positions = np.flatnonzero(changed)
         skips, rest = np.divmod(np.diff(positions, prepend=-1) - 1, 255)
@@ -199,23 +193,18 @@ def _index(changed: np.ndarray, count: int, width: int, *, may_be_all: bool) -> 
     return BITMAP, np.packbits(changed, bitorder="little").tobytes()
 
 
-def choose_encodings(
-    sizes: np.ndarray, counts: np.ndarray, skips: np.ndarray, width: int
-) -> tuple[np.ndarray, np.ndarray]:
+def choose_encodings(sizes: np.ndarray, counts: np.ndarray, skips: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The decision of `_index` for many blocks at once: the encoding of each, and the bytes of its index. `skips` is
     the number of 255 bytes that GAPS would need in addition to one byte per change."""
     bitmap = -(-sizes // 8)
     length = counts + skips
     chosen = np.where(length <= np.minimum(2 * counts, bitmap), GAPS, np.where(2 * counts < bitmap, POSITIONS, BITMAP))
     chosen = np.where(counts >= bitmap, BITMAP, chosen)
-    chosen = np.where((sizes - counts) * width <= np.minimum(bitmap, counts), ALL, chosen)
-    nbytes = np.choose(chosen, (np.zeros_like(counts), bitmap, length, 2 * counts))
+    nbytes = np.choose(chosen, (bitmap, length, 2 * counts))
     return chosen, np.where(counts > 0, nbytes, 0)
 
 
 def _positions(encoding: int, index: np.ndarray, size: int) -> Any:
-    if encoding == ALL:
-        return slice(None)
     if encoding == BITMAP:
         return np.unpackbits(index, count=size, bitorder="little").view(np.bool_)
     if encoding == POSITIONS:
@@ -243,9 +232,7 @@ def _table(data: np.ndarray, blocks: DeltaBlocks) -> tuple[list[tuple[int, int, 
 
 
 def _check_index(encoding: int, changes: int, index: np.ndarray, size: int) -> None:
-    if encoding == ALL:
-        fits = len(index) == 0 and changes == size
-    elif encoding == BITMAP:
+    if encoding == BITMAP:
         fits = len(index) * 8 in range(size, size + 8) and int(np.bitwise_count(index).sum(dtype=np.int64)) == changes
         fits = fits and (size % 8 == 0 or int(index[-1]) >> size % 8 == 0)
     elif encoding == GAPS:

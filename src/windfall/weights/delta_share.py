@@ -52,7 +52,7 @@ class DeltaShare:
         """The rows of the table that this rank encoded; None if it gave up."""
 
         def compare(numbers: Sequence[int]) -> EncodedBlocks:
-            return delta.encode_blocks(old, new, self.blocks, numbers, self.plan.split_blocks)
+            return delta.encode_blocks(old, new, self.blocks, numbers)
 
         own: list[int] = []
         if self._parts is None and not self._gave_up:

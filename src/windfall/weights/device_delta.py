@@ -19,7 +19,7 @@ from torch import Tensor
 
 from windfall.free_memory import free_bytes
 from windfall.weights import delta
-from windfall.weights.delta import ALL, BITMAP, BLOCK, GAPS, POSITIONS, ROW, DeltaBlocks, EncodedBlocks
+from windfall.weights.delta import BITMAP, BLOCK, GAPS, POSITIONS, ROW, DeltaBlocks, EncodedBlocks
 from windfall.weights.manifest import WIDTHS, TensorEntry
 from windfall.weights.plan import Piece, PublishPlan, Share
 
@@ -89,7 +89,7 @@ class DeviceDelta:
         counts, chosen, nbytes, index, values = _compare(old, changed, slab)
         rows = np.zeros(len(counts), ROW)
         rows["block"], rows["index_bytes"], rows["encoding"] = slab.blocks, nbytes, chosen
-        rows["changes"] = np.where(chosen == ALL, slab.sizes, counts)
+        rows["changes"] = counts
         return EncodedBlocks(rows[counts > 0], index, values)
 
     def _copy_to_host(self, parts: list[EncodedBlocks]) -> list[EncodedBlocks]:
@@ -181,7 +181,7 @@ def _compare(old: Tensor, new: Tensor, slab: Slab) -> tuple[np.ndarray, np.ndarr
     skips = gap // 255
     passed = torch.cat((skips.new_zeros(1), skips.cumsum(0)))
     counts, skipped = torch.stack((lasts - firsts, passed[lasts] - passed[firsts])).cpu().numpy()
-    chosen, nbytes = delta.choose_encodings(slab.sizes, counts, skipped, slab.width)
+    chosen, nbytes = delta.choose_encodings(slab.sizes, counts, skipped)
     total = int(nbytes.sum())
     encoding, base, filling, lengths = torch.from_numpy(
         np.stack((chosen, np.cumsum(nbytes) - nbytes, np.where(chosen == GAPS, 255, 0), nbytes))
@@ -201,7 +201,4 @@ def _compare(old: Tensor, new: Tensor, slab: Slab) -> tuple[np.ndarray, np.ndarr
         bits = torch.zeros(total + 1, dtype=torch.int32, device=device)
         bits.index_add_(0, torch.where(mine == BITMAP, base + (place >> 3), total), (1 << (place & 7)).int())
         out[:total] += bits[:total].to(torch.uint8)
-    if (chosen == ALL).any():
-        whole = torch.repeat_interleave((encoding == ALL) & (lasts > firsts), ends - starts, output_size=len(old))
-        at = (changed | whole).nonzero().view(-1)
     return counts, chosen, nbytes, out[:total], new[at].view(torch.uint8)

@@ -105,7 +105,9 @@ def _connect(to: Address) -> socket.socket:
 
 class WeightConnection:
     def __init__(self, to: Address, stopped: Callable[[], bool]) -> None:
-        self.to, self._stopped, self._buffered = to, stopped, b""
+        self.to = to
+        self._stopped = stopped
+        self._buffered = b""
         self._sock, self._flags = _connect(to), 0
         slice_s = min(POLL_S, to.timeout_s)
         self._sock.settimeout(slice_s)
@@ -194,12 +196,15 @@ class WeightConnection:
             return n
 
 
+@dataclass
 class Retry:
     """Counts broken connections in a row, and backs off between them."""
 
-    def __init__(self, tries: int, stop: threading.Event, stopped: Callable[[], bool]) -> None:
-        self.tries, self.stop, self.stopped = tries, stop, stopped
-        self.failures = self.total = 0
+    tries: int
+    stop: threading.Event
+    stopped: Callable[[], bool]
+    failures: int = 0
+    total: int = 0
 
     def back_off(self, why: Exception, what: str) -> None:
         """Wait before the next attempt, or raise PullFailed after the last one."""
@@ -240,9 +245,17 @@ class Download:
         on_bytes: Callable[[int], None],
     ) -> None:
         """`verified` (checksums of the buffer's chunks) is updated. `on_bytes` is called by one thread at a time."""
-        self.servers, self.path, self.view, self.chunks = servers, path, view, source.chunks
-        self._bounds, self._server_of, self._chunk_bytes = source.bounds(), source.chunk_servers(), source.chunk_bytes
-        self.verified, self.tries, self.stop, self._on_bytes = verified, tries, stop, on_bytes
+        self.servers = servers
+        self.path = path
+        self.view = view
+        self.chunks = source.chunks
+        self._bounds = source.bounds()
+        self._server_of = source.chunk_servers()
+        self._chunk_bytes = source.chunk_bytes
+        self.verified = verified
+        self.tries = tries
+        self.stop = stop
+        self._on_bytes = on_bytes
         self.retries = 0
         self._damaged: Counter[int] = Counter()
         self._lock, self._failed = threading.Lock(), threading.Event()

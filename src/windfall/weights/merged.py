@@ -74,7 +74,9 @@ class MergedWeights(Mapping[str, "torch.Tensor"]):
         base_is_loaded: bool = False,
     ) -> None:
         """`base_is_loaded`: the engine has the weights of this base that are not adapted, so they are not copied."""
-        self._base, self._scale, self._base_is_loaded = base, scale, base_is_loaded
+        self._base = base
+        self._scale = scale
+        self._base_is_loaded = base_is_loaded
         self._pairs = pairs(adapter, {name: t.shape for name, t in base.items()}, "weights")
 
     def __iter__(self) -> Iterator[str]:

@@ -72,7 +72,6 @@ class PublishPlan:
     nbytes: int
     bounds: tuple[int, ...]  # of the chunks
     shares: tuple[Share, ...]  # by rank
-    split_blocks: frozenset[int]  # with bytes of several machines
     servers: tuple[str, ...]  # both as in Manifest
     sources: tuple[tuple[int, int], ...]
 
@@ -104,7 +103,7 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
     servers, sources = _sources(pieces, leaders, offers)
     bounds = manifest.chunk_bounds(nbytes, offers[0].chunk_bytes, (start for start, _ in sources))
     own_chunks, shared_chunks = _chunks(bounds, pieces, leaders)
-    own_blocks, shared_blocks, split = _blocks(manifest.byte_ranges(entries), pieces, leaders)
+    own_blocks, shared_blocks = _blocks(manifest.byte_ranges(entries), pieces, leaders)
     by_rank: list[list[Piece]] = [[] for _ in offers]
     for piece, rank in pieces:
         by_rank[rank].append(piece)
@@ -124,7 +123,6 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
         nbytes=nbytes,
         bounds=tuple(bounds),
         shares=shares,
-        split_blocks=split,
         servers=servers,
         sources=sources,
     )
@@ -209,9 +207,8 @@ def _chunks(
 
 def _blocks(
     ranges: Sequence[TensorEntry], pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int]
-) -> tuple[list[list[range]], list[list[int]], frozenset[int]]:
-    """For every rank: the blocks that it alone writes to, by piece, and the shared ones that it compares. Then the
-    split blocks."""
+) -> tuple[list[list[range]], list[list[int]]]:
+    """For every rank: the blocks that it alone writes to, by piece, and the shared ones that it compares."""
     own: list[list[range]] = [[] for _ in leaders]
     firsts = dict(zip((e.offset for e in ranges), DeltaBlocks(ranges).firsts, strict=False))
     writers: defaultdict[int, set[int]] = defaultdict(set)
@@ -225,15 +222,11 @@ def _blocks(
         if high % size and high != entry.nbytes:
             writers[first + high // size].add(rank)
     shared: list[list[int]] = [[] for _ in leaders]
-    split = set()
     for block, ranks in sorted(writers.items()):
-        machines = sorted({leaders[rank] for rank in ranks})
-        if len(machines) > 1:
-            split.add(block)
-        for leader in machines:
+        for leader in sorted({leaders[rank] for rank in ranks}):
             local = sorted(rank for rank in ranks if leaders[rank] == leader)
             shared[local[block % len(local)]].append(block)
-    return own, shared, frozenset(split)
+    return own, shared
 
 
 def _leaders(shares: Sequence[Share]) -> list[int]:

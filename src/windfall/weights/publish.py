@@ -99,7 +99,10 @@ class Publisher:
         first rank of every machine but that of rank 0, and may be set at any time before `publish`."""
         if dtype is not None:
             manifest.width(dtype, "all")
-        self.folder, self.dtype, self.chunk_bytes, self.with_delta = folder, dtype, chunk_bytes, delta
+        self.folder = folder
+        self.dtype = dtype
+        self.chunk_bytes = chunk_bytes
+        self.with_delta = delta
         self.ranks, self.address = ranks or OneRank(), address
         self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
         self.base: Published | None = None  # of adapters

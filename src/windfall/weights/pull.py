@@ -67,7 +67,11 @@ class Puller:
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
-        self.key, self.parallel, self.timeout_s, self.tries, self.ssl = key, parallel, timeout_s, tries, ssl
+        self.key = key
+        self.parallel = parallel
+        self.timeout_s = timeout_s
+        self.tries = tries
+        self.ssl = ssl
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
         self._weights, self._base = LocalCopy(shared=shared), LocalCopy()
         self._lock, self._count_lock = threading.Lock(), threading.Lock()

@@ -46,7 +46,9 @@ class VersionWriter:
         threads: int | None,
         use_device_delta: bool | None,
     ) -> None:
-        self.folder, self.chunk_bytes, self.rank = folder, chunk_bytes, ranks.rank
+        self.folder = folder
+        self.chunk_bytes = chunk_bytes
+        self.rank = ranks.rank
         self.use_device_delta, self.device_delta = use_device_delta, None
         threads = threads or min(8, max(1, (os.cpu_count() or 1) // ranks.size))
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="publish")

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from windfall import run_folder as folders
-from windfall.controller.gateway.agent_log import AgentLog
-from windfall.controller.gateway.agent_runs import AgentRuns
+from windfall.controller.gateway.agent_runs import AgentLog, AgentRuns
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.ledger.journal import Journal
@@ -134,7 +133,11 @@ class AgentService:
     """Used as `async with`. Does nothing if the environment is not an agent."""
 
     def __init__(self, recipe: Recipe, folder: Path, events: EventLog, journal: Journal | None, env: EnvHost) -> None:
-        self._recipe, self._folder, self._events, self._journal, self._env = recipe, folder, events, journal, env
+        self._recipe = recipe
+        self._folder = folder
+        self._events = events
+        self._journal = journal
+        self._env = env
         self.launcher = AgentLauncher(program(recipe.env, folder)) if is_agent(recipe) else None  # type: ignore[arg-type]
         self.runs: AgentRuns | None = None
         self._gateway: Gateway | None = None

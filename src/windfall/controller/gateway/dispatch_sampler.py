@@ -1,4 +1,4 @@
-"""The Sampler of a run: every segment of a session is an Episode of the ledger, and workers generate its turns.
+"""The TurnSampler of a run: every segment of a session is an Episode of the ledger, and workers generate its turns.
 
     turn 0 of a segment      Episode(prompt) ──▶ Dispatch.open ──────▶ workers ──▶ the turn ended
     a later turn             Episode.observe(new ids) ──▶ next_turn ──▶ workers ──▶ the turn ended
@@ -31,7 +31,7 @@ from windfall.controller.gateway.segment_tokens import (
 )
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal_reader import History
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
 from windfall.types import Response, Sampling
 
@@ -76,18 +76,15 @@ class DispatchSampler:
     ) -> None:
         """`sampling` and `version` are the defaults of `open`."""
         self.model, self.context = model, context
-        self._dispatch, self._sampling, self._stop, self._version = dispatch, sampling, stop, version
+        self._dispatch = dispatch
+        self._sampling = sampling
+        self._stop = stop
+        self._version = version
         self._sessions: dict[str, _SessionTokens] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """By episode whose turn is being generated."""
         self._owners: dict[str, _SessionTokens] = {}
         """By episode in the ledger: its session."""
-        self._listener = Listener(
-            environment="agent",
-            turn_ended=lambda id: self._wake(id, None),
-            rejected=lambda id, why: self._wake(id, WindfallError(why, where=f"response {id}")),
-            version_gone=self._version_gone,
-        )
 
     @property
     def vocabulary(self) -> int:
@@ -281,7 +278,7 @@ class DispatchSampler:
         else:
             segment.opened = True
             self._owners[episode.id] = session
-            self._dispatch.open(episode, self._listener)
+            self._dispatch.open(episode, self)
 
     def _cut(self, id: str, length: int) -> None:
         if self._dispatch.journal is not None:
@@ -297,7 +294,17 @@ class DispatchSampler:
         else:
             future.set_exception(error)
 
-    def _version_gone(self, id: str) -> None:
+    # What happens to a segment (dispatch.ResponseOwner).
+
+    environment = "agent"
+
+    def turn_ended(self, id: str) -> None:
+        self._wake(id, None)
+
+    def rejected(self, id: str, why: str) -> None:
+        self._wake(id, WindfallError(why, where=f"response {id}"))
+
+    def version_gone(self, id: str) -> None:
         session = self._owners[id]
         self._wake(id, WindfallError(f"no worker holds version {session.version} any more", where=f"response {id}"))
         session.on_version_gone()

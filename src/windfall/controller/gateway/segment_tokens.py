@@ -79,23 +79,8 @@ class SegmentTokens:
 
     def response(self, reward: float | None) -> Response:
         """The tokens that the agent received."""
-        versions = [v for version, count in self.episode.version_runs for v in [version] * count][: self.used]
-        sampled = tuple(version >= 0 for version in versions)
-        episode, count = self.episode, sampled.count(True)
-        return Response(
-            id=self.episode.id,
-            prompt=self.episode.prompt,
-            tokens=tuple(self.episode.tokens[: self.used]),
-            logprobs=tuple(self.episode.logprobs[: self.used]),
-            sampled=sampled,
-            versions=tuple(versions),
-            finish=self.received[-1].finish if self.received else "stop",
-            reward=reward,
-            turns=max(1, len(self.received)),
-            engines=episode.sources(episode.engine_runs, count),
-            workers=episode.sources(episode.worker_runs, count),
-            agent=True,
-        )
+        finish = self.received[-1].finish if self.received else "stop"
+        return self.episode.response(reward, self.used, finish, max(1, len(self.received)), agent=True)
 
 
 def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> Response:

@@ -1,8 +1,7 @@
-"""The gateway's HTTP server: the OpenAI API for sessions, and the token API of vLLM.
+"""The gateway's HTTP server: the OpenAI API for sessions.
 
     POST /v1/chat/completions     messages, tools; streaming or not
     POST /v1/completions          text or token ids
-    POST /inference/v1/generate   token ids in, token ids out
     GET  /v1/models
     POST /v1/reward               {"reward": 0.5}: the reward of the session, if the agent reports it itself
 
@@ -25,9 +24,8 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from windfall.controller.gateway import protocol
-from windfall.controller.gateway.base import Sampler
-from windfall.controller.gateway.chunks import IdChunks, TextChunks
-from windfall.controller.gateway.event_stream import EventStream
+from windfall.controller.gateway.base import TurnSampler
+from windfall.controller.gateway.chunks import EventStream, TextChunks
 from windfall.controller.gateway.intake import Body, Intake, IntakeLimits
 from windfall.controller.gateway.protocol import ApiError, CallOptions
 from windfall.controller.gateway.session import CallInFlight, GatewaySession
@@ -35,7 +33,7 @@ from windfall.envs.failures import MAX_REWARD
 from windfall.errors import WindfallError
 from windfall.link.listener import Listener
 from windfall.models.chat import Chat, check_length, most_chars
-from windfall.models.history import Call, Segment
+from windfall.models.history import PlacedCall, Segment
 
 IDLE_S = 75.0
 """Seconds that a connection may be open between two requests."""
@@ -66,7 +64,7 @@ class Gateway:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: TurnSampler,
         tokenizer: Any,
         chat: Chat | None,
         stop: frozenset[int],
@@ -74,7 +72,10 @@ class Gateway:
     ) -> None:
         """`chat`: None for a model without a chat template. `stop`: the token ids that end a turn. `limits`: those of
         bodies; None: as the context needs them."""
-        self._sampler, self._tokenizer, self._chat, self._stop = sampler, tokenizer, chat, stop
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._stop = stop
         self._max_chars = most_chars(tokenizer, sampler.context)
         if chat is not None:
             chat.max_chars = self._max_chars
@@ -115,7 +116,6 @@ class Gateway:
     def _add_routes(self) -> None:
         self._add_post("/v1/chat/completions", self._chat_completions)
         self._add_post("/v1/completions", self._completions)
-        self._add_post("/inference/v1/generate", self._generate)
         self._add_post("/v1/reward", self._reward)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/v1/models/{model:.+}", self._models)
@@ -181,7 +181,7 @@ class Gateway:
     def _token_texts(self, ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.decode([id], skip_special_tokens=False) for id in ids]
 
-    async def _in_thread(self, place: Callable[[], Call]) -> Call:
+    async def _in_thread(self, place: Callable[[], PlacedCall]) -> PlacedCall:
         return await asyncio.get_running_loop().run_in_executor(self._thread, place)
 
     def _encode(self, text: str) -> list[int]:
@@ -242,26 +242,6 @@ class Gateway:
     def _ids(self, prompt: str | list[int]) -> list[int]:
         return self._encode(prompt) if isinstance(prompt, str) else prompt
 
-    async def _generate(self, request: web.Request, received: Body) -> web.StreamResponse:
-        session, body = self._session(request), received.fields
-        given = body.get("sampling_params") or {}
-        if not isinstance(given, Mapping):
-            raise ApiError(400, "sampling_params must be an object", param="sampling_params")
-        wanted = {k: given[k] for k in ("n", "max_tokens", "stop", "logprobs") if given.get(k) is not None}
-        wanted |= {k: body[k] for k in ("stream", "stream_options") if k in body}
-        options = protocol.options({"max_tokens": None, **wanted}, chat=False)
-        ids = protocol.prompt_ids(body.get("token_ids"), "token_ids")
-        flight = session.ids_call(received.key, options, lambda: ids)
-        choices = [Choice(session, flight)]
-        await _placed(choices, received)
-        if options.stream:
-            return await self._stream(request, choices, [IdChunks(flight, options, self._token_texts)])
-        await flight.done()
-        logprobs = protocol.chat_logprobs(self._token_texts(flight.tokens), flight.logprobs)
-        choice = {"index": 0, "token_ids": flight.tokens, "finish_reason": flight.finish, "logprobs": logprobs}
-        answer = {"request_id": flight.id, "choices": [choice], "prompt_logprobs": None}
-        return await self._deliver(request, choices, answer)
-
     # Answers.
 
     async def _answer(
@@ -318,7 +298,7 @@ class Gateway:
         return response
 
     async def _stream(
-        self, request: web.Request, choices: Sequence[Choice], chunks: Sequence[TextChunks | IdChunks], n: int = 1
+        self, request: web.Request, choices: Sequence[Choice], chunks: Sequence[TextChunks], n: int = 1
     ) -> web.StreamResponse:
         """Send the choices of calls that are known to be valid in chunks, as they come."""
         stream = EventStream(request, self.write_s)
@@ -346,7 +326,7 @@ async def _placed(choices: Sequence[Choice], body: Body) -> None:
     body.placed()
 
 
-async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextChunks | IdChunks) -> None:
+async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextChunks) -> None:
     """Send one choice. If it may have tool calls, which only its whole text shows, it is one chunk."""
     begun = False
     async for count in flight.progress():

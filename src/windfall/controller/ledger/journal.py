@@ -47,7 +47,9 @@ from windfall.link.messages import Tokens
 
 class Journal:
     def __init__(self, folder: Path, settings: str, *, staleness: int = 0) -> None:
-        self.folder, self._settings, self._staleness = folder, settings, staleness
+        self.folder = folder
+        self._settings = settings
+        self._staleness = staleness
         self.failed: Callable[[WindfallError], None] = lambda e: None
         """Called with the first write error, because the code that writes may not be able to end the run."""
         self._error: WindfallError | None = None

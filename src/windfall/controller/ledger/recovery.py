@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping
 from itertools import count
 from typing import Any
 
-from windfall.controller.ledger.journal_damage import UNKNOWN, Damage
 from windfall.controller.ledger.journal_format import FILE_NAME
-from windfall.controller.ledger.journal_reader import JournalContents, count_tokens
+from windfall.controller.ledger.journal_reader import UNKNOWN, Damage, JournalContents, count_tokens
 from windfall.events.log import Event, EventLog
 
 CHECKPOINT_FACTS = ("checkpoint_damaged", "checkpoint_unchecked")

@@ -44,7 +44,9 @@ class Loading:
     ) -> None:
         """`finish`: a worker with responses finishes them before it loads a new version."""
         self._finish = finish
-        self._members, self._accounts, self._events = members, accounts, events
+        self._members = members
+        self._accounts = accounts
+        self._events = events
         self._send, self._drain = send, drain
         self.offer: Offer | None = None
         self.window = VersionWindow()

@@ -125,7 +125,10 @@ class Seeding:
         """Set while training may begin."""
         self.last: StepMeasurement | None = None
         """Measurements of the last complete step."""
-        self._dispatch, self._policy, self._events, self._responses = dispatch, policy, events, responses
+        self._dispatch = dispatch
+        self._policy = policy
+        self._events = events
+        self._responses = responses
         self._phase, self._step = Phase.IDLE, self._new_step(0, 0.0, WITHOUT_LIMIT, None)
         self._timer: asyncio.TimerHandle | None = None
 

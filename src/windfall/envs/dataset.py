@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from windfall.envs.base import HELD_OUT
-from windfall.envs.data.table import Format, Source, TableRow, labels, read_table
+from windfall.envs.data.table import DataSource, RowFormat, TableRow, labels, read_table
 from windfall.envs.rewards.weighted import GRADERS, Rewards, RowResponse
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Prompt, Task, Turn
+
+FORM_KEYS = {"columns", "system_prompt", "instruction", "answer_after"}
+DATA_KEYS = {"path", "rewards", "split", "subset", "filter", "held_out"} | FORM_KEYS
+"""Keys of an env section that say what its rows are."""
 
 
 class Dataset:
@@ -27,29 +31,15 @@ class Dataset:
         self,
         path: str | Path,
         *,
-        split: str | None = None,
-        subset: str | None = None,
-        filter: str = "",
-        columns: Mapping[str, str] | None = None,
-        system_prompt: str | None = None,
-        instruction: str | None = None,
-        answer_after: str | None = None,
         rewards: Sequence[str] = ("math",),
         reward_weights: Sequence[float] = (),
-        held_out: float = 0.0,
-        evaluation: Mapping[str, Any] | None = None,
         seed: int = 0,
         cpu_s: float = 5.0,
+        **data: Any,
     ) -> None:
-        source = Source(path=Path(path), split=split, subset=subset, filter=filter)
-        form = Format(
-            columns=columns or {},
-            system_prompt=system_prompt,
-            instruction=instruction,
-            answer_after=answer_after,
-            answer_needed=any(name in GRADERS for name in rewards),
-        )
-        self._split, self._seed = _read(source, form, evaluation, held_out), seed
+        """`data`: options of `read_data`."""
+        self._seed = seed
+        self._split = read_data(path, rewards=rewards, **data)
         names = labels([*self._split.train[:100], *self._split.evaluation[:100]])
         self._rewards = Rewards(rewards, reward_weights, columns=names, cpu_s=cpu_s)
         self.needs_tokens = self._rewards.needs_tokens
@@ -130,28 +120,34 @@ def read_split(section: Any, evaluation: Mapping[str, Any] | None = None) -> Dat
     if section.name == "jsonl":
         columns = {"prompt": section.prompt_field, "answer": section.answer_field}
         evaluation = None if section.eval_path is None else {"path": section.eval_path}
-        return _read(Source(path=section.path), Format(columns=columns), evaluation, section.held_out)
-    source = Source(path=section.path, split=section.split, subset=section.subset, filter=section.filter)
-    form = Format(
-        columns=section.columns,
-        system_prompt=section.system_prompt,
-        instruction=section.instruction,
-        answer_after=section.answer_after,
-        answer_needed=any(name in GRADERS for name in section.rewards),
-    )
-    return _read(source, form, evaluation, section.held_out)
+        return read_data(section.path, columns=columns, held_out=section.held_out, evaluation=evaluation)
+    return read_data(evaluation=evaluation, **section.model_dump(include=DATA_KEYS))
 
 
-def _read(source: Source, form: Format, evaluation: Mapping[str, Any] | None, held_out: float) -> DataSplit:
+def read_data(
+    path: str | Path,
+    *,
+    rewards: Sequence[str] = ("math",),
+    split: str | None = None,
+    subset: str | None = None,
+    filter: str = "",
+    held_out: float = 0.0,
+    evaluation: Mapping[str, Any] | None = None,
+    **form: Any,
+) -> DataSplit:
+    """Read the rows of a data set. The arguments are keys of the recipe. `evaluation`: fields of a DataSource with
+    separate rows for evaluation. `form`: fields of RowFormat."""
+    source = DataSource(path=Path(path), split=split, subset=subset, filter=filter)
+    row_format = RowFormat(**form, answer_needed=any(name in GRADERS for name in rewards))
     try:
-        rows = read_table(source, form)
+        rows = read_table(source, row_format)
     except MemoryError as e:
         fix = "Use fewer rows: set env.split = 'train[:100000]', or store only the columns that are needed."
-        raise WindfallError("the rows do not fit into memory", where=str(source.path), fix=fix) from e
+        raise WindfallError("the rows do not fit into memory", where=str(path), fix=fix) from e
     if evaluation is None:
         return _split(rows, held_out, source.path)
-    other = Source(**{**evaluation, "path": Path(evaluation["path"]), "section": "eval"})
-    separate, known = _distinct(read_table(other, form)), {row.key for row in rows}
+    other = DataSource(**{**evaluation, "path": Path(evaluation["path"]), "section": "eval"})
+    separate, known = _distinct(read_table(other, row_format)), {row.key for row in rows}
     return DataSplit(train=rows, evaluation=separate, trained_on=sum(row.key in known for row in separate))
 
 

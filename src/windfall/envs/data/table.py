@@ -39,7 +39,7 @@ class TableRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class DataSource:
     """Where the rows of a data set come from. The fields are keys of the recipe."""
 
     path: Path
@@ -51,7 +51,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Format:
+class RowFormat:
     """How a row becomes a task. The fields are keys of the recipe."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Format:
     """Every row must have an answer that a built-in grader can compare with."""
 
 
-def read_table(source: Source, form: Format) -> list[TableRow]:
+def read_table(source: DataSource, form: RowFormat) -> list[TableRow]:
     """All rows that the filter keeps, in the order of the files."""
     found = find(source.path, source.split, source.subset, key=source.section)
     keep = Filter(source.filter, where=f"{source.section}.filter") if source.filter else None
@@ -85,7 +85,7 @@ def read_table(source: Source, form: Format) -> list[TableRow]:
     return [_table_row(file, number, row, form) for file, number, row in chosen]
 
 
-def _check_filter(keep: Filter, known: Mapping[str, Any], source: Source) -> None:
+def _check_filter(keep: Filter, known: Mapping[str, Any], source: DataSource) -> None:
     for name in sorted(keep.columns - set(known)):
         what = f"the filter reads a column '{name}', which no row has"
         raise WindfallError(what, where=f"{source.section}.filter", fix=nearest(name, known))
@@ -99,7 +99,7 @@ def _kept(keep: Filter, file: Path, number: int, row: dict[str, Any]) -> bool:
         raise WindfallError(str(e), where=place(file, number), fix=fix) from None
 
 
-def _table_row(file: Path, number: int, row: dict[str, Any], form: Format) -> TableRow:
+def _table_row(file: Path, number: int, row: dict[str, Any], form: RowFormat) -> TableRow:
     where = place(file, number)
     prompt_name, answer_name = (form.columns.get(role, role) for role in ROLES)
     prompt = _prompt(_column(row, "prompt", prompt_name, where), prompt_name, where, form)
@@ -121,7 +121,7 @@ def _column(row: Mapping[str, Any], role: str, name: str, where: str) -> Any:
     raise WindfallError(f"there is no column '{name}'", where=where, fix=fix)
 
 
-def _prompt(value: Any, name: str, where: str, form: Format) -> Prompt:
+def _prompt(value: Any, name: str, where: str, form: RowFormat) -> Prompt:
     if isinstance(value, list):
         # A table gives every message all fields that any message has.
         messages = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in value]
@@ -139,7 +139,7 @@ def _prompt(value: Any, name: str, where: str, form: Format) -> Prompt:
     return messages[0]["content"] if isinstance(value, str) and not form.system_prompt else messages
 
 
-def _answer(value: Any, name: str, where: str, form: Format) -> str:
+def _answer(value: Any, name: str, where: str, form: RowFormat) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         if not form.answer_needed:
             return ""

@@ -38,6 +38,7 @@ def reward(env: JsonLines, gold: str, text: str) -> float | None:
 
 
 NEEDS_MATH = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math_verify")
+LIMIT_S = 600.0  # for a check that takes a second: the machine may be slow
 GOOD = '{"prompt": "1+1=", "answer": "2"}'
 
 
@@ -122,7 +123,7 @@ def test_math_scoring(tmp_path: Path, gold: str, text: str, right: bool) -> None
 def test_gold_answer_that_is_not_mathematics_is_refused_at_the_start(tmp_path: Path, gold: str) -> None:
     lines = [json.dumps({"prompt": str(n), "answer": answer}) for n, answer in enumerate(["1/2", "7", gold, gold])]
     with pytest.raises(WindfallError) as caught:
-        check_answers(section(write(tmp_path, *lines)), cpu_s=1.0)
+        check_answers(section(write(tmp_path, *lines)), limit_s=LIMIT_S, cpu_s=1.0)
     said = str(caught.value)
     assert "1 of 2 right answers cannot be scored as mathematics" in said
     assert f"data.jsonl:3: {gold[:60]!r}: " in said
@@ -135,7 +136,7 @@ def test_gold_answer_that_is_not_mathematics_is_refused_at_the_start(tmp_path: P
 def test_gold_answer_is_scored_as_right(tmp_path: Path) -> None:
     """However the policy marks it, and also without a mark."""
     path = write(tmp_path, *(json.dumps({"prompt": str(n), "answer": g}) for n, g in enumerate([*MATHEMATICS, "12"])))
-    assert check_answers(section(path)) == len(MATHEMATICS)
+    assert check_answers(section(path), limit_s=LIMIT_S) == len(MATHEMATICS)
     env = JsonLines(path)
     for gold in MATHEMATICS:
         for text in (gold, f"<answer>{gold}</answer>", f"so \\boxed{{{gold}}}"):
@@ -146,7 +147,7 @@ def test_gold_answer_is_scored_as_right(tmp_path: Path) -> None:
 def test_many_bad_answers_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, *(json.dumps({"prompt": str(n), "answer": "abc" + "xyz" * n}) for n in range(9)))
     with pytest.raises(WindfallError) as caught:
-        check_answers(section(path))
+        check_answers(section(path), limit_s=LIMIT_S)
     assert "9 of 9" in str(caught.value)
     assert [f"data.jsonl:{n}:" in str(caught.value) for n in range(1, 10)] == [True] * 5 + [False] * 4
     assert "and 4 more" in str(caught.value)

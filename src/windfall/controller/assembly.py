@@ -32,8 +32,8 @@ from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.idle_generation import IdleGeneration
-from windfall.controller.rollout.seeding import Seeding, seeding_policy
 from windfall.controller.rollout.stream import Rollout, Stopped
+from windfall.controller.rollout.trainer_generation import TrainerGeneration, seeding_policy
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.members import Patience
 from windfall.envs.base import EnvHost
@@ -88,7 +88,7 @@ class ControllerLife:
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
         policy = seeding_policy(f.offload if t.seeding else "never", first_s=f.first_seed_s)
-        pace = IdleGeneration if recipe.rollout.staleness else Seeding
+        pace = IdleGeneration if recipe.rollout.staleness else TrainerGeneration
         self.seeding = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
         self.report = FleetReport(recipe, self.dispatch, events, generated)
         self.rollout: Rollout | None = None

@@ -4,7 +4,7 @@
     generation      stream      tasks become graded groups                   waits for: workers, rewards
                     _admit      open as many tasks as the trainer needs      when a group completes or a version appears
     training        for every step: _step; a checkpoint and an evaluation when due (asynchronous: alongside training)
-    _step           begin       the trainer's own engine may generate too    (rollout/seeding.py, idle_generation.py)
+    _step           begin       the trainer's own engine may generate too    (rollout/trainer_generation.py)
                     _collect    take groups; train on full micro-batches     waits for: ready groups
                     _update     one or several optimizer updates             waits for: the trainer
                     offer       workers load the new weights
@@ -70,8 +70,8 @@ class AsyncTrainer(Protocol):
 
 
 class Pace(Protocol):
-    """Decides when the trainer generates and when it trains. seeding.Seeding implements it for synchronous
-    training, idle_generation.IdleGeneration for asynchronous training."""
+    """Decides when the trainer generates and when it trains. TrainerGeneration implements it for synchronous training,
+    IdleGeneration for asynchronous training."""
 
     over: asyncio.Event
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.envs.dataset import DataSplit, read_split
+from windfall.recipe.env_sections import AgentEnv
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +22,7 @@ class EvaluationTasks:
 def describe(section: Any, tasks: int, evaluation: dict[str, Any] | None = None) -> EvaluationTasks:
     """Describe the evaluation. `section` is an env section of windfall.recipe; `tasks` is the requested number;
     `evaluation` names a separate data set (hosting.evaluation_data)."""
-    if getattr(section, "tasks", None) is not None:
+    if isinstance(section, AgentEnv) and section.tasks is not None:
         return describe(section.tasks, tasks, evaluation)
     if section.name not in ("jsonl", "dataset"):
         source = f" of {section.factory}, numbered from 2^40 on" if section.name == "custom" else f" of {section.name}"

@@ -119,12 +119,7 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
         for r in range(len(offers))
     )
     return PublishPlan(
-        entries=entries,
-        nbytes=nbytes,
-        bounds=tuple(bounds),
-        shares=shares,
-        servers=servers,
-        sources=sources,
+        entries=entries, nbytes=nbytes, bounds=tuple(bounds), shares=shares, servers=servers, sources=sources
     )
 
 

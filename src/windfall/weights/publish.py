@@ -91,19 +91,20 @@ class Publisher:
         device_delta: bool | None = None,
         ranks: PublishRanks | None = None,
         on_machine: str | None = None,
-        address: str = "",
     ) -> None:
         """`device_delta`: compute deltas on the tensors' device; None: if it is a GPU with room for a copy. `ranks`:
         the processes that publish together, each with a publisher of its own. `on_machine`: equal for ranks that can
-        share memory; None: find out. `address`: where this rank's weight server can be reached. It is needed by the
-        first rank of every machine but that of rank 0, and may be set at any time before `publish`."""
+        share memory; None: find out."""
         if dtype is not None:
             manifest.width(dtype, "all")
         self.folder = folder
         self.dtype = dtype
         self.chunk_bytes = chunk_bytes
         self.with_delta = delta
-        self.ranks, self.address = ranks or OneRank(), address
+        self.ranks = ranks or OneRank()
+        self.address = ""
+        """Where this rank's weight server can be reached. The first rank of every machine but that of rank 0 must set
+        it before `publish`."""
         self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
         self.base: Published | None = None  # of adapters
         self._machine = machine() if on_machine is None else on_machine

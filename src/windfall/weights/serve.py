@@ -218,8 +218,8 @@ class Sender:
     spend more time on the GIL than on sending. The event loop must not read from the connection until `send` returns.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
-        self._pool = ThreadPoolExecutor(threads or min(32, 4 * (os.cpu_count() or 1)), thread_name_prefix="weights")
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1)), thread_name_prefix="weights")
 
     async def send(
         self, sock: Any, file: int, start: int, stop: int, *, timeout_s: float, may_continue: Callable[[], bool]

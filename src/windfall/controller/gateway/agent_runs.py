@@ -58,8 +58,8 @@ class AgentLog:
     """The output of failing agents in the run's folder: agents.log, and before it agents.log.1, each of limited
     size."""
 
-    def __init__(self, path: Path, max_bytes: int = LOG_BYTES) -> None:
-        self._file = OutputFile(str(path), max_bytes)
+    def __init__(self, path: Path) -> None:
+        self._file = OutputFile(str(path), LOG_BYTES)
 
     def write(self, response: str, error: EnvFailed) -> None:
         """Append what the agent printed last. A disk that is full does not end the run."""

@@ -72,14 +72,12 @@ class DispatchSampler:
         context: int,
         sampling: Sampling,
         stop: frozenset[int],
-        version: int | None = None,
     ) -> None:
-        """`sampling` and `version` are the defaults of `open`."""
+        """`sampling` is the default of `open`."""
         self.model, self.context = model, context
         self._dispatch = dispatch
         self._sampling = sampling
         self._stop = stop
-        self._version = version
         self._sessions: dict[str, _SessionTokens] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """By episode whose turn is being generated."""
@@ -105,7 +103,6 @@ class DispatchSampler:
         """Open a session. Its id is that of its response, such as "7/0". `version`: every token must come from this
         version; None: from any version in the version window. `past`: what the journal has of its segments. Returns the
         response, and opens nothing, if the journal has all of it."""
-        version = self._version if version is None else version
         opened = _SessionTokens(seed, sampling or self._sampling, version, on_version_gone)
         for id in past or ():
             number = int(id.partition("+")[2] or 0)

@@ -118,7 +118,7 @@ class _Step:
             self.generating_since_s = None
 
 
-class Seeding:
+class TrainerGeneration:
     def __init__(self, dispatch: Dispatch, policy: SeedingPolicy, events: EventLog, responses: int) -> None:
         """`responses`: the number of responses in a step."""
         self.over = asyncio.Event()

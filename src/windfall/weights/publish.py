@@ -1,11 +1,11 @@
 """Publishes versions of the weights, which workers can pull while training continues.
 
-    trainer                                                              worker
-    state_dict ──▶ copy_out ──▶ Buffer (buffers) ──▶ serve ── HTTP ──▶ connection ──▶ download ──▶ pull ──▶ engine
-        │                          │ hash               ▲ sendfile                       verify     ▲
-        │                          ▼                    │                                           │
-        │                       Manifest (manifest) ────┤                                           │
-        └──▶ device_delta, or delta ──▶ delta Buffer ───┘                             delta.apply ──┘
+    trainer                                                        worker
+    state_dict ──▶ copy_out ──▶ Buffer (buffers) ──▶ serve ── HTTP ──▶ download ──▶ pull ──▶ engine
+        │                          │ hash               ▲ sendfile        verify     ▲
+        │                          ▼                    │                            │
+        │                       Manifest (manifest) ────┤                            │
+        └──▶ device_delta, or delta ──▶ delta Buffer ───┘              delta.apply ──┘
 
 There are two buffers. `publish` writes into the one that is not current and makes it current in one assignment, so that
 a reader sees the old version or the new one, never a mixture. Rules:

@@ -22,8 +22,9 @@ class EvaluationTasks:
 def describe(section: Any, tasks: int, evaluation: dict[str, Any] | None = None) -> EvaluationTasks:
     """Describe the evaluation. `section` is an env section of windfall.recipe; `tasks` is the requested number;
     `evaluation` names a separate data set (hosting.evaluation_data)."""
-    if isinstance(section, AgentEnv) and section.tasks is not None:
-        return describe(section.tasks, tasks, evaluation)
+    given = section.tasks if isinstance(section, AgentEnv) else None
+    if given is not None:
+        return describe(given, tasks, evaluation)
     if section.name not in ("jsonl", "dataset"):
         source = f" of {section.factory}, numbered from 2^40 on" if section.name == "custom" else f" of {section.name}"
         return EvaluationTasks(tasks=tasks, description=f"{tasks} held-out tasks{source}")

@@ -54,8 +54,8 @@ class DeviceDelta:
         self._at = {p: int(start) - p.start for p, start in zip(share.pieces, starts, strict=False)}
         self._flat = torch.zeros(int(starts[-1]), dtype=torch.uint8, device=device)
         blocks = DeltaBlocks(plan.ranges())
-        self._slabs = list(_slabs(_spans(share, blocks), device))
-        self._sample = list(_slabs(_sample_spans(share, blocks), device))
+        self._slabs = list(_slabs(_spans(share, blocks, sampled=False), device))
+        self._sample = list(_slabs(_spans(share, blocks, sampled=True), device))
         self._host = torch.empty(0, dtype=torch.uint8)  # pinned memory for the bytes that cross the bus; reused
 
     def store(self, sources: Mapping[Piece, Tensor], version: int) -> None:
@@ -110,18 +110,13 @@ class DeviceDelta:
         return out
 
 
-def _spans(share: Share, blocks: DeltaBlocks) -> Iterator[tuple[Piece, int, int, range]]:
-    """For every piece, the bytes that are whole blocks, and the numbers of these blocks."""
-    for piece, numbers in zip(share.pieces, share.own_blocks, strict=True):
-        if numbers:
+def _spans(share: Share, blocks: DeltaBlocks, *, sampled: bool) -> Iterator[tuple[Piece, int, int, range]]:
+    """For every piece, the bytes that are whole blocks, and the numbers of these blocks. `sampled`: only the sampled
+    blocks, one at a time."""
+    for piece, own in zip(share.pieces, share.own_blocks, strict=True):
+        chosen = [range(i, i + 1) for i in delta.sampled(own, len(blocks))] if sampled else [own]
+        for numbers in filter(None, chosen):
             yield piece, blocks[numbers[0]].start, blocks[numbers[-1]].stop, numbers
-
-
-def _sample_spans(share: Share, blocks: DeltaBlocks) -> Iterator[tuple[Piece, int, int, range]]:
-    """The same for the sampled blocks, one at a time."""
-    for piece, numbers in zip(share.pieces, share.own_blocks, strict=True):
-        for i in delta.sampled(numbers, len(blocks)):
-            yield piece, blocks[i].start, blocks[i].stop, range(i, i + 1)
 
 
 def _integers(entry: TensorEntry, values: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 
 from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.segment_tokens import (
+    UNLIMITED,
     SegmentTokens,
     TurnSpan,
     finished,
     joined,
-    new_episode,
     restore,
     segment_id,
     segment_seed,
@@ -34,8 +34,6 @@ from windfall.controller.ledger.journal_reader import History
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
 from windfall.types import Response, Sampling
-
-__all__ = ["DispatchSampler", "segment_id", "segment_seed"]
 
 POLL_S = 0.02
 """Seconds between looks at the tokens of a turn that is being generated. It limits how finely an answer is streamed and
@@ -225,7 +223,16 @@ class DispatchSampler:
         return segment
 
     def _episode(self, id: str, session: _SessionTokens, number: int, prompt: tuple[int, ...]) -> Episode:
-        return new_episode(id, number, prompt, session.seed, session.sampling, self._stop, session.version)
+        """An empty episode for segment `number`."""
+        return Episode(
+            id=segment_id(id, number),
+            prompt=prompt,
+            seed=segment_seed(session.seed, number),
+            max_tokens=UNLIMITED,
+            sampling=session.sampling,
+            stop=self._stop,
+            version=session.version,
+        )
 
     async def _generate(
         self, session: _SessionTokens, segment: SegmentTokens, request: TurnRequest, progress: Progress

@@ -25,7 +25,7 @@ import xxhash
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal_format import Prompted, TurnCut, TurnGraded
 from windfall.controller.ledger.journal_reader import History, TokenRun
-from windfall.types import Finish, Response, Sampling
+from windfall.types import Finish, Response
 
 UNLIMITED = 1 << 30
 """Limit of an episode until its next turn begins, which sets the real one."""
@@ -93,27 +93,6 @@ def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> 
         )
     turns = sum(part.turns for part in parts)
     return replace(parts[0], id=id, more=tuple(parts[1:]), turns=turns, finish=parts[-1].finish)
-
-
-def new_episode(
-    session: str,
-    number: int,
-    prompt: tuple[int, ...],
-    seed: int,
-    sampling: Sampling,
-    stop: frozenset[int],
-    version: int | None,
-) -> Episode:
-    """An empty episode for segment `number`. `seed`: that of the session."""
-    return Episode(
-        id=segment_id(session, number),
-        prompt=prompt,
-        seed=segment_seed(seed, number),
-        max_tokens=UNLIMITED,
-        sampling=sampling,
-        stop=stop,
-        version=version,
-    )
 
 
 def restore(number: int, past: History, episode: Episode) -> SegmentTokens | None:

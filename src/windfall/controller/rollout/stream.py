@@ -221,7 +221,8 @@ class Stream:
         """Tokens and turns count in the totals of a step. Those of an evaluation beside training do not."""
         self._oldest = -1
         """Tokens of an older version are too old."""
-        self.inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()
+        """Messages, and those of a subclass."""
         self.environment = rollout.env.name
         self._drawing: dict[int, asyncio.Future[Task]] = {}
         """Tasks that were requested from the environment and are not open yet."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from windfall.envs.dataset import DataSplit, read_split
-from windfall.recipe.env_sections import AgentEnv
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +21,7 @@ class EvaluationTasks:
 def describe(section: Any, tasks: int, evaluation: dict[str, Any] | None = None) -> EvaluationTasks:
     """Describe the evaluation. `section` is an env section of windfall.recipe; `tasks` is the requested number;
     `evaluation` names a separate data set (hosting.evaluation_data)."""
-    given = section.tasks if isinstance(section, AgentEnv) else None
+    given = section.tasks if section.name == "agent" else None
     if given is not None:
         return describe(given, tasks, evaluation)
     if section.name not in ("jsonl", "dataset"):

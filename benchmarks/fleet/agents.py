@@ -40,7 +40,7 @@ from unittest.mock import patch
 from windfall import recipe as config
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import WorkerState
 from windfall.controller.scheduling.turns import Turns
 from windfall.events import log as events
@@ -241,7 +241,6 @@ class Sessions:
 
     def __init__(self, dispatch: Dispatch, work: Workload) -> None:
         self._dispatch, self._work = dispatch, work
-        self._listener = Listener(turn_ended=self._turn_ended, rejected=self._rejected, environment="benchmark")
         self._left: dict[str, int] = {}
         self._episodes: dict[str, Episode] = {}
         self.done, self.over, self.refused = 0, asyncio.Event(), ""
@@ -255,13 +254,17 @@ class Sessions:
             id = f"{group}/{sibling}"
             episode = Episode(id=id, prompt=prompt, seed=n, max_tokens=w.sampled, sampling=Sampling(), stop=frozenset())
             self._episodes[id], self._left[id] = episode, w.turns - 1
-            self._dispatch.open(episode, self._listener)
+            self._dispatch.open(episode, self)
 
-    def _rejected(self, id: str, why: str) -> None:
+    environment = "benchmark"
+
+    def version_gone(self, id: str) -> None: ...
+
+    def rejected(self, id: str, why: str) -> None:
         self.refused = f"{id}: {why}"
         self.over.set()
 
-    def _turn_ended(self, id: str) -> None:
+    def turn_ended(self, id: str) -> None:
         seconds = random.Random(f"{id}/{self._left[id]}").lognormvariate(0, 0.8) * self._work.env_s
         asyncio.get_running_loop().call_later(seconds, self._answer, id)
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from windfall import recipe as config
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.rollout.seeding import Seeding
+from windfall.controller.rollout.trainer_generation import TrainerGeneration
 from windfall.controller.scheduling.members import Members
 from windfall.link import messages as m
 from windfall.sim.core import run
@@ -83,7 +83,7 @@ def install(timer: CpuTimer) -> None:
     message_kind = lambda _self, _member, message: {m.Tokens: "frame", m.Stats: "beat"}.get(type(message), "other")  # noqa: E731
     for kind, name, key in (
         (Dispatch, "_handle", message_kind), (Dispatch, "_schedule", "settle"), (Dispatch, "_lose", "lose"),
-        (Members, "join", "join"), (Members, "tick", "tick"), (Seeding, "tick", "tick"),
+        (Members, "join", "join"), (Members, "tick", "tick"), (TrainerGeneration, "tick", "tick"),
     ):  # fmt: skip
         setattr(kind, name, timer.timed(key, getattr(kind, name)))
 

@@ -29,7 +29,7 @@ import msgspec
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.rollout.assignment import Offer
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import Patience
 from windfall.events.log import EventLog
 from windfall.link import handshake
@@ -52,6 +52,16 @@ class Taken:
     """Tokens per second of the controller's CPU time."""
     frame_us: float
     wall_tok_per_s: float
+
+
+class NoOwner:
+    """The owner of responses that nobody waits for."""
+
+    environment = ""
+
+    def turn_ended(self, id: str) -> None: ...
+    def rejected(self, id: str, why: str) -> None: ...
+    def version_gone(self, id: str) -> None: ...
 
 
 def episode(id: str) -> Episode:
@@ -153,7 +163,7 @@ async def over_links(folder: Path, *, links: int, each: int, count: int, rounds:
     )  # fmt: skip
     port = Port("127.0.0.1", 0, {"/worker": route}, None)
     await port.open()
-    listener = Listener(turn_ended=lambda id: None, rejected=lambda id, why: None)
+    listener = NoOwner()
     d.set_offer(Offer(version=0, digest="d", url="http://_:1"))
     command = [
         sys.executable, __file__, "--url", f"http://127.0.0.1:{port.port}", "--links", str(links), "--each", str(each),

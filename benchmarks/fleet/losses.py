@@ -32,7 +32,7 @@ import xxhash
 
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
@@ -188,11 +188,17 @@ async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: f
     open_: dict[str, Episode] = {}
     finished: set[str] = set()
 
-    def ended(id: str) -> None:
-        d.ledger.close(id)
-        finished.add(id)
+    class Owner:
+        environment = ""
 
-    listener = Listener(turn_ended=ended, rejected=lambda id, why: None)
+        def turn_ended(self, id: str) -> None:
+            d.ledger.close(id)
+            finished.add(id)
+
+        def rejected(self, id: str, why: str) -> None: ...
+        def version_gone(self, id: str) -> None: ...
+
+    listener = Owner()
     for g in range(groups):
         for s in range(SIBLINGS):
             e = Episode(

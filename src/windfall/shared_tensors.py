@@ -1,6 +1,6 @@
 """Tensors that several processes of one machine read from one buffer: the ranks of a tensor-parallel engine.
 
-A worker pulls a version into a buffer without a name (weights/local_copy.py). Every rank maps that buffer through
+A worker pulls a version into a buffer without a name (weights/pull.py). Every rank maps that buffer through
 /proc/PID/fd and copies its own shard to its GPU, so the host holds one copy, whatever the number of ranks. Weights that
 are computed during a swap (merged adapters) have no such buffer; they are written into one first (`TensorFile`).
 

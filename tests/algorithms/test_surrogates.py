@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from windfall.algorithms import ALGORITHMS, make
-from windfall.algorithms.base import Outcome, SampledTokens
-from windfall.algorithms.credit import EPS
+from windfall.algorithms.base import EPS, Outcome, SampledTokens
 from windfall.algorithms.importance import importance_weights
 from windfall.algorithms.kl import kl_weights
 

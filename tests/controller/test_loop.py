@@ -20,7 +20,7 @@ from windfall.controller.rollout.stream import Stopped
 from windfall.controller.scheduling.admission import Admission
 from windfall.envs.base import HELD_OUT
 from windfall.envs.failures import EnvFailed
-from windfall.envs.held_out import HeldOut
+from windfall.envs.held_out import EvaluationTasks
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.recipe import parse
@@ -167,7 +167,7 @@ class World:
         self.kept = state
         self.done.append(("save", state.step, state.next_task))
 
-    held_out: HeldOut | None = None
+    held_out: EvaluationTasks | None = None
 
     def run(self, folder: Path, start: CheckpointState | None = None, **sections: Any) -> CheckpointState:
         defaults = {"run": {"steps": 3}, "rollout": {"groups": 2, "group_size": 2}, "eval": {"tasks": 4}}
@@ -209,7 +209,7 @@ def test_order_of_steps_checkpoints_and_evaluations(tmp_path: Path) -> None:
 def test_evaluation_event_names_its_tasks(tmp_path: Path) -> None:
     """The file has fewer rows than `eval.tasks`: each is used once."""
     world = World(mixed)
-    world.held_out = HeldOut(tasks=3, description="3 rows of test.jsonl")
+    world.held_out = EvaluationTasks(tasks=3, description="3 rows of test.jsonl")
     world.run(tmp_path, run={"steps": 1}, eval={"tasks": 9})
     assert world.only("eval") == [("eval", 3)] * 2
     assert {e["on"] for e in read(tmp_path / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "eval"} == {

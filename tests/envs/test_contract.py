@@ -6,8 +6,10 @@ failures are retried (test_grade.py).
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.util
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +19,9 @@ from typing import Any
 import pytest
 
 from windfall.envs.base import Env
+from windfall.envs.dataset import JsonLines
 from windfall.envs.guess import Guess
 from windfall.envs.gym import Gym
-from windfall.envs.jsonl import JsonLines
 from windfall.types import Feedback, Task, Turn
 
 
@@ -86,8 +88,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def judge(env: Any, task: Task, *texts: str) -> Feedback:
     said = env.feedback(task, [Turn(text=text) for text in texts])
-    assert isinstance(said, Feedback)
-    return said
+    feedback = asyncio.run(said) if inspect.iscoroutine(said) else said
+    assert isinstance(feedback, Feedback)
+    return feedback
 
 
 def test_implements_env(case: Case, tmp_path: Path) -> None:

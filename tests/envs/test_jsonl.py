@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import subprocess
@@ -13,8 +14,8 @@ from tests.support.hostile.datasets import FILES, MATHEMATICS, NOT_MATHEMATICS, 
 from tests.support.hostile.datasets import write as write_hostile
 from windfall import recipe as config
 from windfall.envs.base import HELD_OUT
+from windfall.envs.dataset import JsonLines
 from windfall.envs.held_out import describe
-from windfall.envs.jsonl import JsonLines
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.recipe import JsonLinesEnv
@@ -31,7 +32,13 @@ def rows(count: int) -> list[str]:
     return [json.dumps({"prompt": f"say {n}", "answer": n}) for n in range(count)]
 
 
+def reward(env: JsonLines, gold: str, text: str) -> float | None:
+    task = Task(id="x", prompt="", answer=gold)
+    return asyncio.run(env.feedback(task, [Turn(text=text)])).reward
+
+
 NEEDS_MATH = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math_verify")
+LIMIT_S = 600.0  # for a check that takes a second: the machine may be slow
 GOOD = '{"prompt": "1+1=", "answer": "2"}'
 
 
@@ -41,8 +48,8 @@ GOOD = '{"prompt": "1+1=", "answer": "2"}'
         ([GOOD, "{"], ["data.jsonl:2", "not JSON"]),
         ([GOOD, "", b'{"prompt": "\xff", "answer": 1}'], ["data.jsonl:3", "not UTF-8"]),
         ([GOOD, "[1]"], ["data.jsonl:2", "a JSON list"]),
-        (['{"promt": "1+1=", "answer": "2"}'], ["data.jsonl:1", "no field 'prompt'", "Did you mean 'promt'?"]),
-        (['{"prompt": "1+1="}'], ["no field 'answer'", "Known: prompt."]),
+        (['{"promt": "1+1=", "answer": "2"}'], ["data.jsonl:1", "no column 'prompt'", "Did you mean 'promt'?"]),
+        (['{"prompt": "1+1="}'], ["no column 'answer'", "Known: prompt."]),
         (['{"prompt": 3, "answer": "2"}'], ["'prompt' is 3", "must be text"]),
         (['{"prompt": "1+1=", "answer": null}'], ["'answer' is null"]),
         (['{"prompt": "1+1=", "answer": " "}'], ["'answer' is"]),
@@ -58,13 +65,11 @@ def test_invalid_lines_are_refused(tmp_path: Path, lines: list[str | bytes], say
         assert part in str(caught.value)
 
 
-def test_missing_file_and_unknown_scoring_are_refused(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="no such file"):
         JsonLines(tmp_path / "missing.jsonl", scoring="exact")
-    with pytest.raises(WindfallError, match="not a file"):
+    with pytest.raises(WindfallError, match="no data in this folder"):
         JsonLines(tmp_path, scoring="exact")
-    with pytest.raises(WindfallError, match="Did you mean 'math'"):
-        JsonLines(write(tmp_path, GOOD), scoring="maths")  # type: ignore[arg-type]
 
 
 def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +115,7 @@ def test_field_names_can_be_chosen(tmp_path: Path) -> None:
 )
 def test_math_scoring(tmp_path: Path, gold: str, text: str, right: bool) -> None:
     env = JsonLines(write(tmp_path, GOOD), cpu_s=1.0)
-    task = Task(id="x", prompt="", answer=gold)
-    assert env.feedback(task, [Turn(text=text)]).reward == float(right)
+    assert reward(env, gold, text) == float(right)
 
 
 @NEEDS_MATH
@@ -119,7 +123,7 @@ def test_math_scoring(tmp_path: Path, gold: str, text: str, right: bool) -> None
 def test_gold_answer_that_is_not_mathematics_is_refused_at_the_start(tmp_path: Path, gold: str) -> None:
     lines = [json.dumps({"prompt": str(n), "answer": answer}) for n, answer in enumerate(["1/2", "7", gold, gold])]
     with pytest.raises(WindfallError) as caught:
-        check_answers(section(write(tmp_path, *lines)), cpu_s=1.0)
+        check_answers(section(write(tmp_path, *lines)), limit_s=LIMIT_S, cpu_s=1.0)
     said = str(caught.value)
     assert "1 of 2 right answers cannot be scored as mathematics" in said
     assert f"data.jsonl:3: {gold[:60]!r}: " in said
@@ -132,19 +136,18 @@ def test_gold_answer_that_is_not_mathematics_is_refused_at_the_start(tmp_path: P
 def test_gold_answer_is_scored_as_right(tmp_path: Path) -> None:
     """However the policy marks it, and also without a mark."""
     path = write(tmp_path, *(json.dumps({"prompt": str(n), "answer": g}) for n, g in enumerate([*MATHEMATICS, "12"])))
-    assert check_answers(section(path)) == len(MATHEMATICS)
+    assert check_answers(section(path), limit_s=LIMIT_S) == len(MATHEMATICS)
     env = JsonLines(path)
     for gold in MATHEMATICS:
         for text in (gold, f"<answer>{gold}</answer>", f"so \\boxed{{{gold}}}"):
-            feedback = env.feedback(Task(id="x", prompt="", answer=gold), [Turn(text=text)])
-            assert feedback.reward == 1.0, (gold, text)
+            assert reward(env, gold, text) == 1.0, (gold, text)
 
 
 @NEEDS_MATH
 def test_many_bad_answers_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, *(json.dumps({"prompt": str(n), "answer": "abc" + "xyz" * n}) for n in range(9)))
     with pytest.raises(WindfallError) as caught:
-        check_answers(section(path))
+        check_answers(section(path), limit_s=LIMIT_S)
     assert "9 of 9" in str(caught.value)
     assert [f"data.jsonl:{n}:" in str(caught.value) for n in range(1, 10)] == [True] * 5 + [False] * 4
     assert "and 4 more" in str(caught.value)
@@ -154,7 +157,7 @@ def test_many_bad_answers_are_counted_and_the_first_are_named(tmp_path: Path) ->
 def test_bad_gold_answer_not_checked_at_the_start_is_an_error_not_a_zero(tmp_path: Path) -> None:
     env = JsonLines(write(tmp_path, GOOD))
     with pytest.raises(ValueError, match="use scoring 'exact'"):
-        env.feedback(Task(id="x", prompt="", answer="$$"), [Turn(text="$$")])
+        reward(env, "$$", "$$")
 
 
 @pytest.mark.parametrize("kind", list(FILES))
@@ -180,7 +183,7 @@ def test_prompt_can_be_a_conversation(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps({"prompt": said, "answer": 2}))
     task = JsonLines(path, scoring="exact").task(0)
     assert task.prompt == said
-    assert JsonLines(path, scoring="exact").feedback(task, [Turn(text="2")]).reward == 1.0
+    assert asyncio.run(JsonLines(path, scoring="exact").feedback(task, [Turn(text="2")])).reward == 1.0
 
 
 def section(path: Path, **keys: Any) -> JsonLinesEnv:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from windfall.models.chat import Chat
-from windfall.models.history import History, message_key
+from windfall.models.history import SessionHistory, message_key
 
 CHATML = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -40,15 +40,15 @@ HUB = tokenizer()
 STOP = HUB.convert_tokens_to_ids("<|im_end|>")
 
 
-def history() -> History:
-    return History(Chat(HUB, frozenset([STOP])))
+def history() -> SessionHistory:
+    return SessionHistory(Chat(HUB, frozenset([STOP])))
 
 
 def ids(text: str) -> list[int]:
     return [*HUB.encode(text, add_special_tokens=False), STOP]
 
 
-def begun(reply: dict[str, Any] = REPLY, tools: Any = None) -> History:
+def begun(reply: dict[str, Any] = REPLY, tools: Any = None) -> SessionHistory:
     h = history()
     h.answer(h.place([USER], tools), ids("two"), reply)
     return h
@@ -97,7 +97,7 @@ def test_an_abandoned_call_leaves_nothing() -> None:
 
 def test_turn_is_cut_where_its_client_stopped_reading() -> None:
     for keep, expected in ((2, [3, 4, 5, 6, 7]), (0, [3, 4])):
-        h = History(None)
+        h = SessionHistory(None)
         h.answer(h.place_ids([1, 2]), [3, 4], None)
         call = h.place_ids([1, 2, 3, 4, 5])
         h.answer(call, [6, 7, 8], None)
@@ -107,7 +107,7 @@ def test_turn_is_cut_where_its_client_stopped_reading() -> None:
 
 
 def test_ids_continue_the_longest_prefix() -> None:
-    h = History(None)
+    h = SessionHistory(None)
     h.answer(h.place_ids([1, 2]), [3, 4], None)
     call = h.place_ids([1, 2, 3, 4, 5])
     assert (call.segment.index, call.new, call.prompt) == (0, (5,), (1, 2, 3, 4, 5))

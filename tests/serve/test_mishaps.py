@@ -54,10 +54,6 @@ def test_bodies_that_are_too_large_or_cannot_be_read() -> None:
             async with s.http.post(s.url + "/v1/completions", data=b"x" * (10 << 20), headers=JSON) as answer:
                 assert answer.status == 413
                 assert "larger than 1048576 bytes" in (await answer.json())["error"]["message"]
-            bad = {**JSON, "Content-Encoding": "gzip"}
-            async with s.http.post(s.url + "/v1/completions", data=b"not gzip", headers=bad) as answer:
-                assert answer.status == 400
-                assert "cannot be decompressed" in (await answer.json())["error"]["message"]
             for body in (b"", b"[]", b"{", b'{"prompt": "3"}}', b"\xff\xfe", b"[" * 100_000):
                 async with s.http.post(s.url + "/v1/completions", data=body, headers=JSON) as answer:
                     error = (await answer.json())["error"]
@@ -68,8 +64,8 @@ def test_bodies_that_are_too_large_or_cannot_be_read() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, br"])
-def test_an_unknown_encoding_is_refused(encoding: str) -> None:
+@pytest.mark.parametrize("encoding", ["br", "gzip", "gzip, br"])
+def test_an_encoding_is_refused(encoding: str) -> None:
     async def main() -> None:
         async with serving(api_key="secret") as s:
             for key, status in (("secret", 415), ("wrong", 401)):

@@ -16,8 +16,7 @@ import torch
 
 from tests.support.samplers import EOS, TEMPLATE, TOKENIZER
 from tests.support.small_models import engine as new_engine
-from windfall.controller.gateway.agent_log import AgentLog
-from windfall.controller.gateway.agent_runs import AgentRuns
+from windfall.controller.gateway.agent_runs import AgentLog, AgentRuns
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.ledger.journal import Journal

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from windfall.engine.group.group import EngineGroup
 from windfall.link.messages import EngineSpec
 from windfall.types import Chunk, Request
 from windfall.weights.publish import Publisher
+from windfall.weights.source import Source
 
 WAIT_S = 120.0
 SIZES: dict[str, Any] = {"kv_tokens": 4096, "page_size": 16, "max_running": 16, "max_rows": 64}
@@ -42,10 +43,13 @@ class Case:
         self.publisher = Publisher(folder, threads=1)
         self.find: Callable[[int], Any] = lambda version: self.publisher.find(version)
         self.group = EngineGroup(
-            [Place()] * children, lambda version: self.find(version), base=lambda: self.publisher.base,
-            folder=folder / "engines", threads=1, say=self.said.append,
-        )  # fmt: skip
+            [Place()] * children, cast(Source, self), folder=folder / "engines", threads=1, say=self.said.append
+        )
         self._spec: EngineSpec | None = None
+
+    @property
+    def base(self) -> Any:
+        return self.publisher.base
 
     def publish(self, version: int, weights: Any) -> None:
         """Publish weights, also under the number of an older version."""

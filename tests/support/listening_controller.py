@@ -13,9 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.hashing_engine import Hashing, said
+from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import Patience, WorkerState
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
@@ -85,7 +86,7 @@ class Site:
         self.hellos: list[m.Hello] = []
         self.dispatch.set_offer(Offer(version=0, digest="d0", url="http://_:99"))
         self.ended: set[str] = set()
-        self.listener = Listener(turn_ended=self.ended.add, rejected=lambda id, why: None)
+        self.listener = FunctionOwner(turn_ended=self.ended.add, rejected=lambda id, why: None)
         routes = {"/worker": Route(receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES, handler=self._accept)}
         self.port = Port("127.0.0.1", 0, routes, None)
 

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.response_owner import FunctionOwner
 from tests.support.small_models import VOCABULARY, build
 from tests.support.small_models import engine as new_engine
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import WorkerState
 from windfall.events.log import EventLog
 from windfall.models import attention
@@ -199,7 +200,7 @@ async def scene(
     try:
         async with in_process_worker(dispatch, first, slots, name="first", pull=pull) as worker:
             s = Scene(dispatch=dispatch, first=first, second=second, worker=worker, join=join)
-            s.listener = Listener(turn_ended=s.ended.add, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))
+            s.listener = FunctionOwner(turn_ended=s.ended.add, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))
             await s.until(lambda: s.state() is WorkerState.READY, "the first worker is ready")
             for e in s.episodes.values():
                 dispatch.open(e, s.listener)

@@ -91,6 +91,8 @@ class _FreezableLink:
         await self._awake.wait()
         await self._link.send(message)
 
+    def authenticated(self) -> None: ...
+
     async def receive(self) -> object:
         await self._awake.wait()
         message = await self._link.receive()

@@ -15,7 +15,7 @@ import torch
 
 from windfall.errors import WindfallError
 from windfall.weights.publish import Publisher
-from windfall.weights.shared import MAX_MAPS, SharedReader, SharedSource, SharedVersion
+from windfall.weights.shared import MAX_MAPS, OpenVersion, SharedReader, SharedVersion
 
 READ = """
 import sys, msgspec, torch
@@ -39,7 +39,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
 
 def test_other_process_reads_the_same_pages(publisher: Publisher) -> None:
     publisher.publish(4, weights(2.0))
-    opened = SharedSource(publisher.find).open(4)
+    opened = OpenVersion(publisher, 4)
     said = subprocess.run(
         [sys.executable, "-c", READ], input=msgspec.msgpack.encode(opened.shared), capture_output=True, check=True
     ).stdout.decode()
@@ -51,9 +51,9 @@ def test_other_process_reads_the_same_pages(publisher: Publisher) -> None:
 
 
 def test_version_is_intact_until_its_buffer_is_needed(publisher: Publisher) -> None:
-    source, reader = SharedSource(publisher.find), SharedReader()
+    reader = SharedReader()
     publisher.publish(0, weights(0.0))
-    opened = source.open(0)
+    opened = OpenVersion(publisher, 0)
     views = reader.tensors(opened.shared)
     copy = views["a"].clone()
     assert (opened.version, opened.intact()) == (0, True)
@@ -64,15 +64,15 @@ def test_version_is_intact_until_its_buffer_is_needed(publisher: Publisher) -> N
     assert not opened.intact()
     assert float(views["a"][0, 0]) == 2.0, "the buffer has been overwritten, and only `intact` shows it"
     with pytest.raises(WindfallError, match="does not publish version 0"):
-        source.open(0)
+        OpenVersion(publisher, 0)
     opened.close()
 
 
 def test_buffers_are_mapped_once_each(publisher: Publisher) -> None:
-    source, reader, seen = SharedSource(publisher.find), SharedReader(), set()
+    reader, seen = SharedReader(), set()
     for version in range(6):
         publisher.publish(version, weights(float(version)))
-        opened = source.open(version)
+        opened = OpenVersion(publisher, version)
         views = reader.tensors(opened.shared)
         assert float(views["tied"].sum()) == 15.0 * version
         seen.add(views["a"].data_ptr())
@@ -80,7 +80,7 @@ def test_buffers_are_mapped_once_each(publisher: Publisher) -> None:
     assert len(seen) == 2
     for version, size in ((9, 4000), (10, 5000)):
         publisher.publish(version, {"other": torch.ones(size)})
-        opened = source.open(version)
+        opened = OpenVersion(publisher, version)
         assert float(reader.tensors(opened.shared)["other"].sum()) == size
         opened.close()
     assert len(reader._maps) == MAX_MAPS, "a buffer that was not used for long is forgotten"
@@ -91,8 +91,8 @@ def test_adapter_comes_with_its_base(publisher: Publisher) -> None:
     digest = publisher.publish_base(base).digest
     adapter = {"x.lora_A.weight": torch.ones(1, 3), "x.lora_B.weight": torch.ones(4, 1)}
     publisher.publish(0, adapter, base=digest, scale=0.5)
-    source, reader = SharedSource(publisher.find, lambda: publisher.base), SharedReader()
-    opened = source.open(0)
+    reader = SharedReader()
+    opened = OpenVersion(publisher, 0)
     copied: Any = reader.weights(opened.shared)
     assert torch.equal(copied["x.weight"], torch.full((4, 3), 1.5))
     target = torch.zeros(2)
@@ -106,7 +106,7 @@ def test_adapter_comes_with_its_base(publisher: Publisher) -> None:
 
 def test_buffer_that_is_gone_or_too_short_is_refused(publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish(0, weights(1.0))
-    opened = SharedSource(publisher.find).open(0)
+    opened = OpenVersion(publisher, 0)
     short = tmp_path / "short"
     short.write_bytes(b"x")
     with pytest.raises(WindfallError, match="1 bytes instead of"):

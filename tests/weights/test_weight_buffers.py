@@ -10,7 +10,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.weights import buffers
-from windfall.weights.buffers import Buffer, Handle
+from windfall.weights.buffers import Buffer, BufferHandle
 from windfall.weights.copy_out import page_ranges
 from windfall.weights.manifest import TensorEntry
 from windfall.weights.plan import Piece
@@ -46,7 +46,7 @@ def test_mapped_memory_outlives_the_descriptors() -> None:
 def test_wrong_handle_is_refused(change: dict[str, Any]) -> None:
     before = len(os.listdir("/proc/self/fd"))
     buffer = Buffer(100)
-    handle: Handle = buffer.handle._replace(**change)
+    handle: BufferHandle = buffer.handle._replace(**change)
     with pytest.raises(WindfallError, match=f"/proc/{handle.pid}/fd/{handle.fd}"):
         Buffer.map(handle)
     buffer.close()

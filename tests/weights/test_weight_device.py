@@ -13,28 +13,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.weight_deltas import encode
 from windfall.weights import copy_out, delta, manifest, plan
 from windfall.weights import device_delta as device
 from windfall.weights.buffers import Buffer
 from windfall.weights.delta_share import DeltaShare
 from windfall.weights.device_delta import DeviceDelta
-from windfall.weights.plan import Piece, Plan
-from windfall.weights.publish import Publisher
-from windfall.weights.shards import describe
+from windfall.weights.plan import Piece, PublishPlan
+from windfall.weights.publish import Publisher, describe
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = ["float32", "bfloat16", "int8", "int64"]
 
 
-def planned(tensors: dict[str, torch.Tensor], chunk_bytes: int = 1 << 20) -> tuple[Plan, dict[Piece, torch.Tensor]]:
+def planned(
+    tensors: dict[str, torch.Tensor], chunk_bytes: int = 1 << 20
+) -> tuple[PublishPlan, dict[Piece, torch.Tensor]]:
     """What a Publisher would do with these tensors."""
     rows, values = describe(tensors, None)
-    made = plan.make([plan.Offer(machine="", address="", chunk_bytes=chunk_bytes, tensors=rows)])
+    made = plan.make([plan.RankOffer(machine="", address="", chunk_bytes=chunk_bytes, tensors=rows)])
     return made, {p: values[p.entry.name] for p in made.shares[0].pieces}
 
 
-def version_of(tensors: dict[str, torch.Tensor]) -> tuple[Plan, np.ndarray, dict[Piece, torch.Tensor]]:
-    """Plan, bytes and sources, laid out as by a Publisher."""
+def version_of(tensors: dict[str, torch.Tensor]) -> tuple[PublishPlan, np.ndarray, dict[Piece, torch.Tensor]]:
+    """PublishPlan, bytes and sources, laid out as by a Publisher."""
     made, sources = planned(tensors)
     data = np.zeros(made.nbytes, np.uint8)
     for p, t in sources.items():
@@ -77,16 +79,15 @@ def both(
     encoder.store(sources, 0)
     share = DeltaShare(made, 0, map, max_ratio)
     share.on_device(encoder, new_sources)
-    samples = [share.sample(before, after)]
-    tables = [share.encode(before, after, samples)]
+    tables = [share.encode(before, after)]
     found = None
-    if sizes := share.sizes(samples, tables):
+    if sizes := share.sizes(tables):
         with closing(Buffer(sizes[0])) as target:
             share.write(target, tables)
             found = target.data.tobytes()
     chunks = tuple(range(-(-made.nbytes // (1 << 20))))
     described = manifest.make(version=0, entries=made.entries, nbytes=made.nbytes, chunk_bytes=1 << 20, chunks=chunks)
-    return delta.encode(before, after, described, max_ratio=max_ratio), found
+    return encode(before, after, described, max_ratio=max_ratio), found
 
 
 @settings(max_examples=60, deadline=None)

@@ -34,7 +34,7 @@ def test_warned_worker_hands_over_and_leaves(tmp_path: Path) -> None:
 
 
 def test_worker_warned_early_gets_work_until_its_last_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.controller.rollout.notices.DRAIN_LEAD_S", 0.1)
+    monkeypatch.setattr("windfall.controller.rollout.dispatch.DRAIN_LEAD_S", 0.1)
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
@@ -61,7 +61,7 @@ def test_worker_warned_early_gets_work_until_its_last_seconds(tmp_path: Path, mo
 def test_without_migration_a_warned_worker_gets_no_work_it_cannot_finish(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            s.dispatch.notices._migration = False
+            s.dispatch._migration = False
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
             w.agent.warned(PreemptionNotice(source="gcp", left_s=30.0, detail="preempted"))
@@ -129,7 +129,7 @@ def test_worker_leaves_if_the_controller_ignores_the_notice(tmp_path: Path, monk
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            monkeypatch.setattr(s.dispatch.notices, "handle", lambda member, notice: None)
+            monkeypatch.setattr(s.dispatch, "_warned", lambda member, notice: None)
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
             w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import clipped, normalized
+from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, clipped, normalized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, rewards
-from windfall.algorithms.credit import centered, clipped
+from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, centered, clipped, rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

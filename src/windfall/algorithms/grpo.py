@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windfall.algorithms.base import Algorithm, Floats, SampledTokens
-from windfall.algorithms.credit import clipped
+from windfall.algorithms.base import Algorithm, Floats, SampledTokens, clipped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,8 +29,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from windfall.algorithms.base import Algorithm, Floats, SampledTokens
-from windfall.algorithms.credit import clipped
+from windfall.algorithms.base import Algorithm, Floats, SampledTokens, clipped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,9 +35,13 @@ ImportanceMode = Literal["truncate", "mask", "off"]
 
 
 def importance_weights(
-    proximal: Floats, behavior: Floats, *, mode: ImportanceMode, cap: float,
+    proximal: Floats,
+    behavior: Floats,
+    *,
+    mode: ImportanceMode,
+    cap: float,
     level: Literal["token", "sequence"] = "token",
-) -> tuple[Floats, np.ndarray]:  # fmt: skip
+) -> tuple[Floats, np.ndarray]:
     """Factors for `Algorithm.weights`, one per token, and which of them were truncated or masked.
 
     >>> proximal, behavior = np.log([0.5, 0.2]), np.log([0.1, 0.4])

@@ -21,8 +21,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, rewards
-from windfall.algorithms.credit import centered, clipped, normalized
+from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, centered, clipped, normalized, rewards
 from windfall.errors import WindfallError
 
 

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, rewards
-from windfall.algorithms.credit import centered
+from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, centered, rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,12 +34,12 @@ from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.idle_generation import IdleGeneration
-from windfall.controller.rollout.seeding import Seeding, seeding_policy
 from windfall.controller.rollout.stream import Rollout, Stopped
+from windfall.controller.rollout.trainer_generation import TrainerGeneration, seeding_policy
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.members import Patience
 from windfall.envs.base import EnvHost
-from windfall.envs.held_out import HeldOut
+from windfall.envs.held_out import EvaluationTasks
 from windfall.events.log import Event, EventLog
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -90,13 +90,13 @@ class ControllerLife:
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
         policy = seeding_policy(f.offload if t.seeding else "never", first_s=f.first_seed_s)
-        pace = IdleGeneration if recipe.rollout.staleness else Seeding
+        pace = IdleGeneration if recipe.rollout.staleness else TrainerGeneration
         self.seeding = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
         self.report = FleetReport(recipe, self.dispatch, events, generated)
         self.rollout: Rollout | None = None
         self.loop: Loop | None = None
         self.state = CheckpointState(step=0, next_task=0)
-        self.held_out: HeldOut | None = None
+        self.held_out: EvaluationTasks | None = None
         """The held-out tasks, if the environment can describe them."""
         self.stop = asyncio.Event()
         """Set when the run should stop and save."""
@@ -243,7 +243,7 @@ class ControllerLife:
         device = str(hello.facts.get("machine", ""))
         lease = Lease(kind="reserved", device=device, price_usd_per_h=self.recipe.fleet.trainer_price_usd_per_h)
         now = loop.time()
-        accounts.join(now, id, kind="reserved", usd_per_h=prices.of(lease).or_none, trainer=True, name="trainer",
+        accounts.join(now, id, kind="reserved", usd_per_h=prices.of(lease).if_known, trainer=True, name="trainer",
                       started_s=now - float(hello.facts.get("age_s", 0.0)))  # fmt: skip
         accounts.paused(now, id)
         try:

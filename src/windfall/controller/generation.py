@@ -29,8 +29,8 @@ from windfall.types import Group
 
 
 class Pace(Protocol):
-    """Decides when the trainer generates and when it trains. seeding.Seeding implements it for synchronous training,
-    idle_generation.IdleGeneration for asynchronous training."""
+    """Decides when the trainer generates and when it trains. TrainerGeneration implements it for synchronous training,
+    IdleGeneration for asynchronous training."""
 
     over: asyncio.Event
 

@@ -17,7 +17,7 @@ BUILT_IN = {
     "frozen_lake": ("windfall.envs.frozen_lake", "FrozenLake"),
     "gym": ("windfall.envs.gym", "Gym"),
     "guess": ("windfall.envs.guess", "Guess"),
-    "jsonl": ("windfall.envs.jsonl", "JsonLines"),
+    "jsonl": ("windfall.envs.dataset", "JsonLines"),
 }
 """Module and class of each environment that ships with windfall. Some of the modules are slow to import."""
 

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from windfall.envs.base import HELD_OUT
-from windfall.envs.data.table import Format, Source, TableRow, labels, read_table
-from windfall.envs.epochs import EpochOrder
-from windfall.envs.held_out import Split, split_rows
-from windfall.envs.rewards.weighted import GRADERS, Graded, Rewards
+from windfall.envs.data.table import DataSource, RowFormat, TableRow, labels, read_table
+from windfall.envs.rewards.weighted import GRADERS, Rewards, RowResponse
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Prompt, Task, Turn
+
+FORM_KEYS = {"columns", "system_prompt", "instruction", "answer_after"}
+DATA_KEYS = {"path", "rewards", "split", "subset", "filter", "held_out"} | FORM_KEYS
+"""Keys of an env section that say what its rows are."""
 
 
 class Dataset:
     """`Dataset("gsm8k", subset="main", columns={"prompt": "question"}, rewards=["rewards.py:accuracy"])`.
 
     The order of every epoch is derived from `seed`. Tasks from HELD_OUT on are the evaluation rows, always in the same
-    order: those of the data set in `evaluation`, or a share of the rows (held_out.py).
+    order: those of the data set in `evaluation`, or a share of the rows.
     """
 
     def __init__(
-        self, path: str | Path, *, split: str | None = None, subset: str | None = None, filter: str = "",
-        columns: Mapping[str, str] | None = None, system_prompt: str | None = None, instruction: str | None = None,
-        answer_after: str | None = None, rewards: Sequence[str] = ("math",), reward_weights: Sequence[float] = (),
-        held_out: float = 0.0, evaluation: Mapping[str, Any] | None = None, seed: int = 0, cpu_s: float = 5.0,
-    ) -> None:  # fmt: skip
-        source = Source(path=Path(path), split=split, subset=subset, filter=filter)
-        form = Format(
-            columns=columns or {}, system_prompt=system_prompt, instruction=instruction, answer_after=answer_after,
-            answer_needed=any(name in GRADERS for name in rewards),
-        )  # fmt: skip
-        self._split, self._seed = _split(source, form, evaluation, held_out), seed
+        self,
+        path: str | Path,
+        *,
+        rewards: Sequence[str] = ("math",),
+        reward_weights: Sequence[float] = (),
+        seed: int = 0,
+        cpu_s: float = 5.0,
+        **data: Any,
+    ) -> None:
+        """`data`: options of `read_data`."""
+        self._seed = seed
+        self._split = read_data(path, rewards=rewards, **data)
         names = labels([*self._split.train[:100], *self._split.evaluation[:100]])
         self._rewards = Rewards(rewards, reward_weights, columns=names, cpu_s=cpu_s)
         self.needs_tokens = self._rewards.needs_tokens
@@ -54,7 +60,7 @@ class Dataset:
         arguments |= {"prompts": [row.prompt], "completions": [_completion(row.prompt, text)]}
         if self.needs_tokens:
             arguments["completion_ids"] = [list(turns[-1].tokens)]
-        return await self._rewards.grade(Graded(text=text, answer=row.answer, arguments=arguments))
+        return await self._rewards.grade(RowResponse(text=text, answer=row.answer, arguments=arguments))
 
 
 def _completion(prompt: Prompt, text: str) -> Any:
@@ -62,23 +68,128 @@ def _completion(prompt: Prompt, text: str) -> Any:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def read_split(section: Any, evaluation: Mapping[str, Any] | None) -> Split[TableRow]:
-    """The rows that an env section of windfall.recipe names. `evaluation`: a separate data set (hosting.py)."""
-    source = Source(path=section.path, split=section.split, subset=section.subset, filter=section.filter)
-    form = Format(
-        columns=section.columns, system_prompt=section.system_prompt, instruction=section.instruction,
-        answer_after=section.answer_after, answer_needed=any(name in GRADERS for name in section.rewards),
-    )  # fmt: skip
-    return _split(source, form, evaluation, section.held_out)
+class JsonLines(Dataset):
+    """`JsonLines("problems.jsonl")`, with lines such as {"prompt": "What is 2/4, simplified?", "answer": "1/2"}: the
+    data set of a recipe with env.name = "jsonl".
+
+    Scoring `math` checks whether the answer means the same as the one in the file (math-verify: 0.5 is 1/2). Scoring
+    `exact` checks whether it is the same text or the same number.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        prompt_field: str = "prompt",
+        answer_field: str = "answer",
+        scoring: str = "math",
+        *,
+        eval_path: str | Path | None = None,
+        held_out: float = 0.0,
+        seed: int = 0,
+        cpu_s: float = 5.0,
+    ) -> None:
+        columns = {"prompt": prompt_field, "answer": answer_field}
+        evaluation = None if eval_path is None else {"path": eval_path}
+        super().__init__(
+            path, columns=columns, rewards=[scoring], held_out=held_out, evaluation=evaluation, seed=seed, cpu_s=cpu_s
+        )
+
+    def task(self, index: int) -> Task:
+        task = super().task(index)
+        return replace(task, answer=task.answer.answer)
+
+    async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
+        response = RowResponse(text=turns[-1].text, answer=task.answer, arguments={})
+        return Feedback(reward=(await self._rewards.grade(response)).reward)
 
 
-def _split(source: Source, form: Format, evaluation: Mapping[str, Any] | None, held_out: float) -> Split[TableRow]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSplit:
+    """Rows for training, and rows for evaluation."""
+
+    train: list[TableRow]
+    evaluation: list[TableRow]
+    """Each prompt occurs once."""
+    trained_on: int
+    """Number of evaluation rows that are also trained on."""
+
+
+def read_split(section: Any, evaluation: Mapping[str, Any] | None = None) -> DataSplit:
+    """The rows that an env section of windfall.recipe names: "dataset" or "jsonl". `evaluation`: a separate data set
+    (hosting.py)."""
+    if section.name == "jsonl":
+        columns = {"prompt": section.prompt_field, "answer": section.answer_field}
+        evaluation = None if section.eval_path is None else {"path": section.eval_path}
+        return read_data(section.path, columns=columns, held_out=section.held_out, evaluation=evaluation)
+    return read_data(evaluation=evaluation, **section.model_dump(include=DATA_KEYS))
+
+
+def read_data(
+    path: str | Path,
+    *,
+    rewards: Sequence[str] = ("math",),
+    split: str | None = None,
+    subset: str | None = None,
+    filter: str = "",
+    held_out: float = 0.0,
+    evaluation: Mapping[str, Any] | None = None,
+    **form: Any,
+) -> DataSplit:
+    """Read the rows of a data set. The arguments are keys of the recipe. `evaluation`: fields of a DataSource with
+    separate rows for evaluation. `form`: fields of RowFormat."""
+    source = DataSource(path=Path(path), split=split, subset=subset, filter=filter)
+    row_format = RowFormat(**form, answer_needed=any(name in GRADERS for name in rewards))
     try:
-        rows = read_table(source, form)
+        rows = read_table(source, row_format)
     except MemoryError as e:
         fix = "Use fewer rows: set env.split = 'train[:100000]', or store only the columns that are needed."
-        raise WindfallError("the rows do not fit into memory", where=str(source.path), fix=fix) from e
+        raise WindfallError("the rows do not fit into memory", where=str(path), fix=fix) from e
     if evaluation is None:
-        return split_rows(rows, source.path, held_out=held_out, other="eval.path")
-    other = Source(**{**evaluation, "path": Path(evaluation["path"]), "section": "eval"})
-    return split_rows(rows, source.path, evaluation=read_table(other, form), eval_path=other.path)
+        return _split(rows, held_out, source.path)
+    other = DataSource(**{**evaluation, "path": Path(evaluation["path"]), "section": "eval"})
+    separate, known = _distinct(read_table(other, row_format)), {row.key for row in rows}
+    return DataSplit(train=rows, evaluation=separate, trained_on=sum(row.key in known for row in separate))
+
+
+def _split(rows: list[TableRow], held_out: float, path: Path) -> DataSplit:
+    """Split the rows by a hash of the prompt: adding rows never moves other rows, and rows with the same prompt stay
+    together. Without `held_out`, the evaluation uses the training rows."""
+    if not held_out:
+        evaluation = _distinct(rows)
+        return DataSplit(train=rows, evaluation=evaluation, trained_on=len(evaluation))
+    key_limit = int(held_out * 2**64)  # keys are spread evenly from 0 to 2**64
+    train = [row for row in rows if row.key >= key_limit]
+    evaluation = _distinct([row for row in rows if row.key < key_limit])
+    if not train or not evaluation:
+        purpose = "to evaluate on" if train else "to train on"
+        what = f"env.held_out = {held_out:g} leaves none of the {len(_distinct(rows))} different prompts {purpose}"
+        fix = "Change env.held_out, or evaluate on a separate data set (eval.path; env.eval_path for jsonl)."
+        raise WindfallError(what, where=str(path), fix=fix)
+    return DataSplit(train=train, evaluation=evaluation, trained_on=0)
+
+
+def _distinct(rows: list[TableRow]) -> list[TableRow]:
+    """Each prompt once, sorted by hash: the first n rows are a fair sample, and always the same."""
+    first: dict[int, TableRow] = {}
+    for row in rows:
+        first.setdefault(row.key, row)
+    return [first[key] for key in sorted(first)]
+
+
+class EpochOrder:
+    """The row of every task number. The order of every epoch is derived from `seed`."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        self._seed, self._count = seed, count
+        # Two epochs, because responses of the last epoch may still be running when the next one begins.
+        self._order = functools.lru_cache(maxsize=2)(self._compute)
+
+    def row(self, index: int) -> int:
+        epoch, position = divmod(index, self._count)
+        return self._order(epoch)[position]
+
+    def _compute(self, epoch: int) -> list[int]:
+        def key(row: int) -> bytes:
+            return hashlib.blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=8).digest()
+
+        return sorted(range(self._count), key=key)

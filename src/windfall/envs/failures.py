@@ -154,8 +154,11 @@ def _text_fault(text: object, what: str) -> str:
 def _scores_fault(scores: object) -> str:
     pairs = scores if isinstance(scores, list | tuple) else None
     valid = pairs is not None and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
-        and isinstance(pair[1], int | float) and math.isfinite(pair[1])
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], int | float)
+        and math.isfinite(pair[1])
         for pair in pairs
-    )  # fmt: skip
+    )
     return "" if valid else 'its scores are not pairs of a name and a number, such as (("format", 0.5),)'

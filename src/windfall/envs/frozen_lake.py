@@ -34,17 +34,32 @@ class FrozenLake:
     the policy sees: the "map", or only the "neighbors" of its field. `rules`: explain the game in the prompt."""
 
     def __init__(
-        self, size: int = 4, slippery: bool = False, max_turns: int = 12, frozen: float = 0.8, *, seed: int = 0,
-        moves: Sequence[str] = MOVES, fields: str = FIELDS, view: str = "map", rules: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        size: int = 4,
+        slippery: bool = False,
+        max_turns: int = 12,
+        frozen: float = 0.8,
+        *,
+        seed: int = 0,
+        moves: Sequence[str] = MOVES,
+        fields: str = FIELDS,
+        view: str = "map",
+        rules: bool = True,
+    ) -> None:
         if importlib.util.find_spec("gymnasium") is None:
             fix = f"Install it: {install_command('gymnasium')}"
             raise WindfallError("gymnasium is not installed", where="env.name", fix=fix)
         if len({move.lower() for move in moves}) != len(MOVES):
             fix = "Give four different words, for left, down, right and up."
             raise WindfallError(f"the moves are {', '.join(moves)}", where="env.moves", fix=fix)
-        self._size, self._slippery, self._max_turns, self._frozen, self._seed = size, slippery, max_turns, frozen, seed
-        self._moves, self._view, self._rules = [move.lower() for move in moves], view, rules
+        self._size = size
+        self._slippery = slippery
+        self._max_turns = max_turns
+        self._frozen = frozen
+        self._seed = seed
+        self._moves = [move.lower() for move in moves]
+        self._view = view
+        self._rules = rules
         self._fields = fields
 
     def task(self, index: int) -> Task:
@@ -91,7 +106,10 @@ class LakeWalk:
 
         self._env: Any = gymnasium.make("FrozenLake-v1", desc=rows, is_slippery=slippery, max_episode_steps=10**6)
         self._env.reset(seed=seed)
-        self._lake, self._rows, self._left, self._at = lake, rows, max_turns, 0
+        self._lake = lake
+        self._rows = rows
+        self._left = max_turns
+        self._at = 0
 
     def step(self, text: str) -> Feedback:
         """Make the last move that the text names. A text without a move uses up its turn."""

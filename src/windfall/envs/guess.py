@@ -28,7 +28,11 @@ class Guess:
         if turn_cost < 0 or turn_cost * (max_turns - 1) >= 1:
             fix = "The reward for a hit in the last turn must be above 0, and at most that for a hit in the first."
             raise WindfallError(f"turn_cost is {turn_cost} for {max_turns} turns", where="guess", fix=fix)
-        self._low, self._high, self._max_turns, self._seed, self._turn_cost = low, high, max_turns, seed, turn_cost
+        self._low = low
+        self._high = high
+        self._max_turns = max_turns
+        self._seed = seed
+        self._turn_cost = turn_cost
 
     def task(self, index: int) -> Task:
         digest = hashlib.blake2b(f"{self._seed}/{index}".encode(), digest_size=16).digest()

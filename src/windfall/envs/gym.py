@@ -51,9 +51,17 @@ class Gym:
     """
 
     def __init__(
-        self, task: str, options: Mapping[str, Any] | None = None, seed: int = 0, size: int = 1000,
-        instruction: str = INSTRUCTION, *, threshold: float = 0.99, partial: bool = False, cpu_s: float = 5.0,
-    ) -> None:  # fmt: skip
+        self,
+        task: str,
+        options: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        size: int = 1000,
+        instruction: str = INSTRUCTION,
+        *,
+        threshold: float = 0.99,
+        partial: bool = False,
+        cpu_s: float = 5.0,
+    ) -> None:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise WindfallError("reasoning-gym is not installed", fix=f"Install it: {install_command('gym')}")
         where = f"gym task '{task}'"
@@ -65,8 +73,13 @@ class Gym:
         except (TypeError, ValueError) as e:
             raise WindfallError(f"options are not plain data: {e}", where=where) from None
         _check(task, self._options)
-        self._name, self._seed, self._size, self._instruction = task, seed, size, instruction
-        self._threshold, self._partial, self._cpu_s = threshold, partial, cpu_s
+        self._name = task
+        self._seed = seed
+        self._size = size
+        self._instruction = instruction
+        self._threshold = threshold
+        self._partial = partial
+        self._cpu_s = cpu_s
         self._dataset = functools.lru_cache(maxsize=8)(self._open_dataset)
         self._entry = functools.lru_cache(maxsize=256)(self._make_entry)
 

@@ -1,9 +1,10 @@
 """The messages between a controller and an environment server (envs/remote/). Any change must change PROTOCOL.
 
     controller ──▶ server     EnvHello;  TaskCall, FeedbackCall, CancelCall, EndSession
-    server ──▶ controller     Challenge, EnvWelcome or Refused;  CallBegan, TaskMade, Graded, CallFailed
+    server ──▶ controller     Challenge, EnvWelcome or Refused;  CallBegan, TaskMade, CallGraded, CallFailed
 
-Every call has a number and ends with exactly one answer: TaskMade, Graded or CallFailed. Calls overlap in any order.
+Every call has a number and ends with exactly one answer: TaskMade, CallGraded or CallFailed. Calls overlap in any
+order.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class TaskMade(Message, frozen=True, tag=47):
     prompt: str | list[dict[str, Any]]
 
 
-class Graded(Message, frozen=True, tag=48):
+class CallGraded(Message, frozen=True, tag=48):
     number: int
     reward: float | None
     observation: str | None
@@ -93,5 +94,5 @@ class CallFailed(Message, frozen=True, tag=49):
     final: bool
 
 
-FromEnvServer = Challenge | EnvWelcome | Refused | CallBegan | TaskMade | Graded | CallFailed
+FromEnvServer = Challenge | EnvWelcome | Refused | CallBegan | TaskMade | CallGraded | CallFailed
 ToEnvServer = EnvHello | TaskCall | FeedbackCall | CancelCall | EndSession

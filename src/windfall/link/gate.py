@@ -37,11 +37,20 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 class Gate:
     def __init__(
-        self, run: str, token: str, *, log: Callable[..., None], max_workers: int, trainer_secret: str = "",
+        self,
+        run: str,
+        token: str,
+        *,
+        log: Callable[..., None],
+        max_workers: int,
+        trainer_secret: str = "",
         borrows: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Without a `trainer_secret`, no trainer is accepted. `borrows`: workers that lend are accepted."""
-        self.run, self._token, self._log, self.max_workers = run, token, log, max_workers
+        self.run = run
+        self._token = token
+        self._log = log
+        self.max_workers = max_workers
         self._trainer_secret, self._borrows = trainer_secret, borrows
         self.terms: Terms | None = None  # None until a trainer has joined; before that, workers must dial again later
         self.workers = 0  # workers connected now
@@ -103,8 +112,7 @@ class Gate:
         except LinkClosed:
             pass
         else:
-            if lift_limits := getattr(link, "authenticated", None):  # a link in memory has no limits
-                lift_limits()
+            link.authenticated()
             return hello, proof
         return None, b""
 

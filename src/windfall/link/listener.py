@@ -55,9 +55,16 @@ class Listener:
         self._server: asyncio.Server | None = None
 
     async def serve(
-        self, app: web.Application, host: str, port: int, ssl: tls.SSLContext | None, fix: str, backlog: int = 128,
-        answer: Answer = plain_answer, **options: Any,
-    ) -> tuple[web.AppRunner, int]:  # fmt: skip
+        self,
+        app: web.Application,
+        host: str,
+        port: int,
+        ssl: tls.SSLContext | None,
+        fix: str,
+        backlog: int = 128,
+        answer: Answer = plain_answer,
+        **options: Any,
+    ) -> tuple[web.AppRunner, int]:
         """Serve `app` with a runner of these `options`. Returns runner and port, or raises WindfallError with `fix`.
         What is not HTTP gets an `answer`. Bodies are not decompressed: a handler that reads one does that."""
         own = {"access_log": None, "logger": log, "lingering_time": 0.0, "auto_decompress": False}
@@ -75,9 +82,14 @@ class Listener:
         _limit_descriptor_errors(loop)
         try:
             self._server = await loop.create_server(
-                connect, host, port, ssl=ssl, backlog=backlog,
-                reuse_address=True, ssl_handshake_timeout=self._auth_timeout_s if ssl else None,
-            )  # fmt: skip
+                connect,
+                host,
+                port,
+                ssl=ssl,
+                backlog=backlog,
+                reuse_address=True,
+                ssl_handshake_timeout=self._auth_timeout_s if ssl else None,
+            )
         except OSError as e:
             await runner.cleanup()
             raise WindfallError(f"cannot listen: {e.strerror or e}", where=f"{host}:{port}", fix=fix) from e
@@ -166,9 +178,12 @@ def _request_handler(answer: Answer) -> type[web.RequestHandler]:
         __slots__ = ()
 
         def handle_error(
-            self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None,
+            self,
+            request: web.BaseRequest,
+            status: int = 500,
+            exc: BaseException | None = None,
             message: str | None = None,
-        ) -> web.StreamResponse:  # fmt: skip
+        ) -> web.StreamResponse:
             nonlocal logged_s, left_out
             if not isinstance(exc, HttpProcessingError):
                 return super().handle_error(request, status, exc, message)

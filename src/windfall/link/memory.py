@@ -20,7 +20,9 @@ class _Shared:
 class MemoryLink:
     def __init__(self, peer: str, shared: _Shared, inbox: asyncio.Queue[object], outbox: asyncio.Queue[object]) -> None:
         self.peer = peer
-        self._shared, self._inbox, self._outbox = shared, inbox, outbox
+        self._shared = shared
+        self._inbox = inbox
+        self._outbox = outbox
 
     async def send(self, message: object) -> None:
         await self._unless_closed(self._outbox.put(message))
@@ -41,6 +43,8 @@ class MemoryLink:
         finally:
             doing.cancel()
             closed.cancel()
+
+    def authenticated(self) -> None: ...  # a link in memory has no limits
 
     async def close(self, why: str = "") -> None:
         self._shared.why = self._shared.why or why

@@ -33,12 +33,17 @@ def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.SampleMessage, ...]]:
 def pack(sample: Sample) -> m.SampleMessage:
     s = sample
     return m.SampleMessage(
-        ids=s.ids, targets=s.targets, behavior=np.asarray(s.behavior, np.float64).tobytes(), advantage=s.advantage,
-        limit=s.limit, old=None if s.old is None else np.asarray(s.old, np.float64).tobytes(),
+        ids=s.ids,
+        targets=s.targets,
+        behavior=np.asarray(s.behavior, np.float64).tobytes(),
+        advantage=s.advantage,
+        limit=s.limit,
+        old=None if s.old is None else np.asarray(s.old, np.float64).tobytes(),
         lag=None if s.lag is None else np.asarray(s.lag, np.uint16).tobytes(),
-        engines=tuple(name for name, _ in s.engines), engine_tokens=tuple(count for _, count in s.engines),
+        engines=tuple(name for name, _ in s.engines),
+        engine_tokens=tuple(count for _, count in s.engines),
         whole=s.whole,
-    )  # fmt: skip
+    )
 
 
 def unpack(sample: m.SampleMessage) -> Sample:
@@ -49,8 +54,13 @@ def unpack(sample: m.SampleMessage) -> Sample:
     """
     s = sample
     return Sample(
-        ids=s.ids, targets=s.targets, behavior=np.frombuffer(s.behavior), advantage=s.advantage, limit=s.limit,
+        ids=s.ids,
+        targets=s.targets,
+        behavior=np.frombuffer(s.behavior),
+        advantage=s.advantage,
+        limit=s.limit,
         old=None if s.old is None else np.frombuffer(s.old),
         lag=None if s.lag is None else np.frombuffer(s.lag, np.uint16),
-        engines=tuple(zip(s.engines, s.engine_tokens, strict=True)), whole=s.whole,
-    )  # fmt: skip
+        engines=tuple(zip(s.engines, s.engine_tokens, strict=True)),
+        whole=s.whole,
+    )

@@ -40,7 +40,9 @@ class SocketLink:
     ) -> None:
         """`receives`: the union of the messages that may arrive; `drop` closes the connection without a handshake;
         `max_frame_bytes` limits frames in both directions; `authenticated` lifts the limits of a new peer."""
-        self.peer, self.max_frame_bytes, self.authenticated = peer, max_frame_bytes, authenticated
+        self.peer = peer
+        self.max_frame_bytes = max_frame_bytes
+        self.authenticated = authenticated
         self._socket, self._drop = socket, drop
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._limit_closing: asyncio.Future[Any] | None = None  # closes the link, once the byte limit is exceeded
@@ -121,8 +123,12 @@ class Port:
         """`fix`: what to do if the port cannot be opened. `pages`: handlers of plain HTTP requests, by path; they call
         `welcome` once a request has authenticated."""
         self._pages = pages or {}
-        self.host, self.port, self._fix = host, port, fix
-        self._routes, self._ssl, self._listener = routes, ssl, limits or listener.Listener()
+        self.host = host
+        self.port = port
+        self._fix = fix
+        self._routes = routes
+        self._ssl = ssl
+        self._listener = limits or listener.Listener()
         self._links: set[SocketLink] = set()
         self._runner: web.AppRunner | None = None
 
@@ -153,9 +159,13 @@ class Port:
         await socket.prepare(request)
         drop = transport.abort if transport else lambda: None
         link = SocketLink(
-            socket, route.receives, request.remote or "?", drop, max_frame_bytes=route.max_frame_bytes,
+            socket,
+            route.receives,
+            request.remote or "?",
+            drop,
+            max_frame_bytes=route.max_frame_bytes,
             authenticated=lambda: self._listener.authenticated(transport),
-        )  # fmt: skip
+        )
         self._listener.limit_bytes(transport, route.unauthenticated_bytes, link.limit_exceeded)
         self._links.add(link)
         try:
@@ -180,7 +190,10 @@ class Dialer:
         self, url: str, path: str, receives: Any, *, ssl: tls.SSLContext | None, max_frame_bytes: int = MAX_FRAME_BYTES
     ):
         self.url = url.rstrip("/")
-        self._path, self._receives, self._ssl, self._max_frame_bytes = path, receives, ssl, max_frame_bytes
+        self._path = path
+        self._receives = receives
+        self._ssl = ssl
+        self._max_frame_bytes = max_frame_bytes
         self._session: aiohttp.ClientSession | None = None
 
     async def dial(self, timeout_s: float = 10.0) -> SocketLink:
@@ -190,9 +203,13 @@ class Dialer:
         try:
             async with asyncio.timeout(timeout_s):
                 socket = await self._session.ws_connect(
-                    self.url + self._path, max_msg_size=self._max_frame_bytes, ssl=self._ssl or True, heartbeat=10.0,
-                    compress=0, timeout=aiohttp.ClientWSTimeout(ws_close=1.0)  # pyright: ignore[reportCallIssue],
-                )  # fmt: skip
+                    self.url + self._path,
+                    max_msg_size=self._max_frame_bytes,
+                    ssl=self._ssl or True,
+                    heartbeat=10.0,
+                    compress=0,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=1.0),  # pyright: ignore[reportCallIssue],
+                )
         except (aiohttp.ClientError, OSError, TimeoutError) as e:
             raise LinkClosed(f"{self.url}: {_why_no_link(e, timeout_s)}") from e
         raw = socket.get_extra_info("socket")

@@ -31,9 +31,19 @@ class AttentionBatch(Protocol):
         ...
 
 
-def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *,
-              batch: AttentionBatch, scaling: float | None = None, sliding_window: int | None = None,
-              dropout: float = 0.0, **other: Any) -> tuple[Tensor, None]:  # fmt: skip
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *,
+    batch: AttentionBatch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    **other: Any,
+) -> tuple[Tensor, None]:
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if other.get(name) is not None]
     unknown += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * bool(dropout)
     if unknown:

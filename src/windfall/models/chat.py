@@ -39,9 +39,13 @@ class PromptTooLong(WindfallError):
 
 class Chat:
     def __init__(
-        self, tokenizer: Any, stop: frozenset[int], *, template: str | None = None,
+        self,
+        tokenizer: Any,
+        stop: frozenset[int],
+        *,
+        template: str | None = None,
         arguments: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`stop`: the token ids that end a turn. `template` replaces the model's chat template, and `arguments` are
         variables for it, such as {"enable_thinking": False}."""
         self.tokenizer, self.stop = tokenizer, stop

@@ -1,6 +1,6 @@
 """The segments of one session: which of them a call continues, and the ids of each. Pure, except for the tokenizer.
 
-    place(messages, tools)   a new Call: it continues a segment, or it opens one; the segment is busy until the answer
+    place(messages, tools)   a new PlacedCall: it continues a segment or opens one, which is busy until the answer
     answer(call, ids)        the sampled ids of the call: the segment grows by one turn
     abandon(call)            the call was not answered: the segment is as it was before, or ends there
     cut_turn(call)           clients received only a part of the last turn: the segment ends there
@@ -64,11 +64,14 @@ class Segment:
 
     def retire(self) -> None:
         """Forget the messages: the segment is not continued any more."""
-        self.messages, self.keys, self.chars, self.busy = [], [], 0, True
+        self.messages = []
+        self.keys = []
+        self.chars = 0
+        self.busy = True
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PlacedCall:
     """A call in progress."""
 
     segment: Segment
@@ -85,14 +88,14 @@ class Call:
         return (*self.segment.ids, *self.new)
 
 
-class History:
+class SessionHistory:
     def __init__(self, chat: Chat | None) -> None:
         """`chat`: None for a session that sends only plain text or ids."""
         self._chat = chat
         self.segments: list[Segment] = []
         self._calls = 0
 
-    def place(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> Call:
+    def place(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> PlacedCall:
         """Choose the segment of a call. Raises WindfallError if the messages cannot be rendered."""
         assert self._chat is not None, "this session has no chat template"
         keys, settings = [message_key(m) for m in messages], _settings(tools)
@@ -108,7 +111,7 @@ class History:
             segment = self._open(settings, self._chat.prompt(messages, tools))
         self._calls += 1
         segment.last_call = self._calls
-        call = Call(segment, ids, tuple(new), chars=len(json.dumps(new)))
+        call = PlacedCall(segment, ids, tuple(new), chars=len(json.dumps(new)))
         self._forget(call.chars)
         return call
 
@@ -122,23 +125,23 @@ class History:
                 kept -= segment.chars
                 segment.retire()
 
-    def place_ids(self, ids: Sequence[int]) -> Call:
+    def place_ids(self, ids: Sequence[int]) -> PlacedCall:
         """Choose the segment of a call that sends ids: it continues the longest segment that is a prefix of them."""
         ids = tuple(ids)
         known = [s for s in self.segments if not s.busy and not s.keys and ids[: len(s.ids)] == s.ids]
         known = [s for s in known if len(ids) > len(s.ids)]
         if not known:
-            return Call(self._open("ids", ids), (), ())
+            return PlacedCall(self._open("ids", ids), (), ())
         segment = max(known, key=lambda s: len(s.ids))
         segment.busy = True
-        return Call(segment, ids[len(segment.ids) :], ())
+        return PlacedCall(segment, ids[len(segment.ids) :], ())
 
     def _open(self, settings: str, prompt: tuple[int, ...]) -> Segment:
         segment = Segment(len(self.segments), settings, prompt, busy=True)
         self.segments.append(segment)
         return segment
 
-    def answer(self, call: Call, ids: Sequence[int], reply: Message | None) -> None:
+    def answer(self, call: PlacedCall, ids: Sequence[int], reply: Message | None) -> None:
         """Add the sampled ids. `reply`: the assistant's message that the client gets for them; None for plain text."""
         segment = call.segment
         assert segment.busy, "the call was answered already"
@@ -153,7 +156,7 @@ class History:
         segment.ended_with = ids[-1] if ids and ids[-1] in stop else None
         segment.busy = False
 
-    def cut_turn(self, call: Call, sampled: int, keep: int) -> None:
+    def cut_turn(self, call: PlacedCall, sampled: int, keep: int) -> None:
         """Keep the first `keep` of the `sampled` ids of a segment's last turn: clients received no more of it. If there
         are none, remove the turn. The segment is not continued after this."""
         segment = call.segment
@@ -161,7 +164,7 @@ class History:
         del segment.tokens[length:], segment.sampled[length:]
         segment.busy = True
 
-    def abandon(self, call: Call, *, begun: bool = False) -> None:
+    def abandon(self, call: PlacedCall, *, begun: bool = False) -> None:
         """The call has no answer. `begun`: sampling had begun, so the segment is not continued any more. Neither is a
         segment without a turn."""
         if begun or not call.segment.tokens:

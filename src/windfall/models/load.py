@@ -72,9 +72,12 @@ def load(name: str, *, dtype: str, device: str) -> Any:
         return _load_merged(where, dtype=dtype, device=device)
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
-            where, dtype=getattr(torch, dtype), attn_implementation=attention.NAME,
-            output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
+            where,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention.NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     except (OSError, ValueError, SafetensorError) as e:
         raise _unreadable("model", where, e) from e
     except Exception as e:  # fault boundary: foreign model code; some models support only their own attention

@@ -15,9 +15,14 @@ _MARK = "\u2402reply\u2403"
 
 class Text:
     def __init__(
-        self, tokenizer: Any, extra_stops: Sequence[int] = (), *, template: str | None = None, enabled: bool = True,
+        self,
+        tokenizer: Any,
+        extra_stops: Sequence[int] = (),
+        *,
+        template: str | None = None,
+        enabled: bool = True,
         arguments: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`template` replaces the tokenizer's chat template; `arguments` are variables for it. `enabled`: use it."""
         self._tokenizer = tokenizer
         self._chat = enabled and bool(template or getattr(tokenizer, "chat_template", None))

@@ -38,9 +38,13 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 class Tokenizer:
     def __init__(
-        self, backend: Backend, specials: Mapping[str, str], chat_template: str | None, where: str,
+        self,
+        backend: Backend,
+        specials: Mapping[str, str],
+        chat_template: str | None,
+        where: str,
         tool_template: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`tool_template` replaces `chat_template` for conversations with tools."""
         self._backend = backend
         self._specials = dict(specials)

@@ -76,10 +76,9 @@ class RankEngines:
         """`part`: that of rank 0, which is this process. `folder`: of the run. `threads`: CPU threads per engine."""
         from windfall.engine.group.group import EngineGroup
 
-        publisher = part.publisher
         self.device = describe(part.places[0].device, len(part.pids))
         self._group = EngineGroup(
-            part.places, publisher.find, base=lambda: publisher.base, folder=folder / "engines", share=SHARE,
+            part.places, part.publisher, folder=folder / "engines", share=SHARE,
             threads=threads, modules=[f"windfall.run.preload:preload_run:{folder}"],
         )  # fmt: skip
         self.lock = TrainerTurn(self._group.pause)

@@ -15,9 +15,9 @@ from windfall import run_folder as folders
 from windfall.controller.gateway import agents
 from windfall.engine.vllm import installed
 from windfall.envs.base import EnvHost
+from windfall.envs.grade import trial
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.envs.scoring.gold_answers import check_answers
-from windfall.envs.trial import trial
 from windfall.errors import WindfallError, install_command
 from windfall.events.sinks import require_tools
 from windfall.link import tls

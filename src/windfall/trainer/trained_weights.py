@@ -65,7 +65,7 @@ class TrainedWeights:
         """Write what a checkpoint holds if the weights are split over ranks: no rank has all of them, but the version
         that was published last is complete. `module` gives the configuration and the names of a whole model; its
         tensors need no memory. `orders` let all ranks `collect` that version."""
-        from windfall.weights.local_copy import views
+        from windfall.weights.buffers import views
 
         buffer, version = orders.call("collect"), publisher.readable[0]
         tensors = views(buffer.mapped, version.manifest)

@@ -101,9 +101,11 @@ def read_config(folder: Path) -> AdapterConfig:
         alpha = alpha * math.sqrt(rank)
     targets = fields.get("target_modules")
     return AdapterConfig(
-        rank=rank, alpha=float(alpha), base=str(fields.get("base_model_name_or_path") or ""),
+        rank=rank,
+        alpha=float(alpha),
+        base=str(fields.get("base_model_name_or_path") or ""),
         targets=tuple(sorted(map(str, targets))) if isinstance(targets, list) else (),
-    )  # fmt: skip
+    )
 
 
 def check_asked(folder: Path, config: AdapterConfig, *, rank: int | None, alpha: float | None) -> None:
@@ -142,11 +144,21 @@ def write(folder: Path, config: AdapterConfig, tensors: Mapping[str, torch.Tenso
 
     alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
     fields = {
-        "base_model_name_or_path": config.base, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-        "init_lora_weights": True, "lora_alpha": alpha, "lora_dropout": 0.0, "modules_to_save": None,
-        "peft_type": "LORA", "r": config.rank, "target_modules": list(config.targets), "task_type": "CAUSAL_LM",
-        "use_dora": False, "use_rslora": False,
-    }  # fmt: skip
+        "base_model_name_or_path": config.base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": config.rank,
+        "target_modules": list(config.targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True), encoding="utf-8")
     named = {PREFIX + name: t.detach().cpu().contiguous() for name, t in tensors.items()}

@@ -17,17 +17,22 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
+from windfall.weights import manifest
+from windfall.weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_MEMORY_SHARE = 0.9  # share of the free memory that a buffer may take
 
 
-class Handle(NamedTuple):
+class BufferHandle(NamedTuple):
     """With this, another process of the machine can map a buffer."""
 
     pid: int
@@ -62,10 +67,10 @@ class Buffer:
             raise WindfallError(f"no room for {room / 1e9:.2f} GB of weights: {e}", where=where, fix=fix) from e
         self._open(fd, nbytes)
         status = os.fstat(fd)
-        self.handle = Handle(os.getpid(), fd, status.st_dev, status.st_ino, nbytes)
+        self.handle = BufferHandle(os.getpid(), fd, status.st_dev, status.st_ino, nbytes)
 
     @classmethod
-    def map(cls, handle: Handle) -> Buffer:
+    def map(cls, handle: BufferHandle) -> Buffer:
         """The buffer of another process of this machine, which must not have closed it."""
         path = f"/proc/{handle.pid}/fd/{handle.fd}"
         try:
@@ -79,7 +84,9 @@ class Buffer:
             os.close(fd)
             raise WindfallError("this is not the weight buffer any more", where=path, fix="Restart the trainer.")
         self = cls.__new__(cls)
-        self.in_memory, self.whole, self.handle = True, False, handle
+        self.in_memory = True
+        self.whole = False
+        self.handle = handle
         self._open(fd, handle.nbytes)
         return self
 
@@ -108,6 +115,19 @@ def write_at(fd: int, at: int, data: memoryview) -> None:
     while data:
         done = os.pwrite(fd, data, at)
         at, data = at + done, data[done:]
+
+
+def views(buffer: mmap.mmap | np.ndarray, of: Manifest) -> dict[str, torch.Tensor]:
+    """The tensors of a manifest as views of the buffer that holds them, by name."""
+    import torch
+
+    out = {}
+    for e in of.entries:
+        kind = getattr(torch, e.dtype)
+        count = e.nbytes // manifest.WIDTHS[e.dtype]
+        flat = torch.frombuffer(buffer, dtype=kind, count=count, offset=e.offset) if count else None
+        out[e.name] = torch.empty(e.shape, dtype=kind) if flat is None else flat.view(e.shape)
+    return out
 
 
 def machine() -> str:

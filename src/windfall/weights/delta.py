@@ -2,9 +2,8 @@
 
 Elements are compared as unsigned integers of their width, so NaN payloads and -0.0 are preserved. Both versions have
 the same layout. Every tensor is split into blocks of 65,536 elements; blocks without a change are left out. The index
-of a block uses the shortest of four encodings:
+of a block uses the shortest of three encodings:
 
-    ALL        no index: the values of the whole block follow
     BITMAP     one bit per element
     GAPS       one byte per change: unchanged elements before it; 255 means 255 unchanged elements and no change yet
     POSITIONS  two bytes per change: its position in the block
@@ -12,17 +11,17 @@ of a block uses the shortest of four encodings:
 Blob: magic, number of blocks; a table with a row per block (number, changes, index bytes, encoding); indices; values.
 `apply` checks every row and every index before it writes a byte.
 
-Several processes may encode the blocks of one blob. Each gets a `Part` with the blocks that it compared, and `arrange`
-computes from the tables of all parts where the bytes of each part belong. The blob does not depend on the division.
+Several processes may encode the blocks of one blob. Each has `EncodedBlocks` for the blocks that it compared, and
+`arrange` computes from the tables of all where the bytes of each belong. The blob does not depend on the division.
 
 If the two versions are spread over several machines, each machine has a blob of its own with the changes of its bytes,
-and all of them are applied. A block with bytes of two machines is then in both blobs, so it is never encoded as ALL.
+and all of them are applied. A block with bytes of two machines is then in both blobs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -32,8 +31,8 @@ from windfall.errors import WindfallError
 from windfall.weights.manifest import WIDTHS, Manifest, TensorEntry
 
 BLOCK = 1 << 16
-ALL, BITMAP, GAPS, POSITIONS = range(4)
-MAGIC = b"wfdelta1"
+BITMAP, GAPS, POSITIONS = range(3)
+MAGIC = b"wfdelta2"
 HEAD_BYTES = len(MAGIC) + 8
 ROW = np.dtype([("block", "<u4"), ("changes", "<u4"), ("index_bytes", "<u4"), ("encoding", "u1")])
 MAX_RATIO = 0.9  # a delta is at most this share of the full copy
@@ -49,7 +48,7 @@ class ByteSpan(NamedTuple):
     width: int
 
 
-class Part(NamedTuple):
+class EncodedBlocks(NamedTuple):
     """Some encoded blocks: their rows of the table, and their indices and values in the order of the rows."""
 
     rows: np.ndarray
@@ -57,7 +56,7 @@ class Part(NamedTuple):
     values: Any
 
 
-class Blocks:
+class DeltaBlocks:
     """All blocks of a layout, by number."""
 
     def __init__(self, ranges: Sequence[TensorEntry]) -> None:
@@ -85,46 +84,16 @@ class Blocks:
         return rows["changes"] * widths[owners]
 
 
-def encode(
-    old: Any, new: Any, manifest: Manifest, *, max_ratio: float = MAX_RATIO, map_: Callable[..., Iterable[Part]] = map
-) -> bytes | None:
-    """The blob that turns `old` into `new`, or None if it would exceed `max_ratio` of the full copy.
-
-    `map_` may be the map of a thread pool: numpy releases the GIL while it compares.
-    """
-    old, new, blocks = _flat(old, manifest), _flat(new, manifest), Blocks(manifest.ranges())
-    sample = sample_blocks(len(blocks))
-    if sample is not None:
-        found = encode_blocks(old, new, blocks, sample)
-        if blocks.size(found.rows) > max_ratio * sum(blocks[i].stop - blocks[i].start for i in sample):
-            return None
-    parts = list(map_(lambda run: encode_blocks(old, new, blocks, run), runs(range(len(blocks)))))
-    if sum(blocks.size(part.rows) for part in parts) > max_ratio * manifest.nbytes:
-        return None
-    head, nbytes, places = arrange([part.rows for part in parts], blocks)
-    blob = np.zeros(nbytes, np.uint8)
-    blob[: len(head)] = np.frombuffer(head, np.uint8)
-    for part, place in zip(parts, places, strict=True):
-        for at, data in place.writes(part):
-            blob[at : at + len(data)] = np.frombuffer(data, np.uint8)
-    return blob.tobytes()
-
-
-def sample_blocks(blocks: int) -> range | None:
-    """The blocks to encode first; None if `blocks` is too small for a sample."""
-    return range(0, blocks, blocks // SAMPLED) if blocks > 4 * SAMPLED else None
-
-
 def sampled(numbers: range, blocks: int) -> range:
-    """The blocks among `numbers` that `sample_blocks` chooses.
+    """The blocks among `numbers`, of `blocks` in all, to encode first. None if there are too few for a sample.
 
     >>> sampled(range(7, 20), 300), sampled(range(7, 20), 200)
     (range(8, 20, 4), range(0, 0))
     """
-    sample = sample_blocks(blocks)
-    if sample is None:
+    if blocks <= 4 * SAMPLED:
         return range(0)
-    return range(-(-numbers.start // sample.step) * sample.step, numbers.stop, sample.step)
+    step = blocks // SAMPLED
+    return range(-(-numbers.start // step) * step, numbers.stop, step)
 
 
 def runs(numbers: Sequence[int]) -> list[Sequence[int]]:
@@ -132,10 +101,8 @@ def runs(numbers: Sequence[int]) -> list[Sequence[int]]:
     return [numbers[i : i + RUN] for i in range(0, len(numbers), RUN)]
 
 
-def encode_blocks(
-    old: np.ndarray, new: np.ndarray, blocks: Blocks, which: Iterable[int], split: Collection[int] = ()
-) -> Part:
-    """Compare some blocks of two buffers. `split`: the blocks with bytes that belong to another machine."""
+def encode_blocks(old: np.ndarray, new: np.ndarray, blocks: DeltaBlocks, which: Iterable[int]) -> EncodedBlocks:
+    """Compare some blocks of two buffers."""
     rows, indices, values = [], [], []
     for i in which:
         span = blocks[i]
@@ -144,14 +111,14 @@ def encode_blocks(
         changed = old[span.start : span.stop].view(kind) != after
         count = int(np.count_nonzero(changed))
         if count:
-            encoding, index = _index(changed, count, span.width, may_be_all=i not in split)
-            rows.append((i, len(after) if encoding == ALL else count, len(index), encoding))
+            encoding, index = _index(changed, count)
+            rows.append((i, count, len(index), encoding))
             indices.append(index)
-            values.append((after if encoding == ALL else after[changed]).tobytes())
-    return Part(np.array(rows, ROW), b"".join(indices), b"".join(values))
+            values.append(after[changed].tobytes())
+    return EncodedBlocks(np.array(rows, ROW), b"".join(indices), b"".join(values))
 
 
-class Place(NamedTuple):
+class BlobPlaces(NamedTuple):
     """Where the bytes of a part belong in the blob."""
 
     order: np.ndarray  # of every row: its position in the table of the blob
@@ -159,7 +126,7 @@ class Place(NamedTuple):
     values_at: np.ndarray
     value_bytes: np.ndarray
 
-    def writes(self, part: Part) -> Iterator[tuple[int, memoryview]]:
+    def writes(self, part: EncodedBlocks) -> Iterator[tuple[int, memoryview]]:
         """Pairs (position in the blob, bytes). Neighbors in the blob are written at once."""
         if not len(self.order):
             return
@@ -176,7 +143,7 @@ class Place(NamedTuple):
                     yield int(targets[start]), view[int(ends[start]) : int(ends[stop])]
 
 
-def arrange(tables: Sequence[np.ndarray], blocks: Blocks) -> tuple[bytes, int, list[Place]]:
+def arrange(tables: Sequence[np.ndarray], blocks: DeltaBlocks) -> tuple[bytes, int, list[BlobPlaces]]:
     """The start of the blob (magic, number of blocks, table), its size, and the place of every part in it."""
     joined = np.concatenate([np.empty(0, ROW), *tables])
     by_block = np.argsort(joined["block"], kind="stable")
@@ -188,13 +155,13 @@ def arrange(tables: Sequence[np.ndarray], blocks: Blocks) -> tuple[bytes, int, l
     values_at = len(head) + index_bytes.sum() + np.cumsum(value_bytes) - value_bytes
     columns = [position, *(column[position] for column in (index_at, values_at, value_bytes))]
     ends = list(accumulate((len(t) for t in tables), initial=0))
-    places = [Place(*(column[start:stop] for column in columns)) for start, stop in pairwise(ends)]
+    places = [BlobPlaces(*(column[start:stop] for column in columns)) for start, stop in pairwise(ends)]
     return head, len(head) + int(index_bytes.sum() + value_bytes.sum()), places
 
 
 def apply(buffer: Any, blob: bytes | bytearray | memoryview, manifest: Manifest) -> None:
     """Write the changes into `buffer`. An invalid blob is refused before the buffer is changed."""
-    flat, data, blocks = _flat(buffer, manifest), np.asarray(memoryview(blob)), Blocks(manifest.ranges())
+    flat, data, blocks = _flat(buffer, manifest), np.asarray(memoryview(blob)), DeltaBlocks(manifest.ranges())
     rows, at = _table(data, blocks)
     indices = []
     for block, changes, index_bytes, encoding in rows:
@@ -210,12 +177,9 @@ def apply(buffer: Any, blob: bytes | bytearray | memoryview, manifest: Manifest)
         target[_positions(encoding, index, len(target))] = values
 
 
-def _index(changed: np.ndarray, count: int, width: int, *, may_be_all: bool) -> tuple[int, bytes]:
-    """The shortest encoding and its index. The cost of ALL includes the unchanged values that it contains."""
-    size = len(changed)
-    bitmap = -(-size // 8)
-    if may_be_all and (size - count) * width <= min(bitmap, count):
-        return ALL, b""
+def _index(changed: np.ndarray, count: int) -> tuple[int, bytes]:
+    """The shortest encoding and its index."""
+    bitmap = -(-len(changed) // 8)
     if count < bitmap:  # otherwise one byte or more per change cannot be shorter than the bitmap
         positions = np.flatnonzero(changed)
         skips, rest = np.divmod(np.diff(positions, prepend=-1) - 1, 255)
@@ -229,23 +193,18 @@ def _index(changed: np.ndarray, count: int, width: int, *, may_be_all: bool) -> 
     return BITMAP, np.packbits(changed, bitorder="little").tobytes()
 
 
-def choose_encodings(
-    sizes: np.ndarray, counts: np.ndarray, skips: np.ndarray, width: int
-) -> tuple[np.ndarray, np.ndarray]:
+def choose_encodings(sizes: np.ndarray, counts: np.ndarray, skips: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The decision of `_index` for many blocks at once: the encoding of each, and the bytes of its index. `skips` is
     the number of 255 bytes that GAPS would need in addition to one byte per change."""
     bitmap = -(-sizes // 8)
     length = counts + skips
     chosen = np.where(length <= np.minimum(2 * counts, bitmap), GAPS, np.where(2 * counts < bitmap, POSITIONS, BITMAP))
     chosen = np.where(counts >= bitmap, BITMAP, chosen)
-    chosen = np.where((sizes - counts) * width <= np.minimum(bitmap, counts), ALL, chosen)
-    nbytes = np.choose(chosen, (np.zeros_like(counts), bitmap, length, 2 * counts))
+    nbytes = np.choose(chosen, (bitmap, length, 2 * counts))
     return chosen, np.where(counts > 0, nbytes, 0)
 
 
 def _positions(encoding: int, index: np.ndarray, size: int) -> Any:
-    if encoding == ALL:
-        return slice(None)
     if encoding == BITMAP:
         return np.unpackbits(index, count=size, bitorder="little").view(np.bool_)
     if encoding == POSITIONS:
@@ -253,7 +212,7 @@ def _positions(encoding: int, index: np.ndarray, size: int) -> Any:
     return (np.cumsum(index + (index != 255), dtype=np.int64) - 1)[index != 255]
 
 
-def _table(data: np.ndarray, blocks: Blocks) -> tuple[list[tuple[int, int, int, int]], int]:
+def _table(data: np.ndarray, blocks: DeltaBlocks) -> tuple[list[tuple[int, int, int, int]], int]:
     """The rows of the table, and where the indices start."""
     head = HEAD_BYTES
     if len(data) < head or data[: len(MAGIC)].tobytes() != MAGIC:
@@ -273,9 +232,7 @@ def _table(data: np.ndarray, blocks: Blocks) -> tuple[list[tuple[int, int, int, 
 
 
 def _check_index(encoding: int, changes: int, index: np.ndarray, size: int) -> None:
-    if encoding == ALL:
-        fits = len(index) == 0 and changes == size
-    elif encoding == BITMAP:
+    if encoding == BITMAP:
         fits = len(index) * 8 in range(size, size + 8) and int(np.bitwise_count(index).sum(dtype=np.int64)) == changes
         fits = fits and (size % 8 == 0 or int(index[-1]) >> size % 8 == 0)
     elif encoding == GAPS:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from windfall.free_memory import free_bytes
 from windfall.weights import delta
-from windfall.weights.delta import ALL, BITMAP, BLOCK, GAPS, POSITIONS, ROW, Blocks, Part
+from windfall.weights.delta import BITMAP, BLOCK, GAPS, POSITIONS, ROW, DeltaBlocks, EncodedBlocks
 from windfall.weights.manifest import WIDTHS, TensorEntry
-from windfall.weights.plan import Piece, Plan, Share
+from windfall.weights.plan import Piece, PublishPlan, Share
 
 SLAB = 1 << 27
 MAX_MEMORY_SHARE = 0.2  # share of the device's free memory that the copy may take
@@ -45,7 +45,7 @@ class Slab:
 
 
 class DeviceDelta:
-    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: PublishPlan, rank: int, device: torch.device) -> None:
         self.plan, self.device = plan, device
         self.version: int | None = None  # version that the copy holds; None if it holds no complete version
         share = plan.shares[rank]
@@ -53,9 +53,9 @@ class DeviceDelta:
         starts = np.cumsum([0, *(-(-(p.stop - p.start) // 8) * 8 for p in share.pieces)])
         self._at = {p: int(start) - p.start for p, start in zip(share.pieces, starts, strict=False)}
         self._flat = torch.zeros(int(starts[-1]), dtype=torch.uint8, device=device)
-        blocks = Blocks(plan.ranges())
-        self._slabs = list(_slabs(_spans(share, blocks), device))
-        self._sample = list(_slabs(_sample_spans(share, blocks), device))
+        blocks = DeltaBlocks(plan.ranges())
+        self._slabs = list(_slabs(_spans(share, blocks, sampled=False), device))
+        self._sample = list(_slabs(_spans(share, blocks, sampled=True), device))
         self._host = torch.empty(0, dtype=torch.uint8)  # pinned memory for the bytes that cross the bus; reused
 
     def store(self, sources: Mapping[Piece, Tensor], version: int) -> None:
@@ -66,11 +66,11 @@ class DeviceDelta:
             target.view(getattr(torch, piece.entry.dtype)).view(source.shape).copy_(source.detach())
         self.version = version
 
-    def sample(self, sources: Mapping[Piece, Tensor]) -> list[Part]:
+    def sample(self, sources: Mapping[Piece, Tensor]) -> list[EncodedBlocks]:
         """The sampled blocks, encoded. Their bytes are still on the device."""
         return [self._part(slab, sources) for slab in self._sample]
 
-    def encode(self, sources: Mapping[Piece, Tensor]) -> list[Part]:
+    def encode(self, sources: Mapping[Piece, Tensor]) -> list[EncodedBlocks]:
         """All blocks of this rank, encoded, on the host. The parts are valid until the next call."""
         return self._copy_to_host([self._part(slab, sources) for slab in self._slabs])
 
@@ -78,7 +78,7 @@ class DeviceDelta:
         at = self._at[piece]
         return self._flat[start + at : stop + at]
 
-    def _part(self, slab: Slab, sources: Mapping[Piece, Tensor]) -> Part:
+    def _part(self, slab: Slab, sources: Mapping[Piece, Tensor]) -> EncodedBlocks:
         kind, width = _INTEGERS[slab.width], slab.width
         olds = [self._copy(*piece).view(kind) for piece in slab.pieces]
         news = [
@@ -89,12 +89,12 @@ class DeviceDelta:
         counts, chosen, nbytes, index, values = _compare(old, changed, slab)
         rows = np.zeros(len(counts), ROW)
         rows["block"], rows["index_bytes"], rows["encoding"] = slab.blocks, nbytes, chosen
-        rows["changes"] = np.where(chosen == ALL, slab.sizes, counts)
-        return Part(rows[counts > 0], index, values)
+        rows["changes"] = counts
+        return EncodedBlocks(rows[counts > 0], index, values)
 
-    def _copy_to_host(self, parts: list[Part]) -> list[Part]:
+    def _copy_to_host(self, parts: list[EncodedBlocks]) -> list[EncodedBlocks]:
         if self.device.type != "cuda":
-            return [Part(p.rows, p.index.numpy(), p.values.numpy()) for p in parts]
+            return [EncodedBlocks(p.rows, p.index.numpy(), p.values.numpy()) for p in parts]
         nbytes, at = sum(len(p.index) + len(p.values) for p in parts), 0
         if nbytes > len(self._host):
             self._host = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8, pin_memory=True)
@@ -105,23 +105,18 @@ class DeviceDelta:
                 self._host[at : at + len(data)].copy_(data, non_blocking=True)
                 placed.append(self._host[at : at + len(data)].numpy())
                 at += len(data)
-            out.append(Part(p.rows, *placed))
+            out.append(EncodedBlocks(p.rows, *placed))
         torch.cuda.current_stream(self.device).synchronize()
         return out
 
 
-def _spans(share: Share, blocks: Blocks) -> Iterator[tuple[Piece, int, int, range]]:
-    """For every piece, the bytes that are whole blocks, and the numbers of these blocks."""
-    for piece, numbers in zip(share.pieces, share.own_blocks, strict=True):
-        if numbers:
+def _spans(share: Share, blocks: DeltaBlocks, *, sampled: bool) -> Iterator[tuple[Piece, int, int, range]]:
+    """For every piece, the bytes that are whole blocks, and the numbers of these blocks. `sampled`: only the sampled
+    blocks, one at a time."""
+    for piece, own in zip(share.pieces, share.own_blocks, strict=True):
+        chosen = [range(i, i + 1) for i in delta.sampled(own, len(blocks))] if sampled else [own]
+        for numbers in filter(None, chosen):
             yield piece, blocks[numbers[0]].start, blocks[numbers[-1]].stop, numbers
-
-
-def _sample_spans(share: Share, blocks: Blocks) -> Iterator[tuple[Piece, int, int, range]]:
-    """The same for the sampled blocks, one at a time."""
-    for piece, numbers in zip(share.pieces, share.own_blocks, strict=True):
-        for i in delta.sampled(numbers, len(blocks)):
-            yield piece, blocks[i].start, blocks[i].stop, range(i, i + 1)
 
 
 def _integers(entry: TensorEntry, values: Tensor) -> Tensor:
@@ -140,9 +135,12 @@ def _slabs(spans: Iterable[tuple[Piece, int, int, range]], device: torch.device)
         nonlocal pieces, sizes, blocks, held
         block_sizes = np.concatenate(sizes)
         slab = Slab(
-            width=width, pieces=pieces, blocks=np.concatenate(blocks), sizes=block_sizes,
+            width=width,
+            pieces=pieces,
+            blocks=np.concatenate(blocks),
+            sizes=block_sizes,
             ends=torch.from_numpy(np.cumsum(block_sizes)).to(device),
-        )  # fmt: skip
+        )
         pieces, sizes, blocks, held = [], [], [], 0
         return slab
 
@@ -178,7 +176,7 @@ def _compare(old: Tensor, new: Tensor, slab: Slab) -> tuple[np.ndarray, np.ndarr
     skips = gap // 255
     passed = torch.cat((skips.new_zeros(1), skips.cumsum(0)))
     counts, skipped = torch.stack((lasts - firsts, passed[lasts] - passed[firsts])).cpu().numpy()
-    chosen, nbytes = delta.choose_encodings(slab.sizes, counts, skipped, slab.width)
+    chosen, nbytes = delta.choose_encodings(slab.sizes, counts, skipped)
     total = int(nbytes.sum())
     encoding, base, filling, lengths = torch.from_numpy(
         np.stack((chosen, np.cumsum(nbytes) - nbytes, np.where(chosen == GAPS, 255, 0), nbytes))
@@ -198,7 +196,4 @@ def _compare(old: Tensor, new: Tensor, slab: Slab) -> tuple[np.ndarray, np.ndarr
         bits = torch.zeros(total + 1, dtype=torch.int32, device=device)
         bits.index_add_(0, torch.where(mine == BITMAP, base + (place >> 3), total), (1 << (place & 7)).int())
         out[:total] += bits[:total].to(torch.uint8)
-    if (chosen == ALL).any():
-        whole = torch.repeat_interleave((encoding == ALL) & (lasts > firsts), ends - starts, output_size=len(old))
-        at = (changed | whole).nonzero().view(-1)
     return counts, chosen, nbytes, out[:total], new[at].view(torch.uint8)

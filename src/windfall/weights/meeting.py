@@ -2,7 +2,7 @@
 
 In every step each rank does its own work, then all exchange their results. If the work fails on one rank, the step
 raises on all of them, so that no rank waits for one that gave up. If a rank dies or hangs, the exchange fails at the
-time limit of `Ranks.all_gather`; the error names the step.
+time limit of `PublishRanks.all_gather`; the error names the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PublishFailed(Exception):
     """Another rank failed, or did not answer, so the version is not published. The previous one stays readable."""
 
 
-class Ranks(Protocol):
+class PublishRanks(Protocol):
     """The processes that publish together. All of them must call `publish` in the same order."""
 
     @property
@@ -52,7 +52,7 @@ class _Failure(msgspec.Struct, array_like=True):
 
 
 class Meeting:
-    def __init__(self, ranks: Ranks, subject: str) -> None:
+    def __init__(self, ranks: PublishRanks, subject: str) -> None:
         """`subject`: what is published, for errors."""
         self.ranks, self.subject = ranks, subject
 

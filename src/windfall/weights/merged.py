@@ -66,11 +66,17 @@ class MergedWeights(Mapping[str, "torch.Tensor"]):
     time of one swap."""
 
     def __init__(
-        self, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], scale: float, *,
+        self,
+        base: Mapping[str, torch.Tensor],
+        adapter: Mapping[str, torch.Tensor],
+        scale: float,
+        *,
         base_is_loaded: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`base_is_loaded`: the engine has the weights of this base that are not adapted, so they are not copied."""
-        self._base, self._scale, self._base_is_loaded = base, scale, base_is_loaded
+        self._base = base
+        self._scale = scale
+        self._base_is_loaded = base_is_loaded
         self._pairs = pairs(adapter, {name: t.shape for name, t in base.items()}, "weights")
 
     def __iter__(self) -> Iterator[str]:

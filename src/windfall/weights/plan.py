@@ -1,7 +1,7 @@
 """Decides what each rank does when several publish one version of the weights together.
 
-Every rank makes an `Offer`: which rows of which tensors it holds, and on which machine. From the offers of all ranks,
-every rank computes the same `Plan`, so the ranks need not send it to each other. Rules:
+Every rank makes a `RankOffer`: which rows of which tensors it holds, and on which machine. From the offers of all
+ranks, every rank computes the same `PublishPlan`, so the ranks need not send it to each other. Rules:
 
 - rows that several ranks hold (a tensor that is not sharded, a replica) are written by the first of them;
 - the ranks of one machine share one buffer, which the first of them, the leader, creates and serves;
@@ -24,11 +24,11 @@ import msgspec
 
 from windfall.errors import WindfallError
 from windfall.weights import delta, manifest
-from windfall.weights.delta import Blocks
+from windfall.weights.delta import DeltaBlocks
 from windfall.weights.manifest import WIDTHS, TensorEntry
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True):
+class HeldRows(msgspec.Struct, frozen=True, array_like=True):
     """The rows of one tensor that a rank holds."""
 
     name: str
@@ -39,11 +39,11 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True):
+class RankOffer(msgspec.Struct, frozen=True, array_like=True):
     machine: str
     address: str  # of the weight server of this rank; "" if it has none
     chunk_bytes: int
-    tensors: tuple[Rows, ...]
+    tensors: tuple[HeldRows, ...]
 
 
 class Piece(NamedTuple):
@@ -67,12 +67,11 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class PublishPlan:
     entries: tuple[TensorEntry, ...]
     nbytes: int
     bounds: tuple[int, ...]  # of the chunks
     shares: tuple[Share, ...]  # by rank
-    split_blocks: frozenset[int]  # with bytes of several machines
     servers: tuple[str, ...]  # both as in Manifest
     sources: tuple[tuple[int, int], ...]
 
@@ -92,7 +91,7 @@ class Plan:
         return manifest.byte_ranges(self.entries)
 
 
-def make(offers: Sequence[Offer]) -> Plan:
+def make(offers: Sequence[RankOffer]) -> PublishPlan:
     """Raises WindfallError if the offers do not fit together."""
     _check_same(offers)
     entries, nbytes, first = _layout(offers)
@@ -104,7 +103,7 @@ def make(offers: Sequence[Offer]) -> Plan:
     servers, sources = _sources(pieces, leaders, offers)
     bounds = manifest.chunk_bounds(nbytes, offers[0].chunk_bytes, (start for start, _ in sources))
     own_chunks, shared_chunks = _chunks(bounds, pieces, leaders)
-    own_blocks, shared_blocks, split = _blocks(manifest.byte_ranges(entries), pieces, leaders)
+    own_blocks, shared_blocks = _blocks(manifest.byte_ranges(entries), pieces, leaders)
     by_rank: list[list[Piece]] = [[] for _ in offers]
     for piece, rank in pieces:
         by_rank[rank].append(piece)
@@ -119,13 +118,12 @@ def make(offers: Sequence[Offer]) -> Plan:
         )
         for r in range(len(offers))
     )
-    return Plan(
-        entries=entries, nbytes=nbytes, bounds=tuple(bounds), shares=shares, split_blocks=split, servers=servers,
-        sources=sources,
-    )  # fmt: skip
+    return PublishPlan(
+        entries=entries, nbytes=nbytes, bounds=tuple(bounds), shares=shares, servers=servers, sources=sources
+    )
 
 
-def _check_same(offers: Sequence[Offer]) -> None:
+def _check_same(offers: Sequence[RankOffer]) -> None:
     first = [(t.name, t.dtype, t.shape) for t in offers[0].tensors]
     for rank, offer in enumerate(offers):
         if offer.chunk_bytes != offers[0].chunk_bytes:
@@ -137,7 +135,7 @@ def _check_same(offers: Sequence[Offer]) -> None:
             raise _invalid(f"rank {rank} has other tensors than rank 0: {what}")
 
 
-def _layout(offers: Sequence[Offer]) -> tuple[tuple[TensorEntry, ...], int, dict[TensorEntry, int]]:
+def _layout(offers: Sequence[RankOffer]) -> tuple[tuple[TensorEntry, ...], int, dict[TensorEntry, int]]:
     """Entries, size of the buffer, and for each byte range its first entry with the number of its tensor. Tensors are
     tied if they are tied on every rank that holds rows of them."""
     rows, storages, first = [], {}, {}
@@ -150,7 +148,7 @@ def _layout(offers: Sequence[Offer]) -> tuple[tuple[TensorEntry, ...], int, dict
     return entries, nbytes, {entries[i]: i for i in first.values() if entries[i].nbytes}
 
 
-def _pieces(entry: TensorEntry, held: Sequence[Rows]) -> list[tuple[Piece, int]]:
+def _pieces(entry: TensorEntry, held: Sequence[HeldRows]) -> list[tuple[Piece, int]]:
     """Who writes which bytes of a tensor."""
     writers: dict[tuple[int, int], int] = {}
     for rank, rows in enumerate(held):
@@ -170,7 +168,7 @@ def _pieces(entry: TensorEntry, held: Sequence[Rows]) -> list[tuple[Piece, int]]
 
 
 def _sources(
-    pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], offers: Sequence[Offer]
+    pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], offers: Sequence[RankOffer]
 ) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
     order = sorted(set(leaders))
     if all(leaders[rank] == 0 for _, rank in pieces):
@@ -204,11 +202,10 @@ def _chunks(
 
 def _blocks(
     ranges: Sequence[TensorEntry], pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int]
-) -> tuple[list[list[range]], list[list[int]], frozenset[int]]:
-    """For every rank: the blocks that it alone writes to, by piece, and the shared ones that it compares. Then the
-    split blocks."""
+) -> tuple[list[list[range]], list[list[int]]]:
+    """For every rank: the blocks that it alone writes to, by piece, and the shared ones that it compares."""
     own: list[list[range]] = [[] for _ in leaders]
-    firsts = dict(zip((e.offset for e in ranges), Blocks(ranges).firsts, strict=False))
+    firsts = dict(zip((e.offset for e in ranges), DeltaBlocks(ranges).firsts, strict=False))
     writers: defaultdict[int, set[int]] = defaultdict(set)
     for (entry, start, stop), rank in pieces:
         size, first = delta.BLOCK * WIDTHS[entry.dtype], firsts[entry.offset]
@@ -220,15 +217,11 @@ def _blocks(
         if high % size and high != entry.nbytes:
             writers[first + high // size].add(rank)
     shared: list[list[int]] = [[] for _ in leaders]
-    split = set()
     for block, ranks in sorted(writers.items()):
-        machines = sorted({leaders[rank] for rank in ranks})
-        if len(machines) > 1:
-            split.add(block)
-        for leader in machines:
+        for leader in sorted({leaders[rank] for rank in ranks}):
             local = sorted(rank for rank in ranks if leaders[rank] == leader)
             shared[local[block % len(local)]].append(block)
-    return own, shared, frozenset(split)
+    return own, shared
 
 
 def _leaders(shares: Sequence[Share]) -> list[int]:

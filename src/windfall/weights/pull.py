@@ -15,19 +15,34 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
 import ssl as tls
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+import xxhash
 
 from windfall.errors import WindfallError
+from windfall.shared_tensors import BufferTensors, SharedTensors
 from windfall.weights import delta, manifest
-from windfall.weights.connection import Address, ConnectionBroken, PullDamaged, PullFailed, PullGone, parse_address
-from windfall.weights.download import Download, Retry, download_manifest
-from windfall.weights.local_copy import LocalCopy
+from windfall.weights.buffers import views
+from windfall.weights.download import (
+    Address,
+    ConnectionBroken,
+    Download,
+    PullDamaged,
+    PullFailed,
+    PullGone,
+    Retry,
+    download_manifest,
+    parse_address,
+)
 from windfall.weights.manifest import ChunkedManifest, DeltaManifest, Manifest
 
 if TYPE_CHECKING:
@@ -39,14 +54,24 @@ T = TypeVar("T")
 
 class Puller:
     def __init__(
-        self, *, key: str, parallel: int = 4, timeout_s: float = 20.0, tries: int = 5,
-        ssl: tls.SSLContext | None = None, shared: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        key: str,
+        parallel: int = 4,
+        timeout_s: float = 20.0,
+        tries: int = 5,
+        ssl: tls.SSLContext | None = None,
+        shared: bool = False,
+    ) -> None:
         """`shared`: other processes of this machine can map the pulled weights."""
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
-        self.key, self.parallel, self.timeout_s, self.tries, self.ssl = key, parallel, timeout_s, tries, ssl
+        self.key = key
+        self.parallel = parallel
+        self.timeout_s = timeout_s
+        self.tries = tries
+        self.ssl = ssl
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
         self._weights, self._base = LocalCopy(shared=shared), LocalCopy()
         self._lock, self._count_lock = threading.Lock(), threading.Lock()
@@ -114,9 +139,14 @@ class Puller:
         copy.held = wanted
 
     def _apply_deltas(
-        self, copy: LocalCopy, servers: list[Address], path: str, held: Manifest, wanted: Manifest,
+        self,
+        copy: LocalCopy,
+        servers: list[Address],
+        path: str,
+        held: Manifest,
+        wanted: Manifest,
         stop: threading.Event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Update the buffer toward `wanted` with the deltas of all servers. After any failure, the full download
         corrects the buffer."""
         missing, bounds = [0] * len(servers), wanted.bounds()
@@ -176,9 +206,14 @@ class Puller:
         return got
 
     def _download(
-        self, servers: list[Address], path: str, view: memoryview, source: ChunkedManifest, verified: list[int | None],
+        self,
+        servers: list[Address],
+        path: str,
+        view: memoryview,
+        source: ChunkedManifest,
+        verified: list[int | None],
         stop: threading.Event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         download = Download(servers, path, view, source, verified, tries=self.tries, stop=stop, on_bytes=self._count)
         try:
             download.run(self.parallel)
@@ -189,3 +224,56 @@ class Puller:
         with self._count_lock:
             self.bytes_received += received
             self.retries += retries
+
+
+class LocalCopy:
+    """A worker's copy of some weights: one buffer, and which of its chunks are verified."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        """`shared`: other processes of this machine can map the buffer (shared_tensors.py)."""
+        self._shared, self._fd = shared, -1
+        self.held: Manifest | None = None  # what the buffer holds, with every chunk verified
+        self.verified: list[int | None] = []  # checksums of the chunks in the buffer; None: not verified
+        self.view = memoryview(b"")
+        self._buffer = mmap.mmap(-1, 1)
+        self._bounds: list[int] = []
+
+    def prepare(self, wanted: Manifest) -> None:
+        """Make the buffer as large as the wanted weights. Chunks that have the same place in both stay verified."""
+        known: dict[tuple[int, int], int | None] = {}
+        if len(self.view) == wanted.nbytes:
+            known = dict(zip(pairwise(self._bounds), self.verified, strict=True))
+        else:
+            self._resize(wanted.nbytes)
+        self._bounds = wanted.bounds()
+        self.verified = [known.get(chunk) for chunk in pairwise(self._bounds)]
+
+    def hash_all(self, pool: Executor) -> None:
+        """Compute the checksums of all chunks in the buffer again."""
+        chunks = list(pairwise(self._bounds))
+        self.verified[:] = pool.map(lambda chunk: xxhash.xxh3_64_intdigest(self.view[chunk[0] : chunk[1]]), chunks)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Views of the buffer, by name."""
+        if self.held is None:
+            raise WindfallError("no complete version is held", where="weights", fix="Pull one first.")
+        tensors = views(self._buffer, self.held)
+        if self._fd < 0:
+            return tensors
+        entries = tuple((e.name, e.dtype, tuple(e.shape), e.offset) for e in self.held.entries)
+        return BufferTensors(tensors, SharedTensors.of(self._fd, entries))
+
+    def _resize(self, nbytes: int) -> None:
+        try:
+            if self._shared:
+                before, self._fd = self._fd, os.memfd_create("windfall-weights")
+                if before >= 0:
+                    os.close(before)
+                os.ftruncate(self._fd, max(nbytes, 1))
+            self._buffer = mmap.mmap(self._fd, max(nbytes, 1))
+        except (OSError, OverflowError) as e:
+            raise WindfallError(f"no room for {nbytes / 1e9:.2f} GB of weights: {e}", where="weights") from e
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._buffer.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._buffer)[:nbytes]

@@ -1,4 +1,4 @@
-"""Serves the versions of a publisher over HTTP. Every request is a GET with `Authorization: Bearer KEY`.
+"""Serves the versions of a source over HTTP. Every request is a GET with `Authorization: Bearer KEY`.
 
     /weights/{version}/manifest                    the manifest
     /weights/{version}/full                        its bytes; `Range: bytes=a-b` for a part of them
@@ -9,7 +9,7 @@
 401: wrong key. 404: not found. 410: withdrawn, pull a newer version. 413: the request has a body. 416: invalid range.
 weights/publish.py has a drawing of the whole path. Rules:
 
-- without TLS, on Linux, the kernel sends from the buffer to the socket (sendfile.py);
+- without TLS, on Linux, the kernel sends from the buffer to the socket (Sender);
 - peers that have not sent the key are limited in time and connections (link/listener.py);
 - a reader that takes no byte for WRITE_TIMEOUT_S is disconnected; it may reconnect and continue where it was;
 - when a version is withdrawn, the connections that read it are reset before the next piece. The bytes in flight may be
@@ -26,6 +26,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from ssl import SSLContext
 from typing import Any
 
@@ -34,17 +35,18 @@ from aiohttp import web
 from windfall.errors import WindfallError
 from windfall.link import listener
 from windfall.weights.buffers import Buffer
-from windfall.weights.publish import Publisher
-from windfall.weights.sendfile import Sender
-from windfall.weights.version_writer import Published
+from windfall.weights.source import Published, Source
 
+SEND_BYTES = 4 << 20
+TURN_BYTES = 64 << 20  # bytes after which a reader goes to the back of the queue
+SEND_TIMEOUT_US = 5000  # microseconds that a thread waits for a reader whose buffers are full
 TLS_PIECE_BYTES = 256 << 10
 WRITE_TIMEOUT_S = 30.0
 RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 
 
 async def serve(
-    publisher: Publisher,
+    source: Source,
     *,
     host: str,
     port: int,
@@ -58,14 +60,13 @@ async def serve(
         fix = "Pass the key derived from the run's token."
         raise WindfallError("the weight server has no key", where=f"{host}:{port}", fix=fix)
     limits = limits or listener.Listener()
-    server = Server(publisher, key, ssl is not None, write_timeout_s, limits)
+    server = Server(source, key, ssl is not None, write_timeout_s, limits)
     app = web.Application(middlewares=[server.admit], client_max_size=1024)
-    app.router.add_get("/weights/{version:[0-9]{1,15}}/manifest", server.manifest)
-    app.router.add_get("/weights/{version:[0-9]{1,15}}/full", server.full)
-    app.router.add_get("/weights/base/manifest", server.base_manifest)
-    app.router.add_get("/weights/base/full", server.base)
-    app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}/manifest", server.delta_manifest)
-    app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}", server.delta)
+    version = "/weights/{version:base|[0-9]{1,15}}"
+    app.router.add_get(f"{version}/manifest", server.manifest)
+    app.router.add_get(f"{version}/full", server.full)
+    app.router.add_get(f"{version}/delta/{{base:[0-9a-f]{{32}}}}/manifest", server.delta_manifest)
+    app.router.add_get(f"{version}/delta/{{base:[0-9a-f]{{32}}}}", server.delta)
     options = {"backlog": 1024, "shutdown_timeout": 0.5, "keepalive_timeout": 60.0}
     server.runner, server.port = await limits.serve(app, host, port, ssl, "Choose another port.", **options)
     return server
@@ -75,11 +76,13 @@ class Server:
     port: int
     runner: web.AppRunner
 
-    def __init__(
-        self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float, limits: listener.Listener
-    ) -> None:
-        self.publisher, self.key, self.tls = publisher, f"Bearer {key}".encode(), tls
-        self.write_timeout_s, self.sender, self.listener = write_timeout_s, Sender(), limits
+    def __init__(self, source: Source, key: str, tls: bool, write_timeout_s: float, limits: listener.Listener) -> None:
+        self.source = source
+        self.key = f"Bearer {key}".encode()
+        self.tls = tls
+        self.write_timeout_s = write_timeout_s
+        self.sender = Sender()
+        self.listener = limits
 
     async def close(self) -> None:
         self.listener.close()
@@ -111,23 +114,15 @@ class Server:
         assert published.delta_buffer is not None
         return await self._send(request, published, published.delta_buffer)
 
-    async def base_manifest(self, request: web.Request) -> web.StreamResponse:
-        return _response(self._find_base().encoded)
-
-    async def base(self, request: web.Request) -> web.StreamResponse:
-        published = self._find_base()
-        return await self._send(request, published, published.buffer)
-
-    def _find_base(self) -> Published:
-        if self.publisher.base is None:
-            raise web.HTTPNotFound(text="no base of adapters is published\n")
-        return self.publisher.base
-
     def _find(self, request: web.Request) -> Published:
+        if request.match_info["version"] == "base":
+            if self.source.base is None:
+                raise web.HTTPNotFound(text="no base of adapters is published\n")
+            return self.source.base
         version = int(request.match_info["version"])
-        if published := self.publisher.find(version):
+        if published := self.source.find(version):
             return published
-        current = self.publisher.current
+        current = self.source.current
         if current and version < current.version:
             raise web.HTTPGone(text=f"version {version} is withdrawn; current is {current.version}\n")
         raise web.HTTPNotFound(text=f"version {version} is not published; current is {current and current.version}\n")
@@ -152,7 +147,7 @@ class Server:
         transport = request.transport
 
         def may_continue() -> bool:
-            return transport is not None and not transport.is_closing() and self.publisher.is_readable(published)
+            return transport is not None and not transport.is_closing() and self.source.is_readable(published)
 
         try:
             async with asyncio.timeout(self.write_timeout_s):
@@ -209,3 +204,78 @@ def _range(request: web.Request, nbytes: int) -> tuple[int, int]:
         text = f"{header!r} is not a range of {nbytes} bytes\n"
         raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{nbytes}"}, text=text)
     return start, stop
+
+
+class Sender:
+    """Sends ranges of a file to sockets with sendfile, from a few threads, so that several cores can serve.
+
+    A thread serves a reader as long as the reader keeps up. A reader that falls behind is handed to the event loop,
+    which waits until its socket is writable. Any number of slow readers therefore occupies no thread.
+
+    Both descriptors belong to the sender and are closed when no thread uses them any more: a descriptor that is closed
+    while a thread uses it could be reused by another connection. Meanwhile the socket blocks, for at most
+    SEND_TIMEOUT_US at a time, so that one call sends megabytes: calls that return whenever the socket is full would
+    spend more time on the GIL than on sending. The event loop must not read from the connection until `send` returns.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1)), thread_name_prefix="weights")
+
+    async def send(
+        self, sock: Any, file: int, start: int, stop: int, *, timeout_s: float, may_continue: Callable[[], bool]
+    ) -> None:
+        """Send bytes `start` to `stop`, and close `file`. Raises OSError if the reader is gone or `may_continue`
+        returned false, and TimeoutError if the reader takes no byte for `timeout_s`."""
+        try:
+            out, turn = os.dup(sock.fileno()), None
+        except OSError:
+            os.close(file)
+            raise
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, SEND_TIMEOUT_US))
+            os.set_blocking(out, True)
+            while start < stop:
+                turn = self._pool.submit(_send_turn, out, file, start, stop, may_continue)
+                start = await asyncio.wrap_future(turn)
+                if start < stop:
+                    await _writable(out, timeout_s)
+        finally:
+            if turn is None:
+                _close(out, file)
+            else:  # closes at once, unless this was canceled during a turn
+                turn.add_done_callback(lambda _: _close(out, file))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _send_turn(out: int, file: int, at: int, stop: int, may_continue: Callable[[], bool]) -> int:
+    """Send until the reader falls behind or has received TURN_BYTES. Returns the position reached."""
+    stop = min(stop, at + TURN_BYTES)
+    while at < stop:
+        if not may_continue():
+            raise ConnectionResetError("withdrawn")
+        try:
+            sent = os.sendfile(out, file, at, min(SEND_BYTES, stop - at))
+        except BlockingIOError:
+            break
+        if sent == 0:
+            raise ConnectionResetError("the file ended early")
+        at += sent
+    return at
+
+
+async def _writable(fd: int, timeout_s: float) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_writer(fd, ready.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await ready.wait()
+    finally:
+        loop.remove_writer(fd)
+
+
+def _close(out: int, file: int) -> None:
+    os.set_blocking(out, False)
+    os.close(out)
+    os.close(file)

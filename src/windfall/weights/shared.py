@@ -1,8 +1,8 @@
 """Reads a version of the weights in another process of the publisher's machine: from the publisher's own buffer.
 
     publisher's process                                        reader's process
-    SharedSource.open(version) ──▶ SharedVersion ── message ──▶ SharedReader.tensors(): views of the same pages
-    SharedVersion.intact() ◀──────────────────── "copied" ──── copies them into an engine
+    OpenVersion(source, version).shared ──── message ─────────▶ SharedReader.tensors(): views of the same pages
+    OpenVersion.intact()   ◀──────────────────── "copied" ──── copies them into an engine
 
 - Nothing is sent but the manifest and a path under /proc/PID/fd, which leads to the buffer's file without a name. Only
   processes of the same user can open it.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,9 +24,10 @@ import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.weights import manifest
-from windfall.weights.local_copy import views
+from windfall.weights.buffers import views
 from windfall.weights.manifest import Manifest
 from windfall.weights.merged import MergedWeights
+from windfall.weights.source import Published, Source
 
 if TYPE_CHECKING:
     import torch
@@ -44,51 +45,43 @@ class SharedVersion(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class OpenVersion:
-    """A version in the publisher's process. Its path is valid until `close`."""
+    """A version in the process of its source. Its path is valid until `close`."""
 
-    def __init__(self, find: Callable[[int], Any], published: Any, base: Any) -> None:
-        """Raises WindfallError if a buffer is closed already. `base`: what was published as the base, if anything."""
-        self._find, self._published = find, published
+    def __init__(self, source: Source, version: int) -> None:
+        """Raises WindfallError if the source does not have the version, or no longer has it."""
+        published = source.find(version)
+        if published is None:
+            raise _not_published(version)
+        self._source = source
+        self._published = published
         self._descriptors: list[int] = []
-        self.version: int = published.manifest.version
-        self.digest: str = published.manifest.digest
+        self.version = version
+        self.digest = published.manifest.digest
         try:
-            self.shared = self._share(published, base if published.manifest.base else None)
+            self.shared = self._share(published, source.base if published.manifest.base else None)
         except WindfallError:
             self.close()
             raise
 
-    def _share(self, published: Any, base: Any) -> SharedVersion:
+    def _share(self, published: Published, base: Published | None) -> SharedVersion:
         descriptor = published.buffer.dup()
         if descriptor is None:
             raise _not_published(self.version)
         self._descriptors.append(descriptor)
         return SharedVersion(
-            manifest=published.encoded, path=f"/proc/{os.getpid()}/fd/{descriptor}",
+            manifest=published.encoded,
+            path=f"/proc/{os.getpid()}/fd/{descriptor}",
             base=None if base is None else self._share(base, None),
-        )  # fmt: skip
+        )
 
     def intact(self) -> bool:
         """Whether no byte of the version has been overwritten yet."""
-        return self._find(self.version) is self._published
+        return self._source.find(self.version) is self._published
 
     def close(self) -> None:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
-
-
-class SharedSource:
-    def __init__(self, find: Callable[[int], Any], base: Callable[[], Any] = lambda: None) -> None:
-        """`find` is the method of a weights.publish.Publisher, and `base` returns its attribute of that name."""
-        self._find, self._base = find, base
-
-    def open(self, version: int) -> OpenVersion:
-        """Raises WindfallError if the publisher does not have the version, or no longer has it."""
-        published = self._find(version)
-        if published is None:
-            raise _not_published(version)
-        return OpenVersion(self._find, published, self._base())
 
 
 def _not_published(version: int) -> WindfallError:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,38 +24,31 @@ import numpy as np
 import xxhash
 
 from windfall.weights import copy_out, manifest
-from windfall.weights.buffers import Buffer, Handle
+from windfall.weights.buffers import Buffer, BufferHandle
 from windfall.weights.delta_share import DeltaShare
-from windfall.weights.manifest import DeltaManifest, Manifest
-from windfall.weights.meeting import Meeting, Ranks
-from windfall.weights.plan import Piece, Plan
+from windfall.weights.manifest import DeltaManifest
+from windfall.weights.meeting import Meeting, PublishRanks
+from windfall.weights.plan import Piece, PublishPlan
+from windfall.weights.source import Published
 
 if TYPE_CHECKING:
     import torch
 
-Sources = Mapping[Piece, "torch.Tensor"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Published:
-    """One readable version. The encoded manifests are kept because every worker requests them."""
-
-    manifest: Manifest
-    encoded: bytes
-    buffer: Buffer
-    plan: Plan
-    update_bytes: int
-    """What a worker with the previous version must pull: from every machine its delta, or its rows if it has none."""
-    delta: DeltaManifest | None = None
-    delta_encoded: bytes = b""
-    delta_buffer: Buffer | None = None
+PieceValues = Mapping[Piece, "torch.Tensor"]
 
 
 class VersionWriter:
     def __init__(
-        self, folder: Path | None, chunk_bytes: int, ranks: Ranks, threads: int | None, use_device_delta: bool | None
+        self,
+        folder: Path | None,
+        chunk_bytes: int,
+        ranks: PublishRanks,
+        threads: int | None,
+        use_device_delta: bool | None,
     ) -> None:
-        self.folder, self.chunk_bytes, self.rank = folder, chunk_bytes, ranks.rank
+        self.folder = folder
+        self.chunk_bytes = chunk_bytes
+        self.rank = ranks.rank
         self.use_device_delta, self.device_delta = use_device_delta, None
         threads = threads or min(8, max(1, (os.cpu_count() or 1) // ranks.size))
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="publish")
@@ -64,16 +57,24 @@ class VersionWriter:
         self._pages = copy_out.LockedPages()
 
     def write(
-        self, meeting: Meeting, plan: Plan, sources: Sources, find_buffer: Callable[[], Buffer], undo: ExitStack, *,
-        copied: Callable[[], None] | None = None, old: Published | None = None, keep_on_device: bool = False,
+        self,
+        meeting: Meeting,
+        plan: PublishPlan,
+        sources: PieceValues,
+        find_buffer: Callable[[], Buffer],
+        undo: ExitStack,
+        *,
+        copied: Callable[[], None] | None = None,
+        old: Published | None = None,
+        keep_on_device: bool = False,
         **fields: Any,
-    ) -> Published:  # fmt: skip
+    ) -> Published:
         """`old`: the version to compare with. `keep_on_device`: the next version may be compared with this one.
         `fields`: of the manifest. `undo` is extended by what must be done if the version does not become readable."""
         delta = DeltaShare(plan, self.rank, self.pool.map) if old else None
         share = plan.shares[self.rank]
 
-        def write_rows() -> tuple[int, int]:
+        def write_rows() -> None:
             nonlocal buffer, hashes
             buffer = find_buffer()
             after = copy_out.ready_event(sources.values())
@@ -86,27 +87,31 @@ class VersionWriter:
                 copy_out.wait(sources.values(), last)
             if copied:
                 copied()
-            return delta.sample(old.buffer.data, buffer.data) if delta and old else (0, 0)
 
-        def hash_and_compare() -> tuple[list[int], bytes]:
+        def hash_and_compare() -> tuple[list[int], bytes | None]:
             assert buffer is not None
             shared = self.hashes(buffer.data, plan.bounds, share.shared_chunks)
-            rows = delta.encode(old.buffer.data, buffer.data, samples) if delta and old else b""
+            rows = delta.encode(old.buffer.data, buffer.data) if delta and old else None
             return [*(h.result() for h in hashes), *shared], rows
 
         buffer, hashes = None, list[Future[int]]()
-        samples = meeting.step("write their rows", write_rows, tuple[int, int])
-        done = meeting.step("hash their chunks", hash_and_compare, tuple[list[int], bytes])
+        meeting.step("write their rows", write_rows, None)
+        done = meeting.step("hash their chunks", hash_and_compare, tuple[list[int], bytes | None])
         assert buffer is not None
         made = manifest.make(
-            entries=plan.entries, nbytes=plan.nbytes, chunk_bytes=self.chunk_bytes, servers=plan.servers,
-            sources=plan.sources, chunks=_in_order(plan, [checksums for checksums, _ in done]), **fields,
-        )  # fmt: skip
+            entries=plan.entries,
+            nbytes=plan.nbytes,
+            chunk_bytes=self.chunk_bytes,
+            servers=plan.servers,
+            sources=plan.sources,
+            chunks=_in_order(plan, [checksums for checksums, _ in done]),
+            **fields,
+        )
         published = Published(manifest=made, encoded=made.encode(), buffer=buffer, plan=plan, update_bytes=plan.nbytes)
         if delta is None or old is None:
             return published
         tables = [rows for _, rows in done]
-        sizes = delta.sizes(samples, tables)
+        sizes = delta.sizes(tables)
         published = replace(published, update_bytes=delta.update_bytes(sizes))
         stored = self._store_delta(meeting, delta, sizes, tables, undo)
         return published if stored is None else self._with_delta(published, old, stored)
@@ -119,7 +124,9 @@ class VersionWriter:
         self.pool.shutdown()
         self._copier.shutdown()
 
-    def copy(self, buffer: Buffer, plan: Plan, sources: Sources, after: Any) -> tuple[list[Future[int]], Any]:
+    def copy(
+        self, buffer: Buffer, plan: PublishPlan, sources: PieceValues, after: Any
+    ) -> tuple[list[Future[int]], Any]:
         """Start to write this rank's rows, and to hash each of its own chunks once it is copied. Returns futures of the
         checksums, and the event after which all bytes are copied (None: they are copied)."""
         share = plan.shares[self.rank]
@@ -143,7 +150,7 @@ class VersionWriter:
         return xxhash.xxh3_64_intdigest(chunk.data)
 
     def _compare_on_device(
-        self, plan: Plan, sources: Sources, delta: DeltaShare | None, old: Published | None, version: int
+        self, plan: PublishPlan, sources: PieceValues, delta: DeltaShare | None, old: Published | None, version: int
     ) -> None:
         """Compare this rank's blocks on the tensors' device, if it holds the old version, and store the new one."""
         import torch
@@ -158,7 +165,7 @@ class VersionWriter:
         except torch.OutOfMemoryError:  # the memory was taken meanwhile: from now on compare the buffers on the host
             self.device_delta, self.use_device_delta = None, False
 
-    def _device_encoder(self, plan: Plan, devices: set[torch.device]) -> Any:
+    def _device_encoder(self, plan: PublishPlan, devices: set[torch.device]) -> Any:
         """The DeviceDelta with the previous version; an empty one if the layout is new; None if there can be none."""
         if self.use_device_delta is False or len(devices) != 1:
             return None
@@ -173,14 +180,19 @@ class VersionWriter:
         return self.device_delta
 
     def _store_delta(
-        self, meeting: Meeting, delta: DeltaShare, sizes: Mapping[int, int], tables: Sequence[bytes], undo: ExitStack
+        self,
+        meeting: Meeting,
+        delta: DeltaShare,
+        sizes: Mapping[int, int],
+        tables: Sequence[bytes | None],
+        undo: ExitStack,
     ) -> Buffer | None:
         """The buffer with the delta of this machine, on its leader."""
         if not sizes:
             return None
         leader, stored = delta.share.leader, None
 
-        def reserve() -> Handle | None:
+        def reserve() -> BufferHandle | None:
             nonlocal stored
             if self.rank != leader or leader not in sizes:
                 return None
@@ -188,7 +200,7 @@ class VersionWriter:
             undo.callback(stored.close)
             return stored.handle
 
-        handle = meeting.step("prepare the delta's buffer", reserve, Handle | None)[leader]
+        handle = meeting.step("prepare the delta's buffer", reserve, BufferHandle | None)[leader]
 
         def write() -> None:
             if handle is None:
@@ -204,13 +216,16 @@ class VersionWriter:
     def _with_delta(self, published: Published, old: Published, stored: Buffer) -> Published:
         bounds = manifest.chunk_bounds(stored.nbytes, self.chunk_bytes)
         made = DeltaManifest(
-            base=old.manifest.digest, digest=published.manifest.digest, nbytes=stored.nbytes,
-            chunk_bytes=self.chunk_bytes, chunks=tuple(self.hashes(stored.data, bounds, range(len(bounds) - 1))),
-        )  # fmt: skip
+            base=old.manifest.digest,
+            digest=published.manifest.digest,
+            nbytes=stored.nbytes,
+            chunk_bytes=self.chunk_bytes,
+            chunks=tuple(self.hashes(stored.data, bounds, range(len(bounds) - 1))),
+        )
         return replace(published, delta=made, delta_encoded=made.encode(), delta_buffer=stored)
 
 
-def _in_order(plan: Plan, checksums: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _in_order(plan: PublishPlan, checksums: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The checksums of all chunks, from those of each rank."""
     out = [0] * (len(plan.bounds) - 1)
     for share, found in zip(plan.shares, checksums, strict=True):

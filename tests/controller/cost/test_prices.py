@@ -50,7 +50,7 @@ def test_device_names_are_recognized(device: str, usd_per_h: float) -> None:
 def test_device_missing_from_the_table_has_no_price(device: str) -> None:
     assert prices.lookup(device, kind="spot") is None
     price = prices.of(Lease(device=device))
-    assert (price.usd_per_h, price.known, price.or_none) == (0.0, False, None)
+    assert (price.usd_per_h, price.known, price.if_known) == (0.0, False, None)
 
 
 def test_named_cloud_is_used() -> None:
@@ -75,7 +75,7 @@ def test_price_depends_on_the_terms() -> None:
     assert prices.of(Lease(kind="reserved", device="NVIDIA H200")).usd_per_h == 8.55
     borrowed = prices.of(Lease(kind="borrowed", device="NVIDIA H200"))
     assert (borrowed.usd_per_h, borrowed.known) == (0.0, True)
-    assert prices.of(Lease(kind="borrowed", device="cpu", price_usd_per_h=0.1)).or_none == 0.1
+    assert prices.of(Lease(kind="borrowed", device="cpu", price_usd_per_h=0.1)).if_known == 0.1
     with pytest.raises(WindfallError, match="Did you mean 'spot'"):
         prices.lookup("H100", kind="sport")  # pyright: ignore
 
@@ -83,7 +83,7 @@ def test_price_depends_on_the_terms() -> None:
 def test_price_of_the_lease_takes_precedence() -> None:
     price = prices.of(Lease(device="NVIDIA H100 80GB HBM3", price_usd_per_h=1.25))
     assert price == prices.Price(usd_per_h=1.25, source="the lease")
-    assert prices.of(Lease(device="cpu", price_usd_per_h=0.05)).or_none == 0.05
+    assert prices.of(Lease(device="cpu", price_usd_per_h=0.05)).if_known == 0.05
 
 
 @pytest.mark.parametrize("price", [-1.0, math.nan, math.inf])

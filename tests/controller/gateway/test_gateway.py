@@ -270,10 +270,9 @@ def test_every_token_of_a_session_is_what_the_engine_sampled() -> None:
         async with serving(sampler) as (gateway, url):
             await asyncio.gather(*(talk(gateway, url, n, sampler) for n in range(4)))
             session = gateway.open("9/0", max_tokens=20)
-            root = url.removesuffix("/v1")
             headers = {"Authorization": f"Bearer {session.key}"}
-            body = {"token_ids": ids("3+4="), "sampling_params": {"max_tokens": 8}}
-            path = f"{root}/inference/v1/generate"
+            body = {"prompt": ids("3+4="), "max_tokens": 8, "return_token_ids": True}
+            path = f"{url}/completions"
             async with aiohttp.ClientSession(headers=headers) as http, http.post(path, json=body) as got:
                 choice = (await got.json())["choices"][0]
             assert tuple(choice["token_ids"]) == sampler.turns["9/0", 0, 0][1].tokens

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.samplers import EOS, TOKENIZER, Scripted, run, serving
+from tests.support.samplers import TOKENIZER, Scripted, run, serving
 from windfall.controller.gateway import protocol
 from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.chunks import GrowingText
@@ -71,16 +71,14 @@ def texts(chunks: list[Any]) -> list[str]:
 # Token ids.
 
 
-@pytest.mark.parametrize("path", ["completions", "../inference/v1/generate"])
-def test_ids_outside_the_vocabulary_are_refused(path: str) -> None:
+def test_ids_outside_the_vocabulary_are_refused() -> None:
     async def main() -> None:
         sampler = Scripted("ok")
         async with talking(sampler) as (_, session, api):
-            field = "prompt" if path == "completions" else "token_ids"
             for id in (99, 1_000_000, 10**30):
-                status, answer = await api.post(path, **{field: [5, 6, id]})
+                status, answer = await api.post("completions", prompt=[5, 6, id])
                 assert (status, "below 99" in answer["error"]["message"]) == (400, True)
-            assert (await api.post(path, **{field: [5, 6, 98]}))[0] == 200
+            assert (await api.post("completions", prompt=[5, 6, 98]))[0] == 200
             assert (len(sampler.requests), session.calls) == (1, 1)
 
     run(main)
@@ -272,34 +270,16 @@ def test_an_error_within_a_stream_is_an_event_of_it() -> None:
 def test_the_end_of_a_session_ends_its_streams() -> None:
     async def main() -> None:
         async with talking(Scripted("x" * 50, step_s=0.02)) as (gateway, session, api):
-            reading = asyncio.create_task(api.stream("../inference/v1/generate", token_ids=[5]))
+            reading = asyncio.create_task(api.stream("completions", prompt=[5], max_tokens=None, return_token_ids=True))
             while not any(flight.sent for flight in session._in_flight.values()):
                 await asyncio.sleep(0.001)
             (segment,) = await gateway.close(session)
             *chunks, done = await reading
             assert done == b"[DONE]"
-            assert [t for c in chunks for t in c["choices"][0]["token_ids"]] == segment.tokens
+            assert [t for c in chunks for t in c["choices"][0].get("token_ids", [])] == segment.tokens
             assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
             status, answer = await api.chat()
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-
-    run(main)
-
-
-def test_generate_streams_ids() -> None:
-    async def main() -> None:
-        async with talking(Scripted("It is 7.", step_s=0.002)) as (gateway, session, api):
-            *chunks, usage, done = await api.stream(
-                "../inference/v1/generate", token_ids=ids("3+4="), stream_options={"include_usage": True}
-            )
-            choices = [c["choices"][0] for c in chunks]
-            assert len(choices) > 5
-            assert [t for c in choices for t in c["token_ids"]] == [*ids("It is 7."), EOS]
-            assert [len(c["logprobs"]["content"]) for c in choices] == [len(c["token_ids"]) for c in choices]
-            assert [c["finish_reason"] for c in choices][-1] == "stop"
-            assert (usage["usage"]["completion_tokens"], done) == (9, b"[DONE]")
-            (segment,) = await gateway.close(session)
-            assert segment.tokens == [*ids("It is 7."), EOS]
 
     run(main)
 
@@ -342,7 +322,6 @@ def test_malformed_requests_are_refused_in_openais_format() -> None:
                 ("chat/completions", {"messages": [{"role": "user", "content": {"a": 1}}]}),
                 ("completions", {"prompt": ["one", "two"]}), ("completions", {"prompt": [[1], [2]]}),
                 ("completions", {"prompt": [""]}), ("completions", {"prompt": 5}),
-                ("../inference/v1/generate", {"token_ids": [5], "sampling_params": 5}),
                 ("reward", {"reward": 10**400}), ("reward", {"reward": float("nan")}),
             ):  # fmt: skip
                 status, answer = await api.post(path, **body)

@@ -7,7 +7,6 @@ import gzip
 import json
 import logging
 import threading
-import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -253,18 +252,12 @@ def test_wrong_key_is_refused_before_the_body_is_read(expect: str) -> None:
     run(main)
 
 
-def test_compressed_bodies() -> None:
+def test_compressed_bodies_are_refused() -> None:
     async def main() -> None:
         async with site() as s:
             plain = json.dumps(CALL).encode()
-            for name, data in (("gzip", gzip.compress(plain)), ("deflate", zlib.compress(plain))):
-                assert (await s.post(data, **{"Content-Encoding": name}))[0] == 200
-            bomb = gzip.compress(b" " * 50_000_000)
-            for name, data, status in (
-                ("br", plain, 415), ("zstd", plain, 415), ("gzip, gzip", plain, 415), ("gzip", plain, 400),
-                ("gzip", gzip.compress(plain)[:-9], 400), ("deflate", b"", 400), ("gzip", bomb, 413),
-            ):  # fmt: skip
-                for key, expected in ((s.bad.key, status), ("wrong", 401)):
+            for name, data in (("gzip", gzip.compress(plain)), ("deflate", b""), ("br", plain), ("gzip, gzip", plain)):
+                for key, expected in ((s.bad.key, 415), ("wrong", 401)):
                     got, answered = await s.post(data, key, **{"Content-Encoding": name})
                     assert (got, answered["error"]["type"]) == (expected, "invalid_request_error"), name
             await s.others_are_served()

@@ -340,7 +340,7 @@ def test_ledger_and_journal_agree_over_many_lives(tmp_path: Path, seed: int) -> 
         journal.close()
         now = {id: e.episode for id, e in ledger.entries.items()}
         for e in ledger.entries.values():  # the version of a running response is recorded when its assignment ends
-            e.episode.record_version(e.version, len(e.episode.tokens) - e.recorded)
+            e.episode.record(len(e.episode.tokens) - e.recorded, e.version, "", "")
         back = restore(journal.open(0), ids)
         for id in ids:
             assert (back[id].tokens, back[id].logprobs, back[id].version_runs) == (

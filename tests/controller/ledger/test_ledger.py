@@ -475,4 +475,4 @@ def test_check_finds_every_broken_rule() -> None:
     broken(lambda x: x._running.clear())
     broken(lambda x: x._ended.update(dict.fromkeys(x._running, "moved")))
     broken(lambda x: setattr(x.entries["2/0"].episode, "finish", "stop"))
-    broken(lambda x: x.entries["2/0"].episode.record_version(1, 1))
+    broken(lambda x: x.entries["2/0"].episode.version_runs.append((1, 1)))

@@ -39,7 +39,7 @@ class Run:
         d = self.dispatch
         member = d.members.join(name, lease, self.now_s, lends=lends)
         member.capacity = Capacity(slots=64, state="normal", use=0.1, lent=0.0) if lends else None
-        d.accounts.join(self.now_s, member.id, kind=lease.kind, usd_per_h=prices.of(lease).or_none)
+        d.accounts.join(self.now_s, member.id, kind=lease.kind, usd_per_h=prices.of(lease).if_known)
         d.placement.speeds.join(member.id, lease.device)
         d.members.pull(member.id, self.now_s)
         d.members.loaded(member.id, 1, "d", 64, self.now_s)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger import ledger as ledgers
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout import loading
 from windfall.controller.rollout.assignment import Offer
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import WorkerState
 from windfall.events.log import EventLog, read
 from windfall.link import messages as m
@@ -33,7 +34,9 @@ class World:
         self.events = EventLog(folder / "events.jsonl")
         self.dispatch = Dispatch(events=self.events)
         self.rejected: list[tuple[str, str]] = []
-        self.listener = Listener(turn_ended=lambda id: None, rejected=lambda id, why: self.rejected.append((id, why)))
+        self.listener = FunctionOwner(
+            turn_ended=lambda id: None, rejected=lambda id, why: self.rejected.append((id, why))
+        )
         self.tasks: list[asyncio.Task[None]] = []
 
     def open(self, id: str, prompt: tuple[int, ...] = (5, 6)) -> None:
@@ -111,7 +114,7 @@ def test_response_that_costs_worker_after_worker_is_rejected(tmp_path: Path, how
     async def part(world: World) -> None:
         world.open("7/3")
         world.dispatch.set_offer(OFFER)
-        for n in range(ledgers.MAX_FRUITLESS):
+        for n in range(ledgers.MAX_LOST_IN_A_ROW):
             assert world.rejected == []
             link = await world.ready(f"w{n}")
             (work,) = (await take(link, m.Assign)).work
@@ -127,7 +130,7 @@ def test_response_that_costs_worker_after_worker_is_rejected(tmp_path: Path, how
                 await asyncio.sleep(0)
         ((id, why),) = world.rejected
         assert id == "7/3"
-        assert f"{ledgers.MAX_FRUITLESS} workers in a row" in why
+        assert f"{ledgers.MAX_LOST_IN_A_ROW} workers in a row" in why
         assert ("its engine broke" if how == "crashes" else "invalid log-prob, in 7/3") in why
 
     play(tmp_path, part)
@@ -141,7 +144,7 @@ def test_one_worker_with_a_bad_link_has_far_more_tries(tmp_path: Path, others: b
     async def part(world: World) -> None:
         world.open("7/3")
         world.dispatch.set_offer(OFFER)
-        most = ledgers.MIN_BLAMED * ledgers.MAX_FRUITLESS
+        most = ledgers.MIN_LOST_NAMES * ledgers.MAX_LOST_IN_A_ROW
         for n in range(most):
             assert world.rejected == []
             link = await world.ready("b" if others and n == 20 else "a")
@@ -159,7 +162,7 @@ def test_response_that_gets_a_token_now_and_then_is_not_rejected(tmp_path: Path)
     async def part(world: World) -> None:
         world.open("7/3")
         world.dispatch.set_offer(OFFER)
-        for n in range(3 * ledgers.MAX_FRUITLESS):
+        for n in range(3 * ledgers.MAX_LOST_IN_A_ROW):
             link = await world.ready(f"w{n}")
             (work,) = (await take(link, m.Assign)).work
             if n % 4 == 3 and work.position < 8:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import WorkerState
 from windfall.events.log import EventLog
 from windfall.link import messages as m
@@ -77,7 +78,7 @@ class Run:
         self.dispatch.set_offer(Offer(version=version, digest=f"v{version}", url="http://_:1"))
 
     def open(self, *ids: str) -> None:
-        listener = Listener(turn_ended=self.ended.append, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))
+        listener = FunctionOwner(turn_ended=self.ended.append, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))
         for id in ids:
             stop, prompt = frozenset({0}), (5, 6)
             episode = Episode(id=id, prompt=prompt, seed=1, max_tokens=MAX_TOKENS, sampling=Sampling(), stop=stop)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import Member, WorkerState
 from windfall.events.log import EventLog, read
 from windfall.link import messages as m
@@ -27,7 +28,7 @@ class World:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.log = folder / "events.jsonl"
         self.dispatch = Dispatch(events=EventLog(self.log), **options)
-        self.listener = Listener(turn_ended=lambda id: None, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))
+        self.listener = FunctionOwner(turn_ended=lambda id: None, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))
         self.links: dict[str, MemoryLink] = {}
         self.got: dict[str, list[Any]] = {}
         self.tasks: list[asyncio.Task[None]] = []

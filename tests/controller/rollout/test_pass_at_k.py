@@ -6,8 +6,7 @@ import math
 import pytest
 
 from windfall import recipe as config
-from windfall.controller.rollout.evaluation import describe_passes
-from windfall.controller.rollout.pass_at_k import mean_pass_at, pass_at_k
+from windfall.controller.rollout.evaluation import describe_passes, mean_pass_at, pass_at_k
 from windfall.errors import WindfallError
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.response_owner import FunctionOwner
 from tests.support.small_models import VOCABULARY
 from tests.support.small_models import engine as new_engine
 from tests.support.two_workers import Held, clone, model
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import WorkerState
 from windfall.events.log import EventLog
 from windfall.recipe import Techniques
@@ -34,7 +35,9 @@ class Sessions:
         self.done: dict[str, tuple[list[int], list[float]]] = {}
         self.workers: dict[str, list[str]] = {id: [] for id in self.left}
         self.between: Any = None
-        listener = Listener(turn_ended=self.turn_ended, rejected=lambda id, why: pytest.fail(why), environment="test")
+        listener = FunctionOwner(
+            turn_ended=self.turn_ended, rejected=lambda id, why: pytest.fail(why), environment="test"
+        )
         self.episodes: dict[str, Episode] = {}
         for n, id in enumerate(self.left):
             prompt = tuple(10 + (7 * i + 11 * n) % 140 for i in range(70))

@@ -32,7 +32,7 @@ from windfall.trainer.own_engine.trainer_engine import TrainerEngine
 from windfall.trainer.own_engine.trainer_turn import TrainerTurn
 from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, MergedWeights
 from windfall.weights.publish import Publisher
-from windfall.weights.shared import SharedSource
+from windfall.weights.shared import OpenVersion
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_large_weights_with_an_adapter_are_freed(
     publisher = Publisher(tmp_path, threads=1)
     base, change = publisher.publish_base(models[0].state_dict()).digest, adapters(models[0], 0)
     publisher.publish(0, change, base=base, scale=0.5)
-    shared = SharedSource(publisher.find, lambda: publisher.base).open(0)
+    shared = OpenVersion(publisher, 0)
     wanted = merge(models[0], change).state_dict()
     ours, theirs = socket.socketpair()
     with ours, theirs:

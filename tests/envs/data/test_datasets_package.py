@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from windfall.envs.data.table import Format, Source, read_table
+from windfall.envs.data.table import DataSource, RowFormat, read_table
 
 datasets = pytest.importorskip("datasets", reason="folders are written with the package datasets")
 
@@ -18,7 +18,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def read(path: Path, split: str | None = None, filter: str = "") -> list[tuple[Any, str, list[str]]]:
-    rows = read_table(Source(path=path, split=split, filter=filter), Format())
+    rows = read_table(DataSource(path=path, split=split, filter=filter), RowFormat())
     return [(row.prompt, row.answer, row.columns["tags"]) for row in rows]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from windfall.envs.data.table import Format, Source, TableRow, read_table
+from windfall.envs.data.table import DataSource, RowFormat, TableRow, read_table
 from windfall.errors import WindfallError
 
 ROWS: list[dict[str, Any]] = [
@@ -16,7 +16,7 @@ ROWS: list[dict[str, Any]] = [
     {"question": "7*8?", "solution": "Multiply. #### 56", "level": 3},
     {"question": "9-1?", "solution": "Subtract. #### 8", "level": 3},
 ]
-FORM = Format(columns={"prompt": "question", "answer": "solution"}, answer_after="####")
+FORM = RowFormat(columns={"prompt": "question", "answer": "solution"}, answer_after="####")
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -47,8 +47,8 @@ def write_saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
-def read(path: Path, form: Format = FORM, **source: Any) -> list[TableRow]:
-    return read_table(Source(path=path, **source), form)
+def read(path: Path, form: RowFormat = FORM, **source: Any) -> list[TableRow]:
+    return read_table(DataSource(path=path, **source), form)
 
 
 def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
@@ -83,17 +83,17 @@ def test_messages_system_prompt_and_instruction(tmp_path: Path) -> None:
     ]
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "3"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": p, "answer": 4} for p in ("1+3", chat, own)])
-    plain, listed, _ = (row.prompt for row in read(path, Format(instruction="Be brief.")))
+    plain, listed, _ = (row.prompt for row in read(path, RowFormat(instruction="Be brief.")))
     assert plain == "1+3\nBe brief."
     assert [m["content"] for m in listed] == ["Hi", "?", "2+2\nBe brief."]  # type: ignore[index]
-    rows = read(path, Format(system_prompt="Think."))
+    rows = read(path, RowFormat(system_prompt="Think."))
     assert rows[0].prompt == [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+3"}]
     assert [row.prompt[0]["content"] for row in rows[1:]] == ["Think.", "Mine."]  # type: ignore[index]
 
 
 def test_tables_fill_messages_with_empty_fields(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "x"}]}]
-    (row,) = read(write_parquet(tmp_path / "a.parquet", rows), Format(answer_needed=False))
+    (row,) = read(write_parquet(tmp_path / "a.parquet", rows), RowFormat(answer_needed=False))
     assert row.prompt == [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "name": "x"}]
 
 
@@ -112,7 +112,7 @@ def test_tables_fill_messages_with_empty_fields(tmp_path: Path) -> None:
 def test_bad_rows_are_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:
     good = {"prompt": "x", "answer": "1"}
     with pytest.raises(WindfallError) as caught:
-        read(write_jsonl(tmp_path / "a.jsonl", [good, row]), Format())
+        read(write_jsonl(tmp_path / "a.jsonl", [good, row]), RowFormat())
     assert "a.jsonl:2" in str(caught.value)
     assert says in str(caught.value)
     assert caught.value.fix
@@ -121,7 +121,7 @@ def test_bad_rows_are_refused(tmp_path: Path, row: dict[str, Any], says: str) ->
 def test_rows_of_tables_are_named(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "answer": "1"}, {"prompt": "", "answer": "1"}]
     with pytest.raises(WindfallError, match=r"a.parquet row 2: column 'prompt' is \"\""):
-        read(write_parquet(tmp_path / "a.parquet", rows), Format())
+        read(write_parquet(tmp_path / "a.parquet", rows), RowFormat())
 
 
 def test_missing_mark_is_refused(tmp_path: Path) -> None:

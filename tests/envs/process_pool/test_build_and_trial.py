@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.hostile import environments as hostile
 from tests.support.hostile.pool_calls import ask, failure, hosting, section
+from windfall.envs.grade import trial
 from windfall.envs.process_pool import pool as pools
 from windfall.envs.process_pool.pool import EnvPool
-from windfall.envs.trial import trial
 from windfall.errors import WindfallError
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.hostile import environments as hostile
 from tests.support.hostile.pool_calls import ask, run, section
+from windfall.envs.grade import trial
 from windfall.envs.process_pool.pool import EnvPool
-from windfall.envs.trial import trial
 from windfall.processes import output_log
 
 LINES = 3 * output_log.LIMIT_BYTES // 99

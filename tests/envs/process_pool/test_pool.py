@@ -193,7 +193,7 @@ def test_call_is_not_retried_after_too_many_children_ended(monkeypatch: pytest.M
         async with hosting(hostile.LeavesUnseen) as pool:
             graded = await grade(pool, 1, await pool.task(1, 5.0), [Turn(text="abc")], tries=3)
             assert graded.tries == 1
-            assert "2 processes ended during LeavesUnseen.feedback of task 'hostile/1'" in graded.error
+            assert "2 processes ended during LeavesUnseen.feedback of task 'hostile/1'" in str(graded.failure)
 
     run(main)
 
@@ -316,7 +316,7 @@ def test_answer_that_takes_too_long_to_score_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
 
     async def main() -> None:
-        async with hosting("windfall.envs.jsonl:JsonLines", path=str(tmp_path / "a.jsonl"), cpu_s=1.0) as pool:
+        async with hosting("windfall.envs.dataset:JsonLines", path=str(tmp_path / "a.jsonl"), cpu_s=1.0) as pool:
             assert await ask(pool, 0, "\\boxed{9^{9^{9}}}", 60.0) == Feedback(reward=0.0)
             assert await ask(pool, 0, "\\boxed{2}", 60.0) == Feedback(reward=1.0)
 

@@ -90,7 +90,7 @@ async def walk(host: EnvServers, index: int, pace: Callable[[int], Any]) -> list
     while True:
         await pace(len(turns))
         graded = await grade(host, index, task, [*turns, Turn(text="east")], tries=3, timeout_s=10.0)
-        assert graded.feedback is not None, graded.error
+        assert graded.feedback is not None, graded.failure
         if graded.feedback.observation is None:
             return [*seen, str(graded.feedback.reward)]
         seen.append(graded.feedback.observation)
@@ -186,8 +186,8 @@ def test_lost_session_that_cannot_be_replayed_is_missing(token: Path) -> None:
                 await asyncio.sleep(0.01)
             graded = await grade(host, 3, task, [*turns, Turn(text="east")], tries=3, timeout_s=10.0)
             assert graded.feedback is None
-            assert (
-                "the session of task 'light/3' is gone after 1 turns, and Lighthouse cannot replay it" in graded.error
+            assert "the session of task 'light/3' is gone after 1 turns, and Lighthouse cannot replay it" in str(
+                graded.failure
             )
             assert graded.tries == 1
 
@@ -363,7 +363,7 @@ def test_calls_fail_when_no_server_is_left(token: Path, monkeypatch: pytest.Monk
         async with client(token, free_port()) as host:
             graded = await grade(host, 0, Task(id="0", prompt=""), [Turn(text="")], tries=1, timeout_s=1.0)
             assert graded.feedback is None
-            assert "no environment server has been reachable for 0.3 s: 127.0.0.1" in graded.error
+            assert "no environment server has been reachable for 0.3 s: 127.0.0.1" in str(graded.failure)
 
     run(main())
 
@@ -376,9 +376,9 @@ def welcome(proof: bytes) -> e.EnvWelcome:
 
 
 LIES: dict[str, Callable[[Any, int], Any]] = {
-    "NaN": lambda link, n: link.send(e.Graded(number=n, reward=float("nan"), observation=None, scores=())),
-    "nothing": lambda link, n: link.send(e.Graded(number=n, reward=None, observation=None, scores=())),
-    "another number": lambda link, n: link.send(e.Graded(number=n + 99, reward=0.0, observation=None, scores=())),
+    "NaN": lambda link, n: link.send(e.CallGraded(number=n, reward=float("nan"), observation=None, scores=())),
+    "nothing": lambda link, n: link.send(e.CallGraded(number=n, reward=None, observation=None, scores=())),
+    "another number": lambda link, n: link.send(e.CallGraded(number=n + 99, reward=0.0, observation=None, scores=())),
     "a task": lambda link, n: link.send(e.TaskMade(number=n, id="light/0", prompt="x")),
     "garbage": lambda link, n: link._socket.send_bytes(b"\xc1garbage"),
     "text": lambda link, n: link._socket.send_str("{}"),
@@ -414,7 +414,7 @@ def test_servers_that_lie_do_not_hurt(token: Path, monkeypatch: pytest.MonkeyPat
             turns = [Turn(text="east", observation="at 1")]
             calls = [grade(host, 3, task, [*turns, Turn(text="east")], tries=1, timeout_s=5.0) for _ in range(60)]
             graded = await asyncio.gather(*calls)
-            assert {(g.error, g.feedback.observation if g.feedback else None) for g in graded} == {("", "at 2")}
+            assert {(g.failure, g.feedback.observation if g.feedback else None) for g in graded} == {(None, "at 2")}
             lost = dict(zip(LIES, (s.lost for s in host.load().servers), strict=False))
             assert all(lost.values()), lost
             assert host.load().servers[-1].lost == 0
@@ -435,7 +435,7 @@ def test_call_is_not_blamed_for_servers_that_lie(token: Path) -> None:
                 await asyncio.sleep(0.05)
             task, turns = Task(id="light/3", prompt="Find the light."), [Turn(text="east", observation="at 1")]
             graded = await grade(host, 3, task, [*turns, Turn(text="east")], tries=1, timeout_s=60.0)
-            assert graded.feedback is not None, graded.error
+            assert graded.feedback is not None, graded.failure
             assert graded.feedback.observation == "at 2"
             assert [s.lost for s in host.load().servers] == [1] * len(false) + [0]
 

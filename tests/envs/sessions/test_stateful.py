@@ -14,10 +14,9 @@ from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
 from windfall.envs.guess import Guess
 from windfall.envs.process_pool.pool import EnvPool
-from windfall.envs.sessions.base import StatelessSessions
 from windfall.envs.sessions.stateful import Stateful
 from windfall.recipe.env_sections import CustomEnv
-from windfall.types import Feedback, Turn
+from windfall.types import Feedback, Task, Turn
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -167,16 +166,33 @@ def test_memory_of_a_users_environment_is_limited(monkeypatch: pytest.MonkeyPatc
             await pool.ready()
             task = await pool.task(3, 10.0)
             graded = await grade(pool, 3, task, [Turn(text="hoard")], tries=1, timeout_s=10.0)
-            return graded.error
+            return "" if graded.failure is None else graded.failure.error
 
     assert asyncio.run(main(0)) == ""
     assert "MemoryError" in asyncio.run(main(1024))
 
 
+class GuessSession:
+    def __init__(self, env: Guess, task: Task) -> None:
+        self.env, self.task, self.turns = env, task, list[Turn]()
+
+    def step(self, text: str) -> Feedback:
+        feedback = self.env.feedback(self.task, [*self.turns, Turn(text=text)])
+        self.turns.append(Turn(text=text, observation=feedback.observation))
+        return feedback
+
+    def close(self) -> None: ...
+
+
+class GuessSessions(Guess):
+    def open(self, task: Task) -> GuessSession:
+        return GuessSession(self, task)
+
+
 def test_environments_without_state_are_the_same_through_sessions() -> None:
     async def main() -> None:
-        plain = Guess(seed=3)
-        stateful = Stateful(StatelessSessions(plain))
+        plain = GuessSessions(seed=3)
+        stateful = Stateful(plain)
         for index in range(4):
             turns: list[Turn] = []
             for text in ("1", "words", "20", "7", "10", "13"):
@@ -228,6 +244,6 @@ def test_a_lost_session_that_cannot_be_replayed_has_no_reward(monkeypatch: pytes
                 await pool.feedback(3, task, [*turns, Turn(text="die")], 10.0)
             graded = await grade(pool, 3, task, [*turns, Turn(text="east")], tries=2, timeout_s=10.0)
             assert graded.feedback is None
-            assert "a replay differs in turn 1" in graded.error
+            assert "a replay differs in turn 1" in str(graded.failure)
 
     run(main())

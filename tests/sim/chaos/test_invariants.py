@@ -19,7 +19,7 @@ from windfall.controller.ledger import journal_reader
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.remote_trainer import RemoteTrainer
-from windfall.controller.rollout import grader
+from windfall.controller.rollout import grading
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.loading import Loading
 from windfall.controller.rollout.stream import Rollout, Stream
@@ -291,7 +291,7 @@ def rejection_by_one_worker_ends_the_run(patch: Patch) -> None:
     def rejected_by(self: Dispatch, member: Any, message: Any) -> None:
         for entry in self.ledger.held(member.id):
             if entry.handle == message.handle:
-                self._listeners[entry.episode.id].rejected(entry.episode.id, message.why)
+                self._owners[entry.episode.id].rejected(entry.episode.id, message.why)
 
     patch.setattr(Dispatch, "_rejected_by", rejected_by)
 
@@ -304,9 +304,9 @@ def failed_reward_is_never_retried(patch: Patch) -> None:
         except EnvFailed as e:
             if "TimeoutError" in e.cause:
                 await asyncio.Event().wait()
-            return Graded(feedback=None, tries=1, error=str(e))
+            return Graded(feedback=None, tries=1, failure=e)
 
-    patch.setattr(grader, "grade", grade)
+    patch.setattr(grading, "grade", grade)
 
 
 @breaks("bound", seed=1)

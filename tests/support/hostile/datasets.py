@@ -19,11 +19,9 @@ def _prompt(prompt: object) -> bytes:
 
 
 FILES: dict[str, tuple[str, bytes, list[str]]] = {
-    "a parquet file": (
-        "train.parquet", b"PAR1\x15\x04\x15\x10" + b"\x00" * 80 + b"PAR1",
-        ["this is a parquet file", "pandas.read_parquet", "train.jsonl"],
+    "a damaged parquet file": (
+        "train.parquet", b"PAR1\x15\x04\x15\x10" + b"\x00" * 80 + b"PAR1", ["train.parquet", "cannot read it"],
     ),
-    "a parquet file by another name": ("train.jsonl", b"PAR1\x15\x04\x15", ["a parquet file", "train-lines.jsonl"]),
     "a compressed file": ("train.jsonl.gz", gzip.compress(LINE), ["compressed with gzip", "gunzip -c", "train.jsonl"]),
     "an array": (
         "train.json", json.dumps([ROW, ROW], indent=1).encode(),

@@ -156,9 +156,16 @@ class Accounts:
         """By name: the time at which the last worker of that name was gone and its bill ended."""
 
     def join(
-        self, now_s: float, worker: str, *, kind: LeaseKind, usd_per_h: float | None, trainer: bool = False,
-        started_s: float | None = None, name: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        now_s: float,
+        worker: str,
+        *,
+        kind: LeaseKind,
+        usd_per_h: float | None,
+        trainer: bool = False,
+        started_s: float | None = None,
+        name: str = "",
+    ) -> None:
         """A worker has joined. `usd_per_h`: None if not known. `started_s`: when its process started, by the same
         clock. `name`: its name; a worker of this name may have been here before under another id."""
         assert worker not in self._here, f"{worker} is here already"
@@ -167,9 +174,13 @@ class Accounts:
         holder: Holder = "trainer" if trainer else kind
         before = self._here.get(self._newest.get(name, ""))
         w = self._here[worker] = _OpenAccount(
-            name=name, holder=holder, usd_per_h=usd_per_h, start_s=start_s, counted_s=start_s,
+            name=name,
+            holder=holder,
+            usd_per_h=usd_per_h,
+            start_s=start_s,
+            counted_s=start_s,
             activity=None if trainer and name != LOCAL else self.activity,
-        )  # fmt: skip
+        )
         self._newest[name] = worker
         if before is not None and abs(before.start_s - start_s) < SAME_START_S:  # reconnected before its old link ended
             before.advance(now_s)
@@ -206,9 +217,14 @@ class Accounts:
         w.tokens += tokens
 
     def moved_in(
-        self, now_s: float, worker: str, tokens: int, prefill_tok_per_s: float | None = None, *,
+        self,
+        now_s: float,
+        worker: str,
+        tokens: int,
+        prefill_tok_per_s: float | None = None,
+        *,
         sources: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The worker was assigned responses begun elsewhere, with this number of tokens to prefill again. `sources`:
         the last worker of each of them."""
         for source in sources:

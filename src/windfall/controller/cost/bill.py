@@ -151,8 +151,10 @@ def borrowed_value(totals: Totals) -> BorrowedValue | None:
     if not lent.tokens:
         return None
     names: dict[Holder, str] = {
-        "spot": "spot workers", "reserved": "reserved workers", "trainer": "the trainer's engine"
-    }  # fmt: skip
+        "spot": "spot workers",
+        "reserved": "reserved workers",
+        "trainer": "the trainer's engine",
+    }
     rates = [
         (account.usd["generating"] / account.tokens, name)
         for holder, name in names.items()
@@ -160,9 +162,12 @@ def borrowed_value(totals: Totals) -> BorrowedValue | None:
     ]
     each, name = min(rates, default=(None, ""))
     return BorrowedValue(
-        tokens=lent.tokens, share=lent.tokens / totals.all.tokens, hours=lent.seconds.get("generating", 0.0) / 3600,
-        saved_usd=None if each is None else round(lent.tokens * each - lent.total_usd, 9), priced_as=name,
-    )  # fmt: skip
+        tokens=lent.tokens,
+        share=lent.tokens / totals.all.tokens,
+        hours=lent.seconds.get("generating", 0.0) / 3600,
+        saved_usd=None if each is None else round(lent.tokens * each - lent.total_usd, 9),
+        priced_as=name,
+    )
 
 
 def add(*accounts: Account) -> Account:

@@ -50,12 +50,12 @@ class Price:
     """False: the price is not known."""
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """The source and its date, as text."""
         return f"{self.source}, {self.date}" if self.date else self.source
 
     @property
-    def or_none(self) -> float | None:
+    def if_known(self) -> float | None:
         """The price, or None if it is not known: for sums, in which an unknown price must not count as free."""
         return self.usd_per_h if self.known else None
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from windfall import run_folder as folders
-from windfall.controller.gateway.agent_log import AgentLog
-from windfall.controller.gateway.agent_runs import AgentRuns
+from windfall.controller.gateway.agent_runs import AgentLog, AgentRuns
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.ledger.journal import Journal
@@ -49,9 +48,11 @@ PLAIN = (
 def program(env: AgentEnv | VerifiersEnv, *hidden: Path) -> AgentProgram:
     """What is started for every response. `hidden`: folders that agents must not read."""
     common = {
-        "memory_mb": env.memory_mb, "directory": str(env.directory or ""), "isolation": env.isolation,
+        "memory_mb": env.memory_mb,
+        "directory": str(env.directory or ""),
+        "isolation": env.isolation,
         "hidden": [str(folder.resolve()) for folder in hidden],
-    }  # fmt: skip
+    }
     if isinstance(env, VerifiersEnv):
         options = {"id": env.id, "args": env.args, "sampling_args": env.sampling_args}
         return AgentProgram(function="windfall.envs.agents.verifiers_agent:run", options=options, **common)
@@ -132,7 +133,11 @@ class AgentService:
     """Used as `async with`. Does nothing if the environment is not an agent."""
 
     def __init__(self, recipe: Recipe, folder: Path, events: EventLog, journal: Journal | None, env: EnvHost) -> None:
-        self._recipe, self._folder, self._events, self._journal, self._env = recipe, folder, events, journal, env
+        self._recipe = recipe
+        self._folder = folder
+        self._events = events
+        self._journal = journal
+        self._env = env
         self.launcher = AgentLauncher(program(recipe.env, folder)) if is_agent(recipe) else None  # type: ignore[arg-type]
         self.runs: AgentRuns | None = None
         self._gateway: Gateway | None = None
@@ -162,16 +167,25 @@ class AgentService:
         check_grader(recipe, self._env)
         stop = rollout.text.stop
         sampler = DispatchSampler(
-            rollout.dispatch, model=recipe.run.name, context=context_of(recipe, model_context),
-            sampling=recipe.rollout.sampling(), stop=stop,
-        )  # fmt: skip
+            rollout.dispatch,
+            model=recipe.run.name,
+            context=context_of(recipe, model_context),
+            sampling=recipe.rollout.sampling(),
+            stop=stop,
+        )
         gateway = Gateway(sampler, tokenizer, chat(recipe, tokenizer, stop), stop)
         url = await self._listen(gateway, env.port)
         self.runs = AgentRuns(
-            gateway=gateway, sampler=sampler, launcher=self.launcher, options=recipe.rollout,
-            limits=env, url=url, graded=isinstance(env, AgentEnv) and env.reward == "grader", journal=self._journal,
+            gateway=gateway,
+            sampler=sampler,
+            launcher=self.launcher,
+            options=recipe.rollout,
+            limits=env,
+            url=url,
+            graded=isinstance(env, AgentEnv) and env.reward == "grader",
+            journal=self._journal,
             log=AgentLog(self._folder / "agents.log"),
-        )  # fmt: skip
+        )
         rollout.sessions = self.runs
 
     def counters(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The Sampler interface: what the gateway needs from the rest of windfall. A sampler never sees text or messages."""
+"""The TurnSampler interface: what the gateway needs from the rest of windfall. It never sees text or messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SampledTurn:
     finish: Finish
 
 
-class Sampler(Protocol):
+class TurnSampler(Protocol):
     model: str
     """Name of the model in the API."""
     context: int

@@ -1,4 +1,4 @@
-"""Cuts the answer of one call into the chunks of a stream: text as OpenAI streams it, or token ids as vLLM does.
+"""Cuts the answer of one call into the chunks of a stream, as OpenAI streams it, and sends them.
 
     first()         chunks before the first token
     grown(count)    chunks for the first `count` tokens, whenever there are more of them
@@ -12,10 +12,14 @@ tokens are decoded.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from aiohttp import web
 
 from windfall.controller.gateway import protocol
 from windfall.controller.gateway.protocol import UNFINISHED, CallOptions
@@ -59,12 +63,24 @@ class GrowingText:
 
 class TextChunks:
     def __init__(
-        self, flight: CallInFlight, options: CallOptions, *, chat: bool, model: str,
-        decode: Callable[[Sequence[int]], str], token_texts: Callable[[Sequence[int]], list[str]], index: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        flight: CallInFlight,
+        options: CallOptions,
+        *,
+        chat: bool,
+        model: str,
+        decode: Callable[[Sequence[int]], str],
+        token_texts: Callable[[Sequence[int]], list[str]],
+        index: int = 0,
+    ) -> None:
         """`index`: number of the choice that this call is in its answer."""
-        self._flight, self._options, self._chat, self._index = flight, options, chat, index
-        self._model, self._token_texts, self._created = model, token_texts, int(time.time())
+        self._flight = flight
+        self._options = options
+        self._chat = chat
+        self._index = index
+        self._model = model
+        self._token_texts = token_texts
+        self._created = int(time.time())
         self._hold = max((len(s) - 1 for s in options.stop), default=0)
         """Characters that may be the start of a stop string."""
         self._growing, self._held = GrowingText(decode), ""
@@ -149,32 +165,33 @@ class TextChunks:
         return {**protocol.envelope(kind, self._flight.id, self._model), "created": self._created}
 
 
-class IdChunks:
-    """Chunks of /inference/v1/generate."""
+class EventStream:
+    """An answer that is sent as server-sent events. Several tasks may send to it; each list of events stays
+    together."""
 
-    def __init__(
-        self, flight: CallInFlight, options: CallOptions, token_texts: Callable[[Sequence[int]], list[str]]
-    ) -> None:
-        self._flight, self._options, self._token_texts = flight, options, token_texts
-        self.sent = 0
+    def __init__(self, request: web.Request, write_s: float | None) -> None:
+        """`write_s`: time limit for a client to take one list of events (seconds). None: no limit."""
+        self._request, self._write_s = request, write_s
+        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        self._sending = asyncio.Lock()
 
-    def first(self) -> list[Chunk]:
-        return []
+    @property
+    def begun(self) -> bool:
+        """The client has got status 200."""
+        return self._response.prepared
 
-    def grown(self, count: int) -> list[Chunk]:
-        return self._chunks(count, None)
+    async def send(self, events: Sequence[dict[str, Any]]) -> None:
+        """Send events. The stream begins with the first call, even if it sends none. Raises TimeoutError if the client
+        does not take them."""
+        async with self._sending, asyncio.timeout(self._write_s):
+            if not self.begun:
+                await self._response.prepare(self._request)
+            for event in events:
+                await self._response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
-    def last(self) -> list[Chunk]:
-        flight = self._flight
-        return self._chunks(len(flight.tokens), flight.finish)
-
-    def usage(self, counts: dict[str, int]) -> list[Chunk]:
-        wanted = self._options.include_usage
-        return [{"request_id": self._flight.id, "choices": [], "usage": counts}] if wanted else []
-
-    def _chunks(self, count: int, finish: str | None) -> list[Chunk]:
-        tokens, logprobs = self._flight.tokens[self.sent : count], self._flight.logprobs[self.sent : count]
-        self.sent = count
-        choice = {"index": 0, "token_ids": tokens, "finish_reason": finish}
-        choice["logprobs"] = protocol.chat_logprobs(self._token_texts(tokens), logprobs)
-        return [{"request_id": self._flight.id, "choices": [choice]}]
+    async def end(self, last: bytes = b"") -> web.StreamResponse:
+        async with asyncio.timeout(self._write_s):
+            if last:
+                await self._response.write(last)
+            await self._response.write_eof()
+        return self._response

@@ -1,4 +1,4 @@
-"""The Sampler of a run: every segment of a session is an Episode of the ledger, and workers generate its turns.
+"""The TurnSampler of a run: every segment of a session is an Episode of the ledger, and workers generate its turns.
 
     turn 0 of a segment      Episode(prompt) ──▶ Dispatch.open ──────▶ workers ──▶ the turn ended
     a later turn             Episode.observe(new ids) ──▶ next_turn ──▶ workers ──▶ the turn ended
@@ -20,22 +20,20 @@ from dataclasses import dataclass, field
 
 from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.segment_tokens import (
+    UNLIMITED,
     SegmentTokens,
     TurnSpan,
     finished,
     joined,
-    new_episode,
     restore,
     segment_id,
     segment_seed,
 )
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal_reader import History
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
 from windfall.types import Response, Sampling
-
-__all__ = ["DispatchSampler", "segment_id", "segment_seed"]
 
 POLL_S = 0.02
 """Seconds between looks at the tokens of a turn that is being generated. It limits how finely an answer is streamed and
@@ -65,23 +63,24 @@ class _SessionTokens:
 
 class DispatchSampler:
     def __init__(
-        self, dispatch: Dispatch, *, model: str, context: int, sampling: Sampling, stop: frozenset[int],
-        version: int | None = None,
-    ) -> None:  # fmt: skip
-        """`sampling` and `version` are the defaults of `open`."""
+        self,
+        dispatch: Dispatch,
+        *,
+        model: str,
+        context: int,
+        sampling: Sampling,
+        stop: frozenset[int],
+    ) -> None:
+        """`sampling` is the default of `open`."""
         self.model, self.context = model, context
-        self._dispatch, self._sampling, self._stop, self._version = dispatch, sampling, stop, version
+        self._dispatch = dispatch
+        self._sampling = sampling
+        self._stop = stop
         self._sessions: dict[str, _SessionTokens] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """By episode whose turn is being generated."""
         self._owners: dict[str, _SessionTokens] = {}
         """By episode in the ledger: its session."""
-        self._listener = Listener(
-            environment="agent",
-            turn_ended=lambda id: self._wake(id, None),
-            rejected=lambda id, why: self._wake(id, WindfallError(why, where=f"response {id}")),
-            version_gone=self._version_gone,
-        )
 
     @property
     def vocabulary(self) -> int:
@@ -90,13 +89,18 @@ class DispatchSampler:
     # Sessions, for their owner.
 
     def open(
-        self, session: str, seed: int, *, sampling: Sampling | None = None, version: int | None = None,
-        past: History | None = None, on_version_gone: Callable[[], None] = lambda: None,
-    ) -> Response | None:  # fmt: skip
+        self,
+        session: str,
+        seed: int,
+        *,
+        sampling: Sampling | None = None,
+        version: int | None = None,
+        past: History | None = None,
+        on_version_gone: Callable[[], None] = lambda: None,
+    ) -> Response | None:
         """Open a session. Its id is that of its response, such as "7/0". `version`: every token must come from this
         version; None: from any version in the version window. `past`: what the journal has of its segments. Returns the
         response, and opens nothing, if the journal has all of it."""
-        version = self._version if version is None else version
         opened = _SessionTokens(seed, sampling or self._sampling, version, on_version_gone)
         for id in past or ():
             number = int(id.partition("+")[2] or 0)
@@ -219,7 +223,16 @@ class DispatchSampler:
         return segment
 
     def _episode(self, id: str, session: _SessionTokens, number: int, prompt: tuple[int, ...]) -> Episode:
-        return new_episode(id, number, prompt, session.seed, session.sampling, self._stop, session.version)
+        """An empty episode for segment `number`."""
+        return Episode(
+            id=segment_id(id, number),
+            prompt=prompt,
+            seed=segment_seed(session.seed, number),
+            max_tokens=UNLIMITED,
+            sampling=session.sampling,
+            stop=self._stop,
+            version=session.version,
+        )
 
     async def _generate(
         self, session: _SessionTokens, segment: SegmentTokens, request: TurnRequest, progress: Progress
@@ -269,7 +282,7 @@ class DispatchSampler:
         else:
             segment.opened = True
             self._owners[episode.id] = session
-            self._dispatch.open(episode, self._listener)
+            self._dispatch.open(episode, self)
 
     def _cut(self, id: str, length: int) -> None:
         if self._dispatch.journal is not None:
@@ -285,7 +298,17 @@ class DispatchSampler:
         else:
             future.set_exception(error)
 
-    def _version_gone(self, id: str) -> None:
+    # What happens to a segment (dispatch.ResponseOwner).
+
+    environment = "agent"
+
+    def turn_ended(self, id: str) -> None:
+        self._wake(id, None)
+
+    def rejected(self, id: str, why: str) -> None:
+        self._wake(id, WindfallError(why, where=f"response {id}"))
+
+    def version_gone(self, id: str) -> None:
         session = self._owners[id]
         self._wake(id, WindfallError(f"no worker holds version {session.version} any more", where=f"response {id}"))
         session.on_version_gone()

@@ -1,7 +1,7 @@
-"""Receives the bodies of requests within limits: reads, decompresses and parses them.
+"""Receives the bodies of requests within limits: reads and parses them.
 
-    key is valid ──▶ count the request ──▶ read ──▶ decompress ──▶ count values ──▶ parse ──▶ handle it
-                          │ 429              │ 408, 413, 429  │ 400, 413     │ 400      │ 400
+    key is valid ──▶ count the request ──▶ read ──▶ count values ──▶ parse ──▶ handle it
+                          │ 429              │ 408, 413, 415, 429  │ 400      │ 400
 
 Rules:
 - The requests and the bytes in flight are limited, for each client and for all clients together. A request counts until
@@ -9,7 +9,7 @@ Rules:
 - A body waits for room before it is read any further, and is refused if there is none in `read_s`.
 - The first SMALL_BYTES of a body need no room, so small bodies never wait for large ones, and a body of which only the
   start was sent holds up no other.
-- A body must arrive within `read_s`. It may be compressed with gzip or deflate; its size is limited before and after.
+- A body must arrive within `read_s`. It must not be compressed.
 - The number of JSON values in a body is limited, because nothing else runs in this process while Python parses a text,
   whatever the thread. Counting stops at the limit, and takes time in proportion to the size of the body. Large bodies
   are parsed in a thread, one after the other: other requests run in between.
@@ -21,7 +21,6 @@ import asyncio
 import hashlib
 import json
 import re
-import zlib
 from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -121,16 +120,14 @@ class Intake:
             if not own.requests:
                 self._clients.pop(client, None)
 
-    async def _read(self, request: web.Request, room: _Room) -> bytes | bytearray:
+    async def _read(self, request: web.Request, room: _Room) -> bytearray:
         limits, declared = self.limits, request.content_length
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
-            what = f"the content encoding {encoding[:MAX_ECHO]!r} is not supported; send gzip, deflate or plain JSON"
-            raise ApiError(415, what)
+        if encoding != "identity":
+            raise ApiError(415, f"the content encoding {encoding[:MAX_ECHO]!r} is not supported; send plain JSON")
         if declared is not None and declared > limits.body_bytes:
             raise self._too_large()
-        compressed = encoding != "identity"
-        largest = limits.body_bytes if compressed or declared is None else declared
+        largest = limits.body_bytes if declared is None else declared
         data, loop = bytearray(), asyncio.get_running_loop()
         try:
             async with asyncio.timeout(limits.read_s) as deadline:
@@ -144,24 +141,8 @@ class Intake:
                         deadline.reschedule(loop.time() + limits.read_s)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {limits.read_s:g} s", code="timeout") from None
-        if compressed:
-            if not room.held:
-                await room.reserve(largest)
-            data = await loop.run_in_executor(self._thread, self._decompress, data)
         room.shrink(len(data))
         return data
-
-    def _decompress(self, data: bytes | bytearray) -> bytes:
-        most, unzip = self.limits.body_bytes, zlib.decompressobj(zlib.MAX_WBITS | 32)
-        try:
-            plain = unzip.decompress(data, most + 1)
-        except zlib.error as e:
-            raise ApiError(400, f"the body cannot be decompressed: {e}") from e
-        if len(plain) > most:
-            raise self._too_large()
-        if not unzip.eof:
-            raise ApiError(400, "the body cannot be decompressed: its end is missing")
-        return plain
 
     def _parse(self, path: str, data: bytes | bytearray) -> tuple[str, dict[str, Any]]:
         most = self.limits.values

@@ -30,7 +30,9 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
 
     @property
     def body(self) -> dict[str, Any]:
@@ -78,13 +80,15 @@ def options(body: Mapping[str, Any], *, chat: bool, most: int = 1) -> CallOption
     stream_options = body.get("stream_options")
     stream_options = stream_options if isinstance(stream_options, Mapping) else {}
     return CallOptions(
-        max_tokens=limit, stop=stop_strings(body.get("stop")), stream=_flag(body, "stream"),
+        max_tokens=limit,
+        stop=stop_strings(body.get("stop")),
+        stream=_flag(body, "stream"),
         include_usage=stream_options.get("include_usage") is True,
         usage_in_chunks=stream_options.get("include_usage") is stream_options.get("continuous_usage_stats") is True,
         n=n,
         logprobs=given is True if chat else given is not None and given is not False,
         return_token_ids=_flag(body, "return_token_ids"),
-    )  # fmt: skip
+    )
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ import xxhash
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal_format import Prompted, TurnCut, TurnGraded
 from windfall.controller.ledger.journal_reader import History, TokenRun
-from windfall.types import Finish, Response, Sampling
+from windfall.types import Finish, Response
 
 UNLIMITED = 1 << 30
 """Limit of an episode until its next turn begins, which sets the real one."""
@@ -79,16 +79,8 @@ class SegmentTokens:
 
     def response(self, reward: float | None) -> Response:
         """The tokens that the agent received."""
-        versions = [v for version, count in self.episode.version_runs for v in [version] * count][: self.used]
-        sampled = tuple(version >= 0 for version in versions)
-        episode, count = self.episode, sampled.count(True)
-        return Response(
-            id=self.episode.id, prompt=self.episode.prompt, tokens=tuple(self.episode.tokens[: self.used]),
-            logprobs=tuple(self.episode.logprobs[: self.used]), sampled=sampled, versions=tuple(versions),
-            finish=self.received[-1].finish if self.received else "stop", reward=reward,
-            turns=max(1, len(self.received)), engines=episode.sources(episode.engine_runs, count),
-            workers=episode.sources(episode.worker_runs, count), agent=True,
-        )  # fmt: skip
+        finish = self.received[-1].finish if self.received else "stop"
+        return self.episode.response(reward, self.used, finish, max(1, len(self.received)), agent=True)
 
 
 def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> Response:
@@ -101,17 +93,6 @@ def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> 
         )
     turns = sum(part.turns for part in parts)
     return replace(parts[0], id=id, more=tuple(parts[1:]), turns=turns, finish=parts[-1].finish)
-
-
-def new_episode(
-    session: str, number: int, prompt: tuple[int, ...], seed: int, sampling: Sampling, stop: frozenset[int],
-    version: int | None,
-) -> Episode:  # fmt: skip
-    """An empty episode for segment `number`. `seed`: that of the session."""
-    return Episode(
-        id=segment_id(session, number), prompt=prompt, seed=segment_seed(seed, number), max_tokens=UNLIMITED,
-        sampling=sampling, stop=stop, version=version,
-    )  # fmt: skip
 
 
 def restore(number: int, past: History, episode: Episode) -> SegmentTokens | None:

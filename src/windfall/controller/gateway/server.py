@@ -1,8 +1,7 @@
-"""The gateway's HTTP server: the OpenAI API for sessions, and the token API of vLLM.
+"""The gateway's HTTP server: the OpenAI API for sessions.
 
     POST /v1/chat/completions     messages, tools; streaming or not
     POST /v1/completions          text or token ids
-    POST /inference/v1/generate   token ids in, token ids out
     GET  /v1/models
     POST /v1/reward               {"reward": 0.5}: the reward of the session, if the agent reports it itself
 
@@ -25,9 +24,8 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from windfall.controller.gateway import protocol
-from windfall.controller.gateway.base import Sampler
-from windfall.controller.gateway.chunks import IdChunks, TextChunks
-from windfall.controller.gateway.event_stream import EventStream
+from windfall.controller.gateway.base import TurnSampler
+from windfall.controller.gateway.chunks import EventStream, TextChunks
 from windfall.controller.gateway.intake import Body, Intake, IntakeLimits
 from windfall.controller.gateway.protocol import ApiError, CallOptions
 from windfall.controller.gateway.session import CallInFlight, GatewaySession
@@ -35,7 +33,7 @@ from windfall.envs.failures import MAX_REWARD
 from windfall.errors import WindfallError
 from windfall.link.listener import Listener
 from windfall.models.chat import Chat, check_length, most_chars
-from windfall.models.history import Call, Segment
+from windfall.models.history import PlacedCall, Segment
 
 IDLE_S = 75.0
 """Seconds that a connection may be open between two requests."""
@@ -65,12 +63,19 @@ class Gateway:
     """Time limit for a client to take the next part of a stream (seconds). None: as long as it wants."""
 
     def __init__(
-        self, sampler: Sampler, tokenizer: Any, chat: Chat | None, stop: frozenset[int],
+        self,
+        sampler: TurnSampler,
+        tokenizer: Any,
+        chat: Chat | None,
+        stop: frozenset[int],
         limits: IntakeLimits | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`chat`: None for a model without a chat template. `stop`: the token ids that end a turn. `limits`: those of
         bodies; None: as the context needs them."""
-        self._sampler, self._tokenizer, self._chat, self._stop = sampler, tokenizer, chat, stop
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._stop = stop
         self._max_chars = most_chars(tokenizer, sampler.context)
         if chat is not None:
             chat.max_chars = self._max_chars
@@ -90,9 +95,7 @@ class Gateway:
         """Listen until `stop_listening`. Returns the port: 0 selects a free one. Raises WindfallError with `fix`.
         `options`: those of aiohttp's runner."""
         self._listener = Listener(max_unauthenticated=MAX_WITHOUT_KEY, auth_timeout_s=head_s)
-        options = {
-            "keepalive_timeout": idle_s, "lingering_time": LINGER_S, "shutdown_timeout": CLOSE_S, **options
-        }  # fmt: skip
+        options = {"keepalive_timeout": idle_s, "lingering_time": LINGER_S, "shutdown_timeout": CLOSE_S, **options}
         self._runner, port = await self._listener.serve(self.app, host, port, None, fix, answer=_not_http, **options)
         return port
 
@@ -113,7 +116,6 @@ class Gateway:
     def _add_routes(self) -> None:
         self._add_post("/v1/chat/completions", self._chat_completions)
         self._add_post("/v1/completions", self._completions)
-        self._add_post("/inference/v1/generate", self._generate)
         self._add_post("/v1/reward", self._reward)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/v1/models/{model:.+}", self._models)
@@ -139,9 +141,14 @@ class Gateway:
         """Open a session. Its agent gets `session.key`. `max_tokens`: upper limit for the sampled tokens of all turns
         together. `turn_tokens`: for those of one turn; 0: none."""
         session = GatewaySession(
-            id, self._sampler, self._chat, self._decode, in_thread=self._in_thread, max_tokens=max_tokens,
+            id,
+            self._sampler,
+            self._chat,
+            self._decode,
+            in_thread=self._in_thread,
+            max_tokens=max_tokens,
             turn_tokens=turn_tokens,
-        )  # fmt: skip
+        )
         self._sessions[_hash(session.key)] = session
         return session
 
@@ -174,7 +181,7 @@ class Gateway:
     def _token_texts(self, ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.decode([id], skip_special_tokens=False) for id in ids]
 
-    async def _in_thread(self, place: Callable[[], Call]) -> Call:
+    async def _in_thread(self, place: Callable[[], PlacedCall]) -> PlacedCall:
         return await asyncio.get_running_loop().run_in_executor(self._thread, place)
 
     def _encode(self, text: str) -> list[int]:
@@ -235,26 +242,6 @@ class Gateway:
     def _ids(self, prompt: str | list[int]) -> list[int]:
         return self._encode(prompt) if isinstance(prompt, str) else prompt
 
-    async def _generate(self, request: web.Request, received: Body) -> web.StreamResponse:
-        session, body = self._session(request), received.fields
-        given = body.get("sampling_params") or {}
-        if not isinstance(given, Mapping):
-            raise ApiError(400, "sampling_params must be an object", param="sampling_params")
-        wanted = {k: given[k] for k in ("n", "max_tokens", "stop", "logprobs") if given.get(k) is not None}
-        wanted |= {k: body[k] for k in ("stream", "stream_options") if k in body}
-        options = protocol.options({"max_tokens": None, **wanted}, chat=False)
-        ids = protocol.prompt_ids(body.get("token_ids"), "token_ids")
-        flight = session.ids_call(received.key, options, lambda: ids)
-        choices = [Choice(session, flight)]
-        await _placed(choices, received)
-        if options.stream:
-            return await self._stream(request, choices, [IdChunks(flight, options, self._token_texts)])
-        await flight.done()
-        logprobs = protocol.chat_logprobs(self._token_texts(flight.tokens), flight.logprobs)
-        choice = {"index": 0, "token_ids": flight.tokens, "finish_reason": flight.finish, "logprobs": logprobs}
-        answer = {"request_id": flight.id, "choices": [choice], "prompt_logprobs": None}
-        return await self._deliver(request, choices, answer)
-
     # Answers.
 
     async def _answer(
@@ -263,11 +250,16 @@ class Gateway:
         if options.stream:
             chunks = [
                 TextChunks(
-                    choice.flight, options, chat=chat, model=self._sampler.model, decode=self._decode,
-                    token_texts=self._token_texts, index=n,
+                    choice.flight,
+                    options,
+                    chat=chat,
+                    model=self._sampler.model,
+                    decode=self._decode,
+                    token_texts=self._token_texts,
+                    index=n,
                 )
                 for n, choice in enumerate(choices)
-            ]  # fmt: skip
+            ]
             return await self._stream(request, choices, chunks, options.n)
         await asyncio.gather(*(choice.flight.done() for choice in choices))
         kind, first = "chat.completion" if chat else "text_completion", choices[0].flight
@@ -306,7 +298,7 @@ class Gateway:
         return response
 
     async def _stream(
-        self, request: web.Request, choices: Sequence[Choice], chunks: Sequence[TextChunks | IdChunks], n: int = 1
+        self, request: web.Request, choices: Sequence[Choice], chunks: Sequence[TextChunks], n: int = 1
     ) -> web.StreamResponse:
         """Send the choices of calls that are known to be valid in chunks, as they come."""
         stream = EventStream(request, self.write_s)
@@ -334,7 +326,7 @@ async def _placed(choices: Sequence[Choice], body: Body) -> None:
     body.placed()
 
 
-async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextChunks | IdChunks) -> None:
+async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextChunks) -> None:
     """Send one choice. If it may have tool calls, which only its whole text shows, it is one chunk."""
     begun = False
     async for count in flight.progress():

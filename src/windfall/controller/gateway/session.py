@@ -26,13 +26,13 @@ from dataclasses import replace
 from typing import Any
 
 from windfall.controller.gateway import protocol
-from windfall.controller.gateway.base import SampledTurn, Sampler, TurnRequest
+from windfall.controller.gateway.base import SampledTurn, TurnRequest, TurnSampler
 from windfall.controller.gateway.budget import Budget
 from windfall.controller.gateway.protocol import ApiError
 from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.errors import WindfallError
 from windfall.models.chat import Chat, PromptTooLong
-from windfall.models.history import Call, History, Segment
+from windfall.models.history import PlacedCall, Segment, SessionHistory
 from windfall.models.tool_calls import ParsedTurn, parse
 
 MAX_CALLS = 64
@@ -41,7 +41,7 @@ END_S = 1.0
 """Seconds that the end of a session waits for turns to be cut where their streams were closed."""
 
 Decode = Callable[[Sequence[int]], str]
-InThread = Callable[[Callable[[], Call]], Awaitable[Call]]
+InThread = Callable[[Callable[[], PlacedCall]], Awaitable[PlacedCall]]
 """Runs a function in the thread for tokenizing."""
 
 
@@ -49,9 +49,11 @@ class CallInFlight:
     """A call that is being sampled, or whose answer no client has received yet."""
 
     def __init__(self, tools: frozenset[str], options: protocol.CallOptions, decode: Decode) -> None:
-        self.tools, self.stop, self.stops = tools, options.stop, StopStrings(options.stop, decode)
+        self.tools = tools
+        self.stop = options.stop
+        self.stops = StopStrings(options.stop, decode)
         self.one_tool_call = options.one_tool_call
-        self._call: Call | None = None
+        self._call: PlacedCall | None = None
         self.name = ""
         """The id in answers, if it is not made from the place in the history."""
         self.prompt: tuple[int, ...] = ()
@@ -78,13 +80,13 @@ class CallInFlight:
         return self._call is not None
 
     @property
-    def call(self) -> Call:
+    def call(self) -> PlacedCall:
         """Its place in the history."""
         assert self._call is not None, "the call has no place yet"
         return self._call
 
     @call.setter
-    def call(self, call: Call) -> None:
+    def call(self, call: PlacedCall) -> None:
         self._call, self.prompt = call, call.prompt
 
     @property
@@ -136,14 +138,24 @@ class CallInFlight:
 
 class GatewaySession:
     def __init__(
-        self, id: str, sampler: Sampler, chat: Chat | None, decode: Decode, *, in_thread: InThread, max_tokens: int,
+        self,
+        id: str,
+        sampler: TurnSampler,
+        chat: Chat | None,
+        decode: Decode,
+        *,
+        in_thread: InThread,
+        max_tokens: int,
         turn_tokens: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`max_tokens`: upper limit for the sampled tokens of all turns together. `turn_tokens`: for those of one turn;
         0: none."""
         self.id, self.key = id, f"sk-{secrets.token_urlsafe(32)}"
-        self.history = History(chat)
-        self.chat, self._sampler, self._decode, self._in_thread = chat, sampler, decode, in_thread
+        self.history = SessionHistory(chat)
+        self.chat = chat
+        self._sampler = sampler
+        self._decode = decode
+        self._in_thread = in_thread
         self._budget, self._turn_tokens = Budget(max_tokens), turn_tokens
         self.reward: float | None = None
         self.ended, self.why_ended = False, ""
@@ -151,7 +163,9 @@ class GatewaySession:
         """The last call was refused because the session or the context had no tokens left."""
         self.calls = 0
         """Number of calls that were not refused."""
-        self._waiting, self._waited_s, self._waiting_since_s = 0, 0.0, 0.0
+        self._waiting = 0
+        self._waited_s = 0.0
+        self._waiting_since_s = 0.0
         """Number of unanswered calls; seconds in which there was at least one; when that number last changed."""
         self._in_flight: dict[str, CallInFlight] = {}
         """By the key of the request."""
@@ -185,7 +199,7 @@ class GatewaySession:
         return self._join_or_start(key, options, frozenset(), lambda: self.history.place_ids(ids()))
 
     def _join_or_start(
-        self, key: str, options: protocol.CallOptions, tools: frozenset[str], place: Callable[[], Call]
+        self, key: str, options: protocol.CallOptions, tools: frozenset[str], place: Callable[[], PlacedCall]
     ) -> CallInFlight:
         if self.ended:
             raise ApiError(401, f"this session has ended: {self.why_ended}", code="invalid_api_key")
@@ -200,7 +214,9 @@ class GatewaySession:
         self._in_flight[key] = flight
         return flight
 
-    async def _run(self, flight: CallInFlight, key: str, max_tokens: int | None, place: Callable[[], Call]) -> None:
+    async def _run(
+        self, flight: CallInFlight, key: str, max_tokens: int | None, place: Callable[[], PlacedCall]
+    ) -> None:
         self._count_waiting(1)
         answered = False
         try:
@@ -220,7 +236,7 @@ class GatewaySession:
                     self.history.abandon(flight.call, begun=flight.request is not None)
                 self._in_flight.pop(key, None)
 
-    async def _place(self, flight: CallInFlight, place: Callable[[], Call]) -> None:
+    async def _place(self, flight: CallInFlight, place: Callable[[], PlacedCall]) -> None:
         """Give the call its place in the history."""
         try:
             async with self._placing:
@@ -257,9 +273,13 @@ class GatewaySession:
     async def _sample(self, flight: CallInFlight, limit: int) -> SampledTurn:
         call = flight.call
         flight.request = TurnRequest(
-            session=self.id, segment=call.segment.index, turn=_turns(call.segment), prompt=flight.prompt,
-            new=call.new or call.segment.prompt, max_tokens=limit,
-        )  # fmt: skip
+            session=self.id,
+            segment=call.segment.index,
+            turn=_turns(call.segment),
+            prompt=flight.prompt,
+            new=call.new or call.segment.prompt,
+            max_tokens=limit,
+        )
         flight.valid.set()
         return await self._sampler.sample(flight.request, flight.grow)
 
@@ -286,7 +306,7 @@ class GatewaySession:
             flight.message = protocol.reply_message(parsed, self._call_ids(call, parsed))
         self.history.answer(call, turn.tokens, flight.message)
 
-    def _call_ids(self, call: Call, parsed: ParsedTurn) -> list[str]:
+    def _call_ids(self, call: PlacedCall, parsed: ParsedTurn) -> list[str]:
         """Ids of nine letters and digits, which every template accepts; the same whenever the session is replayed."""
         name = f"{self.id}/{call.segment.index}/{len(call.segment.tokens)}"
         return [hashlib.blake2b(f"{name}/{n}".encode()).hexdigest()[:9] for n in range(len(parsed.tool_calls))]

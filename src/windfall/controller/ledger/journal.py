@@ -47,7 +47,9 @@ from windfall.link.messages import Tokens
 
 class Journal:
     def __init__(self, folder: Path, settings: str, *, staleness: int = 0) -> None:
-        self.folder, self._settings, self._staleness = folder, settings, staleness
+        self.folder = folder
+        self._settings = settings
+        self._staleness = staleness
         self.failed: Callable[[WindfallError], None] = lambda e: None
         """Called with the first write error, because the code that writes may not be able to end the run."""
         self._error: WindfallError | None = None
@@ -96,9 +98,13 @@ class Journal:
         self._write(Accepted(frame=frame if rows is None else _select_rows(frame, rows)))
 
     def write_grade(
-        self, id: str, reward: float | None, observation: str | None, error: str,
+        self,
+        id: str,
+        reward: float | None,
+        observation: str | None,
+        error: str,
         segments: tuple[tuple[int, int], ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._write(TurnGraded(id=id, reward=reward, observation=observation, error=error, segments=segments))
 
     def write_prompt(self, id: str, position: int, tokens: Iterable[int]) -> None:
@@ -193,7 +199,11 @@ def _select_rows(frame: Tokens, rows: list[int]) -> Tokens:
         starts.append(starts[-1] + count)
     cut = lambda data: b"".join(data[4 * starts[r] : 4 * starts[r + 1]] for r in rows)  # noqa: E731
     return Tokens(
-        version=frame.version, handles=tuple(frame.handles[r] for r in rows), counts=tuple(counts[r] for r in rows),
-        positions=tuple(frame.positions[r] for r in rows), tokens=cut(frame.tokens), logprobs=cut(frame.logprobs),
+        version=frame.version,
+        handles=tuple(frame.handles[r] for r in rows),
+        counts=tuple(counts[r] for r in rows),
+        positions=tuple(frame.positions[r] for r in rows),
+        tokens=cut(frame.tokens),
+        logprobs=cut(frame.logprobs),
         finished={n: frame.finished[r] for n, r in enumerate(rows) if r in frame.finished},
-    )  # fmt: skip
+    )

@@ -20,22 +20,63 @@ from array import array
 from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Literal
 
-from windfall.controller.ledger.counts import Acceptance, LedgerCounts
 from windfall.controller.ledger.episode import Episode, Malformed, check_end
 from windfall.link.messages import Tokens, columns
 from windfall.types import Finish
 
 EntryState = Literal["queued", "running", "turn"]
-MAX_FRUITLESS = 12
-"""A response is poison after this many workers in a row were lost before they generated one token of it."""
-MIN_BLAMED = 3
+MAX_LOST_IN_A_ROW = 12
+"""A response is fatal after this many workers in a row were lost before they generated one token of it."""
+MIN_LOST_NAMES = 3
 """At least this many of them must be different workers: a single worker may just keep reconnecting."""
 MAX_ENDED_HANDLES = 1 << 16
 """Number of ended handles that are remembered, to classify late tokens. Tokens for an older handle count as late."""
+
+
+@dataclass(slots=True)
+class LedgerCounts:
+    """What the ledger counted over a run, in tokens unless the name says otherwise."""
+
+    accepted: int = 0
+    closed: int = 0
+    withdrawn: int = 0
+    repeated: int = 0
+    """Tokens that had been accepted before: a frame arrived twice."""
+    late: int = 0
+    """Tokens that arrived from a worker after their response was reassigned or given up."""
+    unwanted: int = 0
+    """Tokens of canceled responses."""
+    gaps: int = 0
+    """Frames, not tokens, that did not continue at the next position. The response is requeued from its last token."""
+    stale: int = 0
+    """Tokens of a version that is not allowed for the response."""
+    moved: int = 0
+    """Responses that lost their worker and continued elsewhere."""
+    discarded: int = 0
+    """Tokens that were accepted, then discarded: with their lost worker, if there is no migration, or because their
+    turn was cut short."""
+    prefilled_again: int = 0
+    """Tokens, prompts included, that had to be prefilled again because a response moved."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """What the ledger accepted of one frame."""
+
+    tokens: int = 0
+    """Number of accepted tokens."""
+    ended_turns: list[str] = field(default_factory=list)
+    """Ids of the responses whose turn ended."""
+    dropped: list[int] = field(default_factory=list)
+    """Handles that the worker should cancel: their responses continue elsewhere."""
+    complete: bool = True
+    """Every token of the frame was accepted."""
+    rows: list[int] = field(default_factory=list)
+    """If not `complete`: the rows of the frame that were accepted."""
 
 
 @dataclass(slots=True)
@@ -53,9 +94,9 @@ class LedgerEntry:
     moves: int = 0
     moved: bool = False
     """The response lost its last worker in this turn, so the next worker has to prefill it again."""
-    fruitless: int = 0
+    lost_in_a_row: int = 0
     """Number of workers in a row that were lost before they generated one token of this response."""
-    blamed: frozenset[str] = frozenset()
+    lost_names: frozenset[str] = frozenset()
     """Names of these workers. A worker that reconnects has another id and the same name."""
 
 
@@ -316,10 +357,8 @@ class Ledger:
         entry.handle, entry.worker, entry.last_worker = -1, "", entry.worker
 
     def _record_version(self, entry: LedgerEntry) -> None:
-        episode, count = entry.episode, len(entry.episode.tokens) - entry.recorded
-        episode.record_version(entry.version, count)
-        episode.record_engine(self.engines.get(entry.worker, ""), count)
-        episode.record_worker(entry.worker, count)
+        count = len(entry.episode.tokens) - entry.recorded
+        entry.episode.record(count, entry.version, self.engines.get(entry.worker, ""), entry.worker)
         entry.recorded += count
 
     def requeue(self, entry: LedgerEntry) -> None:
@@ -343,9 +382,11 @@ class Ledger:
         entries = list(self._by_worker.get(worker, {}).values())
         for entry in reversed(entries):
             if len(entry.episode.tokens) == entry.recorded:
-                entry.fruitless, entry.blamed = entry.fruitless + 1, entry.blamed | {worker.partition("#")[0]}
+                entry.lost_in_a_row += 1
+                entry.lost_names |= {worker.partition("#")[0]}
             else:
-                entry.fruitless, entry.blamed = 0, frozenset()
+                entry.lost_in_a_row = 0
+                entry.lost_names = frozenset()
             self.requeue(entry)
             if not self._migrate:
                 self._discard(entry, entry.episode.turn_start)
@@ -374,12 +415,12 @@ class Ledger:
         self.counts.discarded += entry.episode.cut(length)
         entry.recorded = len(entry.episode.tokens)
 
-    def find_poison(self, entries: Iterable[LedgerEntry]) -> LedgerEntry | None:
-        """Return one of these responses, which have just lost their worker, if it is poison; None if none is. With
-        fewer than MIN_BLAMED different workers, far more losses are required."""
+    def find_fatal(self, entries: Iterable[LedgerEntry]) -> LedgerEntry | None:
+        """Return one of these responses, which have just lost their worker, if it is fatal to workers; None if none is.
+        With fewer than MIN_LOST_NAMES different workers, far more losses are required."""
         for entry in entries:
-            limit = MAX_FRUITLESS if len(entry.blamed) >= MIN_BLAMED else MIN_BLAMED * MAX_FRUITLESS
-            if entry.fruitless >= limit:
+            limit = MAX_LOST_IN_A_ROW if len(entry.lost_names) >= MIN_LOST_NAMES else MIN_LOST_NAMES * MAX_LOST_IN_A_ROW
+            if entry.lost_in_a_row >= limit:
                 return entry
         return None
 

@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping
 from itertools import count
 from typing import Any
 
-from windfall.controller.ledger.journal_damage import UNKNOWN, Damage
 from windfall.controller.ledger.journal_format import FILE_NAME
-from windfall.controller.ledger.journal_reader import JournalContents, count_tokens
+from windfall.controller.ledger.journal_reader import UNKNOWN, Damage, JournalContents, count_tokens
 from windfall.events.log import Event, EventLog
 
 CHECKPOINT_FACTS = ("checkpoint_damaged", "checkpoint_unchecked")
@@ -104,9 +103,12 @@ class Recovery:
             if n and (id == UNKNOWN or needed(id, next_task, open_tasks))
         }
         return {
-            "file": damage.file, "why": damage.why, "bytes": damage.bytes, "responses": len(tokens.keys() - {UNKNOWN}),
+            "file": damage.file,
+            "why": damage.why,
+            "bytes": damage.bytes,
+            "responses": len(tokens.keys() - {UNKNOWN}),
             "tokens": sum(tokens.values()),
-        }  # fmt: skip
+        }
 
     def _missing_tokens(self, contents: JournalContents, step: int, next_task: int) -> dict[str, int]:
         """By response of a completed step: number of its tokens that are not in the journal."""

@@ -116,7 +116,7 @@ class Advisor:
         self._used = self._dispatch.borrowing.take_used()
         here = [m for m in self._dispatch.members.here() if m.name != LOCAL and m.booted and self._counts(m)]
         for member in local:
-            self._trainer_usd_per_h = self._trainer_usd_per_h or prices.of(member.lease).or_none
+            self._trainer_usd_per_h = self._trainer_usd_per_h or prices.of(member.lease).if_known
             self._local_profile = self._dispatch.placement.speeds.profile(member.id)
         step_s = max(last.remote_s, last.seed_s, 1e-9)
         # In asynchronous training, workers go on generating while they pull.
@@ -151,7 +151,7 @@ class Advisor:
         present_s = sum((m.seen_s if m.state is WorkerState.GONE else now_s) - m.joined_s for m in alike)
         lost = sum(m.preempted for m in alike)
         return WorkerKind(
-            name=name, now=len(here), tok_per_s=measured.tok_per_s, usd_per_h=prices.of(measured.lease).or_none,
+            name=name, now=len(here), tok_per_s=measured.tok_per_s, usd_per_h=prices.of(measured.lease).if_known,
             boot_s=measured.boot_s, max_count=most, profile=measured.profile, slots=measured.slots,
             losses_per_h=lost * 3600 / present_s if present_s > 0 else 0.0,
         )  # fmt: skip

@@ -60,7 +60,13 @@ def _work(entry: LedgerEntry, keep_s: float, exact: bool) -> m.Work:
     position = len(e.tokens)
     seed = e.seed if exact else fresh_seed(e.seed, position)
     return m.Work(
-        handle=entry.handle, prompt=array("I", e.prompt).tobytes() + e.tokens.tobytes(), position=position,
-        seed=seed, max_tokens=e.end - position, sampling=e.sampling, stop=tuple(e.stop),
-        session=e.id if keep_s > 0 else "", keep_s=keep_s,
-    )  # fmt: skip
+        handle=entry.handle,
+        prompt=array("I", e.prompt).tobytes() + e.tokens.tobytes(),
+        position=position,
+        seed=seed,
+        max_tokens=e.end - position,
+        sampling=e.sampling,
+        stop=tuple(e.stop),
+        session=e.id if keep_s > 0 else "",
+        keep_s=keep_s,
+    )

@@ -15,18 +15,16 @@ import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
+from windfall import errors
 from windfall.controller.cost import prices
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.ledger import Ledger, LedgerEntry, Malformed, room
 from windfall.controller.rollout.assignment import Offer, work_frames
-from windfall.controller.rollout.listener import Listener
 from windfall.controller.rollout.loading import MAX_CHARS, Loading
-from windfall.controller.rollout.notices import Notices
-from windfall.controller.rollout.outbox import Outbox
 from windfall.controller.rollout.refusals import Refusals
 from windfall.controller.scheduling.borrowing import Borrowing
 from windfall.controller.scheduling.fixed_versions import FixedVersions
@@ -41,8 +39,6 @@ from windfall.link.base import BadFrame, Link, LinkClosed
 from windfall.recipe import Techniques
 from windfall.types import LOCAL, Capabilities
 
-__all__ = ["Dispatch", "Listener"]
-
 NO_WORKERS_S = 15.0
 """Seconds that work waits without any worker before a `no_workers` event is logged, and between two such events."""
 SMALL_FLEET, PAUSE_PER_WORKER_S = 256, 4e-5
@@ -51,25 +47,62 @@ PAUSE_PER_WORKER_S seconds for every worker above SMALL_FLEET. With 10,000 worke
 seconds, and scheduling takes an eighth of a core."""
 MAX_NAME = 32
 """Characters of an engine's name and version that are kept."""
+MAX_QUEUED = 4096
+"""Messages that may wait for one worker."""
+OPERATOR_SOURCES = ("sigterm", "ctrl-c")
+"""Notices that come from the person who runs the worker, not from the owner of its machine."""
+DRAIN_LEAD_S = 2.0
+"""Seconds before the announced end at which a warned worker is drained. A drain takes one engine step and a round
+trip."""
+
+
+class ResponseOwner(Protocol):
+    """Whoever opens a response, and is told what happens to it. There may be any number of owners."""
+
+    environment: str
+    """Name of the environment that answers its turns. How long it takes is predicted for each environment."""
+
+    def turn_ended(self, id: str) -> None: ...
+
+    def rejected(self, id: str, why: str) -> None:
+        """No worker can generate the response."""
+        ...
+
+    def version_gone(self, id: str) -> None:
+        """The response must have a fixed version, and no worker holds that version any more."""
+        ...
 
 
 class Dispatch:
     def __init__(
-        self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
-        vocabulary: int = 1 << 32, techniques: Techniques | None = None, accounts: Accounts | None = None,
-        staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt", borrowed_max: int = 64,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        events: EventLog,
+        journal: Journal | None = None,
+        patience: Patience | None = None,
+        vocabulary: int = 1 << 32,
+        techniques: Techniques | None = None,
+        accounts: Accounts | None = None,
+        staleness: int = 0,
+        on_new_weights: Literal["interrupt", "finish"] = "interrupt",
+        borrowed_max: int = 64,
+    ) -> None:
         """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe."""
         t = techniques or Techniques()
-        self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
+        self.ledger = Ledger(vocabulary, migrate=t.migration)
+        self.members = Members(patience)
         self.placement = Placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
-        self.journal, self.accounts, self.turns = journal, accounts or Accounts(), self.placement.turns
-        self.room, self.refusals = Room(self.ledger), Refusals()
+        self.turns = self.placement.turns
+        self.journal = journal
+        self.accounts = accounts or Accounts()
+        self.room = Room(self.ledger)
+        self.refusals = Refusals()
         self._events = events
         self._staleness = staleness
-        self.window, self.fixed = VersionWindow(), FixedVersions(self.members, borrowed_max=borrowed_max)
-        self._listeners: dict[str, Listener] = {}
-        """The listener of each open response."""
+        self.window = VersionWindow()
+        self.fixed = FixedVersions(self.members, borrowed_max=borrowed_max)
+        self._owners: dict[str, ResponseOwner] = {}
+        """The owner of each open response."""
         self.on_failure: Callable[[WindfallError], None] = lambda error: None
         """Called on every tick while no worker will ever be able to do the queued work."""
         self._outbox = Outbox(self._lose)
@@ -77,7 +110,9 @@ class Dispatch:
         finish = on_new_weights == "finish"
         self.loading = Loading(self.members, self.accounts, events, self._send, self.drain, finish=finish)
         self.borrowing = Borrowing(borrowed_max)
-        self.notices = Notices(events, self.drain, self._stop_assigning, migration=t.migration)
+        self._migration = t.migration
+        self.drain_timers: dict[str, asyncio.TimerHandle] = {}
+        """By worker that got a notice: the timer that drains it."""
         self._releasing: dict[int, str] = {}
         """By handle that a worker was asked to release: the worker. A handle may end in another way before the worker
         sends Released."""
@@ -91,11 +126,11 @@ class Dispatch:
         self.placement.finished(len(self.ledger.entries[id].episode.tokens))
         self.ledger.close(id)
         self._forget_turns({id: self.turns.over(id)})
-        del self._listeners[id]
+        del self._owners[id]
 
-    def open(self, episode: Episode, listener: Listener) -> None:
+    def open(self, episode: Episode, owner: ResponseOwner) -> None:
         self.ledger.open(episode)
-        self._listeners[episode.id] = listener
+        self._owners[episode.id] = owner
         self._schedule_soon()
 
     def next_turn(self, id: str) -> None:
@@ -109,12 +144,12 @@ class Dispatch:
         self._cancel(self.ledger.withdraw(ids))
         self._forget_turns({id: self.turns.over(id, withdrawn=True) for id in ids})
         for id in ids:
-            self._listeners.pop(id, None)
+            self._owners.pop(id, None)
         if self._staleness:
             self._schedule_soon()  # a worker that has become idle may load a new version
 
     def cut(self, id: str, length: int) -> None:
-        """End the turn of a response after its first `length` tokens. Its listener is not called."""
+        """End the turn of a response after its first `length` tokens. Its owner is not told."""
         worker = self.ledger.entries[id].worker
         self._cancel(self.ledger.cut(id, length))
         self.turns.queued.pop(id, None)
@@ -123,8 +158,14 @@ class Dispatch:
 
     def _turn_ended(self, id: str, worker: str) -> None:
         e, now = self.ledger.entries[id].episode, asyncio.get_running_loop().time()
-        self.turns.ended(id, self._listeners[id].environment, worker, context=len(e.prompt) + len(e.tokens),
-                         sampled=len(e.tokens) - e.turn_start, now_s=now)  # fmt: skip
+        self.turns.ended(
+            id,
+            self._owners[id].environment,
+            worker,
+            context=len(e.prompt) + len(e.tokens),
+            sampled=len(e.tokens) - e.turn_start,
+            now_s=now,
+        )
 
     def _forget_turns(self, holders: Mapping[str, str]) -> None:
         """Have workers drop the tokens of responses that have no further turn there. An empty name: no worker."""
@@ -168,18 +209,33 @@ class Dispatch:
     async def attend(self, link: Link, hello: m.Hello) -> None:
         """Handle one worker from its Hello until it is gone."""
         now = asyncio.get_running_loop().time()
-        member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest,
-                                   lends=hello.lends)  # fmt: skip
+        member = self.members.join(
+            hello.name, hello.lease, now, version=hello.version, digest=hello.digest, lends=hello.lends
+        )
         id = member.id
         self._set_engine(member, hello.engine)
         # A lender's steps wait for those of its service, so its speed says nothing of other machines of this device.
         self.placement.speeds.join(id, f"{hello.lease.device} that serves" if hello.lends else hello.lease.device)
         price = prices.of(hello.lease)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
-        self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price.or_none, trainer=hello.name == LOCAL,
-                           started_s=started, name=hello.name)  # fmt: skip
-        self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device,
-                             usd_per_h=price.or_none, price_from=price.said, age_s=now - started)  # fmt: skip
+        self.accounts.join(
+            now,
+            id,
+            kind=hello.lease.kind,
+            usd_per_h=price.if_known,
+            trainer=hello.name == LOCAL,
+            started_s=started,
+            name=hello.name,
+        )
+        self._events.instant(
+            "worker_joined",
+            worker=id,
+            lease=hello.lease.kind,
+            device=hello.lease.device,
+            usd_per_h=price.if_known,
+            price_from=price.label,
+            age_s=now - started,
+        )
         sender = self._outbox.open(id, link)
         self._schedule_soon()
         why = "cancelled"
@@ -230,7 +286,7 @@ class Dispatch:
             case m.Rejected():
                 self._rejected_by(member, message)
             case m.Notice():
-                self.notices.handle(member, message)
+                self._warned(member, message)
             case m.Left():
                 if message.refused:
                     self.refusals.refused(member, message.why, now)
@@ -265,7 +321,7 @@ class Dispatch:
             self._send(member.id, m.Cancel(handles=tuple(accepted.dropped)))
         for id in accepted.ended_turns:
             self._turn_ended(id, member.id)
-            self._listeners[id].turn_ended(id)
+            self._owners[id].turn_ended(id)
         if accepted.ended_turns or accepted.dropped:
             self._schedule_soon()
 
@@ -276,7 +332,7 @@ class Dispatch:
             return
         id, needed, why = entry.episode.id, room(entry.episode), message.why[:MAX_CHARS]
         if message.invalid:
-            self._listeners[id].rejected(id, f"worker {member.id} says that it is invalid: {why}")
+            self._owners[id].rejected(id, f"worker {member.id} says that it is invalid: {why}")
             return
         member.longest = min(member.longest, needed - 1)
         member.why = why
@@ -289,7 +345,7 @@ class Dispatch:
         if (verdict := self.room.look(self.members.here(), now)) is None:
             return
         if verdict.why:
-            self._listeners[verdict.response].rejected(verdict.response, verdict.why)
+            self._owners[verdict.response].rejected(verdict.response, verdict.why)
         else:
             self._events.instant("no_room", response=verdict.response, tokens=verdict.tokens, most=verdict.most)
 
@@ -308,6 +364,24 @@ class Dispatch:
         """Account the worker as idle if it has no work left."""
         if not self.ledger.running(worker):
             self.accounts.idle(asyncio.get_running_loop().time(), worker)
+
+    def _warned(self, member: Member, notice: m.Notice) -> None:
+        """Drain the worker shortly before its machine is taken. A second notice counts only if its end is earlier."""
+        source, detail = notice.source[:MAX_CHARS], notice.detail[:MAX_CHARS]
+        left_s = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
+        loop = asyncio.get_running_loop()
+        at_s, timer = loop.time() + max(0.0, left_s - DRAIN_LEAD_S), self.drain_timers.get(member.id)
+        if timer is not None:
+            if timer.when() <= at_s:
+                return
+            timer.cancel()
+        elif member.state is WorkerState.DRAINING:
+            return
+        member.preempted, member.why = source not in OPERATOR_SOURCES, f"{source}: {detail}"
+        self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
+        if not self._migration:  # a response that it cannot finish would start again from its first token
+            self._stop_assigning(member.id, member.why)
+        self.drain_timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
 
     def drain(self, id: str, why: str) -> None:
         """Ask a worker to send what it has and leave. Its responses move once it has done so."""
@@ -348,28 +422,33 @@ class Dispatch:
         tokens = sum(len(e.episode.tokens) for e in entries)
         self._releasing = {handle: worker for handle, worker in self._releasing.items() if worker != id}
         self.ledger.release(id)
-        if poison := self.ledger.find_poison(entries):
-            lost = f"{poison.fruitless} workers in a row were lost while they held this response"
-            self._listeners[poison.episode.id].rejected(poison.episode.id, f"{lost}; the last one: {why}")
+        if fatal := self.ledger.find_fatal(entries):
+            lost = f"{fatal.lost_in_a_row} workers in a row were lost while they held this response"
+            self._owners[fatal.episode.id].rejected(fatal.episode.id, f"{lost}; the last one: {why}")
         member.moved += len(entries)
         drained = member.state is WorkerState.DRAINING
         self.members.move(id, WorkerState.GONE, why)
-        self.notices.gone(id)
+        if id in self.drain_timers:
+            self.drain_timers.pop(id).cancel()
         now = asyncio.get_running_loop().time()
         self.placement.forget(id)
         self.refusals.gone(member, now)
         self.accounts.gone(now, id, heard_s=member.seen_s)
         self._events.instant(
-            "worker_left" if drained else "worker_lost", worker=id, why=why, moved=len(entries), kept_tokens=tokens,
+            "worker_left" if drained else "worker_lost",
+            worker=id,
+            why=why,
+            moved=len(entries),
+            kept_tokens=tokens,
             s=now - member.joined_s,
-        )  # fmt: skip
+        )
         self._outbox.close(id, why)
         self._schedule_soon()
 
     async def watch(self) -> None:
         """Look for silent and stuck workers, and for work that no worker can do, until the run ends."""
         loop, tick_s = asyncio.get_running_loop(), self.members.patience.tick_s
-        last_manned_s = last_event_s = loop.time()
+        last_usable_s = last_event_s = loop.time()
         while True:
             now = loop.time()
             if not self.loading.served():
@@ -387,11 +466,11 @@ class Dispatch:
             if self.ledger.queue and (error := self.refusals.check(self.members.here(), now)):
                 self.on_failure(error)
             if not self.ledger.queue or self.borrowing.usable(self.members.here(), now):
-                last_manned_s = now
-            elif now - max(last_manned_s, last_event_s) >= NO_WORKERS_S:
+                last_usable_s = now
+            elif now - max(last_usable_s, last_event_s) >= NO_WORKERS_S:
                 last_event_s = now
                 queued, lenders = len(self.ledger.queue), self.members.count  # no other workers are here
-                self._events.instant("no_workers", queued=queued, lenders=lenders, s=now - last_manned_s)
+                self._events.instant("no_workers", queued=queued, lenders=lenders, s=now - last_usable_s)
             await asyncio.sleep(tick_s)
 
     def _flush_soon(self) -> None:
@@ -452,9 +531,15 @@ class Dispatch:
         ledger = self.ledger
         too_long = self.room.too_long(max((w.longest for w in ready if not w.lends), default=math.inf))
         self.borrowing.update(
-            list(self.members.here()), ready, len(ledger.queue), ledger.running, self.placement.speeds.profile,
-            self._last_schedule_s, room=room(too_long.episode) if too_long else 0, keeps=self.fixed.keeps,
-        )  # fmt: skip
+            list(self.members.here()),
+            ready,
+            len(ledger.queue),
+            ledger.running,
+            self.placement.speeds.profile,
+            self._last_schedule_s,
+            room=room(too_long.episode) if too_long else 0,
+            keeps=self.fixed.keeps,
+        )
 
     def _open(self, member: Member) -> bool:
         """Whether the worker takes work now: an engine without live slots only if it is idle."""
@@ -467,7 +552,7 @@ class Dispatch:
             holders = [w for w in self.members.routable(self.window) if w.version == version]
         if self.fixed.is_gone(version, newest):
             for id in [id for id in self.ledger.queue if self.ledger.entries[id].episode.version == version]:
-                self._listeners[id].version_gone(id)
+                self._owners[id].version_gone(id)
             return
         holders = [w for w in holders if self._open(w)]
         loads, longest = self.placement.loads(holders), {w.id: w.longest for w in holders}
@@ -488,7 +573,7 @@ class Dispatch:
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
         self._forget_turns({e.episode.id: self.turns.assigned(e.episode.id, worker) for e in entries})
-        keep_s = [self.turns.keep_s(self._listeners[e.episode.id].environment) for e in entries]
+        keep_s = [self.turns.keep_s(self._owners[e.episode.id].environment) for e in entries]
         for work in work_frames(entries, keep_s, exact=self.members.all[worker].engine.exact):
             self._send(worker, m.Assign(work=work))
 
@@ -498,3 +583,49 @@ class Dispatch:
         if handles:
             self._releasing |= dict.fromkeys(handles, worker)
             self._send(worker, m.Release(handles=handles))
+
+
+class Outbox:
+    """Messages on their way to workers: one queue and one link per worker. If a queue is full, its worker does not
+    read."""
+
+    def __init__(self, lose: Callable[[str, str], None]) -> None:
+        """`lose(worker, why)` is called when nothing more can be sent to a worker."""
+        self._lose = lose
+        self._queues: dict[str, asyncio.Queue[Any]] = {}
+        self._links: dict[str, Link] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def open(self, worker: str, link: Link) -> asyncio.Task[None]:
+        """Start sending to a worker. Returns the task that sends until it is canceled."""
+        self._links[worker], self._queues[worker] = link, asyncio.Queue(MAX_QUEUED)
+        sending = asyncio.create_task(self._send_queued(worker, link), name=f"send to {worker}")
+        sending.add_done_callback(errors.report_failure)
+        return sending
+
+    def close(self, worker: str, why: str) -> None:
+        link = self._links.pop(worker)
+        del self._queues[worker]
+        closing = asyncio.create_task(link.close(why))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    def send(self, worker: str, message: object) -> None:
+        """Queue a message. It is dropped if the worker is gone."""
+        queue = self._queues.get(worker)
+        if queue is None:
+            return
+        try:
+            queue.put_nowait(message)
+        except asyncio.QueueFull:
+            # Called later: the sender of this message is still in the middle of a decision.
+            why = f"does not read: {MAX_QUEUED} messages wait for it"
+            asyncio.get_running_loop().call_soon(self._lose, worker, why)
+
+    async def _send_queued(self, worker: str, link: Link) -> None:
+        queue = self._queues[worker]
+        try:
+            while True:
+                await link.send(await queue.get())
+        except LinkClosed as e:
+            self._lose(worker, f"link closed ({e})")

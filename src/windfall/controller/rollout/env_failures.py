@@ -8,10 +8,10 @@ cause goes to the event log and to standard error, which is the controller's log
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from windfall.envs.failures import EnvFailed
-from windfall.envs.repeats import Repeats
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 
@@ -19,12 +19,54 @@ SKIPPED_IN_A_ROW = 16
 """After this many unusable tasks in a row the run ends: the next task would be unusable too."""
 
 
+MAX_CAUSES = 100
+"""Number of causes that are counted separately. All further causes are counted together."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Cause:
+    error: str
+    """The message of the first occurrence."""
+    traceback: str
+    count: int = 0
+
+
+class Repeats:
+    """Occurrences of each cause: reported at the first one, and again at the 10th, 100th, 1,000th.
+
+    >>> repeats = Repeats()
+    >>> [repeats.record("ValueError", f"task {n} raised ValueError", "") for n in range(12)]
+    [1, None, None, None, None, None, None, None, None, 10, None, None]
+    """
+
+    def __init__(self) -> None:
+        self._causes: dict[str, Cause] = {}
+
+    def record(self, cause: str, error: str, traceback: str) -> int | None:
+        """Count a failure. Returns the number of occurrences of its cause if they should be reported now."""
+        if cause not in self._causes and len(self._causes) >= MAX_CAUSES:
+            cause = "others"
+        entry = self._causes.setdefault(cause, Cause(error=error, traceback=traceback))
+        entry.count += 1
+        power = 1
+        while power < entry.count:
+            power *= 10
+        return entry.count if power == entry.count else None
+
+    @property
+    def worst(self) -> Cause | None:
+        """The most frequent cause."""
+        return max(self._causes.values(), key=lambda c: c.count, default=None)
+
+
 class EnvFailures:
     def __init__(self, name: str, events: EventLog) -> None:
         self.missing = self.skipped = 0
         """Responses without a reward, and tasks that could not be used, since the last reset."""
         self._name, self._events = name, events
-        self._rewards, self._tasks, self._retries = Repeats(), Repeats(), Repeats()
+        self._rewards = Repeats()
+        self._tasks = Repeats()
+        self._retries = Repeats()
         self._in_a_row = 0
 
     def reset(self) -> None:

@@ -13,30 +13,40 @@ evaluation, and for one that only the trainer's own engine can run.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from windfall.controller.rollout.pass_at_k import mean_pass_at
 from windfall.controller.rollout.stream import Rollout, VersionGone
 from windfall.controller.step_batch import Scores, describe_scores
 from windfall.envs.base import HELD_OUT
-from windfall.envs.held_out import HeldOut
+from windfall.envs.held_out import EvaluationTasks
 from windfall.events.log import EventLog
 from windfall.recipe import Recipe
 
 
 class Evaluation:
     def __init__(
-        self, recipe: Recipe, rollout: Rollout, events: EventLog, held_out: HeldOut | None = None, *,
-        evaluated: Iterable[int] = (), lost: bool = False, on_change: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        recipe: Recipe,
+        rollout: Rollout,
+        events: EventLog,
+        held_out: EvaluationTasks | None = None,
+        *,
+        evaluated: Iterable[int] = (),
+        lost: bool = False,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         """`held_out`: by default, the recipe's `eval.tasks` tasks, starting at HELD_OUT. `evaluated`: steps whose
         evaluation is in the log. `lost`: an evaluation was not completed before the controller was restarted.
         `on_change`: called when an evaluation alongside training ends."""
         tasks = recipe.eval.tasks
-        self._recipe, self._rollout, self._events, self._on_change = recipe, rollout, events, on_change
-        self._held_out = held_out or HeldOut(tasks=tasks, description=f"{tasks} held-out tasks")
+        self._recipe = recipe
+        self._rollout = rollout
+        self._events = events
+        self._on_change = on_change
+        self._held_out = held_out or EvaluationTasks(tasks=tasks, description=f"{tasks} held-out tasks")
         self._asynchronous = recipe.rollout.staleness > 0
         self._evaluated, self._lost = set(evaluated), lost
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -117,9 +127,12 @@ class Evaluation:
         with self._events.span("eval", step=step):
             tasks = range(HELD_OUT, HELD_OUT + self._held_out.tasks)
             groups = self._rollout.groups(
-                tasks, size=self._recipe.eval.samples, sampling=sampling, scope=f"eval-{step}:",
+                tasks,
+                size=self._recipe.eval.samples,
+                sampling=sampling,
+                scope=f"eval-{step}:",
                 version=step if self._asynchronous else None,
-            )  # fmt: skip
+            )
             async with aclosing(groups):
                 async for group in groups:
                     if group.rewards:
@@ -131,11 +144,17 @@ class Evaluation:
             raise self._rollout.failures.no_rewards(f"the evaluation after step {step}")
         all_rewards = [reward for group in rewards.values() for reward in group]
         self._events.scalar(
-            "eval", step=step, reward=sum(all_rewards) / len(all_rewards), graded=len(all_rewards),
-            responses=len(tasks) * self._recipe.eval.samples, tasks=len(rewards), on=self._held_out.description,
+            "eval",
+            step=step,
+            reward=sum(all_rewards) / len(all_rewards),
+            graded=len(all_rewards),
+            responses=len(tasks) * self._recipe.eval.samples,
+            tasks=len(rewards),
+            on=self._held_out.description,
             lengths=[lengths.get(index, 0) for index in tasks],
-            **describe_passes(self._recipe.eval, list(rewards.values())), **describe_scores(scores),
-        )  # fmt: skip
+            **describe_passes(self._recipe.eval, list(rewards.values())),
+            **describe_scores(scores),
+        )
         self._evaluated.add(step)
 
 
@@ -148,3 +167,22 @@ def describe_passes(options: Any, rewards: Sequence[Sequence[float]]) -> dict[st
     out: dict[str, Any] = {"pass_at": {str(k): p for k, (p, _) in passes.items()}}
     left_out = {str(k): len(rewards) - tasks for k, (_, tasks) in passes.items() if tasks < len(rewards)}
     return out | ({"pass_left_out": left_out} if left_out else {})
+
+
+def pass_at_k(responses: int, passed: int, k: int) -> float:
+    """The unbiased estimate for one task from `responses` responses, of which `passed` passed: the share of all
+    selections of k responses that contain one that passed (Chen et al., 2021).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    if not 1 <= k <= responses or not 0 <= passed <= responses:
+        raise ValueError(f"pass@{k} of {responses} responses, {passed} of them passed")
+    return 1.0 - math.comb(responses - passed, k) / math.comb(responses, k)
+
+
+def mean_pass_at(rewards: Sequence[Sequence[float]], k: int, least: float) -> tuple[float, int]:
+    """The mean of pass@k over tasks, and the number of tasks. `rewards`: those of each task. `least`: smallest reward
+    that passes. Tasks with fewer than k rewards, because some are missing, are left out."""
+    tasks = [pass_at_k(len(r), sum(x >= least for x in r), k) for r in rewards if len(r) >= k]
+    return (sum(tasks) / len(tasks) if tasks else math.nan), len(tasks)

@@ -1,4 +1,4 @@
-"""What grading costs and how it fails, for the step's event, `windfall top` and the summary. Pure.
+"""What grading costs and how it fails, for the step's event, `windfall top` and the summary.
 
 A reward that takes long or that needs several tries delays a step; one that fails every try is missing. None of this
 may go unnoticed, so every call is counted here, including those that succeed in the end.
@@ -6,9 +6,16 @@ may go unnoticed, so every call is counted here, including those that succeed in
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from windfall.controller.rollout.env_failures import EnvFailures
+from windfall.envs.base import EnvHost
+from windfall.envs.grade import Graded, grade
+from windfall.recipe import RolloutSection
+from windfall.types import Task, Turn
 
 SLOW_S = 20.0
 """A reward that takes longer than this is reported (seconds)."""
@@ -71,11 +78,15 @@ class Grading:
         load = self._load()
         p99 = times_s[math.ceil(0.99 * len(times_s)) - 1] if times_s else 0.0
         return {
-            "reward_s": self.mean_s, "reward_s_p99": p99, "reward_s_max": times_s[-1] if times_s else 0.0,
-            "grading_peak": self.peak, "grader_errors": self.errors, "rewards_retried": self.retried,
+            "reward_s": self.mean_s,
+            "reward_s_p99": p99,
+            "reward_s_max": times_s[-1] if times_s else 0.0,
+            "grading_peak": self.peak,
+            "grader_errors": self.errors,
+            "rewards_retried": self.retried,
             "grader_processes": load.get("processes", 0),
             **({"env_servers": load["servers"]} if load.get("servers") else {}),
-        }  # fmt: skip
+        }
 
     def slow_s(self, now_s: float) -> float | None:
         """How long the longest call has been in progress, if that should be reported now: after SLOW_S, and again
@@ -91,5 +102,33 @@ class Grading:
         """The current state, for `windfall top`."""
         longest_s = max((now_s - began_s for began_s in self._open.values()), default=0.0)
         return self._load() | {
-            "grading": len(self._open), "longest_s": longest_s, "reward_s": self.mean_s, "errors": self.total_errors
-        }  # fmt: skip
+            "grading": len(self._open),
+            "longest_s": longest_s,
+            "reward_s": self.mean_s,
+            "errors": self.total_errors,
+        }
+
+
+class Grader:
+    """Asks the environment for its verdict on turns, and counts what that takes and how it fails."""
+
+    def __init__(self, env: EnvHost, options: RolloutSection, grading: Grading, failures: EnvFailures) -> None:
+        self._env = env
+        self._options = options
+        self._grading = grading
+        self._failures = failures
+
+    async def grade(self, id: str, index: int, task: Task, turns: Sequence[Turn], *, counted: bool) -> Graded:
+        """`id`: the response that the turns belong to. `counted`: it belongs to a step, not to an evaluation beside
+        it."""
+        loop, o = asyncio.get_running_loop(), self._options
+        number = self._grading.begin(loop.time())
+        try:
+            graded = await grade(self._env, index, task, turns, tries=o.reward_tries, timeout_s=o.reward_timeout_s)
+            failed = graded.feedback is None
+            self._grading.end(number, loop.time(), tries=graded.tries, failed=failed, counted=counted)
+        finally:
+            self._grading.abandon(number)
+        if graded.failure is not None and not failed:
+            self._failures.retry(id, graded.failure)
+        return graded

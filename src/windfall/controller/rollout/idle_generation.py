@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windfall.controller.rollout.seeding import WITHOUT_LIMIT, Seeding
+from windfall.controller.rollout.trainer_generation import WITHOUT_LIMIT, TrainerGeneration
 from windfall.controller.scheduling.members import WorkerState
 from windfall.controller.scheduling.seed_time import NoSeeding
 
@@ -28,7 +28,7 @@ STOP_SHARE = 0.1
 """Do not generate in the next step if the trainer waited for less than this share of the last one."""
 
 
-class IdleGeneration(Seeding):
+class IdleGeneration(TrainerGeneration):
     """A Pace that never holds training back."""
 
     generates = True

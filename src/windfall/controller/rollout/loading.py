@@ -33,12 +33,20 @@ MAX_CHARS = 300
 
 class Loading:
     def __init__(
-        self, members: Members, accounts: Accounts, events: EventLog, send: Callable[[str, object], None],
-        drain: Callable[[str, str], None], *, finish: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        members: Members,
+        accounts: Accounts,
+        events: EventLog,
+        send: Callable[[str, object], None],
+        drain: Callable[[str, str], None],
+        *,
+        finish: bool = False,
+    ) -> None:
         """`finish`: a worker with responses finishes them before it loads a new version."""
         self._finish = finish
-        self._members, self._accounts, self._events = members, accounts, events
+        self._members = members
+        self._accounts = accounts
+        self._events = events
         self._send, self._drain = send, drain
         self.offer: Offer | None = None
         self.window = VersionWindow()
@@ -90,10 +98,17 @@ class Loading:
         if was_pulling:
             self._accounts.ready(now_s, member.id)
         self._events.instant(
-            "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes,
-            slots=message.slots, longest=message.longest, engine=member.engine.label, exact=member.engine.exact,
+            "worker_ready",
+            worker=member.id,
+            version=message.version,
+            s=message.s,
+            bytes=message.pulled_bytes,
+            slots=message.slots,
+            longest=message.longest,
+            engine=member.engine.label,
+            exact=member.engine.exact,
             **{name: s for name, s in msgspec.structs.asdict(message.parts).items() if s},
-        )  # fmt: skip
+        )
         return True
 
     def failed(self, member: Member, message: m.LoadFailed) -> None:

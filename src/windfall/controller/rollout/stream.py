@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import xxhash
@@ -33,21 +32,10 @@ import xxhash
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal_format import TurnGraded
 from windfall.controller.ledger.journal_reader import History, TokenRun
-from windfall.controller.rollout import stream_messages
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.env_failures import OUT_OF_TOKENS, EnvFailures
-from windfall.controller.rollout.grader import Grader
-from windfall.controller.rollout.grading import Grading
-from windfall.controller.rollout.open_group import OpenGroup
+from windfall.controller.rollout.grading import Grader, Grading
 from windfall.controller.rollout.stop_strings import StopStrings
-from windfall.controller.rollout.stream_messages import (
-    Message,
-    Stopped,
-    TasksDrawn,
-    TurnAnswered,
-    TurnEnded,
-    VersionGone,
-)
 from windfall.envs.base import EnvHost
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
@@ -63,6 +51,51 @@ STOP_POLL_S = 0.05
 """Least seconds between looks for stop strings. A worker generates for up to this time after one."""
 
 
+class Stopped(Exception):
+    """The run was asked to stop."""
+
+
+class VersionGone(Exception):
+    """No worker holds the fixed version of this stream any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TasksDrawn:
+    tasks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnded:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAnswered:
+    episode: Episode
+    graded: Graded
+
+
+Message = TasksDrawn | TurnEnded | TurnAnswered | BaseException
+"""An exception ends the stream."""
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group of a stream that is not complete yet."""
+
+    index: int
+    task: Task
+    size: int
+    responses: dict[int, Response] = field(default_factory=dict)
+    """Finished responses, by sibling number."""
+    dropped: int = 0
+    """Responses that are too old."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.responses) + self.dropped == self.size
+
+
 def seed_of(run_seed: int, task: int, sibling: int) -> int:
     """Every response of a run has its own seed, the same whenever and wherever it is generated."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}/{task}/{sibling}".encode())
@@ -74,7 +107,11 @@ class Rollout:
     def __init__(
         self, dispatch: Dispatch, env: EnvHost, text: Text, options: Options, *, seed: int, events: EventLog
     ) -> None:
-        self.dispatch, self.env, self.text, self.options, self.seed = dispatch, env, text, options, seed
+        self.dispatch = dispatch
+        self.env = env
+        self.text = text
+        self.options = options
+        self.seed = seed
         self.context: int | None = None
         """The model's context length in tokens: the limit for a prompt and its response together."""
         self.history: History = {}
@@ -120,11 +157,20 @@ class Rollout:
         """Yield the groups of these task numbers as they complete. For `scope` and `version` see Stream."""
         arrived: asyncio.Queue[Group | int | BaseException] = asyncio.Queue()
         stream = self.stream(
-            size=size, sampling=sampling, scope=scope, version=version, on_group=arrived.put_nowait,
+            size=size,
+            sampling=sampling,
+            scope=scope,
+            version=version,
+            on_group=arrived.put_nowait,
             on_skipped=arrived.put_nowait,
-        )  # fmt: skip
+        )
         running = asyncio.create_task(stream.run())
-        running.add_done_callback(partial(stream_messages.forward_error, arrived))
+
+        def forward_error(ended: asyncio.Task[None]) -> None:
+            if not ended.cancelled() and (error := ended.exception()) is not None:
+                arrived.put_nowait(error)
+
+        running.add_done_callback(forward_error)
         try:
             stream.open(tasks)
             for _ in tasks:
@@ -146,29 +192,38 @@ class Sessions(Protocol):
 
 class Stream:
     def __init__(
-        self, rollout: Rollout, *, size: int, sampling: Sampling, on_group: Callable[[Group], None],
-        on_skipped: Callable[[int], None], on_too_old: Callable[[int, int], None] = lambda index, tokens: None,
-        scope: str = "", version: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rollout: Rollout,
+        *,
+        size: int,
+        sampling: Sampling,
+        on_group: Callable[[Group], None],
+        on_skipped: Callable[[int], None],
+        on_too_old: Callable[[int, int], None] = lambda index, tokens: None,
+        scope: str = "",
+        version: int | None = None,
+    ) -> None:
         """`size`: responses per task. `on_group`: called with every complete group. `on_skipped`: called with every
         task that the environment cannot produce. `on_too_old`: called for every response that `expire` drops, with its
         task and its number of sampled tokens. `scope`: a prefix of the response ids that ends with a colon, needed if
         the same task is rolled out more than once in a run. `version`: every token must come from this version; None:
         from any version in the version window."""
-        self._rollout, self._dispatch, self._size, self._sampling = rollout, rollout.dispatch, size, sampling
-        self._on_group, self._on_skipped, self._on_too_old = on_group, on_skipped, on_too_old
-        self._scope, self._version = scope, version
+        self._rollout = rollout
+        self._dispatch = rollout.dispatch
+        self._size = size
+        self._sampling = sampling
+        self._on_group = on_group
+        self._on_skipped = on_skipped
+        self._on_too_old = on_too_old
+        self._scope = scope
+        self._version = version
         self._counted = version is None
         """Tokens and turns count in the totals of a step. Those of an evaluation beside training do not."""
         self._oldest = -1
         """Tokens of an older version are too old."""
-        self.inbox: asyncio.Queue[Message] = asyncio.Queue()
-        self._listener = Listener(
-            environment=rollout.env.name,
-            turn_ended=lambda id: self.inbox.put_nowait(TurnEnded(id)),
-            rejected=lambda id, why: self.inbox.put_nowait(WindfallError(why, where=f"response {id}")),
-            version_gone=lambda id: self.inbox.put_nowait(VersionGone(f"no worker holds version {version} any more")),
-        )
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()
+        """Messages, and those of a subclass."""
+        self.environment = rollout.env.name
         self._drawing: dict[int, asyncio.Future[Task]] = {}
         """Tasks that were requested from the environment and are not open yet."""
         self._live: dict[str, tuple[Any, OpenGroup]] = {}
@@ -221,6 +276,17 @@ class Stream:
                 self._settle_turn(episode, graded)
             case _:
                 pass
+
+    # What happens to a response (dispatch.ResponseOwner).
+
+    def turn_ended(self, id: str) -> None:
+        self.inbox.put_nowait(TurnEnded(id))
+
+    def rejected(self, id: str, why: str) -> None:
+        self.inbox.put_nowait(WindfallError(why, where=f"response {id}"))
+
+    def version_gone(self, id: str) -> None:
+        self.inbox.put_nowait(VersionGone(f"no worker holds version {self._version} any more"))
 
     def _hand_out(self) -> None:
         completed, self._completed = self._completed, []
@@ -316,10 +382,11 @@ class Stream:
             for index in drawn:
                 del futures[index]
 
-    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     # 2. Open the episodes of a task.
 
@@ -340,10 +407,15 @@ class Stream:
 
     def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
         episode = Episode(
-            id=id, prompt=prompt, seed=self._seed(id), max_tokens=self._rollout.options.max_tokens,
-            sampling=self._sampling, stop=self._rollout.text.stop, version=self._version,
+            id=id,
+            prompt=prompt,
+            seed=self._seed(id),
+            max_tokens=self._rollout.options.max_tokens,
+            sampling=self._sampling,
+            stop=self._rollout.text.stop,
+            version=self._version,
             max_turn=self._rollout.options.turn_tokens,
-        )  # fmt: skip
+        )
         self._live[id] = (episode, group)
         self._open_episode(episode, group)
 
@@ -372,7 +444,7 @@ class Stream:
         if finished is not None:
             self._finish(finished)
             return
-        self._dispatch.open(episode, self._listener)
+        self._dispatch.open(episode, self)
         if episode.finish is not None:
             self._grade_turn(episode, group)
 
@@ -430,7 +502,9 @@ class Stream:
 
         async def ask_environment() -> None:
             try:
-                graded = await self._rollout.grader.grade(episode.id, group, episode.turns, counted=self._counted)
+                graded = await self._rollout.grader.grade(
+                    episode.id, group.index, group.task, episode.turns, counted=self._counted
+                )
             except Exception as e:  # fault boundary: the error is raised in run()
                 self.inbox.put_nowait(e)
             else:
@@ -447,7 +521,7 @@ class Stream:
 
     def _settle_turn(self, episode: Episode, graded: Graded) -> None:
         feedback = graded.feedback or Feedback()
-        error = "" if graded.feedback else graded.error
+        error = "" if graded.feedback or graded.failure is None else graded.failure.error
         response = self._apply_feedback(episode, graded)
         if self._dispatch.journal is not None:
             # The reward to train on: out of tokens, a response has one that the environment did not give.
@@ -463,7 +537,8 @@ class Stream:
         """Return the finished response, or None if the episode continues with another turn."""
         feedback = graded.feedback
         if feedback is None:
-            return self._missing(episode, EnvFailed(graded.error, graded.cause, graded.traceback))
+            assert graded.failure is not None
+            return self._missing(episode, graded.failure)
         if feedback.observation is None:
             return replace(episode.close(feedback.reward), scores=feedback.scores)
         episode.turns[-1] = Turn(text=episode.turns[-1].text, observation=feedback.observation)

@@ -43,7 +43,8 @@ from windfall.engine.torch.engine import check_request
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
 from windfall.types import Capabilities, Chunk, Request
-from windfall.weights.shared import OpenVersion, SharedSource
+from windfall.weights.shared import OpenVersion
+from windfall.weights.source import Source
 
 WINDOW = 2
 """Steps of a child that are granted or whose tokens were not returned yet."""
@@ -62,17 +63,16 @@ MAX_FAILURES = 4
 
 class EngineGroup:
     def __init__(
-        self, places: Sequence[Place], find: Callable[[int], Any], *, folder: Path,
-        base: Callable[[], Any] = lambda: None, share: float = 0.3, threads: int = 0, modules: Sequence[str] = MODULES,
+        self, places: Sequence[Place], source: Source, *, folder: Path, share: float = 0.3, threads: int = 0,
+        modules: Sequence[str] = MODULES,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:  # fmt: skip
-        """Start the fork server; `build` starts the children. `places`: one for each child. `find`: the method of the
-        weights.publish.Publisher; `base` returns its base of adapters. `folder`: for the children's logs. `share`:
-        share of the free memory for each KV cache. `threads`: CPU threads of each child. `modules`: what to import
-        before the children are forked."""
+        """Start the fork server; `build` starts the children. `places`: one for each child. `source`: has the
+        weights that the children load. `folder`: for the children's logs. `share`: share of the free memory for each
+        KV cache. `threads`: CPU threads of each child. `modules`: what to import before the children are forked."""
         self.version = 0
         self._places, self._share, self._threads, self._say = places, share, threads, say
-        self._source = SharedSource(find, base)
+        self._source = source
         self._spec: EngineSpec | None = None
         self._children = [Child(n) for n in range(len(places))]
         self._responses: dict[str, PlacedResponse] = {}
@@ -175,7 +175,7 @@ class EngineGroup:
         assert weights is None, "the children load what is published"
         with self._changed:
             self._raise_failure()
-            target = self._source.open(version)
+            target = OpenVersion(self._source, version)
             before, self._target, self._swapping = self._target, target, True
             try:
                 self._quiet(building=False)

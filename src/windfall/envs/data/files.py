@@ -213,9 +213,7 @@ def _configs(readme: Path) -> list[dict[str, Any]]:
     return [c for c in configs if isinstance(c, dict) and c.get("data_files")] if isinstance(configs, list) else []
 
 
-def _configured(
-    path: Path, configs: list[dict[str, Any]], subset: str | None, key: str
-) -> dict[str, list[Path]]:  # fmt: skip
+def _configured(path: Path, configs: list[dict[str, Any]], subset: str | None, key: str) -> dict[str, list[Path]]:
     names = {str(c.get("config_name", "default")): c for c in configs}
     if subset is None:
         marked = [name for name, c in names.items() if c.get("default") is True] or ["default"]

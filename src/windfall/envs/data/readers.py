@@ -1,18 +1,33 @@
-"""Reads the rows of one file: JSONL with the standard library, parquet and arrow with pyarrow (the extra `data`)."""
+"""Reads the rows of one file: JSONL with the standard library, parquet and arrow with pyarrow (the extra `data`).
+
+For a text file in another format, the error gives a command to convert it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from windfall.envs.rows import parse_line, refuse_other_formats
 from windfall.errors import WindfallError, install_command
 
 BATCH_ROWS = 1024
 _LFS_POINTER = b"version https://git-lfs"
+_LINES = "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]"
+_FORMATS = {
+    b"\x1f\x8b": ("compressed with gzip", "gunzip -c {0} > {1}"),
+    b"(\xb5/\xfd": ("compressed with zstd", "zstd -dc {0} > {1}"),
+    b"\xfd7zXZ": ("compressed with xz", "xz -dc {0} > {1}"),
+    b"BZh": ("compressed with bzip2", "bunzip2 -c {0} > {1}"),
+    b"PK\x03\x04": ("a zip archive", "unzip -p {0} > {1}"),
+    b"[": ("one JSON array, not a JSON object per line", f'python -c "{_LINES}" < {{0}} > {{1}}'),
+}
+"""The first bytes of a file, its format, and a command that converts it to JSONL."""
+_COMPRESSED = {".gz", ".zst", ".xz", ".bz2", ".zip"}
 
 
 def place(file: Path, number: int) -> str:
@@ -43,11 +58,40 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _json_rows(file: Path, start: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
-    refuse_other_formats(file, start)
+    _refuse_other_formats(file, start)
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield number, parse_line(line, place(file, number))
+                yield number, _parse_line(line, place(file, number))
+
+
+def _refuse_other_formats(path: Path, start: bytes) -> None:
+    start = start.lstrip() if start.lstrip().startswith(b"[") else start
+    for magic, (what, command) in _FORMATS.items():
+        if start.startswith(magic):
+            stem = path.with_suffix("") if path.suffix in _COMPRESSED else path
+            target = stem if stem != path and stem.suffix == ".jsonl" else stem.with_suffix(".jsonl")
+            if target == path:
+                target = path.with_name(f"{path.stem}-lines.jsonl")
+            fix = "Convert it: " + command.format(*(shlex.quote(str(p)) for p in (path, target)))
+            raise WindfallError(f"this is {what}", where=str(path), fix=fix)
+
+
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as e:
+        raise WindfallError(f"the line is not UTF-8: {e}", where=where, fix="Save the file as UTF-8.") from None
+    except json.JSONDecodeError as e:
+        fix = "Every line must be one JSON object."
+        raise WindfallError(f"the line is not JSON: {e}", where=where, fix=fix) from None
+    except RecursionError:
+        fix = "Every line must be one flat JSON object."
+        raise WindfallError("the JSON is nested too deeply", where=where, fix=fix) from None
+    if not isinstance(row, dict):
+        fix = "Every line must be one JSON object."
+        raise WindfallError(f"the line is a JSON {type(row).__name__}", where=where, fix=fix)
+    return row
 
 
 def _table_rows(file: Path, batches: Iterator[Any]) -> Iterator[tuple[int, dict[str, Any]]]:

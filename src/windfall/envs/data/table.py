@@ -5,35 +5,41 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from windfall.envs.data.files import find
 from windfall.envs.data.filters import Filter
 from windfall.envs.data.readers import place, read_rows
-from windfall.envs.rows import DataRow, check_messages, shorten
 from windfall.errors import WindfallError, nearest
-from windfall.types import Prompt
+from windfall.types import Prompt, prompt_key
 
+SHOWN_CHARS = 120
 ROLES = ("prompt", "answer")
 """What `columns` can map to a column of the data. Reward functions get every column under its own name, too."""
 
 
 @dataclass(frozen=True, slots=True)
-class TableRow(DataRow):
-    """A row of a data set. `answer` is "" if the data set has no such column."""
+class TableRow:
+    """A row of a data set."""
 
+    prompt: Prompt
+    answer: str
+    """Empty if the data set has no such column."""
+    line: int
     file: Path = Path()
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All columns by name, except for the prompt: what reward functions get."""
 
     @property
-    def place(self) -> str:
-        return place(self.file, self.line)
+    def key(self) -> int:
+        """A hash of the prompt from 0 up to 2^64. Rows with the same prompt have the same key."""
+        return int.from_bytes(blake2b(b" ".join(prompt_key(self.prompt).split()), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class DataSource:
     """Where the rows of a data set come from. The fields are keys of the recipe."""
 
     path: Path
@@ -45,7 +51,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Format:
+class RowFormat:
     """How a row becomes a task. The fields are keys of the recipe."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +62,7 @@ class Format:
     """Every row must have an answer that a built-in grader can compare with."""
 
 
-def read_table(source: Source, form: Format) -> list[TableRow]:
+def read_table(source: DataSource, form: RowFormat) -> list[TableRow]:
     """All rows that the filter keeps, in the order of the files."""
     found = find(source.path, source.split, source.subset, key=source.section)
     keep = Filter(source.filter, where=f"{source.section}.filter") if source.filter else None
@@ -72,14 +78,14 @@ def read_table(source: Source, form: Format) -> list[TableRow]:
         _check_filter(keep, known, source)
         chosen = [row for row in chosen if _kept(keep, *row)]
     if not chosen:
-        what, fix = "there are no rows", "Give a data set that has rows."
+        what, fix = "the data set is empty", "Give a data set that has rows."
         if rows:
             what, fix = f"none of the {len(rows)} rows is left", f"Change {source.section}.filter or the split."
         raise WindfallError(what, where=str(source.path), fix=fix)
     return [_table_row(file, number, row, form) for file, number, row in chosen]
 
 
-def _check_filter(keep: Filter, known: Mapping[str, Any], source: Source) -> None:
+def _check_filter(keep: Filter, known: Mapping[str, Any], source: DataSource) -> None:
     for name in sorted(keep.columns - set(known)):
         what = f"the filter reads a column '{name}', which no row has"
         raise WindfallError(what, where=f"{source.section}.filter", fix=nearest(name, known))
@@ -93,7 +99,7 @@ def _kept(keep: Filter, file: Path, number: int, row: dict[str, Any]) -> bool:
         raise WindfallError(str(e), where=place(file, number), fix=fix) from None
 
 
-def _table_row(file: Path, number: int, row: dict[str, Any], form: Format) -> TableRow:
+def _table_row(file: Path, number: int, row: dict[str, Any], form: RowFormat) -> TableRow:
     where = place(file, number)
     prompt_name, answer_name = (form.columns.get(role, role) for role in ROLES)
     prompt = _prompt(_column(row, "prompt", prompt_name, where), prompt_name, where, form)
@@ -110,15 +116,16 @@ def _column(row: Mapping[str, Any], role: str, name: str, where: str) -> Any:
     if name in row:
         return row[name]
     guess = nearest(name, row) or "The row is empty."
-    fix = f'{guess} Set env.columns = {{ {role} = "NAME" }} to the name of the column that holds it.'
+    key = f'env.columns = {{ {role} = "NAME" }}, or env.{role}_field if env.name is "jsonl",'
+    fix = f"{guess} Set {key} to the name of the column that holds it."
     raise WindfallError(f"there is no column '{name}'", where=where, fix=fix)
 
 
-def _prompt(value: Any, name: str, where: str, form: Format) -> Prompt:
+def _prompt(value: Any, name: str, where: str, form: RowFormat) -> Prompt:
     if isinstance(value, list):
         # A table gives every message all fields that any message has.
         messages = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in value]
-        check_messages(messages, name, where)
+        _check_messages(messages, name, where)
     elif isinstance(value, str) and value:
         messages = [{"role": "user", "content": value}]
     else:
@@ -132,7 +139,7 @@ def _prompt(value: Any, name: str, where: str, form: Format) -> Prompt:
     return messages[0]["content"] if isinstance(value, str) and not form.system_prompt else messages
 
 
-def _answer(value: Any, name: str, where: str, form: Format) -> str:
+def _answer(value: Any, name: str, where: str, form: RowFormat) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         if not form.answer_needed:
             return ""
@@ -149,11 +156,25 @@ def _answer(value: Any, name: str, where: str, form: Format) -> str:
     return text.strip()
 
 
+def _check_messages(messages: list[Any], name: str, where: str) -> None:
+    """Raise unless this is a conversation that the policy can continue."""
+    fix = 'Every message must be an object with text as "role" and "content".'
+    if not messages:
+        raise WindfallError(f"'{name}' is an empty list", where=where, fix=fix)
+    for n, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise WindfallError(f"'{name}[{n}]' is {_shown(message)}", where=where, fix=fix)
+    if messages[-1]["role"] == "assistant":
+        fix = "End with the message that the policy must answer; the right answer belongs in the answer field."
+        raise WindfallError(f"the last message of '{name}' is from the assistant", where=where, fix=fix)
+
+
 def _shown(value: Any) -> str:
     try:
-        return shorten(value)
+        text = json.dumps(value)
     except (TypeError, ValueError):  # a value that JSON does not have, such as a date
-        return json.dumps(str(value)[:120])
+        text = json.dumps(str(value))
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def labels(rows: Sequence[TableRow]) -> list[str]:

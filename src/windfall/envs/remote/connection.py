@@ -283,7 +283,7 @@ class EnvServer:
             return EnvFailed(message.error, message.cause, message.traceback, final=message.final)
         if isinstance(message, e.TaskMade) and call.what == "task":
             value: Task | Feedback = Task(id=message.id, prompt=message.prompt)
-        elif isinstance(message, e.Graded) and call.what == "feedback":
+        elif isinstance(message, e.CallGraded) and call.what == "feedback":
             value = Feedback(reward=message.reward, observation=message.observation, scores=message.scores)
         else:
             raise WrongAnswer(f"it answered a {call.what} with a {type(message).__name__}")

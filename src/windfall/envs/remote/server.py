@@ -168,7 +168,7 @@ def _value(number: int, value: Task | Feedback) -> Any:
         prompt = value.prompt if isinstance(value.prompt, str) else [dict(message) for message in value.prompt]
         return e.TaskMade(number=number, id=value.id, prompt=prompt)
     scores = tuple((name, float(score)) for name, score in value.scores)
-    return e.Graded(number=number, reward=value.reward, observation=value.observation, scores=scores)
+    return e.CallGraded(number=number, reward=value.reward, observation=value.observation, scores=scores)
 
 
 def _failed(number: int, error: EnvFailed) -> e.CallFailed:

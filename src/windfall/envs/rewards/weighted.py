@@ -8,6 +8,7 @@ zero. A function that raises fails the whole call, which is tried again (envs/gr
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ GRADERS = ("math", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graded:
+class RowResponse:
     """What is graded: a response to one row."""
 
     text: str
@@ -58,36 +59,29 @@ class Rewards:
     def needs_tokens(self) -> bool:
         return any(function.needs_tokens for function in self._functions.values())
 
-    async def grade(self, graded: Graded) -> Feedback:
+    async def grade(self, response: RowResponse) -> Feedback:
         scores: dict[str, float | None] = dict.fromkeys(self._weights)
-        started = {name: function.start(graded.arguments) for name, function in self._functions.items()}
+        started = {name: function.start(response.arguments) for name, function in self._functions.items()}
         waiting = {name: function.score(started[name]) for name, function in self._functions.items()}
-        scores |= dict(zip(waiting, await _all(list(waiting.values())), strict=True))
+        scores |= dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
         if "exact" in scores:
-            scores["exact"] = float(extract(graded.text, graded.answer) == graded.answer)
+            scores["exact"] = float(extract(response.text, response.answer) == response.answer)
         if "math" in scores:
-            scores["math"] = self._math(graded, scores)
+            scores["math"] = self._math(response, scores)
         if all(score is None for score in scores.values()):
             why = "no reward function scored the response (all returned None)"
             raise EnvFailed(why, why, final=True)
         return self._sum(scores)
 
-    def _math(self, graded: Graded, others: Mapping[str, float | None]) -> float:
+    def _math(self, response: RowResponse, others: Mapping[str, float | None]) -> float:
         from windfall.envs.scoring import math_answer  # slow to import, and may end the process: only in a child
 
         try:
             verdict = self._sum({**others, "math": 0.0})
-            return float(math_answer.means_the_same(graded.answer, graded.text, self._cpu_s, verdict))
+            return float(math_answer.means_the_same(response.answer, response.text, self._cpu_s, verdict))
         except MemoryError:
             return 0.0
 
     def _sum(self, scores: Mapping[str, float | None]) -> Feedback:
         known = tuple((name, score) for name, score in scores.items() if score is not None)
         return Feedback(reward=sum(self._weights[name] * score for name, score in known), scores=known)
-
-
-async def _all(waiting: Sequence[Any]) -> list[Any]:
-    """Wait for all at once: two functions that wait for a server take as long as the slower one."""
-    import asyncio
-
-    return list(await asyncio.gather(*waiting)) if len(waiting) > 1 else [await w for w in waiting]

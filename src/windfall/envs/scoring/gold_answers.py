@@ -12,14 +12,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from windfall.envs.data.table import TableRow
 from windfall.envs.dataset import read_split
 from windfall.envs.process_pool.child_process import child_environment
 from windfall.envs.process_pool.limits import OVER
-from windfall.envs.rows import DataRow, read
 from windfall.envs.scoring.extract import is_number
 from windfall.errors import WindfallError
 
@@ -40,10 +38,11 @@ def check_answers(
     """
     if "math" not in (section.rewards if section.name == "dataset" else [section.scoring]):
         return 0
-    places: dict[str, tuple[Path, DataRow]] = {}
-    for path, row in _rows(section, evaluation):
+    split = read_split(section, evaluation)
+    places: dict[str, TableRow] = {}
+    for row in (*split.train, *split.evaluation):
         if not is_number(row.answer):
-            places.setdefault(row.answer, (path, row))
+            places.setdefault(row.answer, row)
     # Sorted by hash: if there is not enough time for all, the checked ones are a fair sample.
     golds = sorted(places, key=lambda gold: hashlib.blake2b(gold.encode(), digest_size=8).digest())
     reasons, began = list[str](), time.monotonic()
@@ -52,15 +51,6 @@ def check_answers(
     if any(reasons):
         raise _error({gold: why for gold, why in zip(golds, reasons, strict=False) if why}, places, len(reasons))
     return len(reasons)
-
-
-def _rows(section: Any, evaluation: dict[str, Any] | None) -> Iterator[tuple[Path, DataRow]]:
-    if section.name == "dataset":
-        split = read_split(section, evaluation)
-        yield from ((row.file, row) for row in (*split.train, *split.evaluation))
-        return
-    for path in filter(None, (section.path, section.eval_path)):
-        yield from ((path, row) for row in read(path, section.prompt_field, section.answer_field))
 
 
 def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
@@ -86,9 +76,9 @@ def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
     return reasons
 
 
-def _error(bad: dict[str, str], places: dict[str, tuple[Path, DataRow]], checked: int) -> WindfallError:
-    rows = sorted(((places[gold], gold, why) for gold, why in bad.items()), key=lambda b: (str(b[0][0]), b[0][1].line))
-    shown = [f"{path}:{row.line}: {gold[:60]!r}: {why}" for (path, row), gold, why in rows[:SHOWN]]
+def _error(bad: dict[str, str], places: dict[str, TableRow], checked: int) -> WindfallError:
+    rows = sorted(((places[gold], gold, why) for gold, why in bad.items()), key=lambda b: (str(b[0].file), b[0].line))
+    shown = [f"{row.file}:{row.line}: {gold[:60]!r}: {why}" for row, gold, why in rows[:SHOWN]]
     more = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
     return WindfallError(
         "\n  ".join([f"{len(bad)} of {checked} right answers cannot be scored as mathematics:", *shown, *more]),

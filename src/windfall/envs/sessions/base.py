@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from windfall.envs.base import Env
 from windfall.types import Feedback, Task, Turn
 
 
@@ -45,33 +44,6 @@ class SessionEnv(Protocol):
     def open(self, task: Task) -> Session | Awaitable[Session]:
         """Open a session. Several may be open for the same task."""
         ...
-
-
-class StatelessSession:
-    """A session of an environment without state: it keeps the turns itself."""
-
-    def __init__(self, env: Env, task: Task) -> None:
-        self._env, self._task = env, task
-        self._turns: list[Turn] = []
-
-    async def step(self, text: str) -> Feedback:
-        feedback = self._env.feedback(self._task, [*self._turns, Turn(text=text)])
-        feedback = feedback if isinstance(feedback, Feedback) else await feedback
-        self._turns.append(Turn(text=text, observation=feedback.observation))
-        return feedback
-
-    def close(self) -> None: ...
-
-
-class StatelessSessions:
-    """A SessionEnv over an environment without state."""
-
-    def __init__(self, env: Env) -> None:
-        self._env = env
-        self.task = env.task
-
-    def open(self, task: Task) -> Session:
-        return StatelessSession(self._env, task)
 
 
 History = tuple[tuple[str, str | None], ...]

@@ -44,7 +44,9 @@ class OpenSessions(Generic[Place]):
     """
 
     def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit, self.replayable, self._clock = limit, True, clock
+        self.limit = limit
+        self.replayable = True
+        self._clock = clock
         self._idle: OrderedDict[int, tuple[Key, Place, float]] = OrderedDict()
         """The longest idle first, and since when."""
         self._by_key: dict[Key, list[int]] = {}
@@ -73,13 +75,14 @@ class OpenSessions(Generic[Place]):
 
     def make_room(self, busy: int) -> tuple[Key, Place] | None:
         """The session to close because a call waits for room, if there is one."""
-        return None if self.has_room(busy) or not self.replayable else self._oldest(YIELD_S)
+        return None if self.has_room(busy) or not self.replayable else self.oldest(YIELD_S)
 
     def expire(self) -> tuple[Key, Place] | None:
         """A session that has been idle for too long."""
-        return self._oldest(IDLE_S)
+        return self.oldest(IDLE_S)
 
-    def _oldest(self, idle_s: float) -> tuple[Key, Place] | None:
+    def oldest(self, idle_s: float) -> tuple[Key, Place] | None:
+        """The session that has been idle longest, if that is at least `idle_s`. It is not idle any more."""
         number, (_, _, since_s) = next(iter(self._idle.items()), (0, ((), None, self._clock())))
         return self._remove(number) if number and self._clock() - since_s >= idle_s else None
 

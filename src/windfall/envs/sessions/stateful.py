@@ -23,13 +23,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from windfall.envs import failures
 from windfall.envs.failures import EnvFailed
 from windfall.envs.sessions.base import History, Session, SessionEnv, history_of
+from windfall.envs.sessions.open_sessions import OpenSessions
 from windfall.types import Feedback, Task, Turn
 
 MAX_IDLE = 4096
@@ -45,16 +45,20 @@ class Stateful:
     """Calls for the turns of a session should go to the process that has it."""
 
     def __init__(
-        self, env: SessionEnv, *, max_idle: int = MAX_IDLE, idle_s: float = IDLE_S,
+        self,
+        env: SessionEnv,
+        *,
+        max_idle: int = MAX_IDLE,
+        idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self.env, self._max_idle, self._idle_s, self._clock = env, max_idle, idle_s, clock
+    ) -> None:
+        self.env = env
+        self._max_idle = max_idle
+        self._idle_s = idle_s
         self.task = env.task
         self.replayable = bool(getattr(env, "replayable", True))
-        self._idle: OrderedDict[int, tuple[tuple[str, History], Session, float]] = OrderedDict()
-        """Sessions that wait for their next turn, longest first: their key, and since when they wait."""
-        self._by_key: dict[tuple[str, History], list[int]] = {}
-        self._next = 0
+        self._idle: OpenSessions[Session] = OpenSessions(max_idle, clock=clock)
+        """Those that wait for their next turn."""
         self._timer: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
         self.replayed_turns = 0
@@ -81,8 +85,9 @@ class Stateful:
         if before and not self.replayable:
             raise EnvFailed(
                 f"the session of task '{task.id}' is gone after {len(before)} turns, and {self.name} cannot replay it",
-                "a lost session that cannot be replayed", final=True,
-            )  # fmt: skip
+                "a lost session that cannot be replayed",
+                final=True,
+            )
         session = await _call(self.env.open, task)
         for number, (text, observation) in enumerate(before, start=1):
             self.replayed_turns += 1
@@ -92,8 +97,9 @@ class Stateful:
                 raise EnvFailed(
                     f"the session of task '{task.id}' is gone, and a replay differs in turn {number}: "
                     f"{_short(feedback.observation)} instead of {_short(observation)}",
-                    "a replay that differs", final=True,
-                )  # fmt: skip
+                    "a replay that differs",
+                    final=True,
+                )
         return session
 
     async def _step(self, session: Session, text: str) -> Feedback:
@@ -108,14 +114,12 @@ class Stateful:
         return feedback
 
     def _keep(self, key: tuple[str, History], session: Session) -> None:
-        self._next += 1
-        self._idle[self._next] = (key, session, self._clock())
-        self._by_key.setdefault(key, []).append(self._next)
+        self._idle.keep(key, session)
         self._set_timer()
 
     def _set_timer(self) -> None:
         """Have sessions closed that wait for too long, also if no other call arrives."""
-        if self._timer is None and self._idle:
+        if self._timer is None and len(self._idle):
             self._timer = asyncio.get_running_loop().call_later(self._idle_s, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -132,28 +136,21 @@ class Stateful:
 
     async def close(self) -> None:
         """Close all sessions that wait for their next turn. One that raises does not keep the others open."""
-        idle = [self._remove(number) for number in list(self._idle)]
+        idle: list[Session] = []
+        while (found := self._idle.oldest(0.0)) is not None:
+            idle.append(found[1])
         await asyncio.gather(*(_call_in_task(session.close) for session in idle), return_exceptions=True)
 
     def _take(self, key: tuple[str, History]) -> Session | None:
-        if not key[1] or key not in self._by_key:
-            return None
-        return self._remove(self._by_key[key][-1])
-
-    def _remove(self, number: int) -> Session:
-        key, session, _ = self._idle.pop(number)
-        self._by_key[key].remove(number)
-        if not self._by_key[key]:
-            del self._by_key[key]
-        return session
+        return self._idle.take(key) if key[1] else None
 
     async def _close_old(self) -> None:
-        while self._idle:
-            number, (_, _, since_s) = next(iter(self._idle.items()))
+        while True:
             too_many = len(self._idle) > self._max_idle and self.replayable
-            if not too_many and self._clock() - since_s < self._idle_s:
+            found = self._idle.oldest(0.0 if too_many else self._idle_s)
+            if found is None:
                 return
-            await _call(self._remove(number).close)
+            await _call(found[1].close)
 
     @property
     def idle(self) -> int:

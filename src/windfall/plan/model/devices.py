@@ -127,8 +127,8 @@ def _priced(gpu: Gpu) -> Gpu:
     reserved, spot = (prices.lookup(gpu.name, kind=kind) for kind in ("reserved", "spot"))
     return replace(
         gpu, reserved_usd_per_h=reserved.usd_per_h if reserved else None,
-        spot_usd_per_h=spot.usd_per_h if spot else None, reserved_source=reserved.said if reserved else "",
-        spot_source=spot.said if spot else "",
+        spot_usd_per_h=spot.usd_per_h if spot else None, reserved_source=reserved.label if reserved else "",
+        spot_source=spot.label if spot else "",
     )  # fmt: skip
 
 

@@ -292,7 +292,7 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
     trained = sum(":" not in id and int(id.partition("/")[0]) < next_task for id in rollout.history)
     outbox = d._outbox
     by_worker = {
-        "handles to release": set(d._releasing.values()), "timers": d.notices.timers, "queues": outbox._queues,
+        "handles to release": set(d._releasing.values()), "timers": d.drain_timers, "queues": outbox._queues,
         "links": outbox._links, "work": d.ledger._by_worker, "contexts": d.ledger._context, "prefills": g._prefilling,
         "kept turns": g.turns._held,
     }  # fmt: skip

@@ -41,6 +41,8 @@ class SimLink:
         self._to_peer.append(message)
         self._to_peer_s = self._call_after_latency(self._arrive_at_peer, self._to_peer_s)
 
+    def authenticated(self) -> None: ...
+
     async def receive(self) -> object:
         while not self._inbox:
             if self._closed is not None and not self._to_controller:

@@ -118,14 +118,17 @@ class _Step:
             self.generating_since_s = None
 
 
-class Seeding:
+class TrainerGeneration:
     def __init__(self, dispatch: Dispatch, policy: SeedingPolicy, events: EventLog, responses: int) -> None:
         """`responses`: the number of responses in a step."""
         self.over = asyncio.Event()
         """Set while training may begin."""
         self.last: StepMeasurement | None = None
         """Measurements of the last complete step."""
-        self._dispatch, self._policy, self._events, self._responses = dispatch, policy, events, responses
+        self._dispatch = dispatch
+        self._policy = policy
+        self._events = events
+        self._responses = responses
         self._phase, self._step = Phase.IDLE, self._new_step(0, 0.0, WITHOUT_LIMIT, None)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -174,12 +177,18 @@ class Seeding:
         local = {m.id for m in members if m.name == LOCAL}
         ends = [m.last_tokens_s for m in members if m.id not in local and m.last_tokens_s > step.began_s]
         self.last = StepMeasurement(
-            tokens=tokens, seed_s=step.seeded_s, local_tokens=sum(generated[id] for id in local), train_s=train_s,
-            train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
+            tokens=tokens,
+            seed_s=step.seeded_s,
+            local_tokens=sum(generated[id] for id in local),
+            train_s=train_s,
+            train_wait_s=train_wait_s,
+            remote_wait_s=now - max(ends) if ends else 0.0,
             remote_s=max(ends) - step.began_s if ends else 0.0,
-            workers=step.worker_seconds / max(1e-9, now - step.began_s), progress=tuple(step.progress),
-            speeds=self._speeds(), responses=self._responses,
-        )  # fmt: skip
+            workers=step.worker_seconds / max(1e-9, now - step.began_s),
+            progress=tuple(step.progress),
+            speeds=self._speeds(),
+            responses=self._responses,
+        )
 
     # transitions
 
@@ -282,16 +291,24 @@ class Seeding:
 
     def _new_step(self, number: int, now: float, plan: SeedPlan, fleet: RemoteFleet | None) -> _Step:
         return _Step(
-            number=number, began_s=now, observed_s=now, plan=plan, fleet=fleet,
+            number=number,
+            began_s=now,
+            observed_s=now,
+            plan=plan,
+            fleet=fleet,
             accepted_before=self._dispatch.ledger.counts.accepted,
             generated_before={m.id: m.generated for m in self._dispatch.members.all.values()},
-        )  # fmt: skip
+        )
 
     def _log_plan(self, plan: SeedPlan, fleet: RemoteFleet) -> None:
         self._events.instant(
-            "plan", step=self._step.number, seed_s=plan.seed_s, most_workers=plan.most_workers, others=fleet.workers,
+            "plan",
+            step=self._step.number,
+            seed_s=plan.seed_s,
+            most_workers=plan.most_workers,
+            others=fleet.workers,
             why=plan.why,
-        )  # fmt: skip
+        )
 
     def _local(self) -> Member | None:
         return next((m for m in self._dispatch.members.here() if m.name == LOCAL), None)
@@ -318,12 +335,13 @@ class Seeding:
     def _remote_fleet(self) -> RemoteFleet:
         others, placement, local = self._others(), self._dispatch.placement, self._local()
         return RemoteFleet(
-            workers=len(others), responses=self._responses,
+            workers=len(others),
+            responses=self._responses,
             pull_s=0.0 if any(m.name != LOCAL for m in self._generators()) else self._dispatch.members.pull_s,
             tok_per_s=sum(placement.rate(member, self._responses, len(others) + 1) for member in others),
             speed=placement.fleet_speed(others),
             local_speed=placement.fleet_speed([local]) if local is not None else None,
-        )  # fmt: skip
+        )
 
     def _observe(self, now: float) -> None:
         """Records how many other workers there were, and which workers can generate from now on."""

@@ -17,8 +17,8 @@ from tests.support.virtual_fleet import LoopHost
 from tests.support.virtual_loop import StepLoop
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.rollout.seeding import Seeding
 from windfall.controller.rollout.stream import Rollout
+from windfall.controller.rollout.trainer_generation import TrainerGeneration
 from windfall.controller.scheduling.borrowing import HOLD_S
 from windfall.controller.scheduling.members import WorkerState
 from windfall.controller.scheduling.seed_time import RemoteFleet, SeedPlan, StepMeasurement
@@ -82,7 +82,7 @@ class World:
         self.events = EventLog(folder / "events.jsonl")
         self.dispatch = Dispatch(events=self.events)
         self.policy = Fixed(seed_s)
-        self.seeding = Seeding(self.dispatch, self.policy, self.events, responses=12)
+        self.seeding = TrainerGeneration(self.dispatch, self.policy, self.events, responses=12)
         text: Any = CharacterText()
         options = Options(max_tokens=40, reward_tries=1)
         self.rollout = Rollout(self.dispatch, InProcess(Asks(right)), text, options, seed=SEED, events=self.events)

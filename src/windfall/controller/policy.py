@@ -18,13 +18,16 @@ import xxhash
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.assignment import Offer
-from windfall.controller.rollout.dispatch import Dispatch, Listener
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
 from windfall.training import CheckpointState, Published, Report, Sample
 from windfall.types import Response, Sampling
 
 
 class FleetPolicy:
+    environment = "a loop of its own"
+    """It owns its responses (dispatch.ResponseOwner), and answers their turns itself."""
+
     def __init__(
         self,
         dispatch: Dispatch,
@@ -33,7 +36,6 @@ class FleetPolicy:
         stop: frozenset[int],
         sampling: Sampling,
         seed: int = 0,
-        environment: str = "your own loop",
     ) -> None:
         """`stop`: token ids that end a response. `sampling`: what `sample` uses unless it is told otherwise."""
         self._dispatch = dispatch
@@ -45,12 +47,6 @@ class FleetPolicy:
         """Calls of `sample` since the last `publish`, by id."""
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """By id of a response that is being generated."""
-        self._listener = Listener(
-            environment=environment,
-            turn_ended=lambda id: self._wake(id, None),
-            rejected=lambda id, why: self._wake(id, WindfallError(why, where=f"response {id}")),
-            version_gone=lambda id: self._wake(id, WindfallError("its version is gone", where=f"response {id}")),
-        )
 
     async def sample(
         self, prompt: Sequence[int], n: int, *, id: str, max_tokens: int, sampling: Sampling | None = None
@@ -79,7 +75,7 @@ class FleetPolicy:
         try:
             for episode in episodes:
                 self._waiting[episode.id] = loop.create_future()
-                self._dispatch.open(episode, self._listener)
+                self._dispatch.open(episode, self)
             await asyncio.gather(*(self._waiting[episode.id] for episode in episodes))
         except BaseException:  # raised again: no worker may go on with responses that are not wanted any more
             self._dispatch.withdraw([e.id for e in episodes if e.id in self._dispatch.ledger.entries])
@@ -91,6 +87,15 @@ class FleetPolicy:
         for episode in episodes:
             self._dispatch.close(episode.id)
         return [episode.close(None) for episode in episodes]
+
+    def turn_ended(self, id: str) -> None:
+        self._wake(id, None)
+
+    def rejected(self, id: str, why: str) -> None:
+        self._wake(id, WindfallError(why, where=f"response {id}"))
+
+    def version_gone(self, id: str) -> None:
+        self._wake(id, WindfallError("no worker holds its version any more", where=f"response {id}"))
 
     def fail(self, error: BaseException | None) -> None:
         """The only worker has failed: end all calls of `sample` with its error."""

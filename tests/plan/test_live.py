@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import replace
 from typing import Any
 
 from windfall import recipe as config
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload
-from windfall.plan.run import live, recipe
+from windfall.plan.run import advice, recipe
 from windfall.plan.search import planner
-from windfall.plan.search.request import Request
+from windfall.plan.search.plan import PlanRequest
 from windfall.recipe import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=256, group_size=8, sigma=0.3, median_tokens=1500, staleness=1)
@@ -20,27 +22,33 @@ def planned(text: str, **keys: Any) -> Recipe:
     made = cluster.from_text(text)
     first, *others = made.machines
     made = replace(made, machines=(replace(first, address="10.0.0.5"), *others))
-    asked = Request(cluster=made, work=WORK, efficiency=measured.efficiency(), **keys)
+    asked = PlanRequest(cluster=made, work=WORK, efficiency=measured.efficiency(), **keys)
     base = config.parse({"model": {"path": "Qwen/Qwen3-8B"}, "run": {"steps": 100}, "rollout": {
         "groups": 256, "group_size": 8, "max_tokens": 8192, "staleness": 1}}, "test")  # fmt: skip
     return recipe.write(planner.plans(asked)[0], asked, base)
 
 
+class AtOnce(advice.PlanObserver):
+    """Searches happen at once, with no pause between two of them."""
+
+    searches = 0
+
+    def _start(self, search: Any, step: int) -> None:
+        self.searches += 1
+        self._done(step, search())
+        self._not_before_s = 0.0
+
+
 class Run:
-    """The events of a run, fed to an observer. Searches happen at once."""
+    """The events of a run, fed to an observer."""
 
     def __init__(self, made: Recipe) -> None:
-        self.recipe, self.logged, self.searches, self.steps = made, list[dict[str, Any]](), 0, 0
-        self.observer = live.Observer(made, self._instant, work=WORK, submit=self._submit)
+        self.recipe, self.logged, self.steps = made, list[dict[str, Any]](), 0
+        self.observer = AtOnce(made, self._instant, WORK)
         self.joined = 0
 
     def _instant(self, name: str, **fields: Any) -> None:
         self.logged.append({"name": name, **fields})
-
-    def _submit(self, search: Any, done: Any) -> None:
-        self.searches += 1
-        done(search())
-        self.observer._not_before_s = 0.0  # no pause between two searches
 
     def join(self, device: str, lease: str, usd_per_h: float, count: int = 1) -> None:
         for _ in range(count):
@@ -57,7 +65,8 @@ class Run:
             self.observer({"name": "worker_lost", "worker": f"w{n}"})
 
     def step(self, count: int = 1, scale: float = 1.0) -> None:
-        lengths = [round(scale * n) for n in live.planned_conditions(self.recipe).lengths]
+        planned = statistics.NormalDist(math.log(WORK.median_tokens), WORK.sigma)
+        lengths = [round(scale * math.exp(planned.inv_cdf((n + 0.5) / 64))) for n in range(64)]
         for _ in range(count):
             self.steps += 1
             self.observer({"name": "step", "step": self.steps, "t": 100.0 * self.steps, "lengths": [lengths]})
@@ -67,7 +76,7 @@ def test_a_run_as_planned_is_left_alone() -> None:
     run = Run(planned("8xH100 + 4x2xH100:spot"))
     run.join_as_planned()
     run.step(5)
-    assert (run.logged, run.searches) == ([], 0)
+    assert (run.logged, run.observer.searches) == ([], 0)
 
 
 def test_a_smaller_fleet_is_replanned_once_and_not_at_once() -> None:
@@ -83,11 +92,11 @@ def test_a_smaller_fleet_is_replanned_once_and_not_at_once() -> None:
     assert run.logged == []
     run.step(1)
     assert [e["name"] for e in run.logged] == ["replan"]
-    advice = run.logged[0]
-    assert advice["gain"] > 0.1
-    assert "train 8" not in advice["plan"]
-    assert "8 -> 1 workers" in advice["why"]
-    assert advice["tok_per_s_best"] > 1.1 * advice["tok_per_s_now"]
+    replan = run.logged[0]
+    assert replan["gain"] > 0.1
+    assert "train 8" not in replan["plan"]
+    assert "8 -> 1 workers" in replan["why"]
+    assert replan["tok_per_s_best"] > 1.1 * replan["tok_per_s_now"]
     run.step(6)
     assert len(run.logged) == 1
 
@@ -128,7 +137,7 @@ def test_a_fleet_that_flaps_gets_no_advice() -> None:
         run.join("NVIDIA H100 80GB HBM3", "spot", 2.63, 7)
         run.step(1)
     assert run.logged == []
-    assert run.searches >= 4
+    assert run.observer.searches >= 4
 
 
 def test_recipes_without_a_plan_are_not_observed() -> None:
@@ -136,4 +145,14 @@ def test_recipes_without_a_plan_are_not_observed() -> None:
         def attach(self, sink: object) -> None:
             raise AssertionError(sink)
 
-    live.attach(Recipe(), Events())  # type: ignore[arg-type]
+    advice.attach(Recipe(), Events())  # type: ignore[arg-type]
+
+
+def test_advice_waits_for_a_lasting_gain_and_does_not_flap() -> None:
+    made = advice.Evaluations(planned("16xH100"), WORK)
+    noisy = [made._is_lasting("b", gain) for gain in (0.08, 0.12, 0.02, 0.12, 0.08, 0.02, 0.12)]
+    assert noisy == [False] * 7
+    assert [made._is_lasting("b", 0.25) for _ in range(2)] == [False, True]
+    assert not made.undecided
+    assert [made._is_lasting(name, 0.25) for name in "bcbcbc"] == [False] * 6, "never the same plan"
+    assert made._is_lasting("d", math.inf), "the current plan cannot run any more"

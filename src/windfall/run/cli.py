@@ -237,9 +237,9 @@ def _controller(run: Path) -> None:
 def _advise_on_plan(recipe: config.Recipe, events: EventLog) -> None:
     """Only planned runs need the planner."""
     if recipe.plan.name:
-        from windfall.plan.run import live
+        from windfall.plan.run import advice
 
-        live.attach(recipe, events)
+        advice.attach(recipe, events)
 
 
 @app.command(name="_trainer", hidden=True)

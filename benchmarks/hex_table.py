@@ -29,7 +29,7 @@ import time
 from dataclasses import dataclass, replace
 
 from windfall.plan.model import devices, measured
-from windfall.plan.model.cluster import Cluster, Links, Machine
+from windfall.plan.model.cluster import Cluster, ClusterMachine, Links
 from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.devices import Gpu
 from windfall.plan.model.workload import MODELS, Workload
@@ -66,10 +66,12 @@ class Assumptions:
         )  # fmt: skip
 
     def cluster(self, h800: int, h20: int) -> Cluster:
-        machines: list[Machine] = []
+        machines: list[ClusterMachine] = []
         for gpu, count in ((self.h800, h800), (self.h20, h20)):
             for n in range(0, count, 8):
-                machines.append(Machine(name=f"m{len(machines)}", gpu=gpu, count=min(8, count - n), engine="vllm"))
+                machines.append(
+                    ClusterMachine(name=f"m{len(machines)}", gpu=gpu, count=min(8, count - n), engine="vllm")
+                )
         return Cluster(machines=tuple(machines), links=LINKS)
 
     def best(self, model: str, h800: int, h20: int, **keys) -> RunPlan:

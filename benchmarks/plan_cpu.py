@@ -157,7 +157,7 @@ def one_round(o: argparse.Namespace, folder: Path) -> list[run_log.CheckedPart]:
     commands = re.findall(r"then on \w+: (windfall worker .*)", done.stdout)
     planned.write_text(planned.read_text().replace('name = "probe"', 'name = "planned"', 1))
     train(planned, folder / "runs" / "planned", commands, o.share, folder / "out")
-    return run_log.check(folder / "runs" / "planned")
+    return run_log.check(*run_log.planned_run(folder / "runs" / "planned"), "planned")
 
 
 def main() -> int:

@@ -6,6 +6,5 @@
     choose       which plan to choose, by simulation
     options, command, report    `windfall plan`
 
-Imports point down this list. Nothing but the command line imports this package; it also hands the observer of planned
-runs (run/advice.py) to the controller. Method: AReaL-Hex (arXiv 2511.00796).
+Imports point down this list. Nothing but the command line imports this package. Method: AReaL-Hex (arXiv 2511.00796).
 """

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from windfall.errors import WindfallError
-from windfall.plan.model.cluster import Machine
+from windfall.plan.model.cluster import ClusterMachine
 from windfall.plan.run import recipe
 from windfall.plan.run.recipe import Simulated
 from windfall.plan.search import planner
@@ -45,7 +45,7 @@ class ComparedPlan(NamedTuple):
     def is_late(self, request: PlanRequest) -> bool:
         return request.objective == "deadline" and self.hours > request.deadline_h * 1.001
 
-    def uses(self, machines: Iterable[Machine]) -> bool:
+    def uses(self, machines: Iterable[ClusterMachine]) -> bool:
         busy = {p.machine.name for p in self.plan.placed if p.used}
         return any(m.name in busy for m in machines)
 
@@ -61,7 +61,7 @@ class MachineGroup(NamedTuple):
     """The best plan without it, or with it if the chosen plan does not use it. None: there is none."""
 
 
-class Choice(NamedTuple):
+class PlanChoice(NamedTuple):
     ranked: list[ComparedPlan]
     """The plan to choose, then the next best ones by the objective."""
     frontier: list[ComparedPlan]
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
     refused: list[str]
 
 
-def best(request: PlanRequest, base: Recipe, *, simulate: bool) -> Choice:
+def best(request: PlanRequest, base: Recipe, *, simulate: bool) -> PlanChoice:
     """The best plans that can run. What is chosen is compared with the best plan without each group of machines that it
     uses, and with `fleet.local` on and off; if one of these is better, it is chosen and compared in the same way. If
     all plans miss the deadline in the simulation, the search is repeated with less time, as far as there are faster
@@ -108,7 +108,7 @@ def best(request: PlanRequest, base: Recipe, *, simulate: bool) -> Choice:
     frontier = [rows[n] for n in shown]
     if ranked[0] not in frontier:
         frontier = sorted([*frontier, ranked[0]], key=lambda row: row.plan.usd_per_h)
-    return Choice(ranked[: request.top], frontier, found.groups(), ranked, found.refused)
+    return PlanChoice(ranked[: request.top], frontier, found.groups(), ranked, found.refused)
 
 
 class Candidates:

@@ -16,10 +16,10 @@ from windfall.errors import WindfallError, nearest
 from windfall.plan import choose, report
 from windfall.plan.model import cluster as clusters
 from windfall.plan.model import devices, measured
-from windfall.plan.model.cluster import Cluster, EngineName, Links, Machine
+from windfall.plan.model.cluster import Cluster, ClusterMachine, EngineName, Links
 from windfall.plan.model.devices import Gpu, PriceList, Terms
 from windfall.plan.model.inputs import recipe_workload
-from windfall.plan.run import recipe, run_log
+from windfall.plan.run import advice, recipe, run_log
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
 from windfall.providers import trace
 
@@ -100,8 +100,11 @@ def main(
 
 
 def check(run: Path) -> None:
-    """`windfall plan --check RUN`."""
-    print("\n".join([run_log.HEADER, *map(str, run_log.check(run))]))
+    """`windfall plan --check RUN`: what was planned beside what was measured, and whether to plan again."""
+    planned, events = run_log.planned_run(run)
+    print("\n".join([run_log.HEADER, *map(str, run_log.check(planned, events, str(run)))]))
+    if better := advice.better_plan(planned, events):
+        print(f"\n{better}")
 
 
 def _cluster(
@@ -179,12 +182,12 @@ def market(known: Mapping[str, Gpu], usd_per_h: float, spot: bool) -> Cluster:
         for lease in terms
         if (usd := gpu.spot_usd_per_h if lease == "spot" else gpu.reserved_usd_per_h) is not None
     ]
-    machines: list[Machine] = []
+    machines: list[ClusterMachine] = []
     for usd, gpu, lease in offers:
         count = min(MOST_PER_KIND, int(usd_per_h / usd))
         for n in range(math.ceil(count / BUDGET_MACHINE)):
             size = min(BUDGET_MACHINE, count - n * BUDGET_MACHINE)
-            machines.append(Machine(name=f"m{len(machines)}", gpu=gpu, count=size, lease=lease))
+            machines.append(ClusterMachine(name=f"m{len(machines)}", gpu=gpu, count=size, lease=lease))
     if not machines:
         what = f"${usd_per_h:.2f} per hour buys no GPU"
         what += f"; the cheapest costs ${min(usd for usd, _, _ in offers):.2f}" if offers else ": no price is known"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from windfall.plan.choose import Choice, ComparedPlan, MachineGroup
+from windfall.plan.choose import ComparedPlan, MachineGroup, PlanChoice
 from windfall.plan.model import measured
 from windfall.plan.model.cluster import Kind
 from windfall.plan.search.plan import PlanRequest, RunPlan
 
 
-def report(name: str, request: PlanRequest, choice: Choice) -> list[str]:
+def report(name: str, request: PlanRequest, choice: PlanChoice) -> list[str]:
     w, e = request.work, request.efficiency
     held = ", ".join(f"{part} {error:.0%}" for part, error in measured.held_out().by_part().items())
     lines = [

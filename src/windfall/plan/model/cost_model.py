@@ -162,7 +162,7 @@ def _check_measured(gpu: Gpu, times: Service | None, gpus: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
+class PlannedTrainer:
     """A trainer on `gpus` GPUs of one type."""
 
     gpu: Gpu
@@ -201,7 +201,7 @@ def _trained_tokens(work: Workload) -> float:
 
 
 @lru_cache(maxsize=65536)
-def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, e: Efficiency) -> Training:
+def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, e: Efficiency) -> PlannedTrainer:
     """Training with FSDP on `gpus` GPUs, `per_machine` of them in one machine; raises DoesNotFit."""
     _check_measured(gpu, gpu.trainer, gpus)
     longest = work.prompt_tokens + work.max_tokens
@@ -238,7 +238,7 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
         compute_s, send_s, update_s = gpu.trainer.train_s * work.tokens, 0.0, gpu.trainer.update_s
         e = replace(e, slower=1.0)
     step_s = (max(compute_s, send_s) + update_s) * e.slower
-    return Training(
+    return PlannedTrainer(
         gpu=gpu, layout=f"fsdp {gpus}", gpus=gpus, compute_s=compute_s * e.slower, send_s=send_s * e.slower,
         update_s=update_s * e.slower, step_s=step_s, memory_bytes=rank.fixed + rank.least_activations, pack_tokens=pack,
         sent_bytes=packs * rank.sent_per_pack, last_share=1 / packs,
@@ -269,7 +269,7 @@ def apply_s(work: Workload) -> float:
     return work.update_bytes / LOOPBACK if work.delta < 1 else 0.0
 
 
-def own_engine(work: Workload, trained: Training, gpus: int, e: Efficiency) -> Replica | None:
+def own_engine(work: Workload, trained: PlannedTrainer, gpus: int, e: Efficiency) -> Replica | None:
     """The trainer's own engine (`fleet.local`): one on each of these GPUs, all together as one worker. Beside the
     trainer's state, each needs a KV cache and, if the trainer has several ranks, a copy of the weights. None: they do
     not fit."""

@@ -1,5 +1,6 @@
 """What the log of a run says to the planner: measured times of its devices, and its lengths. `check` (`windfall plan
---check`) compares a planned run with its plan, part by part. Pure but for `check` and `events_of`, which read files.
+--check`) compares a planned run with its plan, part by part. Pure but for `planned_run` and `events_of`, which read
+files.
 
 Times of a log hold for its model, its lengths and its engine. They replace the cost model's for machines of the same
 kind: same terms, same device, same price. The first step, which includes start-up, is left out.
@@ -26,7 +27,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.plan.model import cluster as clusters
 from windfall.plan.model import measured
-from windfall.plan.model.cluster import Cluster, Machine
+from windfall.plan.model.cluster import Cluster, ClusterMachine
 from windfall.plan.model.cost_model import LINK_SHARE
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.model.workload import Workload
@@ -82,7 +83,7 @@ class RunSpeeds:
     weights_s: float = 0.0
     """Median seconds from an offer of new weights until a worker holds them; a worker's first pull is longer."""
 
-    def worker(self, machine: Machine) -> Service | None:
+    def worker(self, machine: ClusterMachine) -> Service | None:
         price = 0.0 if machine.lease == "borrowed" else machine.kind.usd_per_h
         for kind, times in self.workers.items():
             if same_kind(kind, device=machine.gpu.name, lease=machine.lease, usd_per_h=price):
@@ -181,15 +182,20 @@ def _no_run(run: Path, missing: str) -> WindfallError:
     return WindfallError(what, where=str(run), fix="Give the folder of a run, such as runs/demo.")
 
 
-def check(run: Path) -> list[CheckedPart]:
+def planned_run(run: Path) -> tuple[Recipe, list[Event]]:
+    """The recipe and the log of a run that was planned."""
     if not (run / "recipe.toml").is_file():
         raise _no_run(run, "recipe.toml")
     recipe = config.load(run / "recipe.toml")
     if not recipe.plan.name:
         fix = "Only runs of a recipe from `windfall plan --write` can be checked."
         raise WindfallError("this run was not planned: its recipe has no [plan] section", where=str(run), fix=fix)
-    events = events_of(run)
-    seen = speeds(events, str(run))
+    return recipe, events_of(run)
+
+
+def check(recipe: Recipe, events: Sequence[Event], where: str) -> list[CheckedPart]:
+    """A run beside its plan."""
+    seen = speeds(events, where)
     return [*parts(recipe, events, seen), *_with_own_times(recipe, events, seen)]
 
 

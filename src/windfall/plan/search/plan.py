@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from windfall.plan.model import cost_model
-from windfall.plan.model.cluster import Cluster, Kind, Machine
-from windfall.plan.model.cost_model import LINK_SHARE, REPLICA_SIZES, Efficiency, Replica, Training
+from windfall.plan.model.cluster import Cluster, ClusterMachine, Kind
+from windfall.plan.model.cost_model import LINK_SHARE, REPLICA_SIZES, Efficiency, PlannedTrainer, Replica
 from windfall.plan.model.workload import Workload
 from windfall.plan.search.frontier import Objective, steps_per_s
 
@@ -71,7 +71,7 @@ class PlanRequest:
 class PlacedMachine:
     """What one machine does."""
 
-    machine: Machine
+    machine: ClusterMachine
     training: int = 0
     replicas: tuple[int, ...] = ()
     """GPUs of each of its engines."""
@@ -82,7 +82,7 @@ class PlacedMachine:
         return self.training + sum(self.replicas)
 
 
-class EngineGroup(NamedTuple):
+class PlannedEngines(NamedTuple):
     """Equal engines."""
 
     kind: Kind
@@ -95,8 +95,8 @@ class EngineGroup(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     work: Workload
-    training: Training
-    replicas: tuple[EngineGroup, ...]
+    training: PlannedTrainer
+    replicas: tuple[PlannedEngines, ...]
     placed: tuple[PlacedMachine, ...]
     rollout_s: float
     """Generation, rewards and weight update, per step."""
@@ -237,7 +237,7 @@ def pull_alone(request: PlanRequest, placed: Sequence[PlacedMachine]) -> float:
     return cost_model.pull_s(work, [(min(rates), 1)], 1) if rates else work.update_bytes / cost_model.LOOPBACK
 
 
-def traffic_usd(request: PlanRequest, placed: Sequence[PlacedMachine], trained: Training) -> float:
+def traffic_usd(request: PlanRequest, placed: Sequence[PlacedMachine], trained: PlannedTrainer) -> float:
     """Dollars per step for traffic between zones: every pull of an engine in a zone in which nothing trains, and the
     rings of a trainer in several zones, which leave every zone once."""
     links, sources = request.cluster.links, {p.machine.zone for p in placed if p.training}
@@ -253,8 +253,8 @@ def traffic_usd(request: PlanRequest, placed: Sequence[PlacedMachine], trained: 
 def score(
     request: PlanRequest,
     placed: Sequence[PlacedMachine],
-    engines: Sequence[EngineGroup],
-    trained: Training,
+    engines: Sequence[PlannedEngines],
+    trained: PlannedTrainer,
     own: Replica | None = None,
 ) -> RunPlan:
     """The plan with its predicted times and costs. `own`: the trainer's own engine, if it generates while the trainer

@@ -24,14 +24,14 @@ from functools import cached_property
 
 from windfall.errors import WindfallError
 from windfall.plan.model import cost_model
-from windfall.plan.model.cluster import Kind, Machine
-from windfall.plan.model.cost_model import DoesNotFit, Replica, Training
+from windfall.plan.model.cluster import ClusterMachine, Kind
+from windfall.plan.model.cost_model import DoesNotFit, PlannedTrainer, Replica
 from windfall.plan.search import frontier
 from windfall.plan.search.frontier import Counts, Engine, Objective, Problem, Trainer, solve
 from windfall.plan.search.partition import Graph, Partition, partition
 from windfall.plan.search.plan import (
-    EngineGroup,
     PlacedMachine,
+    PlannedEngines,
     PlanRequest,
     RunPlan,
     batch_at,
@@ -106,7 +106,7 @@ def fastest_by_price(rows: Sequence[tuple[float, float]], most: int) -> list[int
     return [out[i] for i in sorted({min(range(len(at)), key=lambda n: abs(at[n] - x)) for x in wanted})]
 
 
-def without(request: PlanRequest, machines: Sequence[Machine]) -> list[RunPlan]:
+def without(request: PlanRequest, machines: Sequence[ClusterMachine]) -> list[RunPlan]:
     """The plans for the rest of the cluster, as plans for all of it; empty: there is none."""
     left = request.cluster.without(machines)
     if not left.machines:
@@ -160,14 +160,14 @@ class Search:
     def __init__(self, request: PlanRequest) -> None:
         """Raises WindfallError if nothing fits."""
         self.request = request
-        self.kinds: list[tuple[Kind, list[Machine]]] = list(request.cluster.kinds().items())
+        self.kinds: list[tuple[Kind, list[ClusterMachine]]] = list(request.cluster.kinds().items())
         self.number = {kind: k for k, (kind, _) in enumerate(self.kinds)}
         self.have = [sum(m.count for m in machines) for _, machines in self.kinds]
         self.idle = [[PlacedMachine(machine=m) for m in machines] for _, machines in self.kinds]
         self.graphs = [_graph(request, machines) for _, machines in self.kinds]
         self.fastest = [max(map(max, graph.network)) for graph in self.graphs]
         """The fastest link between two machines of a kind. What a plan has is known when it is placed."""
-        self.trainers: dict[Trainer, Training] = {}
+        self.trainers: dict[Trainer, PlannedTrainer] = {}
         self.engines: dict[Engine, Replica] = {}
         w, e = request.work, request.efficiency
         why: dict[str, list[str]] = {"train": [], "generate": []}
@@ -388,7 +388,7 @@ class Search:
         found: dict[int, Partition] = {}
         trains, gpus = counts.trainer
         trained = self.trainers[counts.trainer]
-        sources: list[Machine] = []
+        sources: list[ClusterMachine] = []
         # The trainer first: other kinds are then placed near it.
         for k in sorted(range(len(self.kinds)), key=lambda k: k != trains):
             kind, machines = self.kinds[k]
@@ -421,7 +421,7 @@ class Search:
         engines = Counter((k, tp) for k, made in found.items() for row in made.replicas for tp in row)
         if not engines:
             return None
-        groups = [EngineGroup(self.kinds[e[0]][0], self.engines[e], n) for e, n in engines.items()]
+        groups = [PlannedEngines(self.kinds[e[0]][0], self.engines[e], n) for e, n in engines.items()]
         return score(self.request, placed, groups, trained)
 
     def _partition(self, counts: Counts, k: int, near: list[float]) -> Partition | None:
@@ -452,7 +452,7 @@ class Search:
         return WindfallError(what, where="cluster", fix="Add GPUs: one replica is needed besides the trainer.")
 
 
-def _graph(request: PlanRequest, machines: list[Machine]) -> Graph:
+def _graph(request: PlanRequest, machines: list[ClusterMachine]) -> Graph:
     """Machines of one kind and their links."""
     names = list(dict.fromkeys(m.zone for m in machines))
     between = [[request.cluster.links.between(a, b, same_type=True) for b in names] for a in names]

@@ -36,8 +36,8 @@ from windfall.controller.rollout.stream import Rollout
 from windfall.controller.scheduling.members import WorkerState
 from windfall.events.log import Event
 from windfall.link import messages as m
+from windfall.sim.chaos import InvariantBroken
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
-from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.chaos.staleness_invariants import StalenessInvariants
 from windfall.sim.core import loop as loops
 from windfall.sim.core.token_schedule import id_token_of
@@ -216,7 +216,7 @@ class Invariants:
         if life.trainer.hello is None:
             self._no_trainer_s = self._loop.time()
         for worker in self._simulation.fleet.workers.values():
-            hangs_since_s = getattr(worker.link, "hangs_since_s", None)
+            hangs_since_s = worker.link.hangs_since_s if isinstance(worker.link, FaultyLink) else None
             if hangs_since_s is None or worker.frozen:
                 continue
             hangs_s = self._loop.time() - max(hangs_since_s, self._injector.stall_ended_s, self._no_trainer_s)
@@ -292,20 +292,28 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
     trained = sum(":" not in id and int(id.partition("/")[0]) < next_task for id in rollout.history)
     outbox = d._outbox
     by_worker = {
-        "handles to release": set(d._releasing.values()), "timers": d.notices.timers, "queues": outbox._queues,
-        "links": outbox._links, "work": d.ledger._by_worker, "contexts": d.ledger._context, "prefills": g._prefilling,
+        "handles to release": set(d._releasing.values()),
+        "timers": d.notices.timers,
+        "queues": outbox._queues,
+        "links": outbox._links,
+        "work": d.ledger._by_worker,
+        "contexts": d.ledger._context,
+        "prefills": g._prefilling,
         "kept turns": g.turns._held,
-    }  # fmt: skip
+    }
     bounded = {
-        "responses": len(d.ledger.entries), "queued": len(d.ledger.queue), "running": len(d.ledger._running),
-        "groups with pages": len(g._prefix_holders), "sessions": len(g.turns._sessions),
+        "responses": len(d.ledger.entries),
+        "queued": len(d.ledger.queue),
+        "running": len(d.ledger._running),
+        "groups with pages": len(g._prefix_holders),
+        "sessions": len(g.turns._sessions),
         "responses with a chosen worker": len(g._move_targets),
-    }  # fmt: skip
+    }
     counts = {
         **{name: n for name, n in bounded.items() if n > limit},
         "responses of trained steps": trained,
         **{f"{name} of lost workers": len(set(workers) - here) for name, workers in by_worker.items()},
-    }  # fmt: skip
+    }
     return {name: n for name, n in counts.items() if n}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from windfall.controller import credit
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.ledger import journal_reader
 from windfall.controller.ledger.journal import Journal
@@ -30,7 +31,6 @@ from windfall.controller.scheduling.version_window import VersionWindow
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
 from windfall.sim.chaos.trial import trial
-from windfall.trainer import sample
 from windfall.training import TrainerLost
 
 FAULTS, SEEDS = 120, 16
@@ -314,7 +314,7 @@ def response_that_is_too_old_is_trained_on(patch: Patch) -> None:
 
 @breaks("bound", seed=1)
 def trainer_takes_every_token_for_fresh(patch: Patch) -> None:
-    patch.setattr(sample, "_lag", lambda response, version: None)
+    patch.setattr(credit, "_lag", lambda response, version: None)
 
 
 @breaks("twice", seed=2)

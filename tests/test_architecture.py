@@ -161,7 +161,7 @@ LIGHT = [
     "run.supervisor",
     "run.commands.offline",
     "run.views.top",
-    "sim.report.command",
+    "sim.report.compare",
     "sim.calibrate.command",
     "plan.command",
 ]

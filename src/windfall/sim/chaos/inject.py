@@ -142,7 +142,8 @@ class FlakyEnv:
     """An environment in which some responses never get a reward, and others fail once when a fault asks for it."""
 
     def __init__(self, env: Any, seed: int) -> None:
-        self._env, self._seed = env, seed
+        self._env = env
+        self._seed = seed
         self.failing = 0
         self._failed: set[str] = set()
 
@@ -166,10 +167,13 @@ class FlakyEnv:
 class FaultInjector:
     def __init__(self, simulation: Simulation, faults: Iterator[Fault], count: int) -> None:
         """Inject the first `count` of these faults. With 0, nothing fails but the rewards that are always missing."""
-        self.simulation, self.done = simulation, Counter[str]()
+        self.simulation = simulation
+        self.done = Counter[str]()
         self.on_send: Any = lambda link, message: None
         """Called with every message from the controller to a worker, before it is sent."""
-        self._faults, self._left, self._stalled_s = faults, count, 0.0
+        self._faults = faults
+        self._left = count
+        self._stalled_s = 0.0
         self._steps_after = 2 * simulation.scenario.recipe.rollout.staleness
         """Number of steps to complete after the step in which the last fault strikes. With staleness, these train on
         most of what was open at that time."""
@@ -182,7 +186,8 @@ class FaultInjector:
         There may be several, because a token may be lost and generated again."""
         self._link_faults: dict[str, LinkFaults] = {}
         """Pending link faults by node."""
-        self._fleet, self._loop = simulation.fleet, cast(VirtualLoop, asyncio.get_running_loop())
+        self._fleet = simulation.fleet
+        self._loop = cast(VirtualLoop, asyncio.get_running_loop())
         self.env = simulation.env = FlakyEnv(simulation.env, simulation.scenario.recipe.run.seed)
         simulation.token_schedule.distinct_tokens = True
         self._fleet.make_link = partial(FaultyLink, self)

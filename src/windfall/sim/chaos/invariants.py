@@ -58,7 +58,8 @@ Batch = dict[int, str]
 
 class Invariants:
     def __init__(self, injector: FaultInjector) -> None:
-        self._injector, self._simulation = injector, injector.simulation
+        self._injector = injector
+        self._simulation = injector.simulation
         self._loop = asyncio.get_running_loop()
         self.checks = 0
         """Number of times that the invariants were checked."""
@@ -140,7 +141,9 @@ class Invariants:
             self._staleness.forget_tokens(self._accepted_before)
         self._accepted_before.clear()
         self._reopened = None
-        self._life, self._checked, self._ledger_counts = life, {}, None
+        self._life = life
+        self._checked = {}
+        self._ledger_counts = None
         self.controller_starts.append(self._loop.time())
 
     # tokens, again, version, holder
@@ -233,7 +236,8 @@ class Invariants:
 
     def _check_progress(self, now: float, progress: Any) -> None:
         if progress != self._last_progress:
-            self._last_progress, self._progress_s = progress, now
+            self._last_progress = progress
+            self._progress_s = now
         elif now - self._progress_s > PROGRESS_S:
             what = f"no token in {PROGRESS_S:g} s; waiting tasks:\n{loops.waiting_tasks(self._loop)}"
             raise InvariantBroken("progress", what)

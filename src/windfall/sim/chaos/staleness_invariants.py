@@ -31,8 +31,11 @@ from windfall.sim.core.token_schedule import id_token_of
 class StalenessInvariants:
     def __init__(self, injector: FaultInjector) -> None:
         recipe = injector.simulation.scenario.recipe
-        self._injector, self._trainer, self._recipe = injector, injector.simulation.trainer, recipe
-        self.bound, self._size = recipe.rollout.staleness, recipe.rollout.group_size
+        self._injector = injector
+        self._trainer = injector.simulation.trainer
+        self._recipe = recipe
+        self.bound = recipe.rollout.staleness
+        self._size = recipe.rollout.group_size
         self._previous: dict[str, tuple[int, str]] = {}
         """By digest: its version, and the digest of the weights that it was trained from."""
         self._digest = ""

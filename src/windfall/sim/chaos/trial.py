@@ -189,9 +189,13 @@ class _ChaosRun:
     """A simulated run with its faults and invariants."""
 
     def __init__(self, recipe: Recipe, faults: Iterator[Fault], count: int, log: Path) -> None:
-        self._recipe, self._faults, self._count, self.log = recipe, faults, count, log
+        self._recipe = recipe
+        self._faults = faults
+        self._count = count
+        self.log = log
         self.last_events: deque[Event] = deque(maxlen=LAST_EVENTS)
-        self.end_s, self._failed = 0.0, False
+        self.end_s = 0.0
+        self._failed = False
         self.invariants: Any = None
 
     def run(self) -> InvariantBroken | None:
@@ -213,7 +217,8 @@ class _ChaosRun:
         bill_invariant.check(self.log, *starts, stays)
 
     def _start(self, simulation: run.Simulation) -> None:
-        self.simulation, self.injector = simulation, FaultInjector(simulation, self._faults, self._count)
+        self.simulation = simulation
+        self.injector = FaultInjector(simulation, self._faults, self._count)
         self.invariants = Invariants(self.injector)
 
     def _check(self) -> None:

@@ -46,7 +46,8 @@ class RecordedLengths:
             for sibling, length in enumerate(row)
             if length  # 0: it was dropped because it was too old
         }
-        self._seed, self._evals = seed, list(record.evals)
+        self._seed = seed
+        self._evals = list(record.evals)
         all_lengths = sorted(self._by_seed.values())
         self._others = MeasuredLengths(lengths=all_lengths)
         self.median = all_lengths[len(all_lengths) // 2]
@@ -68,7 +69,8 @@ class RecordedEnv(SimEnv):
 
     def __init__(self, record: Record, reward_s: float) -> None:
         super().__init__(seed=record.recipe.run.seed, reward_mean=0.0, reward_s=reward_s)
-        self._replaced, self._run_seed = record.replaced, record.recipe.run.seed
+        self._replaced = record.replaced
+        self._run_seed = record.recipe.run.seed
 
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         await super().feedback(task, turns)

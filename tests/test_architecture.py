@@ -142,7 +142,9 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "plan/model/workload.py",
     "plan/model/cost_model.py",
     "plan/search/partition.py",
-    "plan/run/replan.py",
+    "plan/search/frontier.py",
+    "plan/search/plan.py",
+    "plan/search/planner.py",
 ]
 PURE_MAY_IMPORT = {
     "__future__", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum", "functools",
@@ -156,7 +158,7 @@ LIGHT = [
     "run.supervisor",
     "run.commands.offline",
     "run.views.top",
-    "sim.report.command",
+    "sim.report.compare",
     "sim.calibrate.command",
     "plan.command",
 ]

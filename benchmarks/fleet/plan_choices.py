@@ -15,13 +15,13 @@ import argparse
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from windfall.plan import command
+from windfall.plan import choose
+from windfall.plan.choose import ComparedPlan
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload, delta_share
-from windfall.plan.report import Row, speed, usd_per_100
 from windfall.plan.run import recipe
 from windfall.plan.search import planner
-from windfall.plan.search.request import LOSSES_PER_H, Request, SpotMarket
+from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
 from windfall.recipe import Recipe
 from windfall.sim.core.scenario import with_keys
 
@@ -54,46 +54,48 @@ CASES = (
 )
 
 
-def request(case: Case) -> Request:
+def request(case: Case) -> PlanRequest:
     made = cluster.from_text(case.gpus)
     if case.zone:
         machines = tuple(replace(m, zone=case.zone) if m.lease == "spot" else m for m in made.machines)
         made = replace(made, machines=machines, links=replace(made.links, zones=(("", case.zone, 1.25e9),)))
     work = Workload(shape=MODELS[case.model], delta=delta_share(recipe.LR), **case.keys)
-    return Request(
+    return PlanRequest(
         cluster=made, work=work, efficiency=measured.efficiency(), objective=case.objective, spot=MARKET,  # pyright: ignore
     )  # fmt: skip
 
 
-def value(case: Case, row: Row) -> float:
+def value(case: Case, row: ComparedPlan) -> float:
     """Higher is better."""
-    return speed(*row) if case.objective == "throughput" else 1 / usd_per_100(*row)
+    return row.tok_per_s if case.objective == "throughput" else 1 / row.usd_per_100
 
 
 class Choice(NamedTuple):
-    chosen: Row
-    others: dict[str, Row]
+    chosen: ComparedPlan
+    others: dict[str, ComparedPlan]
     """Alternatives by name."""
 
 
 def compare(case: Case, seed: int = 0) -> Choice:
     asked = request(case)
     base = with_keys(Recipe(), {"run": {"seed": 0}})
-    found = command.best(asked, base, simulate=True)
-    known = {row[0].counts: row for row in found.compared} if seed == 0 else {}
+    found = choose.best(asked, base, simulate=True)
+    known = {row.plan.counts: row for row in found.compared} if seed == 0 else {}
     again = with_keys(base, {"run": {"seed": seed}})
 
-    def simulated(plan: Any) -> Row:
-        return known.get(plan.counts) or (plan, recipe.simulate(plan, asked, again))
+    def simulated(plan: Any) -> ComparedPlan:
+        return known.get(plan.counts) or ComparedPlan(plan, recipe.simulate(plan, asked, again))
 
-    others: dict[str, Row] = {}
-    chosen = simulated(found.ranked[0][0])
+    others: dict[str, ComparedPlan] = {}
+    chosen = simulated(found.ranked[0].plan)
     parts = {"": planner.ranked(asked, planner.search(asked))}
     parts |= {f"without {n}, ": planner.without(asked, machines) for n, machines in asked.cluster.groups().items()}
     for part, plans in parts.items():
         for plan in planner.by_own_engine(asked, plans):
             name, row = f"{part}local {'on' if plan.own else 'off'}", simulated(plan)
-            if plan.counts != chosen[0].counts and (name not in others or value(case, row) > value(case, others[name])):
+            if plan.counts != chosen.plan.counts and (
+                name not in others or value(case, row) > value(case, others[name])
+            ):
                 others[name] = row
     return Choice(chosen, others)
 
@@ -114,11 +116,11 @@ def main() -> None:
     for n in chosen:
         case = CASES[n]
         made = compare(case, args.seed)
-        plan, row = made.chosen[0], made.chosen
+        plan, row = made.chosen.plan, made.chosen
         others = "; ".join(f"{name} {value(case, o) / value(case, row):.2f}" for name, o in made.others.items())
         cells = [
-            f"{n + 1}. {case.name}: {case.gpus}", plan.name, f"{plan.tok_per_s:,.0f}, {speed(*row):,.0f}",
-            f"{usd_per_100(*row):.2f}", others or "none", f"{max(0.0, behind(case, made)):.1%}",
+            f"{n + 1}. {case.name}: {case.gpus}", plan.name, f"{plan.tok_per_s:,.0f}, {row.tok_per_s:,.0f}",
+            f"{row.usd_per_100:.2f}", others or "none", f"{max(0.0, behind(case, made)):.1%}",
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -33,7 +33,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from windfall.plan.run import review
+from windfall.plan.run import run_log
 from windfall.run_folder import read_json
 
 RECIPE = """
@@ -139,7 +139,7 @@ def train(recipe: Path, run: Path, workers: list[str], share: float, out: Path) 
             raise RuntimeError(f"the run failed: {out.read_text()}")
 
 
-def one_round(o: argparse.Namespace, folder: Path) -> list[review.Part]:
+def one_round(o: argparse.Namespace, folder: Path) -> list[run_log.CheckedPart]:
     probe, cluster, planned = folder / "probe.toml", folder / "cluster.toml", folder / "planned.toml"
     probe.write_text(probe_recipe(folder, steps=o.steps, groups=o.groups, staleness=o.staleness))
     cluster.write_text(CLUSTER)
@@ -157,7 +157,7 @@ def one_round(o: argparse.Namespace, folder: Path) -> list[review.Part]:
     commands = re.findall(r"then on \w+: (windfall worker .*)", done.stdout)
     planned.write_text(planned.read_text().replace('name = "probe"', 'name = "planned"', 1))
     train(planned, folder / "runs" / "planned", commands, o.share, folder / "out")
-    return review.review(folder / "runs" / "planned")
+    return run_log.check(*run_log.planned_run(folder / "runs" / "planned"), "planned")
 
 
 def main() -> int:
@@ -176,9 +176,9 @@ def main() -> int:
             before = os.getloadavg()[0]
             parts = one_round(o, Path(folder))
             print(f"round {n + 1}, load {before:.1f} before and {os.getloadavg()[0]:.1f} after")
-            print("\n".join([review.HEADER, *map(str, parts)]), flush=True)
+            print("\n".join([run_log.HEADER, *map(str, parts)]), flush=True)
             errors.append(next(p.error for p in parts if p.name == "tokens per second"))
-            own += [p.error for p in parts if p.name == review.OWN_TIMES]
+            own += [p.error for p in parts if p.name == run_log.OWN_TIMES]
     middle = statistics.median(errors)
     print(f"tokens per second, planned relative to measured: median {middle:+.1%} of {[f'{e:+.1%}' for e in errors]}")
     middle_own = f"median {statistics.median(own):+.1%} of {[f'{e:+.1%}' for e in own]}" if own else "not known"

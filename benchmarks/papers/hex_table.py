@@ -5,11 +5,11 @@
     python benchmarks/papers/hex_table.py search      search times for 24 to 512 GPUs
     python benchmarks/papers/hex_table.py held-out    errors of the cost model on H200 figures that it was not fitted to
 
-The planner may use all that the paper's systems have: DP x TP x PP and engines on up to 8 GPUs. GPUs, links and prices
-are the paper's. Assumptions: the efficiencies of measured.py (one H200), 512 prompts with 16 responses per step and at
-most 27,648 tokens as in AReaL (arXiv 2505.24298), log-normal lengths with a median of 6,000 tokens (sigma 0.8), prompts
-of 1,024, staleness 4. One number is fitted: the factor on all times, so that 24 H800 train the 7B model at the paper's
-5,980 tokens per second. It cancels in all ratios.
+Training is windfall's FSDP, where the paper's systems have DP x TP x PP; engines span up to 8 GPUs. GPUs, links and
+prices are the paper's. Assumptions: the efficiencies of measured.py (one H200), 512 prompts with 16 responses per step
+and at most 27,648 tokens as in AReaL (arXiv 2505.24298), log-normal lengths with a median of 6,000 tokens (sigma 0.8),
+prompts of 1,024, staleness 4. One number is fitted: the factor on all times, so that 24 H800 train the 7B model at the
+paper's 5,980 tokens per second. It cancels in all ratios.
 
 Sensitivities: `--h800 sxm` plans with the data sheet of the SXM module; the paper's H800 has the FLOP/s and bandwidth
 of a PCIe card. `--h20 0.35` changes what an H20 reaches of its bandwidth. `--train 1.33` multiplies the work of
@@ -29,20 +29,18 @@ import time
 from dataclasses import dataclass, replace
 
 from windfall.plan.model import devices, measured
-from windfall.plan.model.cluster import Cluster, Links, Machine
+from windfall.plan.model.cluster import Cluster, ClusterMachine, Links
 from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.devices import Gpu
 from windfall.plan.model.workload import MODELS, Workload
-from windfall.plan.search import planner, solvers
-from windfall.plan.search.request import Capabilities, Request
-from windfall.plan.search.scoring import Plan
+from windfall.plan.search import frontier, planner
+from windfall.plan.search.plan import PlanRequest, RunPlan
 
 PAPER = {"1.5B": (1.36, 2.80, 18_400, 17_900), "7B": (1.31, 2.76, 5_980, 6_000), "14B": (1.50, 2.29, 2_160, 2_300)}
 """Speed-up over all-H800 and all-H20 at equal budget; tokens/s of 24 H800 and of 8 H800 + 24 H20."""
 SCHEDULER_S = {24: "14.9 s", 32: "23.1 s", 40: "46.7 s", 56: "2.0 min"}
 BUDGET = 126.72
 """Dollars per hour of 24 H800."""
-CAN = Capabilities(replica_sizes=(1, 2, 4, 8), megatron=True)
 LINKS = Links(same_type=5e9, across_types=1.5e9)
 MIXTURES = (4, 8, 12, 16, 20)
 """Numbers of H800; the rest of the budget buys H20."""
@@ -68,19 +66,23 @@ class Assumptions:
         )  # fmt: skip
 
     def cluster(self, h800: int, h20: int) -> Cluster:
-        machines: list[Machine] = []
+        machines: list[ClusterMachine] = []
         for gpu, count in ((self.h800, h800), (self.h20, h20)):
             for n in range(0, count, 8):
-                machines.append(Machine(name=f"m{len(machines)}", gpu=gpu, count=min(8, count - n)))
+                machines.append(
+                    ClusterMachine(name=f"m{len(machines)}", gpu=gpu, count=min(8, count - n), engine="vllm")
+                )
         return Cluster(machines=tuple(machines), links=LINKS)
 
-    def best(self, model: str, h800: int, h20: int, **keys) -> Plan:
-        request = Request(
-            cluster=self.cluster(h800, h20), work=self.workload(model), efficiency=self.efficiency, can=CAN, top=3,
+    def best(self, model: str, h800: int, h20: int, **keys) -> RunPlan:
+        request = PlanRequest(
+            cluster=self.cluster(h800, h20), work=self.workload(model), efficiency=self.efficiency, top=3,
             **keys,
         )  # fmt: skip
-        # Without the preference for a cheaper plan of nearly the same speed: ratios of speeds are compared.
-        return min(planner.search(request), key=lambda p: solvers.key(request.objective, p.tok_per_s, p.usd_per_h))
+        # The paper's trainers do not generate. Ratios of speeds are compared, so that a cheaper plan of nearly the
+        # same speed is not preferred.
+        plans = [p for p in planner.search(request) if p.own is None]
+        return min(plans, key=lambda p: frontier.key(request.objective, p.tok_per_s, p.usd_per_h))
 
     def calibrated(self) -> Assumptions:
         return replace(self, slower=self.best("7B", 24, 0).tok_per_s / PAPER["7B"][2])
@@ -120,7 +122,7 @@ def _bandwidth(gpu: Gpu) -> float:
     return gpu.bandwidth
 
 
-def row(model: str, name: str, p: Plan, paper: float | None, ratio: str = "", theirs: float | None = None) -> str:
+def row(model: str, name: str, p: RunPlan, paper: float | None, ratio: str = "", theirs: float | None = None) -> str:
     made = f"{name}: {p.name} ({p.training.layout}); {p.bottleneck}" if name else ""
     cells = [model, made, f"{p.usd_per_h:.0f}", f"{p.tok_per_s:,.0f}", f"{paper:,}" if paper else "", ratio]
     return f"| {' | '.join(cells)} | {theirs or ''} |"

@@ -42,7 +42,7 @@ from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe import Recipe
 from windfall.sim.core import scenario
-from windfall.sim.report import equal_steps, variants
+from windfall.sim.report import figures, variants
 
 SLOWER = 1.34
 """The value that rlboost_table.py fits."""
@@ -121,7 +121,7 @@ def simulate(case: Case, policies: Sequence[str]) -> list[dict[str, Any]]:
             w = scenario.build(variants.apply(recipe(case), policy))
             if given is not None:
                 w = replace(w, changes=tuple(given))
-            runs.append(equal_steps.simulate(w, Path(place) / f"{policy}.jsonl"))
+            runs.append(figures.simulate(w, Path(place) / f"{policy}.jsonl"))
             cpu_s.append(time.process_time() - began_s)
         up = trace.summary(runs[0].scenario.changes, case.seconds).mean_up
         return [
@@ -132,7 +132,7 @@ def simulate(case: Case, policies: Sequence[str]) -> list[dict[str, Any]]:
                 "killed": f.killed, "steps": f.steps, "completed": run.completed, "up": up, "cpu_s": spent_s,
             }
             for policy, run, f, spent_s in zip(
-                policies, runs, equal_steps.figures_of_equal_steps(runs), cpu_s, strict=True
+                policies, runs, figures.figures_of_equal_steps(runs), cpu_s, strict=True
             )
         ]  # fmt: skip
 

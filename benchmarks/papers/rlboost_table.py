@@ -30,7 +30,7 @@ from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe import Recipe
 from windfall.sim.core import scenario
-from windfall.sim.report import equal_steps, variants
+from windfall.sim.report import figures, variants
 from windfall.sim.report.figures import Figures
 
 PAPER = {"8B": (1.66, 1.34), "14B": (1.97, 1.49), "32B": (1.51, 1.28)}
@@ -62,11 +62,11 @@ class Bench:
             w = scenario.build(variants.apply(recipe, name))
             if changes is not None and name != "colocated":
                 w = replace(w, changes=tuple(changes))
-            done.append(equal_steps.simulate(w, self.folder / f"{name}.jsonl"))
+            done.append(figures.simulate(w, self.folder / f"{name}.jsonl"))
             self.runs += 1
             status = f"{recipe.run.name}, {name}: run {self.runs}, {time.perf_counter() - self.began_s:.0f} s"
             print(f"\r{status:<70}", end="", file=sys.stderr, flush=True)
-        return equal_steps.figures_of_equal_steps(done)
+        return figures.figures_of_equal_steps(done)
 
     def steps(self, more: int = 0) -> dict[str, Any]:
         return {"run": {"steps": (6 if self.quick else 10) + more}, "sim": {"skip_steps": 4}}

@@ -7,7 +7,7 @@ once undisturbed and once with two of the four killed at random throughout.
 All processes are windfall's own. Each of the five costs a fifth of the price of the GPU ($3.29 per hour, an H200 on
 spot; cost/prices.py has the table). A killed worker is not billed until another one replaces it.
 
-    python scripts/plot_run.py FOLDER/left-alone FOLDER/two-of-four-killed docs/loop-gpu.svg       plots both rewards
+    windfall plot FOLDER/left-alone FOLDER/two-of-four-killed --panels reward --out docs/loop-gpu.svg    plots both
 """
 
 from __future__ import annotations

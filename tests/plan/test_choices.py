@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.fleet import plan_choices as b
 from windfall.errors import WindfallError
-from windfall.plan import command, report
+from windfall.plan import choose, command, report
 from windfall.plan.model import cluster, cost_model, devices, measured
 from windfall.plan.model.workload import MODELS, Workload, model
 from windfall.plan.run import recipe
 from windfall.plan.search import planner
-from windfall.plan.search.request import LOSSES_PER_H, Request, SpotMarket, useful_share
+from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
 from windfall.recipe import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], delta=0.025)
@@ -23,9 +23,9 @@ README = "8xH100 + 6x2xH100:spot"
 MARKET = SpotMarket(losses_per_h=LOSSES_PER_H, assumed=True)
 
 
-def request(text: str, **keys: Any) -> Request:
+def request(text: str, **keys: Any) -> PlanRequest:
     keys = {"work": WORK, "spot": MARKET, **keys}
-    return Request(cluster=cluster.from_text(text), efficiency=measured.efficiency(), **keys)
+    return PlanRequest(cluster=cluster.from_text(text), efficiency=measured.efficiency(), **keys)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -49,17 +49,17 @@ def test_machines_that_add_nothing_are_not_paid_for() -> None:
 
 
 def test_report_says_what_every_group_adds_and_shows_the_frontier() -> None:
-    found = command.best(request(README), Recipe(), simulate=False)
+    found = choose.best(request(README), Recipe(), simulate=False)
     groups = {g.name: g for g in found.groups}
     assert list(groups) == ["8 H100", "12 H100 spot"]
     assert groups["8 H100"].other is None  # spot machines never train
     other = groups["12 H100 spot"].other
     assert other is not None
-    assert not any(p.replicas for p in other[0].placed if p.machine.lease == "spot")
-    speeds = [report.speed(*row) for row in found.frontier]
+    assert not any(p.replicas for p in other.plan.placed if p.machine.lease == "spot")
+    speeds = [row.tok_per_s for row in found.frontier]
     assert len(speeds) > 3
     assert speeds == sorted(speeds)
-    lines = "\n".join(report.report("8B", request(README), found.ranked, found.frontier, found.groups))
+    lines = "\n".join(report.report("8B", request(README), found))
     assert "needed: no plan without it" in lines
     assert "$/100 steps" in lines
     assert "(plan 1)" in lines
@@ -97,7 +97,7 @@ def test_cost_model_counts_the_tail() -> None:
     plan = planner.fixed(asked, "H100", 4, {(kinds["reserved"], 1): 4, (kinds["spot"], 1): 12})
     assert plan is not None
     assert plan.bottleneck == "longest responses"
-    assert plan.tok_per_s == pytest.approx(recipe.simulate(plan, asked).tok_per_s, rel=0.12)
+    assert plan.tok_per_s == pytest.approx(recipe.simulate(plan, asked, Recipe()).tok_per_s, rel=0.12)
 
 
 def test_trainers_own_engine_is_planned_where_it_fits_and_helps() -> None:
@@ -110,8 +110,8 @@ def test_trainers_own_engine_is_planned_where_it_fits_and_helps() -> None:
     assert on.own is not None
     assert on.tok_per_s > 1.02 * off.tok_per_s
     assert "the trainer's own engine" in on.name
-    assert recipe.write(on, asked, None).fleet.local
-    assert not recipe.write(off, asked, None).fleet.local
+    assert recipe.write(on, asked, Recipe()).fleet.local
+    assert not recipe.write(off, asked, Recipe()).fleet.local
     large = replace(WORK, shape=MODELS["Qwen3-32B"])
     trained = cost_model.fsdp(large, devices.find("H200"), 8, 8, 1e9, measured.efficiency())
     assert cost_model.own_engine(large, trained, 8, measured.efficiency()) is None
@@ -119,7 +119,7 @@ def test_trainers_own_engine_is_planned_where_it_fits_and_helps() -> None:
 
 def test_boots_after_losses_lower_what_a_spot_machine_is_good_for() -> None:
     kinds = {kind.lease: kind for kind in cluster.from_text(README).kinds()}
-    calm, assumed = (useful_share(request(README, spot=m), kinds["spot"]) for m in (SpotMarket(), MARKET))
+    calm, assumed = (request(README, spot=m).useful_share(kinds["spot"]) for m in (SpotMarket(), MARKET))
     assert calm == 1.0
     assert assumed == pytest.approx(1 - LOSSES_PER_H * (60 + WORK.weights_bytes / 10e9) / 3600)
     assert command._spot(None, 90.0) == SpotMarket(losses_per_h=LOSSES_PER_H, boot_s=90.0, assumed=True)

@@ -11,12 +11,11 @@ import pytest
 
 from benchmarks.fleet import plan_cpu as cpu
 from windfall import recipe as config
-from windfall.events.log import read
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.inputs import recipe_workload
-from windfall.plan.run import recipe, review
+from windfall.plan.run import advice, recipe, run_log
 from windfall.plan.search import planner
-from windfall.plan.search.request import Request
+from windfall.plan.search.plan import PlanRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 Windfall = Callable[..., tuple[int, str, str]]
@@ -40,7 +39,7 @@ def test_a_plan_is_run_checked_and_advised(windfall: Windfall, here: Path) -> No
     code, out, err = windfall("plan", "--check", "runs/planned")
     assert (code, err) == (0, ""), out
     parts = ("tokens per second", "training, per million", "reserved cpu at $0.50/h", "price per million")
-    for part in (*parts, review.OWN_TIMES):
+    for part in (*parts, run_log.OWN_TIMES):
         assert part in out
     # How close they are is measured by benchmarks/fleet/plan_cpu.py: other work on this machine may change by more.
     figures = re.search(r"tokens per second +([\d.]+) +([\d.]+)", out)
@@ -55,15 +54,14 @@ def test_a_run_is_advised_when_its_spot_worker_is_too_dear(here: Path) -> None:
     data = tomllib.loads(cpu.CLUSTER)
     device = {"memory_gb": 16, "bandwidth_gb_per_s": 20, "tflops": 0.1, "link_gb_per_s": 1}
     made = cluster.parse({**data, "device": [{"name": "cpu", **device, **rows}]}, "cluster.toml")
-    asked = Request(cluster=made, work=recipe_workload(base), efficiency=measured.efficiency(), objective="cost")
+    asked = PlanRequest(cluster=made, work=recipe_workload(base), efficiency=measured.efficiency(), objective="cost")
     own, spot = made.kinds()
     plan = planner.fixed(asked, "cpu", 1, {(own, 1): 1, (spot, 1): 1})
     assert plan is not None
     (here / "dear.toml").write_text(config.dump(recipe.write(plan, asked, base)))
     dear = cpu.SPOT.replace("--price 0.2", "--price 20")
     cpu.train(here / "dear.toml", here / "runs" / "dear", [dear], 1.0, here / "out")
-    log = read(here / "runs/dear/events.jsonl")
-    advice = [e for e in log if e["name"].startswith("replan")]
-    assert [e["name"] for e in advice] == ["replan"], [e["name"] for e in log if e["kind"] == "instant"]
-    assert "spot" not in advice[0]["plan"]
-    assert advice[0]["gain"] > 1
+    found = advice.better_plan(*run_log.planned_run(here / "runs/dear"))
+    assert found is not None
+    assert "spot" not in found.best.name
+    assert found.gain > 1

@@ -10,25 +10,25 @@ import pytest
 
 from windfall import recipe as config
 from windfall.errors import WindfallError
-from windfall.plan import command
+from windfall.plan import choose, command
 from windfall.plan.model import cluster, inputs, measured
 from windfall.plan.model.workload import MODELS, Workload, delta_share
-from windfall.plan.run import recipe, review, run_log
+from windfall.plan.run import recipe, run_log
 from windfall.plan.search import planner
-from windfall.plan.search.request import Request
+from windfall.plan.search.plan import PlanRequest
 from windfall.recipe import Recipe
 from windfall.recipe.worker_sources import SOURCES
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=64, group_size=8, sigma=0.4)
 
 
-def request(text: str, **keys: Any) -> Request:
-    return Request(cluster=cluster.from_text(text), work=WORK, efficiency=measured.efficiency(), **keys)
+def request(text: str, **keys: Any) -> PlanRequest:
+    return PlanRequest(cluster=cluster.from_text(text), work=WORK, efficiency=measured.efficiency(), **keys)
 
 
-def from_toml(*machines: dict[str, Any], **keys: Any) -> Request:
+def from_toml(*machines: dict[str, Any], **keys: Any) -> PlanRequest:
     made = cluster.parse({"machine": list(machines)}, "c.toml")
-    return Request(cluster=made, work=WORK, efficiency=measured.efficiency(), **keys)
+    return PlanRequest(cluster=made, work=WORK, efficiency=measured.efficiency(), **keys)
 
 
 TRAINER = {"gpu": "H100", "count": 8, "address": "10.0.0.5"}
@@ -89,12 +89,12 @@ def test_a_trainer_on_several_machines_needs_an_address() -> None:
     best = planner.fixed(asked, "H100", 9, {(kind, 1): 7})
     assert best is not None
     with pytest.raises(WindfallError, match="address"):
-        recipe.write(best, asked, None)
+        recipe.write(best, asked, Recipe())
     machines = tuple(replace(m, address="10.0.0.5") for m in asked.cluster.machines)
     asked = replace(asked, cluster=replace(asked.cluster, machines=machines))
     best = planner.fixed(asked, "H100", 9, {(kind, 1): 7})
     assert best is not None
-    assert recipe.write(best, asked, None).fleet.host == "10.0.0.5"
+    assert recipe.write(best, asked, Recipe()).fleet.host == "10.0.0.5"
     assert any("windfall worker" in line or "windfall ranks" in line for line in recipe.commands(best))
 
 
@@ -115,14 +115,14 @@ def test_workers_of_a_provider_follow_from_the_plan(tmp_path: Path, monkeypatch:
 
 def test_plans_without_their_provider_are_refused_before_they_are_shown() -> None:
     asked = from_toml(TRAINER, {"gpu": "L40S", "count": 8, "machines": 2, "lease": "spot", "provider": "kubernetes"})
-    found = command.best(asked, Recipe(), simulate=False)
+    found = choose.best(asked, Recipe(), simulate=False)
     assert found.refused == ["machines of kubernetes: the recipe does not say how to start workers with kubernetes"]
     assert found.ranked
     assert not any(p.machine.provider for plan, _ in found.ranked for p in plan.placed)
     only = from_toml({"gpu": "H100", "count": 3}, {"gpu": "L40S", "machines": 4, "provider": "slurm"})
     base = config.parse({"fleet": {"slurm": {"partition": "gpu"}}}, "test")
     with pytest.raises(WindfallError, match="sbatch"):
-        command.best(only, base, simulate=False)
+        choose.best(only, base, simulate=False)
 
 
 def test_providers_are_those_of_recipes() -> None:
@@ -148,7 +148,7 @@ def test_vllm_must_be_installed_for_workers_of_the_trainers_machine(monkeypatch:
     monkeypatch.setattr("windfall.engine.vllm.installed.find", lambda: None)
     asked = from_toml({**TRAINER, "engine": "vllm"})
     with pytest.raises(WindfallError, match="need vLLM"):
-        command.best(asked, config.parse({"engine": {"name": "vllm"}}, "test"), simulate=False)
+        choose.best(asked, config.parse({"engine": {"name": "vllm"}}, "test"), simulate=False)
 
 
 def test_lenders_generate_for_nothing_and_never_train() -> None:
@@ -160,7 +160,7 @@ def test_lenders_generate_for_nothing_and_never_train() -> None:
     assert all(p.training == 0 for p in best.placed if p.machine.lease == "borrowed")
     paid = sum((p.training + sum(p.replicas)) * p.machine.kind.usd_per_h for p in best.placed)
     assert best.usd_per_h == pytest.approx(paid)
-    assert recipe.write(best, asked, None).fleet.borrowed_max == len(used)
+    assert recipe.write(best, asked, Recipe()).fleet.borrowed_max == len(used)
     assert sum("windfall serve 8B --lend" in line for line in recipe.commands(best, "8B")) == len(used)
     whole = from_toml({"gpu": "H100", "count": 4}, {**lender, "lent": 1.0})
     assert planner.plans(whole)[0].tok_per_s > best.tok_per_s
@@ -209,7 +209,7 @@ CPUS = (
 )
 
 
-def cpu_request() -> Request:
+def cpu_request() -> PlanRequest:
     asked, seen = from_toml(*CPUS), run_log.speeds(log(), "log")
     tiny = replace(WORK, shape=inputs.model_shape("tiny"), groups=16, group_size=4, max_tokens=160)
     work = run_log.with_lengths(tiny, seen.lengths, seen.prompt_tokens)
@@ -238,7 +238,8 @@ def test_a_run_is_compared_with_its_plan_part_by_part(tmp_path: Path) -> None:
     path.write_text(config.dump(recipe.write(planner.plans(asked)[0], asked, base)))
     planned = config.load(path)
     assert (planned.run.device, planned.fleet.workers, planned.train.ranks) == ("cpu", 1, 1)
-    found = {p.name: p for p in review.parts(planned, log(step_s=0.03))}
+    slower = log(step_s=0.03)
+    found = {p.name: p for p in run_log.parts(planned, slower, run_log.speeds(slower, "log"))}
     assert found["tokens per second"].measured == pytest.approx(1600)
     assert found["training, per million tokens"].error == pytest.approx(0.0)
     assert found["engine step, reserved cpu at $0.50/h, batch 32"].error == pytest.approx(0.052 / 0.062 - 1)

@@ -25,7 +25,7 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,12 @@ SNAPSHOT_TRIES = 10
 """Failed snapshots in a row that end the run, before the supervisor considers this process frozen."""
 
 
-def main(folder: Path, observe: Callable[[Recipe, EventLog], None] = lambda recipe, events: None) -> int:
-    """`observe`: may attach observers to the event log, before the run begins."""
+def main(folder: Path) -> int:
     recipe = config.load(folder / "recipe.toml")
     with folders.owned(folder, "controller", timeout_s=10.0):
         resumed = (folder / "events.jsonl").is_file()
         try:
             with contextlib.closing(EventLog(folder / "events.jsonl")) as events, _sinks(recipe, folder) as sinks:
-                observe(recipe, events)
                 asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks).run()))
         except WindfallError as e:
             return folders.fail(folder, "controller", e, 2)

@@ -3,8 +3,8 @@
     model/       what is planned with: devices, clusters, workloads, and the cost model
     search/      from a cluster and a workload to a list of plans
     run/         from a plan to a recipe that runs, to a simulation of it, and to advice and review of the run
-    options, command    `windfall plan`
+    choose       which plan to choose, by simulation
+    options, command, report    `windfall plan`
 
-Imports point down this list. Nothing but the command line imports this package; it also hands the observer of planned
-runs (run/live.py) to the controller. Method: AReaL-Hex (arXiv 2511.00796).
+Imports point down this list. Nothing but the command line imports this package. Method: AReaL-Hex (arXiv 2511.00796).
 """

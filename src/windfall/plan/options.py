@@ -40,7 +40,18 @@ def plan(
     if not what:
         raise WindfallError("nothing to plan", where="windfall plan", fix="Give a recipe or a model, such as 8B.")
     command.main(
-        what, cluster=cluster, gpus=gpus, budget=budget, prices=prices, objective=objective, deadline=deadline,
-        staleness=staleness, spot=spot, measured_in=measured, top=top, simulate=simulate, write=write,
+        what,
+        cluster=cluster,
+        gpus=gpus,
+        budget=budget,
+        prices=prices,
+        objective=objective,
+        deadline=deadline,
+        staleness=staleness,
+        spot=spot,
+        measured_in=measured,
+        top=top,
+        simulate=simulate,
+        write=write,
         overrides=set_ or (),
-    )  # fmt: skip
+    )

@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
+from windfall.plan.choose import ComparedPlan, MachineGroup, PlanChoice
 from windfall.plan.model import measured
 from windfall.plan.model.cluster import Kind
-from windfall.plan.run.recipe import Simulated
-from windfall.plan.search.request import Request
-from windfall.plan.search.scoring import Plan
-
-Row = tuple[Plan, Simulated | None]
-"""A plan, with its simulated figures if it was simulated."""
-FRONTIER = 8
-"""Rows of the table of speed and cost."""
+from windfall.plan.search.plan import PlanRequest, RunPlan
 
 
-class Group(NamedTuple):
-    """A group of machines, beside the chosen plan."""
-
-    name: str
-    used: bool
-    usd_per_h: float
-    """Dollars per hour that the chosen plan pays for it."""
-    other: Row | None
-    """The best plan without it, or with it if the chosen plan does not use it. None: there is none."""
-
-
-def report(
-    name: str, request: Request, ranked: Sequence[Row], frontier: Sequence[Row] = (), groups: Sequence[Group] = ()
-) -> list[str]:
+def report(name: str, request: PlanRequest, choice: PlanChoice) -> list[str]:
     w, e = request.work, request.efficiency
     held = ", ".join(f"{part} {error:.0%}" for part, error in measured.held_out().by_part().items())
     lines = [
@@ -43,48 +21,39 @@ def report(
     for kind, gpu in known.items():
         parts = [part for part, times in (("engine", gpu.worker), ("training", gpu.trainer)) if times is not None]
         lines.append(f"{kind}: {' and '.join(parts)} as measured")
-    for n, (plan, figures) in enumerate(ranked, start=1):
-        lines += ["", f"{n}. {plan.name}", *_plan_lines(plan, figures, request)]
-    if len(groups) > 1:
+    for n, row in enumerate(choice.ranked, start=1):
+        lines += ["", f"{n}. {row.plan.name}", *_plan_lines(row, request)]
+    chosen = choice.ranked[0]
+    if len(choice.groups) > 1:
         lines += ["", "what every group of machines adds to plan 1:"]
-        lines += [f"   {group.name:22} {_adds(group, ranked[0])}" for group in groups]
-    if len(frontier) > 1:
+        lines += [f"   {group.name:22} {_adds(group, chosen)}" for group in choice.groups]
+    if len(choice.frontier) > 1:
         lines += ["", "speed and cost, from the cheapest to the fastest plan (s: simulated, otherwise predicted):"]
         lines.append(f"   {'tok/s':>10} {'$/h':>9} {'$/100 steps':>12}  plan")
-        for plan, figures in frontier:
-            mark = "s" if figures else " "
-            usd = f"{plan.usd_per_h:9,.2f} {usd_per_100(plan, figures):12,.2f}"
-            chosen = " (plan 1)" if plan is ranked[0][0] else ""
-            lines.append(f"   {speed(plan, figures):9,.0f}{mark} {usd}  {plan.name}{chosen}")
-    return [*lines, "", *picture(ranked[0][0])]
+        for row in choice.frontier:
+            mark = "s" if row.figures else " "
+            usd = f"{row.plan.usd_per_h:9,.2f} {row.usd_per_100:12,.2f}"
+            first = " (plan 1)" if row.plan is chosen.plan else ""
+            lines.append(f"   {row.tok_per_s:9,.0f}{mark} {usd}  {row.plan.name}{first}")
+    return [*lines, "", *picture(chosen.plan)]
 
 
-def speed(plan: Plan, figures: Simulated | None) -> float:
-    """Tokens per second: simulated, or predicted."""
-    return figures.tok_per_s if figures else plan.tok_per_s
-
-
-def usd_per_100(plan: Plan, figures: Simulated | None) -> float:
-    """Dollars per 100 steps."""
-    return 100 * plan.work.tokens / speed(plan, figures) / 3600 * plan.usd_per_h
-
-
-def _adds(group: Group, chosen: Row) -> str:
+def _adds(group: MachineGroup, chosen: ComparedPlan) -> str:
     """What a group adds and costs: the chosen plan beside the best one without it, or the best one with it beside the
     chosen one."""
     if group.other is None:
         return f"needed: no plan without it; ${group.usd_per_h:.2f}/h" if group.used else "not used"
     more, less = (chosen, group.other) if group.used else (group.other, chosen)
-    tok_per_s = speed(*more) - speed(*less)
-    share = f"({tok_per_s / speed(*less):+.1%})"
-    usd = f"{more[0].usd_per_h - less[0].usd_per_h:+,.2f} $/h, "
-    usd += f"{usd_per_100(*more) - usd_per_100(*less):+,.2f} $/100 steps"
+    tok_per_s = more.tok_per_s - less.tok_per_s
+    share = f"({tok_per_s / less.tok_per_s:+.1%})"
+    usd = f"{more.plan.usd_per_h - less.plan.usd_per_h:+,.2f} $/h, "
+    usd += f"{more.usd_per_100 - less.usd_per_100:+,.2f} $/100 steps"
     if group.used:
         return f"{tok_per_s:+,.0f} tok/s {share}, {usd}; costs ${group.usd_per_h:.2f}/h"
     return f"not used; with it: {tok_per_s:+,.0f} tok/s {share}, {usd}"
 
 
-def _assumptions(request: Request) -> list[str]:
+def _assumptions(request: PlanRequest) -> list[str]:
     """Prices, links and the spot market, with where they come from."""
     kinds = request.cluster.kinds()
     lines = [f"prices per GPU-hour: {', '.join(f'{kind.name} {_price(kind)}' for kind in kinds)}"]
@@ -109,15 +78,6 @@ def _price(kind: Kind) -> str:
     return f"${kind.usd_per_h:.2f}" + (f" ({source})" if source else "")
 
 
-def run_hours(plan: Plan, figures: Simulated | None) -> float:
-    """Hours of all steps: simulated, or predicted."""
-    return plan.work.steps * plan.work.tokens / speed(plan, figures) / 3600
-
-
-def is_late(plan: Plan, figures: Simulated | None, request: Request) -> bool:
-    return request.objective == "deadline" and run_hours(plan, figures) > request.deadline_h * 1.001
-
-
 def duration(hours: float) -> str:
     """
     >>> duration(1.234), duration(0.05)
@@ -126,9 +86,10 @@ def duration(hours: float) -> str:
     return f"{hours:.2f} h" if hours >= 0.1 else f"{3600 * hours:.3g} s"
 
 
-def _plan_lines(plan: Plan, figures: Simulated | None, request: Request) -> list[str]:
+def _plan_lines(row: ComparedPlan, request: PlanRequest) -> list[str]:
+    plan, figures, hours = row.plan, row.figures, row.hours
     predicted = f"{plan.tok_per_s:,.0f} tok/s, ${plan.usd_per_mtok:.3f} per million tokens, ${plan.usd_per_h:.2f}/h"
-    lines, hours = [], run_hours(plan, figures)
+    lines = []
     if figures is not None:
         usd = plan.usd_per_h / 3600 / figures.tok_per_s * 1e6
         lines.append(
@@ -136,24 +97,25 @@ def _plan_lines(plan: Plan, figures: Simulated | None, request: Request) -> list
             f"{figures.trainer_idle:.0%}, workers {figures.workers_idle:.0%}"
         )
     gb = f"{plan.training.memory_bytes / 1e9:.3g} GB per GPU"
-    engines = ", ".join(f"{e.memory_bytes / 1e9:.3g} GB ({kind.name})" for kind, e, _, _ in plan.replicas)
-    late = ": later than the deadline" if is_late(plan, figures, request) else ""
-    return [
-        *lines,
+    engines = ", ".join(f"{g.engine.memory_bytes / 1e9:.3g} GB ({g.kind.name})" for g in plan.replicas)
+    late = ": later than the deadline" if row.is_late(request) else ""
+    lines += [
         f"   predicted   {predicted}; idle: trainer {plan.trainer_idle:.0%}, workers {plan.rollout_idle:.0%}",
         f"   run         {plan.work.steps} steps take {duration(hours)} and cost ${hours * plan.usd_per_h:,.2f}{late}",
         f"   training    {plan.training.layout}, {gb}; engines: {engines}",
         f"   bottleneck  {plan.bottleneck}: {plan.why}",
-        *([f"   traffic     ${plan.traffic_usd_per_h:.2f}/h between zones"] if plan.traffic_usd_per_h else []),
     ]
+    if plan.traffic_usd_per_h:
+        lines.append(f"   traffic     ${plan.traffic_usd_per_h:.2f}/h between zones")
+    return lines
 
 
-def picture(plan: Plan, most: int = 24) -> list[str]:
+def picture(plan: RunPlan, most: int = 24) -> list[str]:
     """The machines that the plan uses, one character per GPU."""
     lines = ["placement: T trains, R generates, = an engine over several GPUs, . unused"]
-    used = [p for p in plan.placed if p.training or p.replicas]
+    used = [p for p in plan.placed if p.used]
     for p in used[:most]:
-        row = "T" * p.training + "".join("R" + "=" * (tp - 1) for tp in p.replicas) + "." * p.idle
+        row = "T" * p.training + "".join("R" + "=" * (tp - 1) for tp in p.replicas) + "." * (p.machine.count - p.used)
         lines.append(f"   {p.machine.name:5} {p.machine.kind.name:16} {row}")
     if len(used) > most:
         lines.append(f"   and {len(used) - most} more machines")

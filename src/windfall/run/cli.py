@@ -27,7 +27,6 @@ from windfall.sim.options import sim
 
 if TYPE_CHECKING:
     from windfall.engine.engine_choice import EngineName
-    from windfall.events.log import EventLog
 
 
 class _Commands(TyperGroup):
@@ -231,15 +230,7 @@ def _controller(run: Path) -> None:
 
     process.tolerate_full_log()
     isolation.forbid_tracing()  # the run's secrets are in this process, and agents may be of the same user
-    raise typer.Exit(controller.main(run, observe=_advise_on_plan))
-
-
-def _advise_on_plan(recipe: config.Recipe, events: EventLog) -> None:
-    """Only planned runs need the planner."""
-    if recipe.plan.name:
-        from windfall.plan.run import live
-
-        live.attach(recipe, events)
+    raise typer.Exit(controller.main(run))
 
 
 @app.command(name="_trainer", hidden=True)

@@ -44,10 +44,10 @@ SimFit = Annotated[
 def sim(
     what: SimWhat = None,
     seeds: Annotated[
-        int, typer.Option(min=1, help="Number of simulations, each with its own seed. Not for calibrate.")
+        int, typer.Option(min=1, help="Number of simulations, each with its own seed. Not for calibrate and --replay.")
     ] = 1,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for figures (JSON, CSV, SVG) and event logs. Not for calibrate.")
+        Path | None, typer.Option(help="Directory for figures (JSON) and event logs. Not for calibrate.")
     ] = None,
     compare: Annotated[
         str, typer.Option(rich_help_panel=FOR_RECIPE, help="Variants to compare, separated by commas, or all.")
@@ -77,7 +77,9 @@ def sim(
 
         if what:
             raise WindfallError("a replay uses the recipe of its run", where="--replay", fix=f"Leave out {what[0]}.")
-        replays.main(replay, fit=fit, out=out, seeds=seeds)
+        if seeds > 1:
+            raise WindfallError("a replay uses the seed of its run", where="--replay", fix="Leave out --seeds.")
+        replays.main(replay, fit=fit, out=out)
         return
     if not what:
         raise WindfallError("nothing to simulate", where="windfall sim", fix="Give a recipe, or --replay RUN.")
@@ -87,16 +89,16 @@ def sim(
         calibrate.main([Path(w) for w in what[1:]], gpu=gpu, to=to)
         return
     if what[0] == "chaos":
-        from windfall.sim.chaos import command as chaos_command
+        from windfall.sim.chaos import trial as chaos
 
         if len(what) > 1:
             fix = "Leave it out: chaos generates its own runs."
             raise WindfallError(f"unexpected argument {what[1]!r}", where="windfall sim chaos", fix=fix)
-        chaos_command.main(seeds=seeds, seed=seed, faults=faults, out=out)
+        chaos.main(seeds=seeds, seed=seed, faults=faults, out=out)
         return
-    from windfall.sim.report import command
+    from windfall.sim.report import compare as variants
 
     if len(what) > 1:
         fix = "Simulate one recipe at a time."
         raise WindfallError(f"{len(what)} recipes given", where="windfall sim", fix=fix)
-    command.main(config.load(Path(what[0]), set), seeds=seeds, names=compare, out=out)
+    variants.main(config.load(Path(what[0]), set), seeds=seeds, names=compare, out=out)

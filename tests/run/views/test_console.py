@@ -142,16 +142,6 @@ def test_advice_is_shown_once_when_it_asks_for_a_change(capsys: pytest.CaptureFi
     assert "(+26% tokens per dollar)" in lines[0]
 
 
-def test_another_plan_is_advised_with_its_gain(capsys: pytest.CaptureFixture[str]) -> None:
-    advice: Event = {"kind": "instant", "name": "replan", "plan": "train 5 H100", "objective": "cost", "why": "prices"}
-    with Console(Recipe(), FOLDER) as console:
-        console.show({**advice, "gain": 0.25})
-        console.show({**advice, "gain": None})
-    out = " ".join(capsys.readouterr().out.split())
-    assert "another plan would be 25% better (cost): train 5 H100; since prices" in out
-    assert "possible, and this one is not" in out
-
-
 def test_summary_of_a_finished_run() -> None:
     events = [
         scalar("eval", step=0, reward=0.125, tasks=8),

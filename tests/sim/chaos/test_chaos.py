@@ -18,7 +18,7 @@ import pytest
 
 from windfall.controller.scheduling.placement import Placement
 from windfall.errors import WindfallError
-from windfall.sim.chaos import command
+from windfall.sim.chaos import trial as trials
 from windfall.sim.chaos.faults import KINDS
 from windfall.sim.chaos.trial import TrialResult, trial
 
@@ -74,7 +74,7 @@ def test_same_seed_gives_the_same_log_in_every_process(tmp_path: Path) -> None:
 
 
 def test_command_prints_the_faults_by_kind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    command.main(seeds=2, seed=3, faults=60, out=tmp_path / "logs")
+    trials.main(seeds=2, seed=3, faults=60, out=tmp_path / "logs")
     output = capsys.readouterr().out
     assert "120 faults in 2 runs of" in output
     assert all(kind in output for kind in KINDS)
@@ -88,6 +88,6 @@ def test_command_prints_how_to_replay_a_broken_invariant(
     with pytest.raises(
         WindfallError, match=r"seed 0: level: the controller still holds after step 1: .*groups with pages"
     ) as e:
-        command.main(seeds=3, seed=0, faults=60)
+        trials.main(seeds=3, seed=0, faults=60)
     assert "windfall sim chaos --seed 0 --seeds 1 --faults 60" in e.value.fix
     assert '"name": "step"' in capsys.readouterr().out, "the last events"

@@ -130,10 +130,7 @@ def test_second_half_is_predicted_from_the_first(ran: Make, tmp_path: Path) -> N
     assert result["figures"]["killed"]["predicted"] == result["figures"]["killed"]["measured"] > 0
     assert [row["step"] for row in result["steps"]] == [5, 6, 7, 8]
     assert (tmp_path / "out" / "replay.jsonl").is_file()
-    out = run_sim("--replay", str(folder), "--fit", "all", "--seeds", "3")
-    assert "not a prediction" in out
-    low, high = re.findall(r"([\d,.]+) to ([\d,.]+)", next(line for line in out.splitlines() if "tokens/s" in line))[0]
-    assert float(low.replace(",", "")) < float(high.replace(",", "")), "small differences of speed change the figures"
+    assert "not a prediction" in run_sim("--replay", str(folder), "--fit", "all")
 
 
 def test_machines_that_became_slower_are_reported(ran: Make) -> None:

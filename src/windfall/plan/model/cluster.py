@@ -113,7 +113,7 @@ class Links:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class ClusterMachine:
     name: str
     gpu: Gpu
     count: int
@@ -157,12 +157,12 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    machines: tuple[Machine, ...]
+    machines: tuple[ClusterMachine, ...]
     links: Links = field(default_factory=Links)
 
-    def kinds(self) -> dict[Kind, list[Machine]]:
+    def kinds(self) -> dict[Kind, list[ClusterMachine]]:
         """Machines by kind, in the order of the cluster."""
-        out: dict[Kind, list[Machine]] = {}
+        out: dict[Kind, list[ClusterMachine]] = {}
         for machine in self.machines:
             out.setdefault(machine.kind, []).append(machine)
         return out
@@ -175,33 +175,33 @@ class Cluster:
     def usd_per_h(self) -> float:
         return sum(m.count * m.kind.usd_per_h for m in self.machines)
 
-    def bandwidth(self, a: Machine, b: Machine) -> float:
+    def bandwidth(self, a: ClusterMachine, b: ClusterMachine) -> float:
         """Bytes per second between a GPU of one machine and a GPU of another, or of the same one."""
         if a.name == b.name:
             return a.gpu.link
         return self.links.between(a.zone, b.zone, same_type=a.gpu.name == b.gpu.name)
 
-    def pull_rate(self, worker: Machine, sources: Iterable[Machine]) -> float:
+    def pull_rate(self, worker: ClusterMachine, sources: Iterable[ClusterMachine]) -> float:
         """Bytes per second at which a machine pulls new weights from the best of these."""
         alike = {(source.zone, source.gpu.name, source.name == worker.name): source for source in sources}
         return self.links.pull or max(self.bandwidth(worker, source) for source in alike.values())
 
-    def groups(self) -> dict[str, list[Machine]]:
+    def groups(self) -> dict[str, list[ClusterMachine]]:
         """Machines that are rented together: same kind, same zone. By name, in the order of the cluster.
 
         >>> list(from_text("8xH100 + 6x2xH100:spot").groups())
         ['8 H100', '12 H100 spot']
         """
-        found: dict[tuple[Kind, str], list[Machine]] = {}
+        found: dict[tuple[Kind, str], list[ClusterMachine]] = {}
         for machine in self.machines:
             found.setdefault((machine.kind, machine.zone), []).append(machine)
-        out: dict[str, list[Machine]] = {}
+        out: dict[str, list[ClusterMachine]] = {}
         for (kind, zone), machines in found.items():
             name = f"{sum(m.count for m in machines)} {kind.name}" + (f" in {zone}" if zone else "")
             out[name if name not in out else f"{name} at ${kind.usd_per_h:g}"] = machines
         return out
 
-    def without(self, machines: Iterable[Machine]) -> Cluster:
+    def without(self, machines: Iterable[ClusterMachine]) -> Cluster:
         gone = {m.name for m in machines}
         return replace(self, machines=tuple(m for m in self.machines if m.name not in gone))
 
@@ -227,7 +227,7 @@ def parse(
     for row in _tables(data, "device", where):
         gpu = _device(row, where)
         table[gpu.name] = gpu
-    machines: list[Machine] = []
+    machines: list[ClusterMachine] = []
     for row in _tables(data, "machine", where):
         machines += _machines(row, table, where, len(machines), engine)
     links = data.get("links", {})
@@ -250,7 +250,7 @@ def parse(
     return _checked(tuple(machines), where, made)
 
 
-def _zone_link(row: Mapping[str, Any], machines: Sequence[Machine], where: str) -> tuple[str, str, float]:
+def _zone_link(row: Mapping[str, Any], machines: Sequence[ClusterMachine], where: str) -> tuple[str, str, float]:
     _only(row, ZONE_KEYS, where)
     named, known = row.get("between"), {m.zone for m in machines if m.zone}
     if not isinstance(named, list) or len(named) != 2 or not all(isinstance(zone, str) for zone in named):
@@ -268,7 +268,7 @@ def from_text(text: str, known: Mapping[str, Gpu] | None = None, engine: EngineN
     '8 H100 + 12 H100 spot'
     """
     table = {**devices.TABLE, **(known or {})}
-    machines: list[Machine] = []
+    machines: list[ClusterMachine] = []
     for part in re.split(r"[+,]", text):
         found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([\w-]+)\s*(?::\s*(\w+))?\s*", part)
         if found is None:
@@ -279,7 +279,7 @@ def from_text(text: str, known: Mapping[str, Gpu] | None = None, engine: EngineN
     return _checked(tuple(machines), "--gpus", Links())
 
 
-def _checked(machines: tuple[Machine, ...], where: str, links: Links) -> Cluster:
+def _checked(machines: tuple[ClusterMachine, ...], where: str, links: Links) -> Cluster:
     cluster = Cluster(machines=machines, links=links)
     if not machines:
         raise WindfallError("the cluster has no machines", where=where, fix="Add a [[machine]] table.")
@@ -294,7 +294,7 @@ def _check_size(gpus: int, where: str) -> None:
 
 def _machines(
     row: Mapping[str, Any], table: Mapping[str, Gpu], where: str, first: int, engine: EngineName
-) -> list[Machine]:
+) -> list[ClusterMachine]:
     _only(row, MACHINE_KEYS, f"{where}, [[machine]]")
     if not isinstance(row.get("gpu"), str):
         raise WindfallError(f"a machine has no GPU: gpu is {row.get('gpu')!r}", where=where, fix='Set gpu = "H100".')
@@ -314,7 +314,7 @@ def _machines(
     for key, value, example in (("address", address, "10.0.0.5"), ("zone", zone, "a")):
         if not isinstance(value, str):
             raise WindfallError(f"{key} is {value!r}", where=where, fix=f'Give a text: {key} = "{example}".')
-    machine = Machine(
+    machine = ClusterMachine(
         name="", gpu=gpu, count=count, lease=lease, lent=lent, engine=_choice(row, "engine", ENGINES, where, engine),
         provider=_choice(row, "provider", ("", *PROVIDERS), where, ""), zone=zone,
     )  # fmt: skip

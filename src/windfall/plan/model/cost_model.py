@@ -6,7 +6,7 @@ Rollout, one replica of `tp` GPUs (a decode step; the terms of HexGen, and a ter
     + batch x sampling + 2 all-reduces per layer if tp > 1
 
 Training, per step: FSDP over n GPUs of one type (trainer/ranks/rank_budget.py for memory and bytes), computation and
-communication overlapped; or DP x TP x PP as in AReaL-Hex: stages + (m - 1) x slowest stage + DP + PP + optimizer.
+communication overlapped.
 
 A weight update costs the rollout side a pull and, for running responses, one prefill of their context.
 
@@ -162,12 +162,12 @@ def _check_measured(gpu: Gpu, times: Service | None, gpus: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
+class PlannedTrainer:
     """A trainer on `gpus` GPUs of one type."""
 
     gpu: Gpu
     layout: str
-    """How the GPUs divide the work, such as "fsdp 8" or "dp 2 x tp 4 x pp 1"."""
+    """How the GPUs divide the work, such as "fsdp 8"."""
     gpus: int
     compute_s: float
     send_s: float
@@ -201,7 +201,7 @@ def _trained_tokens(work: Workload) -> float:
 
 
 @lru_cache(maxsize=65536)
-def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, e: Efficiency) -> Training:
+def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, e: Efficiency) -> PlannedTrainer:
     """Training with FSDP on `gpus` GPUs, `per_machine` of them in one machine; raises DoesNotFit."""
     _check_measured(gpu, gpu.trainer, gpus)
     longest = work.prompt_tokens + work.max_tokens
@@ -238,49 +238,10 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
         compute_s, send_s, update_s = gpu.trainer.train_s * work.tokens, 0.0, gpu.trainer.update_s
         e = replace(e, slower=1.0)
     step_s = (max(compute_s, send_s) + update_s) * e.slower
-    return Training(
+    return PlannedTrainer(
         gpu=gpu, layout=f"fsdp {gpus}", gpus=gpus, compute_s=compute_s * e.slower, send_s=send_s * e.slower,
         update_s=update_s * e.slower, step_s=step_s, memory_bytes=rank.fixed + rank.least_activations, pack_tokens=pack,
         sent_bytes=packs * rank.sent_per_pack, last_share=1 / packs,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=65536)
-def megatron(
-    work: Workload, gpu: Gpu, dp: int, tp: int, pp: int, per_machine: int, network: float, e: Efficiency
-) -> Training:
-    """Training with DP x TP x PP and a sharded optimizer, by the cost of AReaL-Hex; raises DoesNotFit. windfall's own
-    trainer does not run this layout; it is for reproducing the paper."""
-    shape, gpus = work.shape, dp * tp * pp
-    longest = work.prompt_tokens + work.max_tokens
-    if tp > per_machine or shape.kv_heads % tp or shape.layers % pp:
-        raise DoesNotFit(f"tp {tp} x pp {pp} does not divide {shape.layers} layers and {shape.kv_heads} KV heads")
-    parameters = shape.parameters / (tp * pp)
-    kept = shape.kept(VALUE_BYTES)
-    activations = longest * (shape.layers / pp * kept.least * pp + 2 * kept.all) / tp
-    memory = (VALUE_BYTES + 4) * parameters + (STATE_BYTES - 4) * parameters / dp + activations
-    if memory > activation_memory.MAX_MEMORY_SHARE * gpu.memory_bytes:
-        raise DoesNotFit(f"dp {dp} x tp {tp} x pp {pp} needs {memory / 1e9:.0f} GB per {gpu.name}")
-    tokens = _trained_tokens(work) / dp
-    micro = max(longest, 16_384)
-    m = max(1, math.ceil(tokens / micro))
-    inside, outside = gpu.link * LINK_SHARE, network * LINK_SHARE
-    stage_s = tokens / m * _token_s(work, gpu, e, RECOMPUTE) / (pp * tp)
-    if tp > 1:
-        moved = 2 * (tp - 1) / tp * tokens / m * shape.hidden * VALUE_BYTES
-        stage_s += 6 * shape.layers / pp * (moved / inside + ALL_REDUCE_S)
-    send_s = 2 * m * (pp - 1) * (tokens / m) * shape.hidden * VALUE_BYTES
-    send_s /= inside if tp * pp <= per_machine else outside
-    # Every GPU of a pipeline has a ring of its own, and the rings through a machine share its network.
-    dp_link = inside if gpus <= per_machine else outside / min(per_machine, tp * pp)
-    send_s += 2 * 4 * parameters * (dp - 1) / dp / dp_link
-    compute_s = pp * stage_s + (m - 1) * stage_s
-    update_s = optimizer_s(STATE_BYTES * parameters / dp, gpu.bandwidth, e)
-    update_s += e.publish_s + work.weights_bytes / gpus / e.publish_bytes_per_s
-    return Training(
-        gpu=gpu, layout=f"dp {dp} x tp {tp} x pp {pp}", gpus=gpus, compute_s=compute_s * e.slower,
-        send_s=send_s * e.slower, update_s=update_s * e.slower, step_s=(compute_s + send_s + update_s) * e.slower,
-        memory_bytes=memory, pack_tokens=micro,
     )  # fmt: skip
 
 
@@ -308,7 +269,7 @@ def apply_s(work: Workload) -> float:
     return work.update_bytes / LOOPBACK if work.delta < 1 else 0.0
 
 
-def own_engine(work: Workload, trained: Training, gpus: int, e: Efficiency) -> Replica | None:
+def own_engine(work: Workload, trained: PlannedTrainer, gpus: int, e: Efficiency) -> Replica | None:
     """The trainer's own engine (`fleet.local`): one on each of these GPUs, all together as one worker. Beside the
     trainer's state, each needs a KV cache and, if the trainer has several ranks, a copy of the weights. None: they do
     not fit."""

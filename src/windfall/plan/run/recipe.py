@@ -17,7 +17,7 @@ import math
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,15 @@ from windfall.plan.model import cluster as clusters
 from windfall.plan.model.cluster import PROVIDERS, Kind
 from windfall.plan.model.workload import Workload, hub_id
 from windfall.plan.model.workload import model as find_model
-from windfall.plan.search.request import Request, useful_share
-from windfall.plan.search.scoring import Placed, Plan, pull_alone
+from windfall.plan.search.plan import PlacedMachine, PlanRequest, RunPlan, pull_alone
 from windfall.providers.trace_formats import Change
 from windfall.recipe import Recipe
-from windfall.recipe.worker_sources import WorkerSource
+from windfall.recipe.worker_sources import Kubernetes, Ray, SkyPilot, Slurm, WorkerSource
 from windfall.run import worker_sources
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.core.scenario import with_keys
+from windfall.sim.core.service import Service
 from windfall.sim.report.figures import figures
 
 PORT = 29400
@@ -54,32 +54,35 @@ AWAY_S = 1e-3
 """Seconds after the start at which spot workers leave that are away on average."""
 
 
-def trainer_keys(plan: Plan) -> dict[str, float]:
-    """The trainer's machine for [sim]: the keys of sim/core/service.py, with its own engine if that generates."""
-    engine, work = (plan.own or plan.replicas[0][1]).service, plan.work
-    train_s = max(1e-12, plan.train_s - plan.training.update_s) / work.tokens
-    return {**_engine_keys(engine), "train_s": train_s, "update_s": plan.training.update_s}
-
-
-def _engine_keys(service: Any) -> dict[str, float]:
+def _engine_keys(service: Service) -> dict[str, float]:
+    """An engine for [sim]: the keys of sim/core/service.py without those of training."""
     names = ("fixed_s", "each_s", "context_s", "prefill_s", "over_batch", "over_s")
-    return {name: value for name in names if (value := getattr(service, name))}
+    return {name: value for name in names if (value := asdict(service)[name])}
 
 
-def sim_keys(plan: Plan, request: Request) -> dict[str, Any]:
-    """Section [sim]."""
-    work, first = plan.work, plan.replicas[0][1]
+def sim_keys(plan: RunPlan, request: PlanRequest) -> dict[str, Any]:
+    """Section [sim]. The trainer's machine has its own engine if that generates."""
+    work, first = plan.work, plan.replicas[0].engine
+    trainer = plan.own or first
+    train_s = max(1e-12, plan.train_s - plan.training.update_s) / work.tokens
     # If all engines pull at once, that takes as long as planned; one alone has all that its link has.
-    together = sum(n for _, _, n, _ in plan.replicas) * work.pull_bytes / plan.pull_s
+    together = sum(g.count for g in plan.replicas) * work.pull_bytes / plan.pull_s
     alone = work.pull_bytes / pull_alone(request, plan.placed)
     return {
-        "trainer": trainer_keys(plan), "worker": _engine_keys(first.service), "worker_slots": first.slots,
-        "trainer_slots": (plan.own or first).slots, "worker_kv_tokens": first.kv_tokens,
-        "weights_bytes": float(work.pull_bytes), "boot_s": request.spot.boot_s,
-        "egress_bytes_per_s": together, "ingress_bytes_per_s": min(together, alone),
-        "prompt_tokens": work.prompt_tokens, "median_tokens": work.median_tokens, "sigma": work.sigma,
+        "trainer": {**_engine_keys(trainer.service), "train_s": train_s, "update_s": plan.training.update_s},
+        "worker": _engine_keys(first.service),
+        "worker_slots": first.slots,
+        "trainer_slots": trainer.slots,
+        "worker_kv_tokens": first.kv_tokens,
+        "weights_bytes": float(work.pull_bytes),
+        "boot_s": request.spot.boot_s,
+        "egress_bytes_per_s": together,
+        "ingress_bytes_per_s": min(together, alone),
+        "prompt_tokens": work.prompt_tokens,
+        "median_tokens": work.median_tokens,
+        "sigma": work.sigma,
         "reward_s": work.reward_s,
-    }  # fmt: skip
+    }
 
 
 LR, ADAPTER_LR = 1e-6, 1e-5
@@ -97,11 +100,12 @@ def of_model(name: str, overrides: Sequence[str] = ()) -> Recipe:
     sizes = {f.name: f.default for f in fields(Workload)}
     adapters = any(text.startswith("train.lora") for text in overrides)
     data = {
-        "run": {"steps": sizes["steps"]}, "model": {"path": name if known else hub_id(find_model(name)[0])},
+        "run": {"steps": sizes["steps"]},
+        "model": {"path": name if known else hub_id(find_model(name)[0])},
         "rollout": {key: sizes[key] for key in ("groups", "group_size", "max_tokens", "staleness")},
         "train": {"lr": ADAPTER_LR if adapters else LR},
         "sim": {key: sizes[key] for key in ("prompt_tokens", "median_tokens", "sigma")},
-    }  # fmt: skip
+    }
     return config.parse(data, f"the recipe of {name}", overrides)
 
 
@@ -120,11 +124,10 @@ def with_notes(text: str) -> str:
     return "\n".join(out)
 
 
-def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulated | None = None) -> Recipe:
+def write(plan: RunPlan, request: PlanRequest, base: Recipe, simulated: Simulated | None = None) -> Recipe:
     """The recipe that runs this plan; raises WindfallError if an address, a provider's section or vLLM is missing."""
     training = [p for p in plan.placed if p.training]
     first = training[0]
-    base = base or Recipe()
     train: dict[str, Any] = {"ranks": first.training, "machines": len(training)}
     fleet = _fleet(plan, base)
     if len(training) > 1 or any(p.replicas for p in plan.placed if p is not first):
@@ -145,9 +148,14 @@ def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulate
     data = base.model_dump(exclude_none=True)
     for section, keys in {
         "run": {"device": "cpu"} if first.machine.gpu.name == "cpu" else {},
-        "rollout": {"staleness": plan.work.staleness}, "train": train, "fleet": fleet, "trace": {"nodes": 0},
-        "engine": engine, "sim": sim_keys(plan, request), "plan": plan_keys(plan, request, simulated),
-    }.items():  # fmt: skip
+        "rollout": {"staleness": plan.work.staleness},
+        "train": train,
+        "fleet": fleet,
+        "trace": {"nodes": 0},
+        "engine": engine,
+        "sim": sim_keys(plan, request),
+        "plan": plan_keys(plan, request, simulated),
+    }.items():
         data[section].update(keys)
     if first.machine.engine == "vllm" and first.replicas and installed.find() is None:
         fix = f'Install it: {install_command("vllm")}; or set engine = "windfall" for that machine in the cluster file.'
@@ -155,17 +163,20 @@ def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulate
     return config.parse(data, where="the planned recipe")
 
 
-def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
+def _fleet(plan: RunPlan, base: Recipe) -> dict[str, Any]:
     """Section [fleet], with the sections of providers."""
     training = [p for p in plan.placed if p.training]
     first = training[0]
     here = [tp for tp in first.replicas if tp == 1]
     borrowed = sum(len(p.replicas) for p in plan.placed if p.machine.lease == "borrowed")
     fleet: dict[str, Any] = {
-        "local": plan.own is not None, "workers": len(here), "workers_max": 0, "kind": "reserved",
+        "local": plan.own is not None,
+        "workers": len(here),
+        "workers_max": 0,
+        "kind": "reserved",
         "borrowed_max": borrowed,
         "trainer_price_usd_per_h": round(sum(p.training * p.machine.kind.usd_per_h for p in training), 4),
-    }  # fmt: skip
+    }
     if here:
         fleet["price_usd_per_h"] = round(first.machine.kind.usd_per_h, 4)
     for name in PROVIDERS:
@@ -182,24 +193,31 @@ def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
             what = f"the plan has {len(found)} kinds of workers from {name}; a recipe can have one"
             fix = "Give all machines of this provider the same GPU, terms and engine."
             raise WindfallError(what, where=f"fleet.{name}", fix=fix)
-        fleet[name] = {**section.model_dump(exclude_none=True), **_source_keys(name, section, *found.pop(), count)}
+        fleet[name] = {**section.model_dump(exclude_none=True), **_source_keys(section, *found.pop(), count)}
     return fleet
 
 
-def _source_keys(name: str, section: WorkerSource, kind: Kind, tp: int, count: int) -> dict[str, Any]:
+def _source_keys(section: WorkerSource, kind: Kind, tp: int, count: int) -> dict[str, Any]:
     """The keys of a provider's section that follow from the plan."""
     cpu = kind.gpu.name == "cpu"
     keys: dict[str, Any] = {
-        "workers": count, "workers_max": 0, "kind": kind.lease, "engine": kind.engine, "tensor_parallel": tp,
-        "device": "cpu" if cpu else "auto", "price_usd_per_h": round(tp * kind.usd_per_h, 4),
-    }  # fmt: skip
-    match name:
-        case "ray" | "kubernetes":
-            keys["gpus"] = 0 if cpu else (float(tp) if name == "ray" else tp)
-        case "skypilot":
+        "workers": count,
+        "workers_max": 0,
+        "kind": kind.lease,
+        "engine": kind.engine,
+        "tensor_parallel": tp,
+        "device": "cpu" if cpu else "auto",
+        "price_usd_per_h": round(tp * kind.usd_per_h, 4),
+    }
+    match section:
+        case Ray():
+            keys["gpus"] = 0 if cpu else float(tp)
+        case Kubernetes():
+            keys["gpus"] = 0 if cpu else tp
+        case SkyPilot():
             keys["accelerators"] = [] if cpu else f"{kind.gpu.name}:{tp}"
-        case "slurm":
-            typed = getattr(section, "gpus", "").rpartition(":")[0]
+        case Slurm():
+            typed = section.gpus.rpartition(":")[0]
             keys["gpus"] = "0" if cpu else f"{typed}:{tp}" if typed else str(tp)
     return keys
 
@@ -220,38 +238,51 @@ def provider_refusal(name: str, base: Recipe) -> WindfallError | None:
     return None
 
 
-def refusal(plan: Plan, request: Request, base: Recipe | None) -> WindfallError | None:
+def refusal(plan: RunPlan, request: PlanRequest, base: Recipe) -> WindfallError | None:
     """Why this plan cannot run from here: a provider or an engine is missing. Missing addresses are asked for only when
     a recipe is written. None: it can."""
     first = next(p for p in plan.placed if p.training)
     named = replace(first.machine, address=first.machine.address or SOME_ADDRESS)
     placed = tuple(replace(p, machine=named) if p is first else p for p in plan.placed)
     try:
-        if base is not None:
-            write(replace(plan, placed=placed), request, base)
+        write(replace(plan, placed=placed), request, base)
     except WindfallError as error:
         return error
     return None
 
 
-def plan_keys(plan: Plan, request: Request, simulated: Simulated | None) -> dict[str, Any]:
+def plan_keys(plan: RunPlan, request: PlanRequest, simulated: Simulated | None) -> dict[str, Any]:
     """Section [plan]."""
     tok_per_s = simulated.tok_per_s if simulated else plan.tok_per_s
     return {
-        "name": plan.name, "objective": request.objective, "step_s": plan.work.tokens / tok_per_s,
-        "tok_per_s": tok_per_s, "usd_per_h": plan.usd_per_h, "train_s": plan.train_s, "rollout_s": plan.rollout_s,
+        "name": plan.name,
+        "objective": request.objective,
+        "step_s": plan.work.tokens / tok_per_s,
+        "tok_per_s": tok_per_s,
+        "usd_per_h": plan.usd_per_h,
+        "train_s": plan.train_s,
+        "rollout_s": plan.rollout_s,
         "budget_usd_per_h": request.budget_usd_per_h if math.isfinite(request.budget_usd_per_h) else 0.0,
-        "deadline_h": request.deadline_h, "trainer_device": plan.training.gpu.name,
-        "trainer_gpus": plan.training.gpus, "cluster": clusters.dump(request.cluster),
+        "deadline_h": request.deadline_h,
+        "trainer_device": plan.training.gpu.name,
+        "trainer_gpus": plan.training.gpus,
+        "cluster": clusters.dump(request.cluster),
         "workers": [
-            {"device": kind.gpu.name, "lease": kind.lease, "price_usd_per_h": round(engine.tp * kind.usd_per_h, 4),
-             "count": count, "gpus": engine.tp, "batch": float(batch), "worker": _engine_keys(engine.service)}
+            {
+                "device": kind.gpu.name,
+                "lease": kind.lease,
+                "price_usd_per_h": round(engine.tp * kind.usd_per_h, 4),
+                "count": count,
+                "gpus": engine.tp,
+                "batch": float(batch),
+                "worker": _engine_keys(engine.service),
+            }
             for kind, engine, count, batch in plan.replicas
         ],
-    }  # fmt: skip
+    }
 
 
-def commands(plan: Plan, model: str = "MODEL") -> Iterator[str]:
+def commands(plan: RunPlan, model: str = "MODEL") -> Iterator[str]:
     """What to start on which machine, besides the run itself and the workers of providers."""
     first = next(p for p in plan.placed if p.training)
     for p in plan.placed:
@@ -263,7 +294,7 @@ def commands(plan: Plan, model: str = "MODEL") -> Iterator[str]:
             yield from (f"{p.machine.name}: {line}" for line in _worker_commands(p, here=p is first))
 
 
-def _worker_commands(p: Placed, *, here: bool) -> Iterator[str]:
+def _worker_commands(p: PlacedMachine, *, here: bool) -> Iterator[str]:
     """One command for all engines on one GPU, which the run starts by itself on its own machine; one for each engine
     on several GPUs."""
     machine, at = p.machine, p.training
@@ -289,61 +320,80 @@ class Simulated:
     """Trained response tokens per second."""
     trainer_idle: float
     workers_idle: float
-    step_s: tuple[float, ...]
 
 
-def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, measured: int = SIM_STEPS) -> Simulated:
-    """Figures of the plan over `measured` steps, run by the product's controller in virtual time."""
-    steps = SIM_SKIP + plan.work.staleness + measured
+def simulate(plan: RunPlan, request: PlanRequest, base: Recipe) -> Simulated:
+    """Figures of the plan, run by the product's controller in virtual time."""
     work = plan.work
-    recipe = with_keys(base or Recipe(), {
-        "run": {"steps": steps, "name": "plan"}, "eval": {"tasks": 0}, "checkpoint": {"every": 100_000},
-        "algorithm": {"kl": 0.0}, "trace": {"nodes": sum(n for _, _, n, _ in plan.replicas), "file": None},
-        "rollout": {
-            "groups": work.groups, "group_size": work.group_size, "max_tokens": work.max_tokens,
-            "staleness": work.staleness,
+    steps = SIM_SKIP + work.staleness + SIM_STEPS
+    recipe = with_keys(
+        base,
+        {
+            "run": {"steps": steps, "name": "plan"},
+            "eval": {"tasks": 0},
+            "checkpoint": {"every": 100_000},
+            "algorithm": {"kl": 0.0},
+            "trace": {"nodes": sum(n for _, _, n, _ in plan.replicas), "file": None},
+            "rollout": {
+                "groups": work.groups,
+                "group_size": work.group_size,
+                "max_tokens": work.max_tokens,
+                "staleness": work.staleness,
+            },
+            "train": {"minibatches": 1, "micro_tokens": max(plan.training.pack_tokens, 1)},
+            "fleet": {
+                "local": plan.own is not None,
+                "workers": 0,
+                "workers_max": 0,
+                "gone_s": 60.0,
+                "suspect_s": 30.0,
+                "heartbeat_s": 10.0,
+                "trainer_price_usd_per_h": sum(p.training * p.machine.kind.usd_per_h for p in plan.placed),
+                **dict.fromkeys(PROVIDERS),
+            },
+            "sim": {
+                **sim_keys(plan, request),
+                "skip_steps": SIM_SKIP,
+                "granule": max(1, round(work.median_tokens / SIM_TOKENS)),
+                "lengths_file": None,
+                "prices_file": None,
+                "kinds": [
+                    config.SimKind(
+                        name=kind.name,
+                        share=count,
+                        worker=_engine_keys(engine.service.slower(_slower(request, kind))),
+                        slots=engine.slots,
+                        kv_tokens=engine.kv_tokens,
+                        price_usd_per_h=engine.tp * kind.usd_per_h,
+                    )
+                    for kind, engine, count, _ in plan.replicas
+                ],
+            },
         },
-        "train": {"minibatches": 1, "micro_tokens": max(plan.training.pack_tokens, 1)},
-        "fleet": {
-            "local": plan.own is not None, "workers": 0, "workers_max": 0, "gone_s": 60.0, "suspect_s": 30.0,
-            "heartbeat_s": 10.0,
-            "trainer_price_usd_per_h": sum(p.training * p.machine.kind.usd_per_h for p in plan.placed),
-            **dict.fromkeys(PROVIDERS),
-        },
-        "sim": {
-            **sim_keys(plan, request), "skip_steps": SIM_SKIP,
-            "granule": max(1, round(work.median_tokens / SIM_TOKENS)), "lengths_file": None, "prices_file": None,
-            "kinds": [
-                config.SimKind(
-                    name=kind.name, share=count, worker=_engine_keys(engine.service.slower(_slower(request, kind))),
-                    slots=engine.slots, kv_tokens=engine.kv_tokens, price_usd_per_h=engine.tp * kind.usd_per_h,
-                )
-                for kind, engine, count, _ in plan.replicas
-            ],
-        },
-    })  # fmt: skip
+    )
     world = scenario.build(recipe)
     world = replace(world, changes=tuple(_changes(plan, request)), trace_s=math.inf)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "events.jsonl"
         done = run.simulate(world, log)
         whole = figures(log, world, done.stays)
-        counted = event_log.steps_of(read(log))[SIM_SKIP : SIM_SKIP + measured]
+        counted = event_log.steps_of(read(log))[SIM_SKIP : SIM_SKIP + SIM_STEPS]
     seconds = sum(e["s"] for e in counted)
     return Simulated(
-        tok_per_s=sum(e["trained"] for e in counted) * world.granule / seconds, trainer_idle=whole.trainer_idle,
-        workers_idle=whole.workers_idle, step_s=tuple(e["s"] for e in counted),
-    )  # fmt: skip
+        tok_per_s=sum(e["trained"] for e in counted) * world.granule / seconds,
+        trainer_idle=whole.trainer_idle,
+        workers_idle=whole.workers_idle,
+    )
 
 
-def _slower(request: Request, kind: Kind) -> float:
+def _slower(request: PlanRequest, kind: Kind) -> float:
     """How much slower workers are simulated: lenders lend a share of their speed, and of spot machines without a trace
     the mean loss is taken, because few steps would see one or none."""
     steady = kind.lease == "borrowed" or (kind.lease == "spot" and request.spot.assumed)
-    return 1 / max(1e-3, useful_share(request, kind)) if steady else 1.0
+    return 1 / max(1e-3, request.useful_share(kind)) if steady else 1.0
 
 
-def _changes(plan: Plan, request: Request) -> list[Change]:
+def _changes(plan: RunPlan, request: PlanRequest) -> list[Change]:
     """Workers in the order of their kinds. Of the spot workers, only the share that is available on average stays after
     the start, because the few simulated steps are too short for that to come about by itself; then they come and go.
     A worker gets its kind when it first comes up, so all of them come up once."""

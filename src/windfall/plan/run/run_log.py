@@ -1,7 +1,13 @@
-"""What the log of a run says to the planner: measured times of its devices, and its lengths. Pure: events in.
+"""What the log of a run says to the planner: measured times of its devices, and its lengths. `check` (`windfall plan
+--check`) compares a planned run with its plan, part by part. Pure but for `planned_run` and `events_of`, which read
+files.
 
 Times of a log hold for its model, its lengths and its engine. They replace the cost model's for machines of the same
-kind: same terms, same device, same price.
+kind: same terms, same device, same price. The first step, which includes start-up, is left out.
+
+The plan of a run is in the sections [plan] and [sim] of its recipe, as `windfall plan --write` puts it there. Parts
+that the log does not contain are not compared. The last row is the plan with the run's own times: it tells an error of
+the plan's times from one of its model.
 """
 
 from __future__ import annotations
@@ -10,15 +16,41 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
+
+from windfall import recipe as config
+from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
-from windfall.events.log import Event
-from windfall.plan.model.cluster import Cluster, Machine
+from windfall.events.log import Event, read
+from windfall.plan.model import cluster as clusters
+from windfall.plan.model import measured
+from windfall.plan.model.cluster import Cluster, ClusterMachine
 from windfall.plan.model.cost_model import LINK_SHARE
+from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.model.workload import Workload
+from windfall.plan.run.recipe import simulate
+from windfall.plan.search import planner
+from windfall.plan.search.plan import PlanRequest
+from windfall.recipe import Recipe
 from windfall.sim.calibrate import event_log
+from windfall.sim.core.scenario import service
 from windfall.sim.core.service import Service
 from windfall.types import LOCAL
+
+HEADER = f"{'part':44} {'planned':>12} {'measured':>12} {'unit':6} {'error':>8}"
+OWN_TIMES = "tokens per second, this run's own times"
+
+
+def is_device(gpu: str, device: str) -> bool:
+    """Whether a device, named as in torch, is this GPU.
+
+    >>> is_device("H100", "NVIDIA H100 80GB HBM3"), is_device("A100-80GB", "NVIDIA A100-SXM4-40GB")
+    (True, False)
+    """
+    return set(re.findall(r"\w+", gpu.lower())) <= set(re.findall(r"\w+", device.lower()))
 
 
 def same_kind(found: str, *, device: str, lease: str, usd_per_h: float) -> bool:
@@ -30,9 +62,12 @@ def same_kind(found: str, *, device: str, lease: str, usd_per_h: float) -> bool:
     False
     """
     terms, _, price = found.partition(" at $")
-    words = set(re.findall(r"\w+", terms.lower()))
-    named = set(re.findall(r"\w+", device.lower())) <= words
-    return terms.startswith(f"{lease} ") and named and (not price or abs(float(price[:-2]) - usd_per_h) < 0.006)
+    same_price = not price or abs(float(price[:-2]) - usd_per_h) < 0.006
+    return terms.startswith(f"{lease} ") and is_device(device, terms) and same_price
+
+
+def lengths_of(steps: Iterable[Event]) -> list[int]:
+    return [n for e in steps for row in e.get("lengths", ()) for n in row if n]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,16 +78,16 @@ class RunSpeeds:
     """Step times of an engine by kind, with prefill and context included."""
     trainer: Service | None
     trainer_device: str
-    lengths: tuple[int, ...]
+    lengths: list[int]
     prompt_tokens: float
     weights_s: float = 0.0
     """Median seconds from an offer of new weights until a worker holds them; a worker's first pull is longer."""
 
-    def worker(self, machine: Machine) -> Service | None:
+    def worker(self, machine: ClusterMachine) -> Service | None:
         price = 0.0 if machine.lease == "borrowed" else machine.kind.usd_per_h
-        for kind, service in self.workers.items():
+        for kind, times in self.workers.items():
             if same_kind(kind, device=machine.gpu.name, lease=machine.lease, usd_per_h=price):
-                return service
+                return times
         return None
 
 
@@ -72,32 +107,32 @@ def speeds(events: Sequence[Event], where: str) -> RunSpeeds:
     trainer = None
     if trained is not None and ranks <= 1:  # the times of several ranks do not say what one of them does
         trainer = Service(fixed_s=1e-9, each_s=0.0, **trained._asdict())
-    services = event_log.services(steps, None)
     pulls = [e["s"] for e in events if e["name"] == "worker_ready" and e.get("version", 0) > 0 and e.get("s", 0) > 0]
     return RunSpeeds(
-        workers={kind: service for kind, service in services.items() if kind != LOCAL}, trainer=trainer,
-        trainer_device=str(start.get("machine") or start.get("device", "")), lengths=tuple(_lengths(steps)),
+        workers={kind: times for kind, times in event_log.services(steps, None).items() if kind != LOCAL},
+        trainer=trainer,
+        trainer_device=str(start.get("machine") or start.get("device", "")),
+        lengths=lengths_of(steps),
         prompt_tokens=statistics.mean(e.get("prompt_tokens") or 1.0 for e in steps),
         weights_s=statistics.median(pulls) if pulls else 0.0,
-    )  # fmt: skip
+    )
 
 
-def _lengths(steps: Iterable[Event]) -> list[int]:
-    return [n for e in steps for row in e.get("lengths", ()) for n in row if n]
-
-
-def with_speeds(cluster: Cluster, measured: RunSpeeds, work: Workload) -> Cluster:
+def with_speeds(cluster: Cluster, seen: RunSpeeds, work: Workload) -> Cluster:
     """The cluster with measured times for the machines that the run had, and links on which a pull takes as long."""
     machines = []
     for machine in cluster.machines:
-        gpu, worker = machine.gpu, measured.worker(machine)
-        words = set(re.findall(r"\w+", measured.trainer_device.lower()))
-        trains = machine.lease == "reserved" and set(re.findall(r"\w+", gpu.name.lower())) <= words
-        gpu = replace(gpu, worker=worker or gpu.worker, trainer=(measured.trainer if trains else None) or gpu.trainer)
+        gpu = machine.gpu
+        trains = machine.lease == "reserved" and is_device(gpu.name, seen.trainer_device)
+        gpu = replace(
+            gpu,
+            worker=seen.worker(machine) or gpu.worker,
+            trainer=(seen.trainer if trains else None) or gpu.trainer,
+        )
         machines.append(replace(machine, gpu=gpu))
     links = cluster.links
-    if measured.weights_s:
-        links = replace(links, pull=work.update_bytes / LINK_SHARE / measured.weights_s)
+    if seen.weights_s:
+        links = replace(links, pull=work.update_bytes / LINK_SHARE / seen.weights_s)
     return replace(cluster, machines=tuple(machines), links=links)
 
 
@@ -115,3 +150,126 @@ def with_lengths(work: Workload, lengths: Sequence[int], prompt_tokens: float = 
         below = replace(made, median_tokens=middle).mean_tokens < statistics.mean(lengths)
         low, high = (middle, high) if below else (low, middle)
     return replace(made, median_tokens=high)
+
+
+class CheckedPart(NamedTuple):
+    """One part of a run: as planned and as measured."""
+
+    name: str
+    planned: float
+    measured: float
+    unit: str
+
+    @property
+    def error(self) -> float:
+        """Planned relative to measured."""
+        return self.planned / self.measured - 1
+
+    def __str__(self) -> str:
+        return f"{self.name:44} {self.planned:12.4g} {self.measured:12.4g} {self.unit:6} {self.error:+8.1%}"
+
+
+def events_of(run: Path) -> list[Event]:
+    """The log of a run, from its folder or its file."""
+    file = run / "events.jsonl" if run.is_dir() else run
+    if not file.is_file():
+        raise _no_run(run, "events.jsonl")
+    return read(file)
+
+
+def _no_run(run: Path, missing: str) -> WindfallError:
+    what = f"this folder has no {missing}" if run.is_dir() else "no such run"
+    return WindfallError(what, where=str(run), fix="Give the folder of a run, such as runs/demo.")
+
+
+def planned_run(run: Path) -> tuple[Recipe, list[Event]]:
+    """The recipe and the log of a run that was planned."""
+    if not (run / "recipe.toml").is_file():
+        raise _no_run(run, "recipe.toml")
+    recipe = config.load(run / "recipe.toml")
+    if not recipe.plan.name:
+        fix = "Only runs of a recipe from `windfall plan --write` can be checked."
+        raise WindfallError("this run was not planned: its recipe has no [plan] section", where=str(run), fix=fix)
+    return recipe, events_of(run)
+
+
+def check(recipe: Recipe, events: Sequence[Event], where: str) -> list[CheckedPart]:
+    """A run beside its plan."""
+    seen = speeds(events, where)
+    return [*parts(recipe, events, seen), *_with_own_times(recipe, events, seen)]
+
+
+def _with_own_times(recipe: Recipe, events: Sequence[Event], seen: RunSpeeds) -> list[CheckedPart]:
+    """The same plan, simulated with the times and lengths that this run measured. If this is close to what was measured
+    and the plan is not, then the times that the plan was made with do not hold for this run. Empty: the log has no
+    times that can be used, as with a trainer of several ranks."""
+    plan, steps = recipe.plan, measured_steps(events)
+    seconds = sum(e.get("s", 0.0) for e in steps)
+    if seen.trainer is None or plan.trainer_gpus > 1 or not seen.workers or not seconds:
+        return []
+    work = with_lengths(recipe_workload(recipe), seen.lengths, seen.prompt_tokens)
+    cluster = with_speeds(clusters.parse(plan.cluster, "plan.cluster"), seen, work)
+    request = PlanRequest(cluster=cluster, work=work, efficiency=measured.efficiency())
+    counts = {
+        (kind, w.gpus): w.count
+        for w in plan.workers
+        for kind in cluster.kinds()
+        if (kind.lease, kind.gpu.name) == (w.lease, w.device) and round(w.gpus * kind.usd_per_h, 4) == w.price_usd_per_h
+    }
+    made = planner.fixed(request, plan.trainer_device, 1, counts, own=recipe.fleet.local)
+    if made is None:
+        return []
+    tok_per_s = sum(e.get("trained", 0) for e in steps) / seconds
+    return [CheckedPart(OWN_TIMES, simulate(made, request, recipe).tok_per_s, tok_per_s, "tok/s")]
+
+
+def parts(recipe: Recipe, events: Sequence[Event], seen: RunSpeeds) -> list[CheckedPart]:
+    """The parts of a run with this recipe and log."""
+    steps = measured_steps(events)
+    plan, trainer = recipe.plan, service(recipe.sim.trainer, "sim.trainer")
+    out = _whole(recipe, steps)
+    mean = recipe.sim.median_tokens
+    if seen.lengths:
+        mean = statistics.mean(seen.lengths)
+        out.append(CheckedPart("mean response", recipe_workload(recipe).mean_tokens, mean, "tokens"))
+    trained = event_log.training(events, [e["step"] for e in steps])
+    if trained is not None:
+        out.append(CheckedPart("training, per million tokens", trainer.train_s * 1e6, trained.train_s * 1e6, "s"))
+        if trainer.update_s and trained.update_s:
+            out.append(CheckedPart("optimizer and publishing", trainer.update_s, trained.update_s, "s"))
+    for kind, points in event_log.speeds(steps).items():
+        mine = [w for w in plan.workers if same_kind(kind, device=w.device, lease=w.lease, usd_per_h=w.price_usd_per_h)]
+        if not mine:
+            continue
+        busiest = max(points, key=lambda p: p.weight * p.batch)
+        context = busiest.batch * (recipe.sim.prompt_tokens + mean / 2)
+        step_s = service(mine[0].worker, "plan.workers").step_s(busiest.batch, 0, context)
+        name = f"engine step, {kind}, batch {busiest.batch:.0f}"
+        out.append(CheckedPart(name, step_s * 1e3, busiest.step_s * 1e3, "ms"))
+    if seen.weights_s:
+        share = recipe.sim.egress_bytes_per_s / max(1, sum(w.count for w in plan.workers))
+        planned_s = recipe.sim.weights_bytes / min(share, recipe.sim.ingress_bytes_per_s)
+        out.append(CheckedPart("pull of new weights, one worker", planned_s, seen.weights_s, "s"))
+    return out
+
+
+def _whole(recipe: Recipe, steps: Sequence[Event]) -> list[CheckedPart]:
+    """The run as a whole: step time, tokens per second, workers, and price. Steps that were resumed into count with the
+    time that they took."""
+    plan, seconds = recipe.plan, sum(e.get("s", 0.0) for e in steps)
+    tokens = sum(e.get("trained", 0) for e in steps)
+    if not plan.tok_per_s or not seconds or not tokens:
+        return []
+    out = [
+        CheckedPart("step", plan.step_s, seconds / len(steps), "s"),
+        CheckedPart("tokens per second", plan.tok_per_s, tokens / seconds, "tok/s"),
+    ]
+    here = [e["workers"] for e in steps if "workers" in e]
+    if any(here):
+        out.append(CheckedPart("workers", sum(w.count for w in plan.workers), statistics.mean(here), ""))
+    bills = [msgspec.convert(e["bill"], Totals) for e in steps if e.get("bill")]
+    usd = sum(sum(account.usd.values()) for bill in bills for account in bill.holders.values())
+    if usd and plan.usd_per_h:
+        planned = plan.usd_per_h / 3600 / plan.tok_per_s * 1e6
+        out.append(CheckedPart("price per million tokens", planned, usd / tokens * 1e6, "$"))
+    return out

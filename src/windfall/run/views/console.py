@@ -102,12 +102,6 @@ class Console:
                     self._bar.update(self._task, completed=event["step"])
             case "advice":
                 self._advise(event)
-            case "replan":
-                better = f"{event['gain']:.0%} better" if event["gain"] is not None else "possible, and this one is not"
-                self._out.print(
-                    f"[cyan]advice[/]: another plan would be {better} ({event['objective']}): {escape(event['plan'])}; "
-                    f"since {escape(event['why'])}"
-                )
             case "engine_gap":
                 mean, most = (math.inf if event[k] is None else event[k] for k in ("mean", "max"))  # None: not finite
                 if mean > 2 * self._shown_gap:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from windfall.controller.cost.bill import Holder, Totals
-from windfall.sim.chaos.invariant_broken import InvariantBroken
+from windfall.sim.chaos import InvariantBroken
 from windfall.sim.machines.fleet import Stay
 from windfall.types import LOCAL
 
@@ -54,9 +54,12 @@ def check(
 
 
 def _seconds_of_controller(
-    events: list[dict[str, Any]], before_s: float, last_s: float, starts: dict[str, float],
+    events: list[dict[str, Any]],
+    before_s: float,
+    last_s: float,
+    starts: dict[str, float],
     trainer_starts: Sequence[float],
-) -> Iterator[tuple[Holder, float]]:  # fmt: skip
+) -> Iterator[tuple[Holder, float]]:
     """Seconds that one controller process has to bill, up to its last bill."""
     since: dict[str, float] = {}
     ended: dict[str, float] = {}

@@ -18,7 +18,7 @@ import msgspec
 
 from windfall.events.log import Event
 from windfall.link import messages as m
-from windfall.sim.chaos.faults import Fault
+from windfall.sim.chaos.faults import Fault, FaultKind
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.loop import VirtualLoop
 from windfall.sim.core.run import Simulation
@@ -43,7 +43,8 @@ class LinkFaults:
 
     def __init__(self) -> None:
         self.cut_after: int | None = None
-        self.double = self.hole = self.stale = self.garbage = self.refuse = self.echo = self.hang = self.reject = 0
+        self.pending = Counter[FaultKind]()
+        """How many of the next messages, versions or assignments each kind of fault strikes."""
         self.sent_frames: deque[tuple[int, m.Tokens]] = deque(maxlen=6)
         """The last frames, each with the number of its controller: handles are valid only for that controller."""
 
@@ -66,8 +67,8 @@ class FaultyLink(SimLink):
             if why := self._load_error(message):
                 self.send_to_controller(m.LoadFailed(version=message.version, why=why))
                 return
-            if faults.hang:
-                faults.hang = 0
+            if faults.pending["hang"]:
+                faults.pending["hang"] = 0
                 self.hangs_since_s = self._loop.time()
                 return
             self.hangs_since_s = None
@@ -75,11 +76,11 @@ class FaultyLink(SimLink):
             controller = self._injector.simulation.controller_starts
             for work in message.work:
                 self._injector.responses[controller, work.handle] = id_token_of(work.seed)
-        if isinstance(message, m.Assign) and faults.reject:
-            faults.reject -= 1
-            for work in message.work:
-                self.send_to_controller(m.Rejected(handle=work.handle, why="it does not fit"))
-            return
+            if faults.pending["reject"]:
+                faults.pending["reject"] -= 1
+                for work in message.work:
+                    self.send_to_controller(m.Rejected(handle=work.handle, why="it does not fit"))
+                return
         await super().send(message)
 
     def send_to_controller(self, message: object) -> None:
@@ -87,29 +88,28 @@ class FaultyLink(SimLink):
         self._count_message()
         if isinstance(message, m.Loaded):
             self.loaded = (message.version, message.digest)
-        if isinstance(message, m.Tokens):
-            self._record_versions(message)
         if not isinstance(message, m.Tokens):
             super().send_to_controller(message)
             return
-        if faults.echo:
-            faults.echo = 0
+        self._record_versions(message)
+        if faults.pending["echo"]:
+            faults.pending["echo"] = 0
             for controller, frame in faults.sent_frames:
                 if controller == self._injector.simulation.controller_starts:
                     super().send_to_controller(frame)
         faults.sent_frames.append((self._injector.simulation.controller_starts, message))
-        if faults.garbage:
-            faults.garbage -= 1
+        if faults.pending["garbage"]:
+            faults.pending["garbage"] -= 1
             message = msgspec.structs.replace(message, tokens=message.tokens[:-4])
-        elif faults.stale:
-            faults.stale -= 1
+        elif faults.pending["stale"]:
+            faults.pending["stale"] -= 1
             message = msgspec.structs.replace(message, version=message.version + 1)
-        elif faults.hole and not message.finished:  # the loss of a last frame would go unnoticed
-            faults.hole -= 1
+        elif faults.pending["hole"] and not message.finished:  # the loss of a last frame would go unnoticed
+            faults.pending["hole"] -= 1
             return
         super().send_to_controller(message)
-        if faults.double:
-            faults.double -= 1
+        if faults.pending["double"]:
+            faults.pending["double"] -= 1
             super().send_to_controller(message)
 
     def _record_versions(self, frame: m.Tokens) -> None:
@@ -122,8 +122,8 @@ class FaultyLink(SimLink):
 
     def _load_error(self, load: m.Load) -> str:
         """Why these weights cannot be loaded. Empty: they can."""
-        if self._faults.refuse:
-            self._faults.refuse -= 1
+        if self._faults.pending["refuse"]:
+            self._faults.pending["refuse"] -= 1
             return "a chunk's checksum is wrong"
         return "" if load.digest in self._injector.simulation.trainer.published else "no source has this version"
 
@@ -142,7 +142,8 @@ class FlakyEnv:
     """An environment in which some responses never get a reward, and others fail once when a fault asks for it."""
 
     def __init__(self, env: Any, seed: int) -> None:
-        self._env, self._seed = env, seed
+        self._env = env
+        self._seed = seed
         self.failing = 0
         self._failed: set[str] = set()
 
@@ -166,10 +167,13 @@ class FlakyEnv:
 class FaultInjector:
     def __init__(self, simulation: Simulation, faults: Iterator[Fault], count: int) -> None:
         """Inject the first `count` of these faults. With 0, nothing fails but the rewards that are always missing."""
-        self.simulation, self.done = simulation, Counter[str]()
+        self.simulation = simulation
+        self.done = Counter[str]()
         self.on_send: Any = lambda link, message: None
         """Called with every message from the controller to a worker, before it is sent."""
-        self._faults, self._left, self._stalled_s = faults, count, 0.0
+        self._faults = faults
+        self._left = count
+        self._stalled_s = 0.0
         self._steps_after = 2 * simulation.scenario.recipe.rollout.staleness
         """Number of steps to complete after the step in which the last fault strikes. With staleness, these train on
         most of what was open at that time."""
@@ -182,7 +186,8 @@ class FaultInjector:
         There may be several, because a token may be lost and generated again."""
         self._link_faults: dict[str, LinkFaults] = {}
         """Pending link faults by node."""
-        self._fleet, self._loop = simulation.fleet, cast(VirtualLoop, asyncio.get_running_loop())
+        self._fleet = simulation.fleet
+        self._loop = cast(VirtualLoop, asyncio.get_running_loop())
         self.env = simulation.env = FlakyEnv(simulation.env, simulation.scenario.recipe.run.seed)
         simulation.token_schedule.distinct_tokens = True
         self._fleet.make_link = partial(FaultyLink, self)
@@ -258,7 +263,7 @@ class FaultInjector:
                 worker.spec = dataclasses.replace(before, ingress_per_s=before.ingress_per_s / SLOW_FACTOR)
                 later(fault.s, setattr, worker, "spec", before)
             case "reject":
-                link_faults.reject = 1
+                link_faults.pending["reject"] = 1
                 later(fault.s, self._end_reject, node)
             case "cut":
                 link_faults.cut_after = fault.n - 1
@@ -270,14 +275,14 @@ class FaultInjector:
                     worker.link.latency_s += fault.s
                     later(5 * fault.s, setattr, worker.link, "latency_s", worker.spec.latency_s)
             case _:  # double, hole, stale, garbage, refuse, echo, hang
-                setattr(link_faults, fault.kind, fault.n if fault.kind in ("double", "refuse") else 1)
+                link_faults.pending[fault.kind] = fault.n if fault.kind in ("double", "refuse") else 1
         return True
 
     # replacing machines
 
     def _end_reject(self, node: str) -> None:
         """Replace the machine that was too small, even if another one has replaced it meanwhile."""
-        self.link_faults(node).reject = 0
+        self.link_faults(node).pending["reject"] = 0
         if (worker := self._fleet.workers.get(node)) is not None:
             self._replace_machine(node, worker)
 

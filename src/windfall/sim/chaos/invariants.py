@@ -36,8 +36,8 @@ from windfall.controller.rollout.stream import Rollout
 from windfall.controller.scheduling.members import WorkerState
 from windfall.events.log import Event
 from windfall.link import messages as m
+from windfall.sim.chaos import InvariantBroken
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
-from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.chaos.staleness_invariants import StalenessInvariants
 from windfall.sim.core import loop as loops
 from windfall.sim.core.token_schedule import id_token_of
@@ -58,7 +58,8 @@ Batch = dict[int, str]
 
 class Invariants:
     def __init__(self, injector: FaultInjector) -> None:
-        self._injector, self._simulation = injector, injector.simulation
+        self._injector = injector
+        self._simulation = injector.simulation
         self._loop = asyncio.get_running_loop()
         self.checks = 0
         """Number of times that the invariants were checked."""
@@ -140,7 +141,9 @@ class Invariants:
             self._staleness.forget_tokens(self._accepted_before)
         self._accepted_before.clear()
         self._reopened = None
-        self._life, self._checked, self._ledger_counts = life, {}, None
+        self._life = life
+        self._checked = {}
+        self._ledger_counts = None
         self.controller_starts.append(self._loop.time())
 
     # tokens, again, version, holder
@@ -216,7 +219,7 @@ class Invariants:
         if life.trainer.hello is None:
             self._no_trainer_s = self._loop.time()
         for worker in self._simulation.fleet.workers.values():
-            hangs_since_s = getattr(worker.link, "hangs_since_s", None)
+            hangs_since_s = worker.link.hangs_since_s if isinstance(worker.link, FaultyLink) else None
             if hangs_since_s is None or worker.frozen:
                 continue
             hangs_s = self._loop.time() - max(hangs_since_s, self._injector.stall_ended_s, self._no_trainer_s)
@@ -233,7 +236,8 @@ class Invariants:
 
     def _check_progress(self, now: float, progress: Any) -> None:
         if progress != self._last_progress:
-            self._last_progress, self._progress_s = progress, now
+            self._last_progress = progress
+            self._progress_s = now
         elif now - self._progress_s > PROGRESS_S:
             what = f"no token in {PROGRESS_S:g} s; waiting tasks:\n{loops.waiting_tasks(self._loop)}"
             raise InvariantBroken("progress", what)
@@ -292,20 +296,28 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
     trained = sum(":" not in id and int(id.partition("/")[0]) < next_task for id in rollout.history)
     outbox = d._outbox
     by_worker = {
-        "handles to release": set(d._releasing.values()), "timers": d.drain_timers, "queues": outbox._queues,
-        "links": outbox._links, "work": d.ledger._by_worker, "contexts": d.ledger._context, "prefills": g._prefilling,
+        "handles to release": set(d._releasing.values()),
+        "timers": d.drain_timers,
+        "queues": outbox._queues,
+        "links": outbox._links,
+        "work": d.ledger._by_worker,
+        "contexts": d.ledger._context,
+        "prefills": g._prefilling,
         "kept turns": g.turns._held,
-    }  # fmt: skip
+    }
     bounded = {
-        "responses": len(d.ledger.entries), "queued": len(d.ledger.queue), "running": len(d.ledger._running),
-        "groups with pages": len(g._prefix_holders), "sessions": len(g.turns._sessions),
+        "responses": len(d.ledger.entries),
+        "queued": len(d.ledger.queue),
+        "running": len(d.ledger._running),
+        "groups with pages": len(g._prefix_holders),
+        "sessions": len(g.turns._sessions),
         "responses with a chosen worker": len(g._move_targets),
-    }  # fmt: skip
+    }
     counts = {
         **{name: n for name, n in bounded.items() if n > limit},
         "responses of trained steps": trained,
         **{f"{name} of lost workers": len(set(workers) - here) for name, workers in by_worker.items()},
-    }  # fmt: skip
+    }
     return {name: n for name, n in counts.items() if n}
 
 

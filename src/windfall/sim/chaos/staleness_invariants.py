@@ -22,8 +22,8 @@ from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.stream import seed_of
 from windfall.controller.scheduling.admission import Admission
 from windfall.link import messages as m
+from windfall.sim.chaos import InvariantBroken
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
-from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.core.service import uniform
 from windfall.sim.core.token_schedule import id_token_of
 
@@ -31,8 +31,11 @@ from windfall.sim.core.token_schedule import id_token_of
 class StalenessInvariants:
     def __init__(self, injector: FaultInjector) -> None:
         recipe = injector.simulation.scenario.recipe
-        self._injector, self._trainer, self._recipe = injector, injector.simulation.trainer, recipe
-        self.bound, self._size = recipe.rollout.staleness, recipe.rollout.group_size
+        self._injector = injector
+        self._trainer = injector.simulation.trainer
+        self._recipe = recipe
+        self.bound = recipe.rollout.staleness
+        self._size = recipe.rollout.group_size
         self._previous: dict[str, tuple[int, str]] = {}
         """By digest: its version, and the digest of the weights that it was trained from."""
         self._digest = ""

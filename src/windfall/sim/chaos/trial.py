@@ -1,4 +1,7 @@
-"""One trial: a small run and its faults, both drawn from one seed. Every invariant is checked after every callback.
+"""`windfall sim chaos`: trials with several seeds. It prints the injected faults by kind and the verdict, and if an
+invariant is broken, the seed and the last events before that.
+
+A trial is a small run and its faults, both drawn from one seed. Every invariant is checked after every callback.
 
     trial(seed) ──▶ recipe(seed) ──▶ disturbed run ──▶ n steps ──▶ undisturbed run of n steps ──▶ the same batches
 
@@ -10,25 +13,29 @@ The same seed gives the same event log, byte for byte.
 
 from __future__ import annotations
 
+import io
 import json
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from windfall import recipe as config
+from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.providers.trace_formats import Change
 from windfall.recipe import Recipe
-from windfall.sim.chaos import bill_invariant
-from windfall.sim.chaos.faults import Fault, draw
+from windfall.sim.chaos import InvariantBroken, bill_invariant
+from windfall.sim.chaos.faults import KINDS, Fault, draw
 from windfall.sim.chaos.inject import FaultInjector
-from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.chaos.invariants import Invariants, compare
 from windfall.sim.core import run, scenario
 from windfall.sim.core.service import uniform
+from windfall.sim.report.compare import output_folder
 
 LAST_EVENTS = 12
 """Number of events shown with a broken invariant."""
@@ -60,6 +67,39 @@ class TrialResult:
     broken: InvariantBroken | None = None
     last_events: tuple[str, ...] = ()
     """The last events before the invariant broke."""
+
+
+def main(*, seeds: int, seed: int, faults: int, out: Path | None = None) -> None:
+    """Stop at the first broken invariant. `out`: folder for the event logs."""
+    began, done = time.perf_counter(), list[TrialResult]()
+    with output_folder(out) as folder, redirect_stderr(io.StringIO()):  # injected faults print their tracebacks
+        for n in range(seed, seed + seeds):
+            done.append(trial(n, faults=faults, folder=folder))
+            if done[-1].broken is not None:
+                break
+    print("\n".join(summary(done)))
+    last = done[-1]
+    if last.broken is not None:
+        print("\n".join(["the last events:", *last.last_events]))
+        again = f"windfall sim chaos --seed {last.seed} --seeds 1 --faults {faults} --out chaos"
+        raise WindfallError(f"seed {last.seed}: {last.broken}", where="windfall sim chaos", fix=f"Replay it: {again}")
+    print(f"passed: no invariant was broken in {_count(len(done), 'run')} ({time.perf_counter() - began:.1f} s)")
+
+
+def summary(done: list[TrialResult]) -> list[str]:
+    count = sum((o.faults for o in done), Counter[str]())
+    controllers, trainers = (sum(o.controllers for o in done) - len(done), sum(o.trainers for o in done) - len(done))
+    return [
+        *(f"{kind:14}{count[kind]:8,}" for kind in KINDS),
+        f"{_count(count.total(), 'fault')} in {_count(len(done), 'run')} of {sum(o.virtual_s for o in done):,.0f} "
+        f"virtual s: {_count(sum(o.steps for o in done), 'step')}, {_count(controllers, 'controller')} and "
+        f"{_count(trainers, 'trainer')} lost; {_count(sum(o.checks for o in done), 'callback')}, with all invariants "
+        "checked after each",
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def recipe(seed: int) -> Recipe:
@@ -107,10 +147,16 @@ def trial(seed: int, *, faults: int, folder: Path) -> TrialResult:
         broken = _check_ended(small_run, disturbed, calm_log)
     simulation, invariants = disturbed.simulation, disturbed.invariants
     return TrialResult(
-        seed=seed, faults=disturbed.injector.done, checks=invariants.checks, steps=len(invariants.batches),
-        controllers=simulation.controller_starts, trainers=simulation.trainer.starts, virtual_s=disturbed.end_s,
-        broken=broken, last_events=tuple(json.dumps(e)[:300] for e in disturbed.last_events) if broken else (),
-    )  # fmt: skip
+        seed=seed,
+        faults=disturbed.injector.done,
+        checks=invariants.checks,
+        steps=len(invariants.batches),
+        controllers=simulation.controller_starts,
+        trainers=simulation.trainer.starts,
+        virtual_s=disturbed.end_s,
+        broken=broken,
+        last_events=tuple(json.dumps(e)[:300] for e in disturbed.last_events) if broken else (),
+    )
 
 
 def _check_ended(small_run: Recipe, disturbed: _ChaosRun, calm_log: Path | None) -> InvariantBroken | None:
@@ -143,9 +189,13 @@ class _ChaosRun:
     """A simulated run with its faults and invariants."""
 
     def __init__(self, recipe: Recipe, faults: Iterator[Fault], count: int, log: Path) -> None:
-        self._recipe, self._faults, self._count, self.log = recipe, faults, count, log
+        self._recipe = recipe
+        self._faults = faults
+        self._count = count
+        self.log = log
         self.last_events: deque[Event] = deque(maxlen=LAST_EVENTS)
-        self.end_s, self._failed = 0.0, False
+        self.end_s = 0.0
+        self._failed = False
         self.invariants: Any = None
 
     def run(self) -> InvariantBroken | None:
@@ -153,9 +203,7 @@ class _ChaosRun:
         changes = tuple(Change(at_s=0.0, node=f"n{n + 1}", up=True) for n in range(self._recipe.trace.nodes))
         built = replace(scenario.build(self._recipe), changes=changes, trace_s=float("inf"))
         try:
-            run.simulate(
-                built, self.log, sink=self._on_event, disturb=self._start, journal=True, between=self._check
-            )  # fmt: skip
+            run.simulate(built, self.log, sink=self._on_event, disturb=self._start, journal=True, between=self._check)
         except InvariantBroken as e:
             return e
         except Exception as e:  # fault boundary: any error in windfall is reported together with its seed
@@ -169,7 +217,8 @@ class _ChaosRun:
         bill_invariant.check(self.log, *starts, stays)
 
     def _start(self, simulation: run.Simulation) -> None:
-        self.simulation, self.injector = simulation, FaultInjector(simulation, self._faults, self._count)
+        self.simulation = simulation
+        self.injector = FaultInjector(simulation, self._faults, self._count)
         self.invariants = Invariants(self.injector)
 
     def _check(self) -> None:

@@ -21,7 +21,7 @@ from windfall.events.log import Event, read
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run
 from windfall.sim.replay import recorded_scenario
-from windfall.sim.replay.fleet import JITTER, ReplayedFleet, fleet_events
+from windfall.sim.replay.fleet import ReplayedFleet, fleet_events
 from windfall.sim.replay.log import Record, record
 from windfall.sim.replay.recorded_scenario import FITS, Fit, Fitted
 from windfall.sim.report import figures
@@ -52,10 +52,8 @@ class Replayed:
     fitted: Fitted
     predicted: Figures
     measured: Figures
-    fitted_to: tuple[tuple[float, float], ...]
+    fitted_to: list[tuple[float, float]]
     """Seconds of every fitted step in the simulation and in the run."""
-    others: tuple[Figures, ...] = ()
-    """Predictions with workers a little faster or slower than fitted. They show how sensitive the result is."""
 
     def rows(self) -> dict[str, tuple[float, float, float | None]]:
         """Predicted value, measured value, error. The error of a share is a difference; other errors are relative."""
@@ -92,36 +90,32 @@ def student(level: float, freedom: int) -> float:
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-def replay(folder: Path, fit: Fit = "first-half", log: Path | None = None, seeds: int = 1) -> Replayed:
-    """Simulate the run in this folder. The simulated event log is written to `log`. With several `seeds`, all but the
-    first have workers that are a little faster or slower."""
+def replay(folder: Path, fit: Fit = "first-half", log: Path | None = None) -> Replayed:
+    """Simulate the run in this folder. The simulated event log is written to `log`."""
     recorded = record(folder)
     fitting = recorded_scenario.fitted(recorded, fit)
-    predicted, fitted_to = [], list[tuple[float, float]]()
     with tempfile.TemporaryDirectory() as temporary:
-        for seed in range(seeds):
-            file = log if log is not None and seed == 0 else Path(temporary) / "replay.jsonl"
-            events = _simulate(recorded, fitting, file, seed)
-            granule = next(e["granule"] for e in events if e["name"] == "start")
-            steps = zip(event_log.steps_of(events), recorded.steps[: fitting.steps], strict=False)
-            fitted_to = fitted_to or [(sim["s"], real["s"]) for sim, real in steps]
-            predicted.append(figures.from_events(events, skip=fitting.skip, granule=granule))
+        events = _simulate(recorded, fitting, log or Path(temporary) / "replay.jsonl")
+    granule = next(e["granule"] for e in events if e["name"] == "start")
+    steps = zip(event_log.steps_of(events), recorded.steps[: fitting.steps], strict=False)
     return Replayed(
-        record=recorded, fit=fit, fitted=fitting, predicted=predicted[0], others=tuple(predicted[1:]),
-        fitted_to=tuple(fitted_to), measured=figures.from_events(recorded.events, skip=fitting.skip),
-    )  # fmt: skip
+        record=recorded,
+        fit=fit,
+        fitted=fitting,
+        predicted=figures.from_events(events, skip=fitting.skip, granule=granule),
+        measured=figures.from_events(recorded.events, skip=fitting.skip),
+        fitted_to=[(sim["s"], real["s"]) for sim, real in steps],
+    )
 
 
-def _simulate(recorded: Record, fitting: Fitted, log: Path, seed: int = 0) -> list[Event]:
+def _simulate(recorded: Record, fitting: Fitted, log: Path) -> list[Event]:
     lengths = recorded_scenario.RecordedLengths(recorded)
     aligned_s = [recorded.start_s, *(e["t"] for e in recorded.steps[: fitting.skip])]
     fleets: list[ReplayedFleet] = []
 
     def disturb(simulation: run.Simulation) -> None:
         joins_and_incidents = fleet_events(recorded.workers, aligned_s)
-        fleet = ReplayedFleet(
-            simulation, joins_and_incidents, fitting.services, fitting.pulls, recorded.start_s, seed
-        )  # fmt: skip
+        fleet = ReplayedFleet(simulation, joins_and_incidents, fitting.services, fitting.pulls, recorded.start_s)
         fleets.append(fleet)
         simulation.fleet = fleet  # pyright: ignore[reportAttributeAccessIssue]
         simulation.trainer.local = fleet.local
@@ -141,18 +135,13 @@ def _simulate(recorded: Record, fitting: Fitted, log: Path, seed: int = 0) -> li
 
 def table(done: Replayed) -> list[str]:
     """The table as lines of text."""
-    many = (done.predicted, *done.others) if done.others else ()
-    lines = [f"{'':18}{'predicted':>12}{'measured':>12}{'error':>14}"]
-    lines[0] += (f"   range of {len(many)} seeds" if many else "") + f"   ({CONFIDENCE:.0%} interval)"
+    lines = [f"{'':18}{'predicted':>12}{'measured':>12}{'error':>14}   ({CONFIDENCE:.0%} interval)"]
     for name, (p, m, error) in done.rows().items():
-        values = [float(getattr(f, name)) for f in many]
         if name in SHARE_FIGURES:
             line = f"{LABELS[name]:18}{p:12.1%}{m:12.1%}{100 * (p - m):+7.1f} points"
-            line += f"   {min(values):.1%} to {max(values):.1%}" if values else ""
         else:
             error_text = f"{error:+.1%}" if error is not None else "-"
             line = f"{LABELS[name]:18}{p:12,.4g}{m:12,.4g}{error_text:>14}"
-            line += f"   {min(values):,.4g} to {max(values):,.4g}" if values else ""
             if name in RATE_FIGURES:
                 line += f"   ({p / (1 + done.error_bound):,.4g} to {p * (1 + done.error_bound):,.4g})"
         lines.append(line)
@@ -175,10 +164,6 @@ def notes(done: Replayed) -> list[str]:
         times = {k: v for k, v in asdict(service).items() if v and (kind in kinds or k in ("train_s", "update_s"))}
         text = ", ".join(f"{k} {v:.4g}" for k, v in times.items())
         out.append(f"{kind if kind in kinds else 'the trainer, without an engine'}: {text}")
-    if done.others:
-        out.append(
-            f"range of {len(done.others) + 1} seeds: workers randomly up to {JITTER:.0%} faster or slower than fitted"
-        )
     if f.skip >= f.steps:
         out += [f"{what} took {1 + off:.2f} times as long as in the fitted steps" for what, off in drift(done)]
     return [*out, *f.notes, *done.record.remarks]
@@ -202,26 +187,30 @@ def to_json(done: Replayed, folder: Path) -> dict[str, Any]:
     """The result as a JSON object."""
     steps = zip(done.predicted.step_s, done.measured.step_s, strict=True)
     return {
-        "run": str(folder), "fit": done.fit, "fitted_steps": [1, done.fitted.steps],
+        "run": str(folder),
+        "fit": done.fit,
+        "fitted_steps": [1, done.fitted.steps],
         "steps": [
             {"step": n, "predicted_s": p, "measured_s": m} for n, (p, m) in enumerate(steps, done.fitted.skip + 1)
         ],
         "sure": {
-            "level": CONFIDENCE, "off": done.error_bound, "step_off": done.step_error, "steps": len(done.fitted_to),
+            "level": CONFIDENCE,
+            "off": done.error_bound,
+            "step_off": done.step_error,
+            "steps": len(done.fitted_to),
         },
         "figures": {k: {"predicted": p, "measured": m, "error": e} for k, (p, m, e) in done.rows().items()},
-        "other_seeds": [{k: float(getattr(f, k)) for k in LABELS} for f in done.others],
         "services": {kind: asdict(service) for kind, service in done.fitted.services.items()},
         "pulls": asdict(done.fitted.pulls),
         "notes": notes(done),
-    }  # fmt: skip
+    }
 
 
-def main(folder: Path, *, fit: str, out: Path | None, seeds: int = 1) -> None:
+def main(folder: Path, *, fit: str, out: Path | None) -> None:
     if fit not in FITS:
         raise WindfallError(f"unknown fit {fit!r}", where="--fit", fix=nearest(fit, FITS))
     with output_folder(out) as written:
-        done = replay(folder, fit, written / "replay.jsonl", seeds)
+        done = replay(folder, fit, written / "replay.jsonl")
     print("\n".join([*table(done), "", *notes(done)]))
     if out is not None:
         (out / "replay.json").write_text(json.dumps(to_json(done, folder), indent=1) + "\n", encoding="utf-8")

@@ -15,15 +15,12 @@ from typing import Any, NamedTuple
 from windfall.events.log import Event
 from windfall.sim.calibrate.event_log import Pulls
 from windfall.sim.core.run import Simulation
-from windfall.sim.core.service import Service, uniform
+from windfall.sim.core.service import Service
 from windfall.sim.machines.fleet import Stay
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import SimWorker, WorkerSpec
 from windfall.sim.replay.log import Incident, RecordedWorker
 from windfall.types import LOCAL
-
-JITTER = 0.02
-"""Largest relative change of a worker's speed for seeds other than 0."""
 
 
 class FleetEvent(NamedTuple):
@@ -51,12 +48,18 @@ class ReplayedFleet:
     """Takes the place of a simulation's SimFleet."""
 
     def __init__(
-        self, simulation: Simulation, events: Sequence[Sequence[FleetEvent]], services: Mapping[str, Service],
-        pulls: Pulls, start_s: float, seed: int = 0,
-    ) -> None:  # fmt: skip
-        """`seed`: 0 uses the fitted speeds; any other seed makes each worker a little faster or slower."""
-        self._simulation, self._events, self._services, self._pulls = simulation, events, services, pulls
-        self._start_s, self._seed = start_s, seed
+        self,
+        simulation: Simulation,
+        events: Sequence[Sequence[FleetEvent]],
+        services: Mapping[str, Service],
+        pulls: Pulls,
+        start_s: float,
+    ) -> None:
+        self._simulation = simulation
+        self._events = events
+        self._services = services
+        self._pulls = pulls
+        self._start_s = start_s
         self._network = Network(pulls.egress_per_s)
         self._step_ended = [asyncio.Event() for _ in range(len(events) + 1)]
         """Set when the step with this number has ended."""
@@ -113,22 +116,23 @@ class ReplayedFleet:
             case _:
                 worker.kill()
 
-    def _service(self, record: RecordedWorker) -> Service:
-        fitted = self._services[record.kind]
-        draw = 2 * uniform(f"{self._seed}/{record.name}/{record.joined_s}") - 1
-        return fitted.slower(1 + JITTER * draw) if self._seed else fitted
-
     def _join(self, record: RecordedWorker) -> None:
         now, recipe = asyncio.get_running_loop().time(), self._simulation.scenario.real
         local = record.name == LOCAL
         waited_s = max(0.0, self._start_s - record.joined_s)  # until the run started, which is not simulated
         spec = WorkerSpec(
-            name=record.name, lease=record.lease, service=self._service(record), slots=record.slots,
-            network=None if local else self._network, weights_bytes=self._pulls.size_bytes,
+            name=record.name,
+            lease=record.lease,
+            service=self._services[record.kind],
+            slots=record.slots,
+            network=None if local else self._network,
+            weights_bytes=self._pulls.size_bytes,
             ingress_per_s=self._pulls.ingress_per_s,
-            heartbeat_s=recipe.fleet.heartbeat_s, latency_s=0.0 if local else recipe.sim.latency_s,
-            quantum_s=self._simulation.scenario.quantum_s, build_s=max(0.0, record.ready_s - waited_s),
-        )  # fmt: skip
+            heartbeat_s=recipe.fleet.heartbeat_s,
+            latency_s=0.0 if local else recipe.sim.latency_s,
+            quantum_s=self._simulation.scenario.quantum_s,
+            build_s=max(0.0, record.ready_s - waited_s),
+        )
         worker = SimWorker(spec, self._simulation.token_schedule, self._simulation.attend, started_s=now - record.age_s)
         self.workers[record.name] = self._workers_by_record[id(record)] = worker
         worker.dial()

@@ -117,12 +117,17 @@ def _record(recipe: Recipe, events: Sequence[Event], where: str) -> Record:
         first += e["drawn"]
     start_s = next((e["t"] for e in events if e["name"] == "trainer_ready"), began.get("t", steps[0]["t"]))
     return Record(
-        recipe=recipe, events=events, start_s=start_s, steps=steps,
-        workers=recorded_workers(events, recipe.fleet.suspect_s), lengths=lengths,
+        recipe=recipe,
+        events=events,
+        start_s=start_s,
+        steps=steps,
+        workers=recorded_workers(events, recipe.fleet.suspect_s),
+        lengths=lengths,
         replaced=frozenset(task for e in steps for task in e["replaced"]),
         evals=tuple(e["lengths"] for e in events if (e["kind"], e["name"]) == ("scalar", "eval")),
-        micro_tokens=recipe.train.micro_tokens or began.get("micro_tokens", 0), remarks=tuple(_remarks(events)),
-    )  # fmt: skip
+        micro_tokens=recipe.train.micro_tokens or began.get("micro_tokens", 0),
+        remarks=tuple(_remarks(events)),
+    )
 
 
 def _remarks(events: Sequence[Event]) -> list[str]:

@@ -46,7 +46,8 @@ class RecordedLengths:
             for sibling, length in enumerate(row)
             if length  # 0: it was dropped because it was too old
         }
-        self._seed, self._evals = seed, list(record.evals)
+        self._seed = seed
+        self._evals = list(record.evals)
         all_lengths = sorted(self._by_seed.values())
         self._others = MeasuredLengths(lengths=all_lengths)
         self.median = all_lengths[len(all_lengths) // 2]
@@ -68,7 +69,8 @@ class RecordedEnv(SimEnv):
 
     def __init__(self, record: Record, reward_s: float) -> None:
         super().__init__(seed=record.recipe.run.seed, reward_mean=0.0, reward_s=reward_s)
-        self._replaced, self._run_seed = record.replaced, record.recipe.run.seed
+        self._replaced = record.replaced
+        self._run_seed = record.recipe.run.seed
 
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         await super().feedback(task, turns)
@@ -95,8 +97,9 @@ def fitted(record: Record, fit: Fit) -> Fitted:
         raise WindfallError(
             f"the run completed {count} steps, and a prediction needs {2 * MIN_FITTED_STEPS}: "
             f"{MIN_FITTED_STEPS} to fit, the others to predict",
-            where="the log", fix="Let the run complete more steps, or fit to all of them with --fit all.",
-        )  # fmt: skip
+            where="the log",
+            fix="Let the run complete more steps, or fit to all of them with --fit all.",
+        )
     upto, skip = (count // 2, count // 2) if fit == "first-half" else (count, min(SKIP, count - 1))
     steps, until_s = record.steps[:upto], record.steps[upto - 1]["t"]
     trained = event_log.training(record.events, [e["step"] for e in steps])
@@ -112,9 +115,13 @@ def fitted(record: Record, fit: Fit) -> Fitted:
     if LOCAL not in measured:  # its engine is never used; only its training times count
         measured[LOCAL] = replace(next(iter(measured.values())), **trained._asdict())
     return Fitted(
-        services=measured, pulls=event_log.pulls(record.events, until_s), steps=upto, skip=skip, notes=tuple(notes),
+        services=measured,
+        pulls=event_log.pulls(record.events, until_s),
+        steps=upto,
+        skip=skip,
+        notes=tuple(notes),
         reward_s=statistics.mean(e["reward_s"] for e in steps),
-    )  # fmt: skip
+    )
 
 
 def _similar(kind: str, measured: Mapping[str, Service]) -> Service:
@@ -132,10 +139,15 @@ def build_scenario(record: Record, fitted: Fitted, lengths: RecordedLengths) -> 
     prompts = statistics.mean(e["prompt_tokens"] for e in record.steps)
     saves = [e for e in record.events if (e["kind"], e["name"]) == ("span", "checkpoint") and e["t"] <= until_s]
     sim = {
-        "prompt_tokens": max(1, round(prompts)), "granule": granule, "skip_steps": fitted.skip, "seconds": 0.0,
-        "save_s": statistics.mean(e["s"] for e in saves) if saves else 0.0, "reward_s": fitted.reward_s,
-        "trainer_mean_up_s": 0.0, "controller_mean_up_s": 0.0,
-    }  # fmt: skip
+        "prompt_tokens": max(1, round(prompts)),
+        "granule": granule,
+        "skip_steps": fitted.skip,
+        "seconds": 0.0,
+        "save_s": statistics.mean(e["s"] for e in saves) if saves else 0.0,
+        "reward_s": fitted.reward_s,
+        "trainer_mean_up_s": 0.0,
+        "controller_mean_up_s": 0.0,
+    }
     run, train = {"steps": len(record.steps)}, {"micro_tokens": record.micro_tokens}
     real = with_keys(recipe, {"sim": sim, "run": run, "train": train})
     trainer = fitted.services[LOCAL]
@@ -144,7 +156,14 @@ def build_scenario(record: Record, fitted: Fitted, lengths: RecordedLengths) -> 
     worker = MachineKind(device="replayed", service=step, slots=s.worker_slots, kv_tokens=0, prices=prices)
     share = recipe.rollout.groups * recipe.rollout.group_size / (1 + len({worker.name for worker in record.workers}))
     return Scenario(
-        recipe=scaled(real, granule), real=real, granule=granule,
-        quantum_s=step.step_s(max(1.0, share)) * granule if granule > 1 else 0.0, trainer=trainer, worker=worker,
-        kinds=(worker,), lengths=lengths, changes=(), trace_s=float("inf"),
-    )  # fmt: skip
+        recipe=scaled(real, granule),
+        real=real,
+        granule=granule,
+        quantum_s=step.step_s(max(1.0, share)) * granule if granule > 1 else 0.0,
+        trainer=trainer,
+        worker=worker,
+        kinds=(worker,),
+        lengths=lengths,
+        changes=(),
+        trace_s=float("inf"),
+    )

@@ -1,12 +1,10 @@
-"""Simulates variants of a recipe over several seeds and reports the results as rows, a table, JSON, CSV and SVG.
+"""`windfall sim`: simulates a recipe and its variants over several seeds. The results are a table and a JSON file.
 
-All variants of a seed are compared over the steps that each of them has completed (equal_steps.py).
+All variants of a seed are compared over the steps that each of them has completed (figures.py).
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import tempfile
 import time
@@ -16,13 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
 from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.recipe import Recipe
 from windfall.sim.core.scenario import build
-from windfall.sim.report import plots, variants
-from windfall.sim.report.equal_steps import SimulatedRun, figures_of_equal_steps, simulate
-from windfall.sim.report.figures import Figures, Moment, Spread, spread, timeline
+from windfall.sim.report import variants
+from windfall.sim.report.figures import Figures, SimulatedRun, Spread, figures_of_equal_steps, simulate, spread
 
 SPREADS = (
     "tok_per_s", "tok_per_usd", "usd", "step_mean_s", "trainer_idle", "workers_there", "workers_idle", "workers_lost",
@@ -72,8 +72,6 @@ OnEvent = Callable[[str, int, Event], None]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     rows: tuple[VariantResult, ...]
-    moments: tuple[Moment, ...]
-    """The timeline of the last row's first seed."""
     failed: dict[str, WindfallError]
     """Variants without figures, and why. If one seed of a variant fails, the variant has no figures, because its mean
     would be over different seeds than the means of the other variants."""
@@ -98,8 +96,7 @@ def compare(
         raise next(iter(failed.values()))
     by_seed = [figures_of_equal_steps(runs) for runs in zip(*done.values(), strict=True)]
     rows = tuple(_row(name, runs, wall_s[name]) for name, runs in zip(done, zip(*by_seed, strict=True), strict=True))
-    first = done[rows[-1].name][0]
-    return Comparison(rows=rows, moments=tuple(timeline(first.log, first.scenario.granule)), failed=failed)
+    return Comparison(rows=rows, failed=failed)
 
 
 def _simulate_seeds(
@@ -116,9 +113,12 @@ def _simulate_seeds(
 def _row(name: str, runs: tuple[Figures, ...], wall_s: float) -> VariantResult:
     values = [f.row() for f in runs]
     return VariantResult(
-        name=name, runs=runs, spreads={key: spread([v[key] for v in values]) for key in SPREADS}, wall_s=wall_s,
+        name=name,
+        runs=runs,
+        spreads={key: spread([v[key] for v in values]) for key in SPREADS},
+        wall_s=wall_s,
         steps_s=spread([s for f in runs for s in f.step_s]),
-    )  # fmt: skip
+    )
 
 
 def table(rows: Sequence[VariantResult]) -> list[str]:
@@ -168,29 +168,66 @@ def output_folder(out: Path | None) -> Iterator[Path]:
         yield folder
 
 
-def write(rows: Sequence[VariantResult], folder: Path) -> list[Path]:
-    """Write figures.json and figures.csv."""
+def write(rows: Sequence[VariantResult], folder: Path) -> Path:
+    """Write figures.json."""
     results = {
         row.name: {
-            "wall_s": row.wall_s, "step_s": row.steps_s._asdict(),
-            "spreads": {k: v._asdict() for k, v in row.spreads.items()}, "runs": [f.row() for f in row.runs],
+            "wall_s": row.wall_s,
+            "step_s": row.steps_s._asdict(),
+            "spreads": {k: v._asdict() for k, v in row.spreads.items()},
+            "runs": [f.row() for f in row.runs],
         }
         for row in rows
-    }  # fmt: skip
-    lines = io.StringIO()
-    sheet = csv.writer(lines, lineterminator="\n")
-    sheet.writerow(["variant", *(f"{key}{end}" for key in SPREADS for end in ("", "_least", "_most"))])
+    }
+    path = folder / "figures.json"
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None) -> None:
+    chosen = variants.names(names)
+    with output_folder(out) as folder, _bar(recipe, len(chosen) * seeds) as progress:
+        done = compare(recipe, chosen, seeds, folder, progress)
+    rows = done.rows
     for row in rows:
-        sheet.writerow([row.name, *(value for key in SPREADS for value in row.spreads[key])])
-    contents = {"figures.json": json.dumps(results, indent=1) + "\n", "figures.csv": lines.getvalue()}
-    for name, content in contents.items():
-        (folder / name).write_text(content, encoding="utf-8")
-    return [folder / name for name in contents]
+        print(f"{row.name:16}{variants.VARIANTS[row.name].description}")
+    print("\n".join(["", *table(rows), "", *spreads(rows)]))
+    for name, error in done.failed.items():
+        print(f"no figures for {name}: {'. '.join(str(error).splitlines())}")
+    for row in rows:
+        for advice in row.runs[0].advice:
+            print(f"advice, {row.name}: {advice}")
+    virtual_s, wall_s = sum(f.whole_s for r in rows for f in r.runs), sum(r.wall_s for r in rows)
+    print(
+        f"{virtual_s:,.0f} virtual s in {wall_s:.1f} s, {seeds} seed{'s' if seeds > 1 else ''}. Values are means over "
+        f"seeds of {steps(rows)} after the first {recipe.sim.skip_steps}; {LEGEND}"
+    )
+    if out is not None:
+        print(f"written: {write(rows, out)}")
 
 
-def plot(comparison: Comparison, folder: Path, title: str) -> Path:
-    """Draw figures.svg."""
-    means = {row.name: (row.spreads["tok_per_s"].mean, row.spreads["tok_per_usd"].mean) for row in comparison.rows}
-    costs = {name: (tok_per_s, 1e6 / tok_per_usd) for name, (tok_per_s, tok_per_usd) in means.items() if tok_per_usd}
-    plots.draw(comparison.moments, costs, title, folder / "figures.svg")
-    return folder / "figures.svg"
+@contextmanager
+def _bar(recipe: Recipe, runs: int) -> Iterator[OnEvent | None]:
+    """A progress bar that shows virtual time next to wall time. Progress is counted in steps, or in virtual seconds if
+    these are limited."""
+    console = Console()
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[virtual]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        limit_s = recipe.sim.seconds
+        task = bar.add_task("", total=runs * (limit_s or recipe.run.steps), virtual="")
+        updated = 0.0
+        done: dict[tuple[str, int], float] = {}
+
+        def on_event(name: str, seed: int, event: Event) -> None:
+            nonlocal updated
+            done[name, seed] = event["m"] if limit_s else max(done.get((name, seed), 0), event.get("step", 0))
+            now = time.perf_counter()
+            if now - updated > 0.1:
+                updated = now
+                text = f"{name}, seed {seed}"
+                bar.update(task, completed=sum(done.values()), description=text, virtual=f"{event['m']:,.0f} virtual s")
+
+        yield on_event

@@ -1,6 +1,10 @@
 """Computes the figures of a run from its event log. `from_events` works for any run; `figures` is for a simulated run,
-where it is also known when each machine was paid for. Pure except for reading the log. All figures are in real tokens
-and cover the steps after the first few.
+where it is also known when each machine was paid for. All figures are in real tokens and cover the steps after the
+first few.
+
+Several simulated runs are compared over the same steps (`figures_of_equal_steps`). Within `sim.seconds` a faster policy
+completes more steps, and steps differ: if the last one is slow, the policy that completes it looks slower. So figures
+cover only the steps that every run has completed. In each of these steps, all runs generate the same responses.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import msgspec
 
 from windfall.controller.cost.bill import Account, Bucket, Totals
 from windfall.errors import WindfallError
-from windfall.events.log import Event, read
+from windfall.events.log import Event, Sink, read
 from windfall.sim.calibrate.event_log import steps_of
+from windfall.sim.core import run
 from windfall.sim.core.scenario import Scenario
 from windfall.sim.machines.fleet import Stay
 
@@ -110,9 +115,14 @@ def _first_end_s(log: Path, step: int) -> float:
 
 
 def from_events(
-    events: Sequence[Event], *, skip: int, last: int | None = None, granule: int = 1, more_usd: float = 0.0,
+    events: Sequence[Event],
+    *,
+    skip: int,
+    last: int | None = None,
+    granule: int = 1,
+    more_usd: float = 0.0,
     since_s: float | None = None,
-) -> Figures:  # fmt: skip
+) -> Figures:
     """The figures of any run, real or simulated, from its log alone. The first `skip` steps and those after step `last`
     are left out; at least one must remain. `since_s`: count from this time, including the cost of steps that had to be
     trained again."""
@@ -128,17 +138,24 @@ def from_events(
     usd = bill.all.total_usd + more_usd
     paid_s = max(1e-9, sum(a.total_s for a in others))
     return Figures(
-        steps=len(steps), virtual_s=seconds, whole_s=events[-1]["t"] - events[0]["t"], tok_per_s=tokens / seconds,
-        tok_per_usd=tokens / usd if usd else 0.0, usd=usd, unpriced_s=bill.all.unpriced_s,
+        steps=len(steps),
+        virtual_s=seconds,
+        whole_s=events[-1]["t"] - events[0]["t"],
+        tok_per_s=tokens / seconds,
+        tok_per_usd=tokens / usd if usd else 0.0,
+        usd=usd,
+        unpriced_s=bill.all.unpriced_s,
         step_s=tuple(e["s"] for e in steps),
         trainer_idle=trainer.seconds.get("waiting", 0.0) / max(1e-9, trainer.total_s),
         workers_there=sum(a.total_s for a in others) / seconds,
-        workers_idle=_seconds(others, "waiting") / paid_s, workers_lost=_seconds(others, *LOST) / paid_s,
+        workers_idle=_seconds(others, "waiting") / paid_s,
+        workers_lost=_seconds(others, *LOST) / paid_s,
         killed=sum(1 for e in events if e["name"] == "worker_lost" and start_s < e["t"] <= end_s),
         moved=sum(e["moved"] for e in steps),
         again=sum(e["discarded"] for e in steps) * granule / max(1, tokens),
-        unjoined_s=0.0, advice=_advice(events),
-    )  # fmt: skip
+        unjoined_s=0.0,
+        advice=_advice(events),
+    )
 
 
 def _tokens(steps: Sequence[Event], skip: int) -> int:
@@ -177,33 +194,21 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(mean=statistics.mean(values), least=min(values), most=max(values))
 
 
-class Moment(NamedTuple):
-    """The fleet at one time, as a point of a timeline."""
+class SimulatedRun(NamedTuple):
+    scenario: Scenario
+    log: Path
+    stays: Sequence[Stay]
+    completed: int
+    """Number of completed steps, those that figures skip included."""
 
-    at_s: float
-    workers: int
-    tok_per_s: float
-    """Throughput of the current step."""
+
+def simulate(scenario: Scenario, log: Path, sink: Sink | None = None) -> SimulatedRun:
+    """Simulate a scenario. An error if it completes no step after those that figures skip."""
+    done = run.simulate(scenario, log, sink=sink)
+    return SimulatedRun(scenario, log, done.stays, len(completed_steps(read(log), scenario)))
 
 
-def timeline(log: Path, granule: int) -> list[Moment]:
-    """Number of workers after every change, and the throughput of every step."""
-    out: list[Moment] = []
-    here: set[str] = set()
-    events = read(log)
-    rates = [(e["m"] - e["s"], e["m"], e["tok_per_s"] * granule) for e in events if e["name"] == "step"]
-    for event in events:
-        match event["name"]:
-            case "worker_joined":
-                here.add(event["worker"])
-            case "worker_lost" | "worker_left":
-                here.discard(event["worker"])
-            case "resumed":  # after a restart of the controller, all workers join again
-                here.clear()
-            case "step":
-                pass
-            case _:
-                continue
-        rate = next((r for a, b, r in rates if a <= event["m"] <= b), 0.0)
-        out.append(Moment(at_s=event["m"], workers=len(here), tok_per_s=rate))
-    return out
+def figures_of_equal_steps(runs: Sequence[SimulatedRun]) -> list[Figures]:
+    """The figures of each run, over the steps that all of them have completed."""
+    last = min(r.completed for r in runs)
+    return [figures(r.log, r.scenario, r.stays, last=last) for r in runs]

@@ -1,51 +1,105 @@
-"""A plan with its predicted times, costs and bottleneck: scored from where its GPUs really are. Pure.
+"""What is asked of the planner, and a plan with its predicted times, costs and bottleneck. Pure.
 
-The batch of an engine follows from the number of engines, and its speed from the batch, so a plan is scored as a whole.
+A plan is scored from where its GPUs really are. The batch of an engine follows from the number of engines, and its
+speed from the batch, so a plan is scored as a whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from windfall.plan.model import cost_model
-from windfall.plan.model.cluster import Kind, Machine
-from windfall.plan.model.cost_model import Replica, Training
+from windfall.plan.model.cluster import Cluster, ClusterMachine, Kind
+from windfall.plan.model.cost_model import LINK_SHARE, REPLICA_SIZES, Efficiency, PlannedTrainer, Replica
 from windfall.plan.model.workload import Workload
-from windfall.plan.search.request import Request, price, useful_share
-from windfall.plan.search.solvers import Problem
+from windfall.plan.search.frontier import Objective, steps_per_s
 
-PIPELINED = 0.9
-"""Without staleness: share of the shorter of training and generation that pipelining hides. From simulations."""
+BOOT_S = 60.0
+"""Seconds until the worker of a new spot machine connects, unless the recipe sets `sim.boot_s`."""
+LOSSES_PER_H = 0.36
+"""Losses of a spot machine per hour, if no trace is given: the mean of two public traces (docs/fleet-traces.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
+class SpotMarket:
+    """What a trace says about spot machines."""
+
+    availability: float = 1.0
+    """Share of the time in which a machine is up."""
+    losses_per_h: float = 0.0
+    """Losses of one machine per hour that it is up."""
+    boot_s: float = BOOT_S
+    assumed: bool = False
+    """No trace was given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    cluster: Cluster
+    work: Workload
+    efficiency: Efficiency
+    objective: Objective = "throughput"
+    budget_usd_per_h: float = math.inf
+    deadline_h: float = 0.0
+    spot: SpotMarket = field(default_factory=SpotMarket)
+    top: int = 3
+
+    def replica_sizes(self, kind: Kind) -> tuple[int, ...]:
+        """GPUs that one engine on machines of this kind may span. Only vLLM spans several."""
+        return REPLICA_SIZES if kind.engine == "vllm" else (1,)
+
+    def price(self, kind: Kind) -> float:
+        """Expected dollars per hour of one GPU; a spot GPU is paid for while it is up."""
+        return kind.usd_per_h * (self.spot.availability if kind.lease == "spot" else 1.0)
+
+    def useful_share(self, kind: Kind) -> float:
+        """Share of an engine's speed that the run gets. A lender serves others. A spot machine is away at times; after
+        each loss it boots and pulls a full copy of the weights."""
+        if kind.lease == "borrowed":
+            return kind.lent
+        if kind.lease != "spot":
+            return 1.0
+        first_pull_s = self.work.weights_bytes / (self.cluster.links.across_types * LINK_SHARE)
+        lost = self.spot.losses_per_h * (self.spot.boot_s + first_pull_s) / 3600
+        return self.spot.availability * max(0.0, 1 - lost)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedMachine:
     """What one machine does."""
 
-    machine: Machine
-    training: int
-    replicas: tuple[int, ...]
-    """GPUs of each of its replicas."""
+    machine: ClusterMachine
+    training: int = 0
+    replicas: tuple[int, ...] = ()
+    """GPUs of each of its engines."""
 
     @property
-    def idle(self) -> int:
-        return self.machine.count - self.training - sum(self.replicas)
+    def used(self) -> int:
+        """GPUs that train or generate."""
+        return self.training + sum(self.replicas)
+
+
+class PlannedEngines(NamedTuple):
+    """Equal engines."""
+
+    kind: Kind
+    engine: Replica
+    count: int
+    batch: float = 0.0
+    """Responses in each of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RunPlan:
     work: Workload
-    training: Training
-    replicas: tuple[tuple[Kind, Replica, int, float], ...]
-    """Kind, engine, number of engines, and responses in each."""
-    placed: tuple[Placed, ...]
-    train_s: float
+    training: PlannedTrainer
+    replicas: tuple[PlannedEngines, ...]
+    placed: tuple[PlacedMachine, ...]
     rollout_s: float
     """Generation, rewards and weight update, per step."""
-    update_s: float
-    """Part of `rollout_s` that is not generation."""
     tail_s: float
     """Seconds of a step's longest responses, divided by the steps that they may span."""
     pull_s: float
@@ -58,6 +112,10 @@ class Plan:
     """Response tokens per second."""
     own: Replica | None = None
     """The trainer's own engine, if it generates as well (`fleet.local`)."""
+
+    @property
+    def train_s(self) -> float:
+        return self.training.step_s
 
     @property
     def training_kind(self) -> Kind:
@@ -80,10 +138,24 @@ class Plan:
         if not self.work.staleness:
             return "training" if self.train_s > self.rollout_s else "rollout"
         parts = {
-            "training": self.train_s, "rollout": self.rollout_s, "longest responses": self.tail_s,
+            "training": self.train_s,
+            "rollout": self.rollout_s,
+            "longest responses": self.tail_s,
             "weight transfer": self.pull_s,
-        }  # fmt: skip
+        }
         return max(parts, key=parts.__getitem__)
+
+    @property
+    def why(self) -> str:
+        train, rollout = f"training takes {self.train_s:.3g} s a step", f"generation {self.rollout_s:.3g} s"
+        match self.bottleneck:
+            case "training":
+                return f"{train}, {rollout}: more rollout GPUs would not help"
+            case "rollout":
+                return f"{rollout} a step, {train}: more training GPUs would not help"
+            case "weight transfer":
+                return f"new weights take {self.pull_s:.3g} s to reach all workers: train on more machines"
+        return f"the longest responses take {self.tail_s:.3g} s per step: raise the staleness, or use faster GPUs"
 
     @property
     def name(self) -> str:
@@ -99,18 +171,6 @@ class Plan:
         engines = {(kind, r.tp, n) for kind, r, n, _ in self.replicas}
         own = {(self.training_kind, -1, 1)} if self.own else set[tuple[Kind, int, int]]()
         return frozenset({(self.training_kind, 0, self.training.gpus), *engines, *own})
-
-    @property
-    def why(self) -> str:
-        train, rollout = f"training takes {self.train_s:.3g} s a step", f"generation {self.rollout_s:.3g} s"
-        match self.bottleneck:
-            case "training":
-                return f"{train}, {rollout}: more rollout GPUs would not help"
-            case "rollout":
-                return f"{rollout} a step, {train}: more training GPUs would not help"
-            case "weight transfer":
-                return f"new weights take {self.pull_s:.3g} s to reach all workers: train on more machines"
-        return f"the longest responses take {self.tail_s:.3g} s per step: raise the staleness, or use faster GPUs"
 
 
 def in_flight(work: Workload) -> float:
@@ -147,39 +207,37 @@ def share_out(engines: Sequence[tuple[Replica, int]], work: Workload) -> list[fl
     return [max(batch_at(e, high, work), min(1.0, total)) for e, _ in engines]
 
 
-def pull_s(request: Request, placed: Sequence[Placed]) -> float:
+def pull_s(request: PlanRequest, placed: Sequence[PlacedMachine]) -> float:
     """Seconds until all engines hold new weights."""
     work, links = request.work, request.cluster.links
     if links.pull:  # measured, with other pulls beside it
-        return work.update_bytes / (links.pull * cost_model.LINK_SHARE)
+        return work.update_bytes / (links.pull * LINK_SHARE)
     sources = [p.machine for p in placed if p.training]
     away, local = list[tuple[float, float]](), 0
     for p in placed:
         if not p.replicas:
             continue
-        if p.training:
-            local = max(local, len(p.replicas))
         engines = float(len(p.replicas))
         others = [m for m in sources if m.name != p.machine.name]
         if p.training:  # the part of the weights that is on the trainer's other machines
+            local = max(local, len(p.replicas))
             engines *= len(others) / len(sources)
         if engines:
             away.append((request.cluster.pull_rate(p.machine, others), engines))
     return cost_model.pull_s(work, away, len(sources), local)
 
 
-def pull_alone(request: Request, placed: Sequence[Placed]) -> float:
+def pull_alone(request: PlanRequest, placed: Sequence[PlacedMachine]) -> float:
     """Seconds of a pull if no other engine pulls: on the slowest of the links that are used."""
     work = request.work
     if request.cluster.links.pull:
-        return work.update_bytes / (request.cluster.links.pull * cost_model.LINK_SHARE)
+        return work.update_bytes / (request.cluster.links.pull * LINK_SHARE)
     sources = [p.machine for p in placed if p.training]
-    away = [p.machine for p in placed if p.replicas and not p.training]
-    rates = [request.cluster.pull_rate(m, sources) for m in away]
+    rates = [request.cluster.pull_rate(p.machine, sources) for p in placed if p.replicas and not p.training]
     return cost_model.pull_s(work, [(min(rates), 1)], 1) if rates else work.update_bytes / cost_model.LOOPBACK
 
 
-def traffic_usd(request: Request, placed: Sequence[Placed], trained: Training) -> float:
+def traffic_usd(request: PlanRequest, placed: Sequence[PlacedMachine], trained: PlannedTrainer) -> float:
     """Dollars per step for traffic between zones: every pull of an engine in a zone in which nothing trains, and the
     rings of a trainer in several zones, which leave every zone once."""
     links, sources = request.cluster.links, {p.machine.zone for p in placed if p.training}
@@ -193,17 +251,20 @@ def traffic_usd(request: Request, placed: Sequence[Placed], trained: Training) -
 
 
 def score(
-    request: Request, placed: Sequence[Placed], engines: Sequence[tuple[Replica, int]], kinds: Sequence[Kind],
-    trained: Training, own: Replica | None = None,
-) -> Plan:  # fmt: skip
-    """The plan with its predicted times and costs. `engines`: with their numbers; `kinds`: the kind of each; `own`: the
-    trainer's own engine, if it generates while the trainer would wait."""
+    request: PlanRequest,
+    placed: Sequence[PlacedMachine],
+    engines: Sequence[PlannedEngines],
+    trained: PlannedTrainer,
+    own: Replica | None = None,
+) -> RunPlan:
+    """The plan with its predicted times and costs. `own`: the trainer's own engine, if it generates while the trainer
+    would wait."""
     w = request.work
     weights_s = pull_s(request, placed)
     # The last group of a step is trained after its longest response has ended, then the weights are published.
     last_s = trained.update_s + (trained.step_s - trained.update_s) * min(1.0, trained.last_share)
-    run = [*engines, *([(own, 1)] if own else [])]
-    shares = [n * useful_share(request, kind) for (_, n), kind in zip(engines, kinds, strict=True)] + [1.0] * bool(own)
+    run = [(g.engine, g.count) for g in engines] + ([(own, 1)] if own else [])
+    shares = [g.count * request.useful_share(g.kind) for g in engines] + [1.0] * bool(own)
 
     def speed(batches: Sequence[float]) -> float:
         """Tokens per second. The trainer's own engine generates until training and generation would end together."""
@@ -243,17 +304,25 @@ def score(
     # With staleness, engines go on while new weights arrive; then the contexts of running responses are computed again.
     update_s = w.reward_s + (again_s if w.staleness else weights_s)
     bound_s = max(tail_s, weights_s) if w.staleness else tail_s
-    problem = Problem(
-        have=(), usd_per_h=(), trainers=(), replicas=(), tokens=w.tokens, update_s=update_s, tail_s=bound_s,
-        overlapped=w.staleness > 0, hidden=PIPELINED,
-    )  # fmt: skip
-    rate = float(problem.rate(trained.step_s, tok_per_s))
-    used = [p for p in placed if p.training or p.replicas]
-    usd = sum((p.training + sum(p.replicas)) * price(request, p.machine.kind) for p in used)
+    overlapped = w.staleness > 0
+    rate = float(
+        steps_per_s(
+            trained.step_s, tok_per_s, tokens=w.tokens, update_s=update_s, tail_s=bound_s, overlapped=overlapped
+        )
+    )
+    usd = sum(p.used * request.price(p.machine.kind) for p in placed if p.used)
     traffic = traffic_usd(request, placed, trained) * 3600 * rate
-    return Plan(
-        work=w, training=trained, placed=tuple(placed), train_s=trained.step_s,
-        replicas=tuple((kind, e, n, b) for (e, n), b, kind in zip(engines, batches, kinds, strict=False)),
-        rollout_s=w.tokens / tok_per_s + update_s, update_s=update_s, tail_s=tail_s, pull_s=weights_s, step_s=1 / rate,
-        usd_per_h=usd + traffic, traffic_usd_per_h=traffic, tok_per_s=rate * w.tokens, own=own,
-    )  # fmt: skip
+    return RunPlan(
+        work=w,
+        training=trained,
+        placed=tuple(placed),
+        replicas=tuple(g._replace(batch=b) for g, b in zip(engines, batches, strict=False)),
+        rollout_s=w.tokens / tok_per_s + update_s,
+        tail_s=tail_s,
+        pull_s=weights_s,
+        step_s=1 / rate,
+        usd_per_h=usd + traffic,
+        traffic_usd_per_h=traffic,
+        tok_per_s=rate * w.tokens,
+        own=own,
+    )

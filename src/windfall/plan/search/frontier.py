@@ -1,9 +1,9 @@
-"""Phase 1: how many GPUs of each kind train, and how many replicas of which size generate. Pure.
+"""Phase 1: how many GPUs of each kind train, and how many engines of which size generate. Pure.
 
     steps per second   1 / max(train, tokens / H + update, tail)      staleness above 0: training overlaps
                        1 / (the longer of training and g = max(tokens / H, tail), plus the part of the shorter one
                        that pipelining does not hide, + update)       staleness 0
-    H                  sum of the replicas' tokens per second
+    H                  sum of the engines' tokens per second
 
 The rate never falls with H, so for every trainer only the Pareto frontier of H and price matters: no solution is faster
 for less money. It is built kind by kind: the best use of n GPUs of a kind is a knapsack table, and the frontiers of two
@@ -12,15 +12,16 @@ kinds are merged by adding every point of one to every point of the other. All o
 It is exact as long as it is small. A kind with more than DENSE GPUs is tried in steps of STEP, and a frontier keeps at
 most POINTS points, spread over its speeds; planner.py then improves the best plans by single changes.
 
-AReaL-Hex states rollout as x responses and y replicas per configuration, which is bilinear; with continuous x it is the
+AReaL-Hex states rollout as x responses and y engines per configuration, which is bilinear; with continuous x it is the
 knapsack for H used here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,6 +32,12 @@ DENSE, STEP = 48, 1.06
 """Up to this many GPUs of a kind, every number is tried; above it, numbers that grow by this factor."""
 POINTS = 256
 """Points of a frontier that are kept."""
+PIPELINED = 0.9
+"""Without staleness: share of the shorter of training and generation that pipelining hides. From simulations."""
+Trainer = tuple[int, int]
+"""Number of the kind, and GPUs that train."""
+Engine = tuple[int, int]
+"""Number of the kind, and GPUs of one engine."""
 
 
 def key(objective: Objective, rate: Any, usd_per_h: Any) -> tuple[Any, Any]:
@@ -44,16 +51,16 @@ def key(objective: Objective, rate: Any, usd_per_h: Any) -> tuple[Any, Any]:
             return usd_per_h, -rate
 
 
-class TrainOption(NamedTuple):
-    kind: int
-    gpus: int
-    step_s: float
-
-
-class ReplicaOption(NamedTuple):
-    kind: int
-    tp: int
-    tok_per_s: float
+def steps_per_s(
+    train_s: float, tok_per_s: Any, *, tokens: float, update_s: float, tail_s: float, overlapped: bool
+) -> Any:
+    """Steps per second; of one speed of generation, or of an array of them."""
+    generate_s = tokens / np.maximum(tok_per_s, 1e-30)
+    if overlapped:
+        return 1 / np.maximum(np.maximum(train_s, tail_s), generate_s + update_s)
+    generate_s = np.maximum(generate_s, tail_s)
+    longer, shorter = np.maximum(train_s, generate_s), np.minimum(train_s, generate_s)
+    return 1 / (longer + (1 - PIPELINED) * shorter + update_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +69,10 @@ class Problem:
     """GPUs of every kind."""
     usd_per_h: tuple[float, ...]
     """Price of one GPU of every kind."""
-    trainers: tuple[TrainOption, ...]
-    replicas: tuple[ReplicaOption, ...]
+    trainers: Mapping[Trainer, float]
+    """Seconds of training per step."""
+    engines: Mapping[Engine, float]
+    """Tokens per second of one engine."""
     tokens: float
     """Response tokens of a step."""
     update_s: float = 0.0
@@ -71,21 +80,20 @@ class Problem:
     tail_s: float = 0.0
     """Lower bound of a step, set by its longest responses."""
     overlapped: bool = True
-    hidden: float = 0.0
-    """If not overlapped: share of the shorter of training and generation that pipelining hides."""
     objective: Objective = "throughput"
     budget_usd_per_h: float = math.inf
     deadline_rate: float = 0.0
     """Steps per second that must be reached."""
 
     def rate(self, train_s: float, tok_per_s: Any) -> Any:
-        """Steps per second; of one speed, or of an array of them."""
-        generate_s = self.tokens / np.maximum(tok_per_s, 1e-30)
-        if self.overlapped:
-            return 1 / np.maximum(np.maximum(train_s, self.tail_s), generate_s + self.update_s)
-        generate_s = np.maximum(generate_s, self.tail_s)
-        longer, shorter = np.maximum(train_s, generate_s), np.minimum(train_s, generate_s)
-        return 1 / (longer + (1 - self.hidden) * shorter + self.update_s)
+        return steps_per_s(
+            train_s,
+            tok_per_s,
+            tokens=self.tokens,
+            update_s=self.update_s,
+            tail_s=self.tail_s,
+            overlapped=self.overlapped,
+        )
 
     def key(self, rate: float, usd_per_h: float) -> tuple[float, ...]:
         """Smaller is better. Solutions over the budget or behind the deadline are not compared."""
@@ -97,19 +105,17 @@ class Problem:
         return (rate > 1e-20) & (usd_per_h <= self.budget_usd_per_h * (1 + TOLERANCE)) & in_time
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """A solution: one trainer, and replicas by option."""
+class Counts(NamedTuple):
+    """What is placed: one trainer, and the number of engines of every kind and size."""
 
-    trainer: TrainOption
-    replicas: dict[ReplicaOption, int] = field(hash=False)
+    trainer: Trainer
+    engines: Mapping[Engine, int]
+
+
+class Solution(NamedTuple):
+    counts: Counts
     rate: float
     usd_per_h: float
-
-    @property
-    def tok_per_s(self) -> float:
-        """What the replicas could generate."""
-        return sum(option.tok_per_s * count for option, count in self.replicas.items())
 
 
 class _Fill(NamedTuple):
@@ -117,37 +123,37 @@ class _Fill(NamedTuple):
 
     tok_per_s: float
     used: int
-    option: ReplicaOption | None
+    engine: Engine | None
 
 
-def knapsack(options: Sequence[ReplicaOption], gpus: int) -> list[_Fill]:
+def knapsack(engines: Mapping[Engine, float], gpus: int) -> list[_Fill]:
     """For every n up to `gpus`, the highest tokens per second; of equal ones, that with the fewest GPUs.
 
-    >>> table = knapsack([ReplicaOption(0, 1, 2.0), ReplicaOption(0, 2, 5.0)], 3)
+    >>> table = knapsack({(0, 1): 2.0, (0, 2): 5.0}, 3)
     >>> [fill.tok_per_s for fill in table]
     [0.0, 2.0, 5.0, 7.0]
     """
     table = [_Fill(0.0, 0, None)]
     for n in range(1, gpus + 1):
         best = _Fill(table[-1].tok_per_s, table[-1].used, None)
-        for option in options:
-            if option.tp <= n and option.tok_per_s > 0:
-                before = table[n - option.tp]
-                made = _Fill(before.tok_per_s + option.tok_per_s, before.used + option.tp, option)
+        for engine, tok_per_s in engines.items():
+            if engine[1] <= n and tok_per_s > 0:
+                before = table[n - engine[1]]
+                made = _Fill(before.tok_per_s + tok_per_s, before.used + engine[1], engine)
                 if made.tok_per_s > best.tok_per_s * (1 + 1e-12):
                     best = made
         table.append(best)
     return table
 
 
-def _chosen(table: Sequence[_Fill], n: int) -> Iterator[ReplicaOption]:
+def _chosen(table: list[_Fill], n: int) -> Iterator[Engine]:
     while n > 0:
-        option = table[n].option
-        if option is None:
+        engine = table[n].engine
+        if engine is None:
             n -= 1
         else:
-            yield option
-            n -= option.tp
+            yield engine
+            n -= engine[1]
 
 
 def _numbers(most: int) -> list[int]:
@@ -196,16 +202,16 @@ def _spread(points: np.ndarray, value: np.ndarray, most: int = POINTS) -> np.nda
     return points[np.union1d(first, [len(points) - 1])]
 
 
-def _none(kinds: int) -> Frontier:
-    return Frontier(np.zeros(1), np.zeros(1), np.zeros((1, kinds), dtype=int))
-
-
 class _Tables:
     """What the GPUs of every kind can generate."""
 
     def __init__(self, problem: Problem) -> None:
-        self.p, self.kinds = problem, range(len(problem.have))
-        self.fills = [knapsack([r for r in problem.replicas if r.kind == k], problem.have[k]) for k in self.kinds]
+        self.p = problem
+        self.kinds = range(len(problem.have))
+        self.fills = [
+            knapsack({e: speed for e, speed in problem.engines.items() if e[0] == k}, problem.have[k])
+            for k in self.kinds
+        ]
         self._others: dict[int, Frontier] = {}
 
     def one(self, kind: int, most: int) -> Frontier:
@@ -220,51 +226,47 @@ class _Tables:
     def others(self, kind: int) -> Frontier:
         """All kinds but one."""
         if kind not in self._others:
-            made = _none(len(self.kinds))
+            made = Frontier(np.zeros(1), np.zeros(1), np.zeros((1, len(self.kinds)), dtype=int))
             for k in self.kinds:
                 if k != kind:
                     made = made.plus(self.one(k, self.p.have[k]))
             self._others[kind] = made
         return self._others[kind]
 
-    def split(self, trainer: TrainOption, gpus: np.ndarray, rate: float, usd_per_h: float) -> Split:
-        replicas: dict[ReplicaOption, int] = {}
-        for k in self.kinds:
-            for option in _chosen(self.fills[k], int(gpus[k])):
-                replicas[option] = replicas.get(option, 0) + 1
-        return Split(trainer=trainer, replicas=replicas, rate=rate, usd_per_h=usd_per_h)
+    def solution(self, trainer: Trainer, gpus: np.ndarray, rate: float, usd_per_h: float) -> Solution:
+        engines = Counter(engine for k in self.kinds for engine in _chosen(self.fills[k], int(gpus[k])))
+        return Solution(Counts(trainer, engines), rate, usd_per_h)
 
 
-def solve(problem: Problem, count: int = 1, between: int = 0) -> list[Split]:
+def solve(problem: Problem, count: int = 1, between: int = 0) -> list[Solution]:
     """The best solutions, best first, each with another trainer; then `between` solutions of the frontier of speed and
     price over all trainers. Empty: nothing satisfies the limits."""
     tables = _Tables(problem)
-    best: list[tuple[tuple[float, ...], Split]] = []
-    rows: list[tuple[TrainOption, np.ndarray, float, float]] = []
+    best: list[Solution] = []
+    rows: list[tuple[Trainer, np.ndarray, float, float]] = []
     enough: dict[int, int] = {}
     """The smallest trainer of each kind that is never waited for: a larger one costs more and is no better."""
-    for trainer in sorted(problem.trainers):
-        left = problem.have[trainer.kind] - trainer.gpus
-        if left < 0 or trainer.gpus > enough.get(trainer.kind, trainer.gpus):
+    for kind, gpus in sorted(problem.trainers):
+        train_s = problem.trainers[kind, gpus]
+        left = problem.have[kind] - gpus
+        if left < 0 or gpus > enough.get(kind, gpus):
             continue
-        if problem.overlapped and trainer.step_s <= problem.tail_s:
-            enough.setdefault(trainer.kind, trainer.gpus)
-        made = tables.others(trainer.kind).plus(tables.one(trainer.kind, left))
-        rate = problem.rate(trainer.step_s, made.tok_per_s)
-        usd = made.usd_per_h + problem.usd_per_h[trainer.kind] * trainer.gpus
+        if problem.overlapped and train_s <= problem.tail_s:
+            enough.setdefault(kind, gpus)
+        made = tables.others(kind).plus(tables.one(kind, left))
+        rate = problem.rate(train_s, made.tok_per_s)
+        usd = made.usd_per_h + problem.usd_per_h[kind] * gpus
         ok = np.flatnonzero(problem.allowed(rate, usd) & (made.tok_per_s > 0))
         if not len(ok):
             continue
         first, then = key(problem.objective, rate[ok], usd[ok])
         n = ok[np.lexsort((then, first))[0]]
-        split = tables.split(trainer, made.gpus[n], float(rate[n]), float(usd[n]))
-        best.append((problem.key(split.rate, split.usd_per_h), split))
+        best.append(tables.solution((kind, gpus), made.gpus[n], float(rate[n]), float(usd[n])))
         if between:
-            rows += [
-                (trainer, made.gpus[i], float(rate[i]), float(usd[i])) for i in ok[_undominated(rate[ok], usd[ok])]
-            ]
-    out = [split for _, split in sorted(best, key=lambda row: row[0])[:count]]
+            points = ok[_undominated(rate[ok], usd[ok])]
+            rows += [((kind, gpus), made.gpus[i], float(rate[i]), float(usd[i])) for i in points]
+    out = sorted(best, key=lambda s: problem.key(s.rate, s.usd_per_h))[:count]
     if rows:
         rates, prices = (np.array([row[i] for row in rows]) for i in (2, 3))
-        out += [tables.split(*rows[n]) for n in _spread(_undominated(rates, prices), rates, between)]
+        out += [tables.solution(*rows[n]) for n in _spread(_undominated(rates, prices), rates, between)]
     return out

@@ -39,7 +39,7 @@ import rlboost_model as rb
 
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.report import equal_steps, variants
 

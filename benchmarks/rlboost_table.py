@@ -27,7 +27,7 @@ from rlboost_model import MODELS, Assumptions, Model
 from windfall.events import log as events
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.report import equal_steps, variants
 from windfall.sim.report.figures import Figures

@@ -40,11 +40,11 @@ from rlboost_model import (
     market,
 )  # fmt: skip
 
-from windfall import recipe as config
 from windfall.events import log as events
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
-from windfall.recipe.sections import SimLenders
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe, SimLenders
 from windfall.sim.core import run, scenario
 from windfall.sim.machines.lender import SimLender
 from windfall.sim.report import variants
@@ -103,7 +103,7 @@ def engine(model: Model, gpus: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def recipe(s: Setting, algorithm: str, steps: int, requests: Path | None, seed: int) -> config.Recipe:
+def recipe(s: Setting, algorithm: str, steps: int, requests: Path | None, seed: int) -> Recipe:
     served = SERVED[s.model.name]
     free = s.gpus * H100_BYTES * 0.9 - s.model.weights_bytes
     shared, serving = free - served.weights_bytes, engine(served, s.gpus)
@@ -132,7 +132,7 @@ def recipe(s: Setting, algorithm: str, steps: int, requests: Path | None, seed: 
             },
         },
     }  # fmt: skip
-    return config.parse(keys, where=s.model.name)
+    return parse_recipe(keys, where=s.model.name)
 
 
 @dataclass(kw_only=True)

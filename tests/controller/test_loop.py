@@ -21,7 +21,7 @@ from windfall.envs.failures import EnvFailed
 from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
-from windfall.recipe import parse
+from windfall.recipe.file import parse_recipe
 from windfall.training import CheckpointState, Report, TrainerLost
 from windfall.types import Group, Response, Sampling, Task
 
@@ -159,7 +159,7 @@ class World:
 
     def run(self, folder: Path, start: CheckpointState | None = None, **sections: Any) -> CheckpointState:
         defaults = {"run": {"steps": 3}, "rollout": {"groups": 2, "group_size": 2}, "eval": {"tasks": 4}}
-        recipe = parse(defaults | sections, where="here")
+        recipe = parse_recipe(defaults | sections, where="here")
         algorithm = algorithms.make(recipe.algorithm.name)
         it: Any = self
         events = EventLog(folder / "events.jsonl")

@@ -11,13 +11,13 @@ from types import ModuleType
 
 import pytest
 
-from windfall import recipe as config
 from windfall.events.log import read
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.run import recipe, review
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request
+from windfall.recipe.file import dump_recipe, parse_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 Windfall = Callable[..., tuple[int, str, str]]
@@ -63,7 +63,7 @@ def test_a_plan_is_run_checked_and_advised(windfall: Windfall, here: Path, cpu: 
 
 def test_a_run_is_advised_when_its_spot_worker_is_too_dear(here: Path, cpu: ModuleType) -> None:
     """The plan has both workers, and the spot worker joins at a hundred times its price."""
-    base = config.parse(tomllib.loads(cpu.probe_recipe(here, name="dear", steps=24, **SIZES)), "test")
+    base = parse_recipe(tomllib.loads(cpu.probe_recipe(here, name="dear", steps=24, **SIZES)), "test")
     rows = {"worker": {"fixed_s": 0.02, "each_s": 0.001}, "trainer": {"train_s": 0.002, "update_s": 0.1}}
     data = tomllib.loads(cpu.CLUSTER)
     device = {"memory_gb": 16, "bandwidth_gb_per_s": 20, "tflops": 0.1, "link_gb_per_s": 1}
@@ -72,7 +72,7 @@ def test_a_run_is_advised_when_its_spot_worker_is_too_dear(here: Path, cpu: Modu
     own, spot = made.kinds()
     plan = planner.fixed(asked, "cpu", 1, {(own, 1): 1, (spot, 1): 1})
     assert plan is not None
-    (here / "dear.toml").write_text(config.dump(recipe.write(plan, asked, base)))
+    (here / "dear.toml").write_text(dump_recipe(recipe.write(plan, asked, base)))
     dear = cpu.SPOT.replace("--price 0.2", "--price 20")
     cpu.train(here / "dear.toml", here / "runs" / "dear", [dear], 1.0, here / "out")
     log = read(here / "runs/dear/events.jsonl")

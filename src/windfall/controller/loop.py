@@ -48,7 +48,7 @@ from windfall.controller.step_batch import StepBatch, describe_updates
 from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.training import NOT_FINITE, NOTHING, CheckpointState, Report, Sample, TrainerLost
 from windfall.types import Group
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from windfall.controller.rollout.stream import Rollout
 from windfall.events.log import Event, EventLog
 from windfall.link import auth
+from windfall.link.socket import Port
 from windfall.models import tokenizer
 from windfall.models.text import Text
 from windfall.page.feed import TICK_S, Feed
@@ -25,7 +28,7 @@ from windfall.page.history import History
 from windfall.page.runs import recipe_facts, status
 from windfall.page.samples import Sample, SampleFile, Sampler, describe
 from windfall.page.server import PageServer
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.types import Response, Task
 
 log = logging.getLogger(__name__)
@@ -76,6 +79,12 @@ class LivePage:
             self._samples.write([describe(s, step, t, text.decode) for s in sample])
 
         self._guard("samples", write)
+
+    def pages(self) -> Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
+        return self.server.handlers() if self._recipe.log.page else {}
+
+    def listening(self, port: Port) -> None:
+        self.server.welcome = port.welcome
 
     async def run(self, snapshot: Callable[[], dict[str, Any] | None]) -> None:
         """Serve viewers, forever. `snapshot` returns the last state of the fleet."""

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windfall import recipe as config
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import Event, read
 from windfall.plan import report
@@ -29,7 +28,8 @@ from windfall.plan.search import planner
 from windfall.plan.search.request import LOSSES_PER_H, Request, SpotMarket, price
 from windfall.plan.search.scoring import Plan
 from windfall.providers import trace
-from windfall.recipe import Recipe
+from windfall.recipe.file import dump_recipe, load_recipe
+from windfall.recipe.sections import Recipe
 
 OBJECTIVES = ("throughput", "cost", "deadline")
 BUDGET_MACHINE = 8
@@ -89,7 +89,7 @@ def main(
         print(f"not planned, because their figures are not known: {', '.join(listed.unknown)} of {prices}")
     if write is not None:
         plan, figures = found.ranked[0]
-        text = config.dump(recipe.write(plan, request, base, figures))
+        text = dump_recipe(recipe.write(plan, request, base, figures))
         try:
             write.write_text(text if what.endswith(".toml") else recipe.with_notes(text), encoding="utf-8")
         except OSError as e:
@@ -277,7 +277,7 @@ def _key(request: Request, plan: Plan, figures: Simulated | None) -> tuple[float
 
 def _workload(what: str, staleness: int | None, overrides: Sequence[str]) -> tuple[Recipe, str, Workload]:
     """The recipe, or that of a model's name; what the plan is called; and what a step asks for."""
-    base = config.load(Path(what), list(overrides)) if what.endswith(".toml") else recipe.of_model(what, overrides)
+    base = load_recipe(Path(what), list(overrides)) if what.endswith(".toml") else recipe.of_model(what, overrides)
     work = recipe_workload(base)
     return base, base.model.path, work if staleness is None else replace(work, staleness=staleness)
 

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from windfall import recipe as config
 from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import run, scenario
 from windfall.sim.report.figures import figures
 
@@ -29,9 +30,9 @@ def steps_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_same_seed_gives_the_same_log_in_every_process(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from windfall import recipe as config;"
+        "import sys; from pathlib import Path; from windfall.recipe.file import load_recipe;"
         "from windfall.sim.core import run, scenario;"
-        "r = config.load(Path(sys.argv[1]), ['run.steps=3', 'trace.mean_up_s=5', 'trace.mean_down_s=2']);"
+        "r = load_recipe(Path(sys.argv[1]), ['run.steps=3', 'trace.mean_up_s=5', 'trace.mean_down_s=2']);"
         "run.simulate(scenario.build(r), Path(sys.argv[2]))"
     )
     logs = []
@@ -85,7 +86,7 @@ def test_colocated_step_takes_as_long_as_the_plain_formula(simulated: Simulated,
     assert done.token_schedule.real_tokens == 4 * 64 * 200
 
 
-def test_granule_changes_figures_little(recipe: Callable[..., config.Recipe], tmp_path: Path) -> None:
+def test_granule_changes_figures_little(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     figures_by_granule = {}
     for granule in (1, 0):
         sections = {
@@ -132,7 +133,7 @@ def test_stuck_run_lists_the_waiting_tasks(
 
 def _spot64(tmp_path: Path, seconds: float) -> float:
     keys = [f"sim.seconds={seconds}", "sim.skip_steps=0", "run.steps=1000"]
-    w = scenario.build(config.load(RECIPES / "sim-spot64.toml", keys))
+    w = scenario.build(load_recipe(RECIPES / "sim-spot64.toml", keys))
     began = time.process_time()
     done = run.simulate(w, tmp_path / "events.jsonl")
     took_s = time.process_time() - began

@@ -36,7 +36,7 @@ from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.launcher import AgentLauncher
 from windfall.envs.base import HELD_OUT
 from windfall.envs.failures import EnvFailed
-from windfall.recipe import RolloutSection
+from windfall.recipe.sections import RolloutSection
 from windfall.types import Response, Turn
 
 CHECK_S = 0.25

@@ -11,7 +11,7 @@ from windfall.controller.rollout.open_group import OpenGroup
 from windfall.envs.base import EnvHost
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded, grade
-from windfall.recipe import RolloutSection
+from windfall.recipe.sections import RolloutSection
 from windfall.types import Turn
 
 

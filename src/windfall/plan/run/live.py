@@ -36,7 +36,8 @@ from windfall.plan.run.replan import Advice, Candidate, Replanner
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request
 from windfall.plan.search.scoring import Plan
-from windfall.recipe import PlannedWorkers, Recipe
+from windfall.plan.section import PlannedWorkers
+from windfall.recipe.sections import Recipe
 from windfall.types import LOCAL
 
 STEPS = 4

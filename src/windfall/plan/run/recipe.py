@@ -21,7 +21,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from windfall import recipe as config
 from windfall.engine.vllm import installed
 from windfall.errors import WindfallError, install_command
 from windfall.events.log import read
@@ -33,13 +32,15 @@ from windfall.plan.model.workload import model as find_model
 from windfall.plan.search.request import Request, useful_share
 from windfall.plan.search.scoring import Placed, Plan, pull_alone
 from windfall.providers.trace_formats import Change
-from windfall.recipe import Recipe
-from windfall.recipe.worker_sources import WorkerSource
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
+from windfall.recipe.worker_source import WorkerSource
 from windfall.run import worker_sources
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.core.scenario import with_keys
 from windfall.sim.report.figures import figures
+from windfall.sim.section import SimKind
 
 PORT = 29400
 SOME_ADDRESS = "192.0.2.1"
@@ -102,7 +103,7 @@ def of_model(name: str, overrides: Sequence[str] = ()) -> Recipe:
         "train": {"lr": ADAPTER_LR if adapters else LR},
         "sim": {key: sizes[key] for key in ("prompt_tokens", "median_tokens", "sigma")},
     }  # fmt: skip
-    return config.parse(data, f"the recipe of {name}", overrides)
+    return parse_recipe(data, f"the recipe of {name}", overrides)
 
 
 def with_notes(text: str) -> str:
@@ -152,7 +153,7 @@ def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulate
     if first.machine.engine == "vllm" and first.replicas and installed.find() is None:
         fix = f'Install it: {install_command("vllm")}; or set engine = "windfall" for that machine in the cluster file.'
         raise WindfallError("the plan's workers on the trainer's machine need vLLM", where="engine.name", fix=fix)
-    return config.parse(data, where="the planned recipe")
+    return parse_recipe(data, where="the planned recipe")
 
 
 def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
     if here:
         fleet["price_usd_per_h"] = round(first.machine.kind.usd_per_h, 4)
     for name in PROVIDERS:
-        section = getattr(base.fleet, name)
+        section = base.fleet.sources.get(name)
         found = {(p.machine.kind, tp) for p in plan.placed if p.machine.provider == name for tp in p.replicas}
         if not found:
             if section is not None:
@@ -178,6 +179,7 @@ def _fleet(plan: Plan, base: Recipe) -> dict[str, Any]:
         count = sum(len(p.replicas) for p in plan.placed if p.machine.provider == name)
         if error := provider_refusal(name, base):
             raise error
+        assert section is not None  # provider_refusal has checked it
         if len(found) > 1:
             what = f"the plan has {len(found)} kinds of workers from {name}; a recipe can have one"
             fix = "Give all machines of this provider the same GPU, terms and engine."
@@ -206,13 +208,12 @@ def _source_keys(name: str, section: WorkerSource, kind: Kind, tp: int, count: i
 
 def provider_refusal(name: str, base: Recipe) -> WindfallError | None:
     """Why no worker can come from this provider: its section or its program is missing. None: they can."""
-    section = getattr(base.fleet, name)
-    if section is None:
+    if name not in base.fleet.sources:
         fix = f"Add [fleet.{name}] to the recipe; docs/recipes.md has its keys."
         return WindfallError(
             f"the recipe does not say how to start workers with {name}", where=f"fleet.{name}", fix=fix
         )
-    only = {other: None for other in PROVIDERS if other != name}
+    only = {other: None for other in base.fleet.sources if other != name}
     try:
         worker_sources.check(with_keys(base, {"fleet": {**only, "host": "0.0.0.0", "max_usd_per_h": 0.0}}))
     except WindfallError as error:
@@ -308,13 +309,13 @@ def simulate(plan: Plan, request: Request, base: Recipe | None = None, *, measur
             "local": plan.own is not None, "workers": 0, "workers_max": 0, "gone_s": 60.0, "suspect_s": 30.0,
             "heartbeat_s": 10.0,
             "trainer_price_usd_per_h": sum(p.training * p.machine.kind.usd_per_h for p in plan.placed),
-            **dict.fromkeys(PROVIDERS),
+            **(dict.fromkeys(base.fleet.sources) if base else {}),
         },
         "sim": {
             **sim_keys(plan, request), "skip_steps": SIM_SKIP,
             "granule": max(1, round(work.median_tokens / SIM_TOKENS)), "lengths_file": None, "prices_file": None,
             "kinds": [
-                config.SimKind(
+                SimKind(
                     name=kind.name, share=count, worker=_engine_keys(engine.service.slower(_slower(request, kind))),
                     slots=engine.slots, kv_tokens=engine.kv_tokens, price_usd_per_h=engine.tp * kind.usd_per_h,
                 )

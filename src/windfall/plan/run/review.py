@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from windfall import recipe as config
 from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
@@ -27,7 +26,9 @@ from windfall.plan.run.recipe import simulate
 from windfall.plan.run.run_log import measured_steps, same_kind
 from windfall.plan.search import planner
 from windfall.plan.search.request import Request
-from windfall.recipe import PlannedWorkers, Recipe
+from windfall.plan.section import PlannedWorkers
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import service
 
@@ -57,7 +58,7 @@ def no_run(run: Path, missing: str) -> WindfallError:
 
 
 def review(run: Path) -> list[Part]:
-    recipe = config.load(run / "recipe.toml")
+    recipe = load_recipe(run / "recipe.toml")
     if not recipe.plan.name:
         fix = "Only runs of a recipe from `windfall plan --write` can be checked."
         raise WindfallError("this run was not planned: its recipe has no [plan] section", where=str(run), fix=fix)

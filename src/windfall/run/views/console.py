@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.events.log import Event, read
-from windfall.recipe import KeyChange, Recipe
+from windfall.recipe.changes import KeyChange
+from windfall.recipe.sections import Recipe
 from windfall.run.views import lenders, rewards, staleness
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from windfall.errors import WindfallError
 from windfall.events.log import Event
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.report import compare, variants
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from windfall.errors import WindfallError
 from windfall.events.log import Event
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core.scenario import build
 from windfall.sim.report import plots, variants
 from windfall.sim.report.equal_steps import SimulatedRun, figures_of_equal_steps, simulate

@@ -45,7 +45,7 @@ FILES = Files()
 
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [
-    {"__init__", "types", "errors", "backoff", "free_memory", "parts", "shared_tensors"},
+    {"__init__", "types", "errors", "backoff", "defaults", "free_memory", "parts", "shared_tensors"},
     {"algorithms", "events", "processes", "devices"},
     {"training"},
     {"recipe"},
@@ -68,6 +68,7 @@ BESIDE = tuple(name.replace(".", "/") + "/" for name in parts.OWN)
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
 PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "backoff.py",
+    "defaults.py",
     "engine/blocks.py",
     "engine/pages.py",
     "engine/retention.py",

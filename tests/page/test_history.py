@@ -13,13 +13,13 @@ from windfall.controller.cost.accounts import Accounts
 from windfall.controller.cost.activity import Activity
 from windfall.page import history as histories
 from windfall.page import timeline
-from windfall.page.history import History
+from windfall.page.history import RunHistory
 from windfall.page.runs import RunReader
 from windfall.page.timeline import CODE, STATES, Row, Timeline
 
 
-def built(events: list[dict[str, Any]]) -> History:
-    history = History()
+def built(events: list[dict[str, Any]]) -> RunHistory:
+    history = RunHistory()
     for e in events:
         history.add(e)
     return history
@@ -124,7 +124,7 @@ def test_memory_does_not_grow_with_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(histories, "MAX_POINTS", 64)
     monkeypatch.setattr(timeline, "MAX_CHANGES", 256)
     monkeypatch.setattr(timeline, "MAX_ROWS", 8)
-    history, sizes = History(), []
+    history, sizes = RunHistory(), []
     for n in range(1, 4001):
         rows = {f"w-{n % 7 + n // 500}": [[9, "generating"], [4, "waiting"]]}
         history.add(event(10 * n, "instant", "activity", rows=rows, moves=[]))

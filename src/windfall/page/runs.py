@@ -16,7 +16,7 @@ from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events.log import MAX_LINE_BYTES, is_truncated, parse
 from windfall.page.feed import shown
-from windfall.page.history import History
+from windfall.page.history import RunHistory
 from windfall.page.samples import FILE, SampleFile
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
@@ -52,12 +52,12 @@ def read_plans(runs: Sequence[Path]) -> list[dict[str, Any]]:
             if "plan" not in facts:
                 fix = "Give the folder of a run, or a recipe from `windfall plan --write`."
                 raise WindfallError("this recipe has no [plan] section", where=str(path), fix=fix)
-            out.append(_described(path.stem, "planned", facts, History(), None))
+            out.append(_described(path.stem, "planned", facts, RunHistory(), None))
     return out
 
 
 def _described(
-    name: str, status: str, recipe: dict[str, Any], history: History, snapshot: dict[str, Any] | None
+    name: str, status: str, recipe: dict[str, Any], history: RunHistory, snapshot: dict[str, Any] | None
 ) -> dict[str, Any]:
     return {
         "name": name, "status": status, "recipe": recipe, "history": history.full(), "snapshot": snapshot, "samples": []
@@ -70,7 +70,7 @@ class RunReader:
         simulated = run.is_file()
         self.folder, self.path = (run.parent, run) if simulated else (run, run / "events.jsonl")
         self.name = f"{run.resolve().parent.name}/{run.stem}" if simulated else run.resolve().name
-        self.history, self.samples = History(), SampleFile(self.folder)
+        self.history, self.samples = RunHistory(), SampleFile(self.folder)
         self._position = 0
         if not self.path.is_file():
             folders.check_exists(run)
@@ -131,7 +131,7 @@ class RunReader:
         return described | {"samples": self.embedded_samples()} if samples else described
 
 
-def status(history: History, *, running: bool) -> str:
+def status(history: RunHistory, *, running: bool) -> str:
     """How a run stands. A run without an `end` that no process holds was killed, or its machine went down."""
     if history.simulated:
         return "simulated"

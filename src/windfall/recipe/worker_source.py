@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from windfall.defaults import KV_SHARE
 from windfall.recipe.section import Count, Section
 from windfall.types import Lease
 
@@ -43,7 +44,7 @@ class WorkerSource(Section):
     """Price of one worker in $ per hour. 0 looks it up by device in the built-in price table."""
     worker_threads: int = Field(default=0, ge=0)
     """CPU threads of each worker. 0 uses all cores of its machine."""
-    worker_memory: float = Field(default=0.4, gt=0, lt=1)
+    worker_memory: float = Field(default=KV_SHARE, gt=0, lt=1)
     """Share of a device's free memory for the KV cache of each worker."""
     engine: Literal["auto", "windfall", "vllm"] = "auto"
     """Engine of these workers. "auto" leaves the choice to `engine.name`."""

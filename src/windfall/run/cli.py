@@ -16,6 +16,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from windfall import __version__, parts
+from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError, file_system_error, nearest
 from windfall.run.commands.env_server import env_server
 from windfall.run.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
@@ -145,7 +146,9 @@ def worker(
         int, typer.Option(min=1, help="Number of GPUs that share every layer of one engine. Above 1 it must be vLLM.")
     ] = 1,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of each worker. 0: all cores.")] = 0,
-    memory: Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")] = 0.4,
+    memory: Annotated[
+        float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")
+    ] = KV_SHARE,
     clouds: Annotated[
         str, typer.Option(help="Clouds whose preemption notices to watch: auto, none, or a list such as aws,gcp,azure.")
     ] = "auto",

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from windfall.defaults import MAX_SLOWDOWN, TPOT_S, TTFT_S
 from windfall.recipe.section import Count, FilePath, Section, Share
 
 
@@ -40,11 +41,11 @@ class SimLenders(Section):
     """Tokens of the run's model that fit into the whole KV memory of a lender."""
     serving_kv_tokens: Count = 400_000
     """Tokens of the served model that fit into the same memory."""
-    ttft_s: float = Field(default=0.5, gt=0)
+    ttft_s: float = Field(default=TTFT_S, gt=0)
     """Objective of the service: seconds to the first token."""
-    tpot_s: float = Field(default=0.15, gt=0)
+    tpot_s: float = Field(default=TPOT_S, gt=0)
     """Objective of the service: seconds per token after the first."""
-    max_slowdown: float = Field(default=0.15, ge=0)
+    max_slowdown: float = Field(default=MAX_SLOWDOWN, ge=0)
     """Upper limit for the time per token that lending adds, as a share of the time without lending."""
     requests_per_s: float = Field(default=1.0, ge=0, le=10_000)
     """Mean number of requests per second of one lender. 0 with a file: as many as in the file."""

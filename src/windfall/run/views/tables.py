@@ -1,4 +1,4 @@
-"""The one way to draw a table: columns with a heading, aligned, without lines."""
+"""How all views draw tables and summaries: aligned columns, without lines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 Cell = str | Text
+Labeled = tuple[str, str]
+"""A line of a summary: what it is about, and what is known of it. A line without a label continues the one before."""
+
+
+def labeled(rows: Iterable[Labeled]) -> list[str]:
+    """The lines of a summary, with the labels in a column of their own."""
+    return [f"  {label:<26} {text}" for label, text in rows]
 
 
 def plain_table(

@@ -44,10 +44,11 @@ from windfall.events import log as events
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe.file import parse_recipe
-from windfall.recipe.sections import Recipe, SimLenders
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import run, scenario
 from windfall.sim.machines.lender import SimLender
 from windfall.sim.report import variants
+from windfall.sim.section import SimLenders
 
 PAPER = {
     ("8B", "GRPO"): 1.31, ("8B", "DAPO"): 1.42, ("8B", "over spot"): 1.20,

@@ -100,8 +100,8 @@ def test_demo_and_tests_of_the_core_without_a_part(copy: Copy) -> None:
 
 def test_part_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     class Entry:
-        def load(self) -> parts.Part:
-            made = parts.Part()
+        def load(self) -> parts.ProgramPart:
+            made = parts.ProgramPart()
             made.name = "theirs"
             return made
 

@@ -36,7 +36,7 @@ class Command:
     """The command of the panel that follows this one. Empty: it is the last."""
 
 
-class Part:
+class ProgramPart:
     name: str
     """Name of the package within windfall, or of the entry point."""
     needs: Sequence[str] = ()
@@ -51,7 +51,7 @@ class Part:
 
 
 @functools.cache
-def _installed() -> dict[str, Part]:
+def _installed() -> dict[str, ProgramPart]:
     """All parts that are there, even if others that they need are not."""
     own = [importlib.import_module(f"windfall.{name}.part").PART for name in OWN if _is_there(name)]
     others = [entry.load() for entry in importlib.metadata.entry_points(group=GROUP)]
@@ -64,7 +64,7 @@ def _is_there(name: str) -> bool:
     return package is not None and package.origin is not None
 
 
-def found() -> list[Part]:
+def found() -> list[ProgramPart]:
     """The parts that work here."""
     installed = _installed()
     return [part for part in installed.values() if installed.keys() >= set(part.needs)]

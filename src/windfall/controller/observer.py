@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from windfall.parts import Part
+from windfall.parts import ProgramPart
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -41,7 +41,7 @@ class RunObserver(Protocol):
         """The run has ended: `how` is finished, stopped or failed."""
 
 
-class ObserverPart(Part, ABC):
+class ObserverPart(ProgramPart, ABC):
     """A part that observes runs."""
 
     @abstractmethod

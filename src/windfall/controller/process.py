@@ -121,7 +121,8 @@ class ControllerProcess:
         self.journal = Journal(folder / "journal", settings_digest(recipe), staleness=recipe.rollout.staleness)
         self.observers = observers
         self.life = ControllerLife(recipe, events, self.journal, resumed=resumed, on_event=self._observe)
-        events.attach(self._observe)
+        for observer in observers:
+            events.attach(observer.observe)
         self._last_snapshot: dict[str, Any] | None = None
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(

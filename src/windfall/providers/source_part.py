@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windfall.parts import Part
+from windfall.parts import ProgramPart
 
 if TYPE_CHECKING:
     from windfall.providers.base import OnEvent, Provider
@@ -30,7 +30,7 @@ class Employer:
     on_event: OnEvent
 
 
-class SourcePart(Part, ABC):
+class SourcePart(ProgramPart, ABC):
     """A system that workers come from. `source` is an instance of the class of its section [fleet.NAME]."""
 
     logs: str

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from windfall.errors import WindfallError
 from windfall.recipe.chat import ChatSection
-from windfall.recipe.env_sections import AgentLimits, ArithmeticEnv, DatasetEnv, Env
+from windfall.recipe.env_sections import AgentEnv, AgentLimits, ArithmeticEnv, DatasetEnv, Env
 from windfall.recipe.fleet import Fleet
 from windfall.recipe.lora import Lora
 from windfall.recipe.part_sections import with_parts
@@ -333,7 +333,7 @@ class Recipe(Section):
     @property
     def task_env(self) -> Env:
         """The environment that gives the tasks: [env], or [env.tasks] if that is an agent with such a section."""
-        return getattr(self.env, "tasks", None) or self.env
+        return self.env.tasks or self.env if isinstance(self.env, AgentEnv) else self.env
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from windfall.parts import Command, Part
+from windfall.parts import Command, ProgramPart
 
 
-class ServePart(Part):
+class ServePart(ProgramPart):
     name = "serve"
 
     def commands(self) -> Sequence[Command]:

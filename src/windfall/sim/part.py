@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from windfall.parts import Command, Part
+from windfall.parts import Command, ProgramPart
 
 if TYPE_CHECKING:
     from windfall.sim.section import Sim
 
 
-class SimPart(Part):
+class SimPart(ProgramPart):
     name = "sim"
     needs = ("serve",)
 

@@ -15,7 +15,7 @@ from windfall.page import history as histories
 from windfall.page import timeline
 from windfall.page.history import RunHistory
 from windfall.page.runs import RunReader
-from windfall.page.timeline import CODE, STATES, Row, Timeline
+from windfall.page.timeline import CODE, STATES, Timeline, TimelineRow
 
 
 def built(events: list[dict[str, Any]]) -> RunHistory:
@@ -25,7 +25,7 @@ def built(events: list[dict[str, Any]]) -> RunHistory:
     return history
 
 
-def states(row: Row) -> list[tuple[float, str]]:
+def states(row: TimelineRow) -> list[tuple[float, str]]:
     return [((c >> 4) / 10, STATES[c & 15]) for c in row.changes]
 
 
@@ -101,7 +101,7 @@ def test_changes_give_a_viewer_the_same_as_everything() -> None:
 
 
 def test_a_row_stays_small_and_keeps_every_loss() -> None:
-    row = Row("w")
+    row = TimelineRow("w")
     for n in range(40_000):
         row.put(20 * n, CODE["lost"] if n % 4000 == 0 else CODE["generating"] if n % 2 else CODE["waiting"])
     assert len(row.changes) <= timeline.MAX_CHANGES

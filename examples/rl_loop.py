@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from windfall.recipe import parse
+from windfall.recipe.file import parse_recipe
 from windfall.run.own_loop import OpenedPolicy, open_policy
 from windfall.training import CheckpointState, Sample, samples_of
 from windfall.types import Response
@@ -106,7 +106,7 @@ async def evaluate(opened: OpenedPolicy, options: argparse.Namespace, name: str)
 async def run(options: argparse.Namespace) -> tuple[float, float]:
     """Train. Returns the rewards on held-out tasks before and after."""
     began_s = time.monotonic()
-    recipe = parse(
+    recipe = parse_recipe(
         {
             "run": {"name": "rl-loop", "steps": options.steps, "seed": options.seed, "folder": options.folder},
             "model": {"path": options.model},

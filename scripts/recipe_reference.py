@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Iterable
 
-from windfall.recipe import RULES, Lora, PlannedWorkers, SimKind, SimLenders, env_sections, file, sections
-from windfall.recipe.worker_sources import SOURCES
+from windfall.recipe.changes import RULES
+from windfall.recipe.env_sections import ENVS
+from windfall.recipe.reference import Key, all_sections, keys_of, main_keys
 
 HEAD = """# Recipes
 
@@ -13,7 +14,9 @@ One TOML file describes a run. `windfall train RECIPE.toml --dry-run` checks it 
 defaults, and what that amounts to: size of the model, devices, batch, fleet. With `--all` it prints every key.
 `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before any work
 starts. Some keys need an extra, such as `wandb`: run `pip install -e '.[wandb]'` in a clone. `-` in the default column
-means that the key is not set. This page is generated from `src/windfall/recipe/` by `scripts/recipe_reference.py`.
+means that the key is not set. `windfall recipe` prints these tables on the console, and `windfall new`
+writes a recipe with the thirty keys that matter. This page is generated from `src/windfall/recipe/` by
+`scripts/recipe_reference.py`.
 """
 RESUME = """## What may change on resume
 
@@ -37,52 +40,27 @@ devices, engine, traces and checkpoints can differ every time a run is resumed.
 VERDICTS = {"fixed": "no", "noted": "yes, with a note on the console", "free": "yes"}
 
 
-def rows(section: Any) -> list[str]:
-    """The table of one section's keys."""
-    lines = ["| key | default | meaning |", "|---|---|---|"]
-    for name, field in section.model_fields.items():
-        if section in env_sections.ENVS.values() and name == "name":
-            continue  # the heading already has the environment's name
-        shown = "-" if field.default is None else f"`{file._toml(_plain(field.default))}`"
-        default = "required" if field.is_required() else shown
-        lines.append(f"| `{name}` | {default} | {' '.join((field.description or '').split())} |")
-    return lines
+def table(keys: Iterable[tuple[str, Key]]) -> list[str]:
+    """The keys as a table. Each comes with the prefix of its name."""
+    rows = [f"| `{prefix}{key.name}` | {_default(key.default)} | {key.meaning} |" for prefix, key in keys]
+    return ["| key | default | meaning |", "|---|---|---|", *rows, ""]
 
 
-def _plain(value: Any) -> Any:
-    """The default as a value that TOML has."""
-    if isinstance(value, tuple):
-        return list(value)
-    return value if isinstance(value, bool | int | float | dict | list) else str(value)
+def _default(text: str) -> str:
+    return text if text in ("-", "required") else f"`{text}`"
 
 
 def page() -> str:
-    parts = [HEAD]
-    for name, field in sections.Recipe.model_fields.items():
-        if name == "env":
-            for kind in get_args(get_args(sections.Env)[0]):
-                label = get_args(kind.model_fields["name"].annotation)[0]
-                parts.append("\n".join([f'## [env] with name = "{label}"', "", *rows(kind), ""]))
-        else:
-            section: Any = field.annotation
-            intro = [" ".join(section.__doc__.split()), ""] if section.__doc__ else []
-            parts.append("\n".join([f"## [{name}]", "", *intro, *rows(section), ""]))
-        if name == "train":
-            parts.append("\n".join(["## [train.lora]", "", " ".join(str(Lora.__doc__).split()), "", *rows(Lora), ""]))
-        if name == "fleet":
-            for source, keys in SOURCES.items():
-                parts.append(
-                    "\n".join([f"## [fleet.{source}]", "", " ".join(str(keys.__doc__).split()), "", *rows(keys), ""])
-                )
-        if name == "sim":
-            parts.append("\n".join(["## [[sim.kinds]]", "", str(SimKind.__doc__), "", *rows(SimKind), ""]))
-            parts.append("\n".join(["## [sim.lenders]", "", str(SimLenders.__doc__), "", *rows(SimLenders), ""]))
-        if name == "plan":
-            intro = str(PlannedWorkers.__doc__)
-            parts.append("\n".join(["## [[plan.workers]]", "", intro, "", *rows(PlannedWorkers), ""]))
+    lines = [HEAD, "## The thirty keys that matter", "", "Those of `[env]` are the keys of a data set.", ""]
+    lines += table((f"{section}.", key) for section, key in main_keys())
+    lines += ["The sections below have all keys.", ""]
+    for heading, section in all_sections():
+        is_env = section in ENVS.values()
+        intro = [] if is_env or not section.__doc__ else [" ".join(section.__doc__.split()), ""]
+        keys = [key for key in keys_of(section) if not (is_env and key.name == "name")]  # the heading has it
+        lines += [f"## {heading}", "", *intro, *table(("", key) for key in keys)]
     rules = [f"| `{key}` | {VERDICTS[verdict]} | {why} |" for key, (verdict, why) in RULES.items()]
-    parts.append(RESUME + "\n".join(rules))
-    return "\n".join(parts) + "\n"
+    return "\n".join([*lines, RESUME + "\n".join(rules)]) + "\n"
 
 
 if __name__ == "__main__":

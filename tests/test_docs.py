@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from windfall import recipe as config
+from windfall.recipe.file import parse_recipe
 from windfall.run import worker_sources
 from windfall.run.cli import app
 
@@ -125,7 +125,7 @@ def test_every_extra_is_installed_from_a_clone_and_exists() -> None:
 def test_recipes_of_the_guides_are_valid(page: Path) -> None:
     for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
         data = tomllib.loads(block)
-        recipe = config.parse(data, where=page.name)
+        recipe = parse_recipe(data, where=page.name)
         if "fleet" in data and recipe.fleet.tls_cert is None:  # a certificate would be read
             assert worker_sources.preview(recipe)
 

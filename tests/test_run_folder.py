@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe, RunSection
+from windfall.run import start
 
 
 def test_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
-    run = config.RunSection(name="small", folder=tmp_path / "runs")
-    created = [folders.new_folder(config.Recipe(run=run)) for _ in range(3)]
+    run = RunSection(name="small", folder=tmp_path / "runs")
+    created = [start.new_folder(Recipe(run=run)) for _ in range(3)]
     assert [path.name for path in created] == ["small", "small-2", "small-3"]
-    assert all(config.load(path / "recipe.toml").run.name == "small" for path in created)
+    assert all(load_recipe(path / "recipe.toml").run.name == "small" for path in created)
 
 
 def test_checking_a_lock_does_not_take_it(tmp_path: Path) -> None:

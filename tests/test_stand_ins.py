@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.controller import process as controls
 from windfall.events import log
 from windfall.events.log import EventLog
 from windfall.link import auth
 from windfall.link.memory import pair
+from windfall.recipe.sections import Recipe
 from windfall.training import TrainerLost
 
 
@@ -53,7 +53,7 @@ def attend(run: Path, pid: int, monkeypatch: pytest.MonkeyPatch, rollout: Any) -
 
     async def story() -> None:
         monkeypatch.setattr(controls, "TRAINER_HEARTBEAT_S", 0.01)
-        control = controls.ControllerProcess(config.Recipe(), run, EventLog(run / "events.jsonl"), False)
+        control = controls.ControllerProcess(Recipe(), run, EventLog(run / "events.jsonl"), False)
         control.life.rollout = rollout
         ours, theirs = pair()
         await theirs.close("killed")

@@ -37,14 +37,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from windfall import recipe as config
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import WorkerState
 from windfall.controller.scheduling.turns import Turns
 from windfall.events import log as events
-from windfall.recipe import Techniques
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Techniques
 from windfall.types import Chunk, Request, Sampling
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
@@ -381,7 +381,7 @@ def real(args: argparse.Namespace) -> list[Row]:
 def recipe(workers: int, techniques: dict[str, Any], keep_share: float, *, steps: int, groups: int, cache: int) -> Any:
     """An 8B model (16 GB, 131 kB of KV cache per token) at 70 % of the bandwidth and 40 % of the FLOP/s of an H200."""
     worker = {"fixed_s": 0.005, "each_s": 3e-5, "context_s": 4e-8, "prefill_s": 4e-5}
-    return config.parse(
+    return parse_recipe(
         {
             "run": {"steps": steps, "name": "agents"},
             "rollout": {"groups": groups, "group_size": 16, "max_tokens": 40_000},

@@ -33,11 +33,12 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from windfall import recipe as config
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.trainer_generation import TrainerGeneration
 from windfall.controller.scheduling.members import Members
 from windfall.link import messages as m
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import run
 from windfall.sim.core.scenario import build
 from windfall.sim.machines.network import Network
@@ -88,10 +89,10 @@ def install(timer: CpuTimer) -> None:
         setattr(kind, name, timer.timed(key, getattr(kind, name)))
 
 
-def recipe(workers: int, seconds: float, whole_steps: bool) -> config.Recipe:
+def recipe(workers: int, seconds: float, whole_steps: bool) -> Recipe:
     groups = (1 if whole_steps else 4) * max(8, workers) * RESPONSES // GROUP
     engine = {"fixed_s": STEP_S - RESPONSES * 1e-6, "each_s": 1e-6}
-    return config.parse(
+    return parse_recipe(
         {
             "run": {"name": "scale", "steps": 1000 if whole_steps else 10},
             "rollout": {"groups": groups, "group_size": GROUP, "max_tokens": 1000},

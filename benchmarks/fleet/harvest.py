@@ -33,7 +33,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.events import log
 from windfall.link import auth
@@ -41,6 +40,7 @@ from windfall.models.load import TINY
 from windfall.processes import process
 from windfall.providers import trace
 from windfall.providers.trace_provider import TraceProvider
+from windfall.recipe.file import load_recipe
 from windfall.sim.core.service import LogNormalLengths, Service
 from windfall.types import Lease
 
@@ -118,7 +118,7 @@ async def run_trainer(folder: Path) -> int:
     from windfall.weights.serve import serve
     from windfall.worker.agent import Agent
 
-    recipe = config.load(folder / "recipe.toml")
+    recipe = load_recipe(folder / "recipe.toml")
     shutil.copytree(TINY, folder / "tokenizer", dirs_exist_ok=True)
     token, secret = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret")
     publisher = Publisher(folder)

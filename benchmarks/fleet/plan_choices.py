@@ -22,7 +22,7 @@ from windfall.plan.model.workload import MODELS, Workload, delta_share
 from windfall.plan.run import recipe
 from windfall.plan.search import planner
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core.scenario import with_keys
 
 MARKET = SpotMarket(losses_per_h=LOSSES_PER_H, assumed=True)

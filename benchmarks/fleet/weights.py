@@ -235,8 +235,8 @@ async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, d
     import torch
 
     from windfall import algorithms
-    from windfall import recipe as config
     from windfall.models import load
+    from windfall.recipe.file import parse_recipe
     from windfall.trainer.trainer import TorchTrainer
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
@@ -261,7 +261,7 @@ async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, d
             out.print(f"{name} left out: {e}")
             continue
         model = load.load(name, dtype="float32", device=device)
-        recipe = config.parse({"train": {"lr": lr, "engine_gap_limit": 99.0}}, where="benchmark")
+        recipe = parse_recipe({"train": {"lr": lr, "engine_gap_limit": 99.0}}, where="benchmark")
         trainer = TorchTrainer(model, algorithms.make("grpo"), recipe, micro_tokens=512)
         both = {d: Publisher(dtype=d) for d in ("float32", "bfloat16")}
         for step in range(1, steps + 1):

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is fo
 from benchmarks.support import rlboost_model as rb
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.report import figures, variants
 

@@ -28,7 +28,7 @@ from benchmarks.support.rlboost_model import MODELS, Assumptions, Model
 from windfall.events import log as events
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.report import figures, variants
 from windfall.sim.report.figures import Figures

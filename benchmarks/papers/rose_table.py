@@ -41,14 +41,15 @@ from benchmarks.support.rlboost_model import (
     Model,
     market,
 )  # fmt: skip
-from windfall import recipe as config
 from windfall.events import log as events
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
-from windfall.recipe.sections import SimLenders
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import run, scenario
 from windfall.sim.machines.lender import SimLender
 from windfall.sim.report import variants
+from windfall.sim.section import SimLenders
 
 PAPER = {
     ("8B", "GRPO"): 1.31, ("8B", "DAPO"): 1.42, ("8B", "over spot"): 1.20,
@@ -104,7 +105,7 @@ def engine(model: Model, gpus: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def recipe(s: Setting, algorithm: str, steps: int, requests: Path | None, seed: int) -> config.Recipe:
+def recipe(s: Setting, algorithm: str, steps: int, requests: Path | None, seed: int) -> Recipe:
     served = SERVED[s.model.name]
     free = s.gpus * H100_BYTES * 0.9 - s.model.weights_bytes
     shared, serving = free - served.weights_bytes, engine(served, s.gpus)
@@ -133,7 +134,7 @@ def recipe(s: Setting, algorithm: str, steps: int, requests: Path | None, seed: 
             },
         },
     }  # fmt: skip
-    return config.parse(keys, where=s.model.name)
+    return parse_recipe(keys, where=s.model.name)
 
 
 @dataclass(kw_only=True)

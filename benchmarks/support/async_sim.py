@@ -17,7 +17,7 @@ import msgspec
 
 from windfall.controller.cost.bill import Totals
 from windfall.events.log import Event, read
-from windfall.recipe import load
+from windfall.recipe.file import load_recipe
 from windfall.sim.core import run
 from windfall.sim.core.scenario import build
 
@@ -56,7 +56,7 @@ class Trained:
 def simulate(model: str, sets: list[str]) -> tuple[list[Event], int]:
     """Simulate a model with these keys of the recipe. Returns the step events and the tokens of a granule."""
     path, base = MODELS[model]
-    scenario = build(load(path, [*base, *sets]))
+    scenario = build(load_recipe(path, [*base, *sets]))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         run.simulate(scenario, log)

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from windfall import recipe as config
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
-from windfall.recipe import Recipe
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
 
 CO_LOCATED_8B = 10_000.0
 """Tokens per second on 8 H100: RLBoost's artifact, "about 10K"."""
@@ -163,7 +163,7 @@ def recipe(model: Model, a: Assumptions, *, max_tokens: int = 14_000, granule: i
     }  # fmt: skip
     for name, keys in sections.items():
         keys_by_section.setdefault(name, {}).update(keys)
-    return config.parse(keys_by_section, where=model.name)
+    return parse_recipe(keys_by_section, where=model.name)
 
 
 def useful_instances(model: Model, a: Assumptions, max_tokens: int = 14_000) -> int:

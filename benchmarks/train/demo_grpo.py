@@ -43,12 +43,12 @@ def plain(steps: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from windfall import recipe as config
     from windfall.envs.arithmetic import Arithmetic
     from windfall.envs.base import HELD_OUT
     from windfall.models import load
+    from windfall.recipe.file import load_recipe
 
-    recipe = config.load(RECIPE)
+    recipe = load_recipe(RECIPE)
     r, lr, env = recipe.rollout, recipe.train.lr, Arithmetic(seed=recipe.run.seed)
     torch.set_num_threads(1)
     torch.manual_seed(recipe.run.seed)

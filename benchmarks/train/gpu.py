@@ -27,8 +27,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from windfall import algorithms
-from windfall import recipe as config
 from windfall.models.attention import NAME
+from windfall.recipe.file import parse_recipe
 from windfall.trainer.model.activation_memory import LEAST
 from windfall.trainer.ranks.ranks import Orders, Ranks
 from windfall.trainer.ranks.sharding import sharded_policy
@@ -124,7 +124,7 @@ def plain(shape: dict[str, Any], lengths: list[int], name: str, *, rows: int = 8
 
 def trainer_of(shape: dict[str, Any], micro_tokens: int, ranks: Ranks | None = None) -> TorchTrainer:
     """Sharded over `ranks`, if given."""
-    recipe = config.parse({"train": {"lr": 1e-6, "engine_gap_limit": 99.0}}, where="benchmark")
+    recipe = parse_recipe({"train": {"lr": 1e-6, "engine_gap_limit": 99.0}}, where="benchmark")
     model, orders = model_of(shape, NAME), None
     if ranks is not None:
         source = model.state_dict() | dict(model.named_buffers())

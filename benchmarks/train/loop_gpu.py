@@ -20,11 +20,10 @@ from typing import Any
 
 import msgspec
 
-from windfall import recipe as config
 from windfall.controller.cost.bill import Totals
 from windfall.events import log as events
-from windfall.run.start import train
-from windfall.run_folder import new_folder
+from windfall.recipe.file import load_recipe
+from windfall.run.start import new_folder, train
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2-chain-sum.toml"
 SHARE_USD_PER_H = 3.29 / 5
@@ -39,7 +38,7 @@ WAYS = {
 
 
 def run(folder: Path, name: str, *changes: str) -> list[dict[str, Any]]:
-    recipe = config.load(RECIPE, [f"run.folder={folder}", f"run.name={name.replace(' ', '-')}", *ALIKE, *changes])
+    recipe = load_recipe(RECIPE, [f"run.folder={folder}", f"run.name={name.replace(' ', '-')}", *ALIKE, *changes])
     place = new_folder(recipe)
     train(recipe, place)
     return events.read(place / "events.jsonl")

@@ -24,8 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from windfall import algorithms
-from windfall import recipe as config
 from windfall.models.attention import NAME
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.ranks.rank_budget import ModelShape, rank_budget
 from windfall.trainer.ranks.ranks import Orders, Ranks
@@ -159,7 +160,7 @@ def make_trainer(name: str, ranks: Ranks, *, adapters: bool, sharded: bool) -> T
 
     def attach(model: Any) -> None:
         if adapters:
-            lora.attach(model, config.Lora(rank=16), base="none", seed=0)
+            lora.attach(model, Lora(rank=16), base="none", seed=0)
 
     if sharded:
         source = None
@@ -178,7 +179,7 @@ def make_trainer(name: str, ranks: Ranks, *, adapters: bool, sharded: bool) -> T
         attach(model)
     micro = 16_384 if ranks.device == "cuda" else 2048
     return TorchTrainer(
-        model, algorithms.make("dr_grpo"), config.parse(sections, where="benchmark"), micro_tokens=micro,
+        model, algorithms.make("dr_grpo"), parse_recipe(sections, where="benchmark"), micro_tokens=micro,
         orders=Orders(ranks),
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from unittest.mock import patch
 
 from windfall.controller.scheduling.lead import Lead
 from windfall.events.log import Event, read
+from windfall.recipe.file import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
@@ -98,7 +99,6 @@ def fixed_lead(groups: int | None = None) -> Any:
 
 def simulate(case: Case, leads: Sequence[int] = ()) -> list[Measured]:
     """With the lead at the bound, measured, and with each of these constant leads."""
-    from windfall.recipe import load
     from windfall.sim.core import run, scenario
 
     sets = [
@@ -107,7 +107,7 @@ def simulate(case: Case, leads: Sequence[int] = ()) -> list[Measured]:
         f"techniques.pipelining={str(case.pipelined).lower()}",
         *([] if case.killed else ["trace.mean_up_s=1e7", "trace.mean_down_s=1"]), *case.sets,
     ]  # fmt: skip
-    recipe = load(Path(__file__).parents[2] / "recipes" / "sim-harvest.toml", sets)
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "sim-harvest.toml", sets)
     found = []
     for context in (fixed_lead(), nullcontext(), *map(fixed_lead, leads)):
         with tempfile.TemporaryDirectory() as folder, context:

@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from windfall import recipe as config
 from windfall.controller import loop as controller
 from windfall.controller.scheduling.admission import Admission
 from windfall.events import log as events
-from windfall.recipe import Recipe
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate.event_log import steps_of
 from windfall.sim.core import run, scenario
 
@@ -110,7 +110,7 @@ class GateOnly(Admission):
 
 def recipe(case: Case) -> Recipe:
     keys = VARIANTS[case.variant]
-    return config.parse(
+    return parse_recipe(
         {
             "run": {"name": "staleness", "steps": case.steps, "seed": case.seed},
             "rollout": {

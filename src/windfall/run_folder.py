@@ -25,50 +25,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from windfall import recipe as config
-from windfall.envs.data import files as data_files
-from windfall.errors import WindfallError, describe_exit, describe_write, nearest, unwritable
-from windfall.recipe import Recipe
+from windfall.errors import WindfallError, describe_exit, describe_write, nearest
+from windfall.recipe.env_sections import AgentEnv, AgentLimits, DatasetEnv
+from windfall.recipe.file import dump_recipe, load_recipe
+from windfall.recipe.sections import Recipe
 
 UNRECORDED = 64
 """Exit status of a process that could not record its error: this number plus the error number of the operating system
 (ENOSPC: no space left). Logs may be empty then."""
 BEGAN = "recipe.began.toml"
+FROZEN_TRAINER = ".trainer.frozen"
+"""File by which the controller reports a frozen trainer to the supervisor."""
 DATA_BEGAN = "data.began.json"
-DATA_BLOCK = 1 << 20
 LOCK_TRY_S = 0.3
 """Minimum seconds to try for a lock: a process that only checks whether it is free holds it for microseconds."""
 
 
-def new_folder(recipe: Recipe) -> Path:
-    """Create runs/name, or runs/name-2, -3, ... if that exists: a run never writes into another run's folder."""
-    recipe = with_absolute_paths(recipe)
-    data = json.dumps(_data(recipe))
-    wanted = recipe.run.folder / recipe.run.name
-    for n in range(1, 10_000):
-        folder = wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as e:
-            raise WindfallError(f"cannot create the run's folder: {e}", where=str(folder), fix="Set run.folder.") from e
-        try:
-            write_recipe(recipe, folder)
-            replace(folder / BEGAN, config.dump(recipe))
-            replace(folder / DATA_BEGAN, data)
-        except OSError as e:
-            error = unwritable("the recipe", folder, e, "Free disk space, or set run.folder.")
-            remove(folder)
-            raise error from e
-        return folder
-    raise WindfallError("ten thousand runs with this name exist", where=str(wanted), fix="Set run.name.")
-
-
 def remove(folder: Path) -> None:
-    """Remove what `new_folder` created."""
+    """Remove the folder of a run."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # it holds other runs
         folder.parent.rmdir()
@@ -98,96 +72,17 @@ def initial_recipe(folder: Path) -> Recipe:
     """The recipe that the run began with, or its current recipe if the run was started before this was recorded."""
     path = folder / BEGAN
     if not path.exists():
-        return config.load(folder / "recipe.toml")
+        return load_recipe(folder / "recipe.toml")
     try:
-        return config.load(path)
+        return load_recipe(path)
     except WindfallError as e:
         fix = "This is the recipe that the run began with. Restore it, or remove it to use recipe.toml instead."
         raise WindfallError(e.what, where=e.where, fix=fix) from e
 
 
-def check_data(recipe: Recipe, folder: Path) -> None:
-    """Raise WindfallError if the data files have changed since the run began: the task of every index depends on their
-    rows. If the run was started before data files were recorded, record them as they are now."""
-    now, path = _data(recipe), folder / DATA_BEGAN
-    if not path.exists():
-        try:
-            replace(path, json.dumps(now))
-        except OSError as e:
-            raise unwritable("the record of the data files", path, e) from e
-        return
-    before = read_json(path)
-    fields = {"file", "bytes", "xxh3"}
-    if before is None or not all(isinstance(was, dict) and fields <= {*was} for was in before.values()):
-        fix = "Restore it, or remove it to accept the data files as they are now."
-        raise WindfallError("the record of the run's data files is damaged", where=str(path), fix=fix)
-    both = [(key, was, now[key]) for key, was in before.items() if key in now]
-    changed = [_describe_change(key, was, is_now) for key, was, is_now in both if _differ(was, is_now)]
-    if changed:
-        what = "\n  ".join(["the data has changed since this run began:", *changed])
-        fix = "Restore the file and resume, or start a new run with the changed file: windfall train RECIPE.toml"
-        raise WindfallError(what, where=str(folder), fix=fix)
-
-
-def data_warnings(folder: Path) -> list[str]:
-    """Warnings for a run that has data files, but no record of their contents when it began."""
-    if (folder / DATA_BEGAN).exists() or not isinstance(
-        initial_recipe(folder).task_env, config.JsonLinesEnv | config.DatasetEnv
-    ):
-        return []
-    return [f"{folder / DATA_BEGAN}: missing; windfall assumes that the data files are those that the run began with"]
-
-
-def _differ(was: dict[str, Any], now: dict[str, Any]) -> bool:
-    return (was["bytes"], was["xxh3"]) != (now["bytes"], now["xxh3"])
-
-
-def _describe_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
-    path = Path(now["file"])
-    how = f"{was['bytes']:,} bytes before, {now['bytes']:,} now"
-    if now["bytes"] == was["bytes"]:
-        how = "same length as before, but different contents"
-    elif now["bytes"] > was["bytes"] and _digest(key, path, was["bytes"])["xxh3"] == was["xxh3"]:
-        how = f"{now['bytes'] - was['bytes']:,} bytes were added at its end, which changes the order of its rows"
-    place = f"{path} instead of {was['file']}" if now["file"] != was["file"] else str(path)
-    return f"{key}: {place}: {how}"
-
-
-def _data(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Size and digest of each data file that the recipe names, by recipe key."""
-    env = recipe.task_env
-    if isinstance(env, config.DatasetEnv):
-        return _dataset_files(env)
-    if not isinstance(env, config.JsonLinesEnv):
-        return {}
-    files = {"env.path": env.path, "env.eval_path": env.eval_path}
-    return {key: _digest(key, path) for key, path in files.items() if path is not None}
-
-
-def _dataset_files(env: config.DatasetEnv) -> dict[str, dict[str, Any]]:
-    """The files of a data set, by recipe key and name. Those of the evaluation are left out: they may change, and with
-    them its result."""
-    files = data_files.find(env.path, env.split, env.subset).files
-    return {f"env.path {file.name}" if len(files) > 1 else "env.path": _digest("env.path", file) for file in files}
-
-
-def _digest(key: str, path: Path, max_bytes: int | None = None) -> dict[str, Any]:
-    """Size and digest of the file, or of its first `max_bytes` bytes."""
-    digest, size = xxhash.xxh3_128(), 0
-    try:
-        with path.open("rb") as file:
-            while block := file.read(DATA_BLOCK if max_bytes is None else min(DATA_BLOCK, max_bytes - size)):
-                digest.update(block)
-                size += len(block)
-    except OSError as e:
-        fix = "Restore the file, or correct its path."
-        raise WindfallError(f"cannot read the data file: {e.strerror or e}", where=f"{key} = {path}", fix=fix) from e
-    return {"file": str(path), "bytes": size, "xxh3": digest.hexdigest()}
-
-
 def write_recipe(recipe: Recipe, folder: Path) -> None:
     """Write the recipe that the run uses from now on."""
-    replace(folder / "recipe.toml", config.dump(recipe))
+    replace(folder / "recipe.toml", dump_recipe(recipe))
 
 
 def replace(path: Path, text: str) -> None:
@@ -201,23 +96,23 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Make existing paths absolute, so that the run can be resumed from any folder."""
 
     def resolved(section: Any, *keys: str) -> Any:
-        paths = {key: getattr(section, key, None) for key in keys}
-        return section.model_copy(update={key: path.resolve() for key, path in paths.items() if path is not None})
+        paths = {key: value for key, value in section if key in keys and isinstance(value, Path)}
+        return section.model_copy(update={key: path.resolve() for key, path in paths.items()})
 
     def resolved_env(env: Any) -> Any:
         env = resolved(env, "path", "eval_path", "servers_token")
-        if isinstance(env, config.AgentLimits):
+        if isinstance(env, AgentLimits):
             env = env.model_copy(update={"directory": (env.directory or Path.cwd()).resolve()})
-        if isinstance(env, config.AgentEnv) and env.tasks is not None:
+        if isinstance(env, AgentEnv) and env.tasks is not None:
             return env.model_copy(update={"tasks": resolved_env(env.tasks)})
-        if isinstance(env, config.DatasetEnv):
+        if isinstance(env, DatasetEnv):
             return env.model_copy(update={"rewards": [_with_absolute_file(reward) for reward in env.rewards]})
         return env
 
     env, trace = resolved_env(recipe.env), resolved(recipe.trace, "file")
     fleet = resolved(recipe.fleet, "tls_cert", "tls_key")
-    if fleet.kubernetes is not None:
-        fleet = fleet.model_copy(update={"kubernetes": resolved(fleet.kubernetes, "kubeconfig", "token_file")})
+    sources = {name: resolved(source, *type(source).model_fields) for name, source in fleet.sources.items()}
+    fleet = fleet.model_copy(update=sources)
     changes = {"env": env, "trace": trace, "fleet": fleet, "eval": resolved(recipe.eval, "path")}
     changes["chat"] = recipe.chat.with_source()
     if recipe.train.lora is not None:

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.agent_controller import Scene
-from windfall import recipe as config
 from windfall.controller.gateway.agents import program
 from windfall.envs.agents import verifiers_agent
 from windfall.envs.agents.launcher import AgentLauncher
 from windfall.errors import WindfallError
 from windfall.recipe.env_sections import VerifiersEnv
+from windfall.recipe.file import parse_recipe
 
 ROOT = Path(__file__).parents[2]
 ARGS = {"gym": "chain_sum", "num_train_examples": 6, "num_eval_examples": 2, "system_prompt": "Add."}
 
 
 def section(id: str = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv") -> VerifiersEnv:
-    env = config.parse({"env": {"name": "verifiers", "id": id, "args": ARGS, "memory_mb": 0}}, "test").env
+    env = parse_recipe({"env": {"name": "verifiers", "id": id, "args": ARGS, "memory_mb": 0}}, "test").env
     assert isinstance(env, VerifiersEnv)
     return env
 

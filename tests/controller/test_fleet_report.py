@@ -15,7 +15,7 @@ from windfall.controller.fleet_report import FleetReport, read_history
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.events.log import Clock, EventLog, read
 from windfall.link.messages import Capacity
-from windfall.recipe import parse
+from windfall.recipe.file import parse_recipe
 from windfall.run.views import top
 from windfall.run.views.console import summarize
 from windfall.types import Lease
@@ -33,7 +33,7 @@ SHOWN = {
 @contextmanager
 def report(folder: Path, *, staleness: int) -> Iterator[FleetReport]:
     events = EventLog(folder / "events.jsonl")
-    recipe = parse({"rollout": {"staleness": staleness}}, where="here")
+    recipe = parse_recipe({"rollout": {"staleness": staleness}}, where="here")
     yield FleetReport(recipe, Dispatch(events=events), events)
     events.close()
 
@@ -70,7 +70,7 @@ def test_snapshot_and_summary_count_the_same_tokens(tmp_path: Path) -> None:
     lines = summarize(read(path), tmp_path, finished=True)
     assert "1,090 generated" in "".join(lines)
     log = EventLog(path)
-    restarted = ControllerLife(parse({}, where="here"), log, None, resumed=True).report
+    restarted = ControllerLife(parse_recipe({}, where="here"), log, None, resumed=True).report
     assert written(restarted)["generated"] == 1090
     log.close()
 

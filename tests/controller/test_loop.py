@@ -23,7 +23,7 @@ from windfall.envs.failures import EnvFailed
 from windfall.envs.held_out import EvaluationTasks
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
-from windfall.recipe import parse
+from windfall.recipe.file import parse_recipe
 from windfall.training import CheckpointState, Published, Report, TrainerLost
 from windfall.types import Group, Response, Sampling, Task
 
@@ -171,7 +171,7 @@ class World:
 
     def run(self, folder: Path, start: CheckpointState | None = None, **sections: Any) -> CheckpointState:
         defaults = {"run": {"steps": 3}, "rollout": {"groups": 2, "group_size": 2}, "eval": {"tasks": 4}}
-        recipe = parse(defaults | sections, where="here")
+        recipe = parse_recipe(defaults | sections, where="here")
         algorithm = algorithms.make(recipe.algorithm.name)
         it: Any = self
         events = EventLog(folder / "events.jsonl")

@@ -18,7 +18,6 @@ import pytest
 
 from tests.support.hostile.files import DAMAGES, FOREIGN_LINES, damage
 from windfall import errors
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.controller import process as controller
 from windfall.controller.fleet_report import read_history
@@ -28,6 +27,8 @@ from windfall.controller.scheduling.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.link import auth
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 from windfall.training import CheckpointState, TrainerLost
 from windfall.types import Lease
 from windfall.worker.agent import Agent
@@ -48,7 +49,7 @@ def run(folder: Path, disturb: Callable[[ControllerProcess], Any], *, soon_s: fl
 
     async def main() -> ControllerProcess:
         events = EventLog(folder / "events.jsonl")
-        it = ControllerProcess(config.Recipe(), folder, events, resumed=False)
+        it = ControllerProcess(Recipe(), folder, events, resumed=False)
         asyncio.get_running_loop().call_later(soon_s, disturb, it)
         async with asyncio.timeout(10):
             await errors.guard(it.run())
@@ -132,7 +133,7 @@ def test_error_in_a_callback_ends_the_controller_with_its_traceback(
 
     monkeypatch.setattr("windfall.controller.assembly.ControllerLife.tick", tick)
     auth.make_token(tmp_path / "token")
-    folders.write_recipe(config.Recipe(), tmp_path)
+    folders.write_recipe(Recipe(), tmp_path)
     assert controller.main(tmp_path) == 1
     report = folders.read_json(tmp_path / ".controller.failure")
     assert report is not None
@@ -241,7 +242,7 @@ def test_long_journal_is_read_without_blocking_the_loop(
     remembered: list[Any] = []
 
     async def main() -> None:
-        it = ControllerProcess(config.Recipe(), tmp_path, EventLog(tmp_path / "events.jsonl"), resumed=False)
+        it = ControllerProcess(Recipe(), tmp_path, EventLog(tmp_path / "events.jsonl"), resumed=False)
         it.life.rollout, it.trainer.hello = (
             SimpleNamespace(load_history=lambda past, next_task: remembered.append(past)),
             hello,
@@ -283,7 +284,7 @@ def test_steps_missing_from_the_log_are_reported_once(
     )  # fmt: skip
 
     async def main() -> None:
-        it = ControllerProcess(config.Recipe(), tmp_path, log, resumed=bool(logged))
+        it = ControllerProcess(Recipe(), tmp_path, log, resumed=bool(logged))
         it.life.rollout, it.trainer.hello = SimpleNamespace(load_history=lambda past, next_task: None), hello  # pyright: ignore
         await it.life.restore(admission())
         await it.life.restore(admission())
@@ -308,6 +309,6 @@ def test_steps_missing_from_the_log_are_reported_once(
 def test_journal_is_void_only_if_tokens_could_differ(tmp_path: Path, change: str, void: bool) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[env]\nname = "jsonl"\npath = "rows.jsonl"\n')
-    before, after = config.load(recipe), config.load(recipe, [change])
+    before, after = load_recipe(recipe), load_recipe(recipe, [change])
     assert before != after
     assert (controller.settings_digest(before) != controller.settings_digest(after)) is void

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from windfall import envs, run_folder
-from windfall import recipe as config
 from windfall.envs.base import HELD_OUT
 from windfall.envs.dataset import Dataset
 from windfall.envs.held_out import describe
 from windfall.envs.hosting import evaluation_data
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
-from windfall.recipe import Recipe
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
+from windfall.run import resume_check
 
 
 def write(path: Path, first: int, count: int) -> Path:
@@ -34,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def recipe(env: dict[str, Any], **evaluation: Any) -> Recipe:
-    return config.parse({"env": {"name": "dataset", "rewards": ["exact"]} | env, "eval": evaluation}, where="test")
+    return parse_recipe({"env": {"name": "dataset", "rewards": ["exact"]} | env, "eval": evaluation}, where="test")
 
 
 def prompts(r: Recipe, first: int, count: int) -> list[str]:
@@ -92,9 +93,9 @@ def test_answers_that_are_not_mathematics_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_is_not_resumed_with_other_rows(folder: Path, tmp_path: Path) -> None:
     r = run_folder.with_absolute_paths(recipe({"path": str(folder)}, split="test"))
-    run_folder.check_data(r, tmp_path)
+    resume_check.check_data(r, tmp_path)
     write(folder / "test.jsonl", 200, 3)  # the evaluation may change
-    run_folder.check_data(r, tmp_path)
+    resume_check.check_data(r, tmp_path)
     write(folder / "train.jsonl", 0, 21)
     with pytest.raises(WindfallError, match="bytes were added at its end"):
-        run_folder.check_data(r, tmp_path)
+        resume_check.check_data(r, tmp_path)

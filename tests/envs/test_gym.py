@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from windfall import recipe as config
 from windfall.envs.gym import Gym
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.errors import WindfallError
+from windfall.recipe.file import parse_recipe
 from windfall.types import Feedback, Task, Turn
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning_gym")
@@ -74,7 +74,7 @@ def prompts() -> list[Any]:
     section = {"name": "gym", "task": "polynomial_multiplication"}
 
     async def go() -> list[Any]:
-        async with EnvPool(config.parse({"env": section}, where="test").env, 0) as pool:
+        async with EnvPool(parse_recipe({"env": section}, where="test").env, 0) as pool:
             await pool.ready()
             return [(await pool.task(i, 30.0)).prompt for i in range(5)]
 
@@ -131,7 +131,7 @@ def test_answer_that_takes_too_long_to_score_is_wrong_and_blocks_nothing() -> No
     gold = Gym("countdown", {}, seed=0).task(0).answer["gold"]
 
     async def go() -> None:
-        async with EnvPool(config.parse({"env": named}, where="test").env, 0) as pool:
+        async with EnvPool(parse_recipe({"env": named}, where="test").env, 0) as pool:
             await pool.ready()
             task, ticks = await pool.task(0, 30.0), 0
             scoring = asyncio.create_task(pool.feedback(0, task, [Turn(text="<answer>9**9**9</answer>")], 60.0))

@@ -12,13 +12,13 @@ import pytest
 
 from tests.support.hostile.datasets import FILES, MATHEMATICS, NOT_MATHEMATICS, messages
 from tests.support.hostile.datasets import write as write_hostile
-from windfall import recipe as config
 from windfall.envs.base import HELD_OUT
 from windfall.envs.dataset import JsonLines
 from windfall.envs.held_out import describe
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
-from windfall.recipe import JsonLinesEnv
+from windfall.recipe.env_sections import JsonLinesEnv
+from windfall.recipe.file import parse_recipe
 from windfall.types import Task, Turn
 
 
@@ -188,7 +188,7 @@ def test_prompt_can_be_a_conversation(tmp_path: Path) -> None:
 
 def section(path: Path, **keys: Any) -> JsonLinesEnv:
     env = {"name": "jsonl", "path": str(path)} | keys
-    parsed = config.parse({"env": env}, where="test").env
+    parsed = parse_recipe({"env": env}, where="test").env
     assert isinstance(parsed, JsonLinesEnv)
     return parsed
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.ports import free_port
 from windfall.errors import WindfallError
@@ -105,8 +106,8 @@ def test_prometheus_can_scrape_the_newest_values() -> None:
             lines = answer.read().decode().splitlines()
     finally:
         tool.close()
-    assert 'windfall_step_reward{run="a _run_"} 0.75' in lines
-    assert 'windfall_step_odd_name{run="a _run_"} 1.0' in lines
+    assert r'windfall_step_reward{run="a \"run\""} 0.75' in lines
+    assert r'windfall_step_odd_name{run="a \"run\""} 1.0' in lines
     assert "# TYPE windfall_step_reward gauge" in lines
 
 
@@ -141,12 +142,11 @@ def test_mlflow_keeps_every_value_and_a_resume_continues_the_run(tmp_path: Path)
 
 
 def test_prometheus_own_parser_reads_what_is_served() -> None:
-    parser = pytest.importorskip("prometheus_client.parser")
     tool = Prometheus("127.0.0.1:0", 'run {"a"}\\\n')
     try:
         tool.write("step", {"reward": 0.5, "rewards/math{x}": 1e-9, "9 lives": float("inf")}, 3, 10.0)
         with urllib.request.urlopen(f"http://127.0.0.1:{tool.port}/metrics", timeout=5) as answer:
-            families = {f.name: f for f in parser.text_string_to_metric_families(answer.read().decode())}
+            families = {f.name: f for f in text_string_to_metric_families(answer.read().decode())}
     finally:
         tool.close()
     assert {name: f.samples[0].value for name, f in families.items()} == {

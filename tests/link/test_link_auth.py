@@ -19,7 +19,7 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.handshake import JoinRefused
 from windfall.link.memory import pair
-from windfall.recipe import Fleet
+from windfall.recipe.fleet import Fleet
 from windfall.types import Lease
 from windfall.worker.agent import Agent
 

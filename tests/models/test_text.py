@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.models.load import load_tokenizer
 from windfall.models.text import Text
+from windfall.recipe.file import parse_recipe
 from windfall.trainer.process import text_for
 
 CHATML = (
@@ -168,12 +168,12 @@ def test_template_arguments_and_off_switch(tmp_path: Any) -> None:
 def test_the_template_is_a_file_or_itself(tmp_path: Any) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(CHATML)
-    section = config.parse({"chat": {"template": str(file)}}, where="test").chat
+    section = parse_recipe({"chat": {"template": str(file)}}, where="test").chat
     assert section.source() == section.with_source().template == CHATML
-    assert config.parse({"chat": {"template": CHATML}}, where="test").chat.source() == CHATML
-    assert config.parse({}, where="test").chat.source() is None
+    assert parse_recipe({"chat": {"template": CHATML}}, where="test").chat.source() == CHATML
+    assert parse_recipe({}, where="test").chat.source() is None
     with pytest.raises(WindfallError, match="cannot read the template"):
-        config.parse({"chat": {"template": str(tmp_path / "other.jinja")}}, where="test").chat.source()
+        parse_recipe({"chat": {"template": str(tmp_path / "other.jinja")}}, where="test").chat.source()
 
 
 def test_the_end_of_a_turn_that_a_stop_string_ended_is_rendered() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.browser import MARKS, Served, append, written
 from tests.support.page_run import START_T, event, sample, small_log, step, write_run
-from windfall import recipe as config
 from windfall.page import command as pages
-from windfall.recipe import PlannedWorkers, PlanSection
+from windfall.plan.section import PlannedWorkers, PlanSection
+from windfall.recipe.file import dump_recipe, load_recipe
 
 pytest.importorskip("playwright.sync_api")
 pytestmark = MARKS
@@ -22,8 +22,8 @@ def planned(path: Path) -> Path:
     """A recipe with a plan: steps of 8 s, 125 tokens per second, $3.6 per hour."""
     worker = PlannedWorkers(device="cpu", lease="spot", count=3, worker={"fixed_s": 0.01})
     plan = PlanSection(name="3 cpu", step_s=8.0, tok_per_s=125.0, usd_per_h=3.6, workers=[worker])
-    recipe = config.load(write_run(path.parent / "recipe", []) / "recipe.toml")
-    path.write_text(config.dump(recipe.model_copy(update={"plan": plan})))
+    recipe = load_recipe(write_run(path.parent / "recipe", []) / "recipe.toml")
+    path.write_text(dump_recipe(recipe.model_copy(update={"plan": plan})))
     return path
 
 

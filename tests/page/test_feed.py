@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.page_run import small_log
 from windfall.page import feed as feeds
 from windfall.page.feed import Feed
-from windfall.page.history import History
+from windfall.page.history import RunHistory
 
 
 class Line:
@@ -34,7 +34,7 @@ class Line:
 
 
 def made() -> Feed:
-    history = History()
+    history = RunHistory()
     for e in small_log(2):
         history.add(e)
     return Feed(history, name="run", recipe={}, status=lambda: "running")

@@ -13,19 +13,19 @@ from windfall.controller.cost.accounts import Accounts
 from windfall.controller.cost.activity import Activity
 from windfall.page import history as histories
 from windfall.page import timeline
-from windfall.page.history import History
+from windfall.page.history import RunHistory
 from windfall.page.runs import RunReader
-from windfall.page.timeline import CODE, STATES, Row, Timeline
+from windfall.page.timeline import CODE, STATES, Timeline, TimelineRow
 
 
-def built(events: list[dict[str, Any]]) -> History:
-    history = History()
+def built(events: list[dict[str, Any]]) -> RunHistory:
+    history = RunHistory()
     for e in events:
         history.add(e)
     return history
 
 
-def states(row: Row) -> list[tuple[float, str]]:
+def states(row: TimelineRow) -> list[tuple[float, str]]:
     return [((c >> 4) / 10, STATES[c & 15]) for c in row.changes]
 
 
@@ -101,7 +101,7 @@ def test_changes_give_a_viewer_the_same_as_everything() -> None:
 
 
 def test_a_row_stays_small_and_keeps_every_loss() -> None:
-    row = Row("w")
+    row = TimelineRow("w")
     for n in range(40_000):
         row.put(20 * n, CODE["lost"] if n % 4000 == 0 else CODE["generating"] if n % 2 else CODE["waiting"])
     assert len(row.changes) <= timeline.MAX_CHANGES
@@ -124,7 +124,7 @@ def test_memory_does_not_grow_with_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(histories, "MAX_POINTS", 64)
     monkeypatch.setattr(timeline, "MAX_CHANGES", 256)
     monkeypatch.setattr(timeline, "MAX_ROWS", 8)
-    history, sizes = History(), []
+    history, sizes = RunHistory(), []
     for n in range(1, 4001):
         rows = {f"w-{n % 7 + n // 500}": [[9, "generating"], [4, "waiting"]]}
         history.add(event(10 * n, "instant", "activity", rows=rows, moves=[]))

@@ -14,7 +14,7 @@ from tests.support.page_run import START_T, event, small_log, step, write_run
 from windfall.errors import WindfallError
 from windfall.events.log import parse
 from windfall.page import command as page
-from windfall.page.history import History
+from windfall.page.history import RunHistory
 from windfall.page.runs import RunReader, read_all
 from windfall.page.timeline import STATES
 
@@ -44,7 +44,7 @@ def every_kind() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", every_kind(), ids=lambda e: f"{e['kind']}-{e['name']}")
 def test_the_page_opens_whatever_the_fields_of_an_event_are(kind: dict[str, Any]) -> None:
     for key in kind:
-        history = History()
+        history = RunHistory()
         for e in small_log(1):
             history.add(e)
         for value in (*ODD, ...):
@@ -61,7 +61,7 @@ def test_the_page_opens_whatever_is_inside_the_fields_of_an_event() -> None:
     for whole in every_kind():
         for changed in damaged(whole):
             if (read := parse(json.dumps(changed).encode())) is not None:
-                history = History()
+                history = RunHistory()
                 history.add(whole)
                 history.add(read)
                 history.add(step(60, 7))
@@ -94,7 +94,7 @@ def test_unreadable_events_are_counted(tmp_path: Path) -> None:
 def test_a_wall_clock_that_is_set_changes_nothing(jump_s: float) -> None:
     """The machine's clock is set in the middle of the run. The monotonic clock goes on."""
     log = small_log(8)
-    expected, history = History(), History()
+    expected, history = RunHistory(), RunHistory()
     for e in log:
         expected.add(e)
         history.add({**e, "t": e["t"] + jump_s} if e["m"] >= 43 else e)
@@ -111,7 +111,7 @@ def test_a_run_that_was_resumed_on_another_machine_goes_on_after_its_end() -> No
     later = [event(t, "scalar", "step", step=n) for n, t in ((6, 0.0), (7, 10.0))]
     for e, wall in zip(later, (-30.0, -20.0), strict=True):
         e["t"], e["m"] = START_T + wall, e["m"] + 1e6
-    history = History()
+    history = RunHistory()
     for e in [*log, *later]:
         history.add(e)
     assert history.series["t"][-2:] == pytest.approx([54.0, 64.0])
@@ -121,7 +121,7 @@ def test_a_run_that_was_resumed_on_another_machine_goes_on_after_its_end() -> No
 
 def test_nothing_works_between_a_kill_and_a_resume() -> None:
     """The controller was killed at 53 s. The run was resumed an hour later, and one worker came before the trainer."""
-    history = History()
+    history = RunHistory()
     for e in [
         *small_log(5)[:-1],
         event(3600, "instant", "recipe", changed={}),
@@ -137,7 +137,7 @@ def test_nothing_works_between_a_kill_and_a_resume() -> None:
 
 
 def test_workers_go_on_while_only_the_trainer_is_away() -> None:
-    history = History()
+    history = RunHistory()
     for e in [
         *small_log(5)[:-1],
         event(54, "instant", "trainer_lost", step=5, why="killed"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.page_run import sample
 from windfall.page import document
-from windfall.page.samples import Sample, SampleFile, Sampler, describe
+from windfall.page.samples import ResponseSampler, SampledResponse, SampleFile, describe
 from windfall.types import Response, Task
 
 TASK = Task(id="sums/1", prompt="1+1=")
@@ -26,7 +26,7 @@ def decode(ids: list[int]) -> str:
 
 
 def test_half_of_the_sample_moved_if_enough_did() -> None:
-    sampler = Sampler(4)
+    sampler = ResponseSampler(4)
     for n in range(100):
         sampler.offer(TASK, response(f"{n}/0", *[("a", 2), ("b", 2)] if n % 2 else [("a", 4)]))
     chosen = sampler.take()
@@ -36,7 +36,7 @@ def test_half_of_the_sample_moved_if_enough_did() -> None:
 
 
 def test_the_sample_does_not_depend_on_the_order() -> None:
-    a, b = Sampler(3), Sampler(3)
+    a, b = ResponseSampler(3), ResponseSampler(3)
     for n in range(50):
         a.offer(TASK, response(f"{n}/0"))
         b.offer(TASK, response(f"{49 - n}/0"))
@@ -44,13 +44,13 @@ def test_the_sample_does_not_depend_on_the_order() -> None:
 
 
 def test_no_samples_if_the_recipe_says_so() -> None:
-    sampler = Sampler(0)
+    sampler = ResponseSampler(0)
     sampler.offer(TASK, response("1/0"))
     assert sampler.take() == []
 
 
 def test_every_token_has_its_worker_and_observations_have_none() -> None:
-    s = Sample(TASK, response("1/0", ("", 1), ("a", 2), ("b#2", 2), tokens=5, observed=2))
+    s = SampledResponse(TASK, response("1/0", ("", 1), ("a", 2), ("b#2", 2), tokens=5, observed=2))
     line = describe(s, 7, 1.0, decode)
     assert line["workers"] == [["", 2], ["journal", 1], ["a", 2], ["b#2", 2]]
     assert line["versions"] == [[-1, 2], [3, 5]]
@@ -68,14 +68,14 @@ def test_agents_have_turns_tool_calls_and_segments() -> None:
         workers=(("a", len(call)), ("b", 9)),
     )  # fmt: skip
     both = replace(part, more=(replace(part, id="1/0+1", prompt=tuple(b"a summary")),), turns=4)
-    s = Sample(TASK, both)
+    s = SampledResponse(TASK, both)
     line = describe(s, 7, 1.0, decode)
     assert not s.moved  # every turn has one worker
     assert (line["turns"], line["tools"], line["prompt"]) == (4, 2, "user: 40+2?")
     assert line["calls"] == [[0, "add", '{"a": 1}']]
     assert line["workers"] == [["a", len(call)], ["", 8], ["b", 9]]
     assert [(m["prompt"], "".join(m["tokens"])) for m in line["more"]] == [("a summary", tokens.decode())]
-    assert Sample(TASK, replace(part, workers=(("a", 2), ("b", len(call) + 7)))).moved
+    assert SampledResponse(TASK, replace(part, workers=(("a", 2), ("b", len(call) + 7)))).moved
 
 
 def test_the_file_stays_within_its_limit(tmp_path: Path) -> None:

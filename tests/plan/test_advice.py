@@ -7,13 +7,13 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from windfall import recipe as config
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.workload import MODELS, Workload
 from windfall.plan.run import advice, recipe
 from windfall.plan.search import planner
 from windfall.plan.search.plan import PlanRequest
-from windfall.recipe import Recipe
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=256, group_size=8, sigma=0.3, median_tokens=1500, staleness=1)
 
@@ -23,7 +23,7 @@ def planned(text: str, **keys: Any) -> Recipe:
     first, *others = made.machines
     made = replace(made, machines=(replace(first, address="10.0.0.5"), *others))
     asked = PlanRequest(cluster=made, work=WORK, efficiency=measured.efficiency(), **keys)
-    base = config.parse({"model": {"path": "Qwen/Qwen3-8B"}, "run": {"steps": 100}, "rollout": {
+    base = parse_recipe({"model": {"path": "Qwen/Qwen3-8B"}, "run": {"steps": 100}, "rollout": {
         "groups": 256, "group_size": 8, "max_tokens": 8192, "staleness": 1}}, "test")  # fmt: skip
     return recipe.write(planner.plans(asked)[0], asked, base)
 

@@ -16,7 +16,7 @@ from windfall.plan.model.workload import MODELS, Workload, model
 from windfall.plan.run import recipe
 from windfall.plan.search import planner
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], delta=0.025)
 README = "8xH100 + 6x2xH100:spot"

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fleet import plan_cpu as cpu
-from windfall import recipe as config
 from windfall.plan.model import cluster, measured
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.run import advice, recipe, run_log
 from windfall.plan.search import planner
 from windfall.plan.search.plan import PlanRequest
+from windfall.recipe.file import dump_recipe, parse_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 Windfall = Callable[..., tuple[int, str, str]]
@@ -49,7 +49,7 @@ def test_a_plan_is_run_checked_and_advised(windfall: Windfall, here: Path) -> No
 
 def test_a_run_is_advised_when_its_spot_worker_is_too_dear(here: Path) -> None:
     """The plan has both workers, and the spot worker joins at a hundred times its price."""
-    base = config.parse(tomllib.loads(cpu.probe_recipe(here, name="dear", steps=24, **SIZES)), "test")
+    base = parse_recipe(tomllib.loads(cpu.probe_recipe(here, name="dear", steps=24, **SIZES)), "test")
     rows = {"worker": {"fixed_s": 0.02, "each_s": 0.001}, "trainer": {"train_s": 0.002, "update_s": 0.1}}
     data = tomllib.loads(cpu.CLUSTER)
     device = {"memory_gb": 16, "bandwidth_gb_per_s": 20, "tflops": 0.1, "link_gb_per_s": 1}
@@ -58,7 +58,7 @@ def test_a_run_is_advised_when_its_spot_worker_is_too_dear(here: Path) -> None:
     own, spot = made.kinds()
     plan = planner.fixed(asked, "cpu", 1, {(own, 1): 1, (spot, 1): 1})
     assert plan is not None
-    (here / "dear.toml").write_text(config.dump(recipe.write(plan, asked, base)))
+    (here / "dear.toml").write_text(dump_recipe(recipe.write(plan, asked, base)))
     dear = cpu.SPOT.replace("--price 0.2", "--price 20")
     cpu.train(here / "dear.toml", here / "runs" / "dear", [dear], 1.0, here / "out")
     found = advice.better_plan(*run_log.planned_run(here / "runs/dear"))

@@ -15,7 +15,7 @@ from windfall.plan.run import recipe
 from windfall.plan.search import planner
 from windfall.plan.search.frontier import Counts
 from windfall.plan.search.plan import PlanRequest, SpotMarket
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=32, group_size=4, sigma=0.4)
 

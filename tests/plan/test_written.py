@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.plan import choose, command
 from windfall.plan.model import cluster, inputs, measured
@@ -16,8 +15,9 @@ from windfall.plan.model.workload import MODELS, Workload, delta_share
 from windfall.plan.run import recipe, run_log
 from windfall.plan.search import planner
 from windfall.plan.search.plan import PlanRequest
-from windfall.recipe import Recipe
-from windfall.recipe.worker_sources import SOURCES
+from windfall.recipe.file import dump_recipe, load_recipe, parse_recipe
+from windfall.recipe.part_sections import part_sections
+from windfall.recipe.sections import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=64, group_size=8, sigma=0.4)
 
@@ -35,13 +35,13 @@ TRAINER = {"gpu": "H100", "count": 8, "address": "10.0.0.5"}
 
 
 def test_written_recipe_loads_and_says_what_the_plan_says(tmp_path: Path) -> None:
-    base = config.parse({"model": {"path": "tiny"}, "rollout": {"groups": 4, "group_size": 2}}, "test")
+    base = parse_recipe({"model": {"path": "tiny"}, "rollout": {"groups": 4, "group_size": 2}}, "test")
     work = replace(WORK, shape=inputs.model_shape("tiny"), max_tokens=160, median_tokens=40)
     asked = replace(request("4xL4"), work=work)
     best = planner.plans(asked)[0]
     path = tmp_path / "planned.toml"
-    path.write_text(config.dump(recipe.write(best, asked, base)))
-    loaded = config.load(path)
+    path.write_text(dump_recipe(recipe.write(best, asked, base)))
+    loaded = load_recipe(path)
     assert loaded.train.ranks == best.training.gpus
     assert loaded.fleet.workers == sum(len(p.replicas) for p in best.placed)
     assert loaded.rollout.staleness == 1
@@ -54,7 +54,7 @@ def test_recipe_of_a_model_name_trains_that_model_with_the_planned_sizes(tmp_pat
         "8B", cluster=None, gpus="8xH100", budget="", prices=None, objective="throughput", deadline=0.0, staleness=2,
         spot=None, measured_in=None, top=1, simulate=False, write=path,
     )  # fmt: skip
-    made, work = config.load(path), Workload(shape=MODELS["Qwen3-8B"])
+    made, work = load_recipe(path), Workload(shape=MODELS["Qwen3-8B"])
     assert made.model.path == "Qwen/Qwen3-8B"
     assert made.run.steps == work.steps
     assert (made.rollout.groups, made.rollout.group_size, made.rollout.max_tokens, made.rollout.staleness) == (
@@ -75,12 +75,12 @@ def test_plan_of_the_readme_can_be_written_and_keys_can_be_set(tmp_path: Path) -
         "spot": None, "measured_in": None, "top": 1, "simulate": False, "write": path,
     }  # fmt: skip
     command.main("8B", gpus="8xH100 + 6x2xH100:spot", **keys)
-    assert config.load(path).fleet.host == "0.0.0.0"
+    assert load_recipe(path).fleet.host == "0.0.0.0"
     with pytest.raises(WindfallError, match=r"train\.offload"):
         command.main("8B", gpus="8xL4", **keys)
     command.main("8B", gpus="8xL40S", overrides=["train.offload=true", "rollout.max_tokens=1000"], **keys)
-    assert config.load(path).train.offload
-    assert config.load(path).rollout.max_tokens == 1000
+    assert load_recipe(path).train.offload
+    assert load_recipe(path).rollout.max_tokens == 1000
 
 
 def test_a_trainer_on_several_machines_needs_an_address() -> None:
@@ -103,7 +103,7 @@ def test_workers_of_a_provider_follow_from_the_plan(tmp_path: Path, monkeypatch:
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     asked = from_toml(TRAINER, {"gpu": "L40S", "count": 4, "machines": 2, "lease": "spot", "provider": "slurm"})
-    base = config.parse({"fleet": {"slurm": {"partition": "gpu", "gpus": "l40s:2"}}}, "test")
+    base = parse_recipe({"fleet": {"slurm": {"partition": "gpu", "gpus": "l40s:2"}}}, "test")
     plan = next(p for p in planner.plans(asked) if any(q.machine.provider and q.replicas for q in p.placed))
     slurm = recipe.write(plan, asked, base).fleet.slurm
     assert slurm is not None
@@ -120,13 +120,13 @@ def test_plans_without_their_provider_are_refused_before_they_are_shown() -> Non
     assert found.ranked
     assert not any(p.machine.provider for plan, _ in found.ranked for p in plan.placed)
     only = from_toml({"gpu": "H100", "count": 3}, {"gpu": "L40S", "machines": 4, "provider": "slurm"})
-    base = config.parse({"fleet": {"slurm": {"partition": "gpu"}}}, "test")
+    base = parse_recipe({"fleet": {"slurm": {"partition": "gpu"}}}, "test")
     with pytest.raises(WindfallError, match="sbatch"):
         choose.best(only, base, simulate=False)
 
 
 def test_providers_are_those_of_recipes() -> None:
-    assert tuple(SOURCES) == cluster.PROVIDERS
+    assert tuple(part_sections("fleet.")) == cluster.PROVIDERS
 
 
 def test_only_vllm_spans_several_gpus() -> None:
@@ -148,7 +148,7 @@ def test_vllm_must_be_installed_for_workers_of_the_trainers_machine(monkeypatch:
     monkeypatch.setattr("windfall.engine.vllm.installed.find", lambda: None)
     asked = from_toml({**TRAINER, "engine": "vllm"})
     with pytest.raises(WindfallError, match="need vLLM"):
-        choose.best(asked, config.parse({"engine": {"name": "vllm"}}, "test"), simulate=False)
+        choose.best(asked, parse_recipe({"engine": {"name": "vllm"}}, "test"), simulate=False)
 
 
 def test_lenders_generate_for_nothing_and_never_train() -> None:
@@ -233,10 +233,10 @@ def test_a_cpu_without_measurements_cannot_be_planned() -> None:
 
 def test_a_run_is_compared_with_its_plan_part_by_part(tmp_path: Path) -> None:
     asked = cpu_request()
-    base = config.parse({"rollout": {"groups": 16, "group_size": 4}, "run": {"threads": 1}}, "test")
+    base = parse_recipe({"rollout": {"groups": 16, "group_size": 4}, "run": {"threads": 1}}, "test")
     path = tmp_path / "recipe.toml"
-    path.write_text(config.dump(recipe.write(planner.plans(asked)[0], asked, base)))
-    planned = config.load(path)
+    path.write_text(dump_recipe(recipe.write(planner.plans(asked)[0], asked, base)))
+    planned = load_recipe(path)
     assert (planned.run.device, planned.fleet.workers, planned.train.ranks) == ("cpu", 1, 1)
     slower = log(step_s=0.03)
     found = {p.name: p for p in run_log.parts(planned, slower, run_log.speeds(slower, "log"))}
@@ -250,7 +250,7 @@ def test_a_run_is_compared_with_its_plan_part_by_part(tmp_path: Path) -> None:
 def test_only_planned_runs_can_be_checked(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="no such run"):
         command.check(tmp_path / "nowhere")
-    (tmp_path / "recipe.toml").write_text(config.dump(Recipe()))
+    (tmp_path / "recipe.toml").write_text(dump_recipe(Recipe()))
     with pytest.raises(WindfallError, match="was not planned"):
         command.check(tmp_path)
     with pytest.raises(WindfallError, match="no step"):

@@ -18,19 +18,20 @@ import yaml
 from tests.support.ports import free_port
 from tests.support.recorded_events import RecordedEvents
 from tests.support.stand_ins.kubernetes import Cluster
-from tests.support.worker_sources import COMMAND, DRAINING, TOKEN, Workers, running, source_path
-from windfall import recipe as config
+from tests.support.worker_sources import DRAINING, TOKEN, Workers, running, source_path
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.providers.kubernetes import api, credentials
 from windfall.providers.kubernetes.api import ApiServer
 from windfall.providers.kubernetes.credentials import Credentials
-from windfall.providers.kubernetes.manifests import KubernetesOptions, RunNames, deployment, manifests
+from windfall.providers.kubernetes.manifests import RunNames, deployment, manifests
 from windfall.providers.kubernetes.provider import KubernetesProvider
+from windfall.providers.kubernetes.section import Kubernetes
+from windfall.recipe.file import parse_recipe
 from windfall.run import worker_sources
 
 NAMES = RunNames(run="Demo_1")
-OPTIONS = KubernetesOptions(
+OPTIONS = Kubernetes(
     image="windfall:1", drain_s=30.0, node_selector={"cloud.google.com/gke-spot": "true"},
     tolerations=[{"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"}],
     storage_class="fast", trainer_node_selector={"pool": "reserved"},
@@ -38,9 +39,7 @@ OPTIONS = KubernetesOptions(
 
 
 def objects() -> list[dict[str, Any]]:
-    return manifests(
-        OPTIONS, COMMAND, names=NAMES, url="http://h:8700", recipe="[run]\n", ports=(8700, 8701), certificate="PEM"
-    )
+    return manifests(OPTIONS, names=NAMES, url="http://h:8700", recipe="[run]\n", ports=(8700, 8701), certificate="PEM")
 
 
 def test_manifests_keep_the_rules_of_workers() -> None:
@@ -87,7 +86,7 @@ def test_manifests_are_valid_by_the_published_schemas(version: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for manifest in objects():
         validate.validate(manifest, version, strict=True)
-    broken = deployment(OPTIONS, COMMAND, names=NAMES, url="http://h:1")
+    broken = deployment(OPTIONS, names=NAMES, url="http://h:1")
     broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
     with pytest.raises(validate.ValidationError):
         validate.validate(broken, version, strict=True)
@@ -95,7 +94,7 @@ def test_manifests_are_valid_by_the_published_schemas(version: str) -> None:
 
 def serve(tmp_path: Path, use: Any) -> Any:
     async def main() -> Any:
-        objects = deployment(KubernetesOptions(image="x", drain_s=1.0), COMMAND, names=NAMES, url="http://h:1")
+        objects = deployment(Kubernetes(image="x", drain_s=1.0), names=NAMES, url="http://h:1")
         workers = Workers(tmp_path, DRAINING)
         async with Cluster(objects, token="t", secrets={NAMES.secret: TOKEN}, path=workers.path) as cluster:
             return await use(cluster, workers)
@@ -233,7 +232,7 @@ def test_run_trains_on_pods_and_scales_them_to_zero(tmp_path: Path) -> None:
     (tmp_path / "run.token").write_text(TOKEN)
     (tmp_path / "api.token").write_text("t\n")
     text = RECIPE.replace("PORT", str(port)).replace("WEIGHTS", str(weights))
-    recipe = config.parse(tomllib.loads(text.replace("SERVER", "http://h")), where="test")
+    recipe = parse_recipe(tomllib.loads(text.replace("SERVER", "http://h")), where="test")
     shown = list(yaml.safe_load_all(worker_sources.preview(recipe)))
     (made,) = [o for o in shown if o and o["kind"] == "Deployment"]
     command = made["spec"]["template"]["spec"]["containers"][0]["command"]

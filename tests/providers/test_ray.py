@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from tests.support.recorded_events import RecordedEvents
-from tests.support.worker_sources import COMMAND, TOKEN, RaySource, Workers, running, url
+from tests.support.worker_sources import TOKEN, RaySource, Workers, running, url
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.providers.ray import provider as ray_provider
-from windfall.providers.ray.provider import RayClient, RayOptions, RayProvider
+from windfall.providers.ray.provider import RayClient, RayProvider
+from windfall.providers.ray.section import Ray
 
 RECIPE = """
 [run]
@@ -131,9 +132,10 @@ def test_pending_worker_starts_on_a_new_node_and_a_lost_driver_is_replaced(tmp_p
     nodes = len(four_nodes.worker_nodes)
 
     async def main() -> None:
-        client = RayClient(RayOptions(address=four_nodes.address, cpus=1.0), log=tmp_path / "ray.log")
+        source = Ray(address=four_nodes.address, cpus=1.0, gpus=0.0, workers=nodes + 1, drain_s=2.0)
+        client = RayClient(source, log=tmp_path / "ray.log")
         env = {"WINDFALL_TOKEN": TOKEN, "PYTHONPATH": str(workers.package.parent)}
-        provider = RayProvider(client, COMMAND, nodes + 1, url=url, secrets=env, grace_s=2.0, on_event=events)
+        provider = RayProvider(client, source, url=url, secrets=env, on_event=events)
         async with running(provider):
             before = await workers.until(nodes)
             await asyncio.sleep(1.0)

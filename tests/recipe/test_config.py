@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from windfall import envs
 from windfall.algorithms import make
 from windfall.errors import WindfallError
-from windfall.recipe import Recipe, dump, env_sections, load, parse, sections, unknown_keys
+from windfall.recipe import env_sections, sections, unknown_keys
+from windfall.recipe.file import dump_recipe, load_recipe, parse_recipe
+from windfall.recipe.sections import Recipe
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").rglob("*.toml"))
 
@@ -25,7 +27,7 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
     path = tmp_path / "recipe.toml"
     path.write_text(toml)
     with pytest.raises(WindfallError) as e:
-        load(path, list(overrides))
+        load_recipe(path, list(overrides))
     return str(e.value)
 
 
@@ -119,9 +121,9 @@ def test_every_name_of_another_framework_leads_to_a_key_that_exists() -> None:
 def test_training_is_synchronous_unless_the_recipe_says_otherwise() -> None:
     assert (Recipe().rollout.staleness, Recipe().rollout.on_new_weights) == (0, "interrupt")
     written = {"run": {"deterministic": True}, "rollout": {"staleness": 0, "on_new_weights": "finish"}}
-    assert parse(written, where="here").rollout.on_new_weights == "finish"
+    assert parse_recipe(written, where="here").rollout.on_new_weights == "finish"
     written = {"run": {"deterministic": False}, "rollout": {"staleness": 4}}
-    assert parse(written, where="here").rollout.staleness == 4
+    assert parse_recipe(written, where="here").rollout.staleness == 4
 
 
 def test_all_invalid_keys_are_reported_at_once(tmp_path: Path) -> None:
@@ -182,10 +184,10 @@ def test_wrong_env_key_is_explained(tmp_path: Path, recipe: str, text: str, expe
 def test_infinite_option_reaches_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(CUSTOM)
-    recipe = load(path, ["env.options.limit=inf", "env.options.mode='nan'"])
+    recipe = load_recipe(path, ["env.options.limit=inf", "env.options.mode='nan'"])
     assert envs.section_dict(recipe.env)["options"] == {"limit": math.inf, "mode": "nan"}
-    path.write_text(dump(recipe))
-    assert load(path) == recipe
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
 
 
 def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:
     overrides = ["run.steps=5", "train.lr = 3e-4", "run.name=2026-01-31", "train.betas=[0.8, 0.9]",
                  "run.deterministic=true", "algorithm.options.clip=0.1", "model.path= ./a folder ", 'run.device="cpu"',
                  "run.steps=7"]  # fmt: skip
-    recipe = load(path, overrides)
+    recipe = load_recipe(path, overrides)
     assert (recipe.run.steps, recipe.run.name, recipe.run.deterministic, recipe.run.device) == (
         7, "2026-01-31", True, "cpu")  # fmt: skip
     assert (recipe.train.lr, recipe.train.betas) == (3e-4, (0.8, 0.9))
@@ -206,16 +208,16 @@ def test_error_for_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "demo.toml").write_text('[model]\npath = "tiny"')
     (tmp_path / "dno.toml").write_text("[project]\nname = 'not a recipe'")
     with pytest.raises(WindfallError, match=r"no such recipe file\nDid you mean 'demo.toml'\?"):
-        load(tmp_path / "dmo.toml")
+        load_recipe(tmp_path / "dmo.toml")
     with pytest.raises(WindfallError, match="Recipes are TOML files"):
-        load(tmp_path / "nowhere" / "demo.toml")
+        load_recipe(tmp_path / "nowhere" / "demo.toml")
 
 
 @pytest.mark.parametrize("content", [b"[run\nsteps=1", b"[run]\nname = '\xff'", b"run = 1\nrun = 2"])
 def test_invalid_toml_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.toml").write_bytes(content)
     with pytest.raises(WindfallError, match="not valid TOML"):
-        load(tmp_path / "bad.toml")
+        load_recipe(tmp_path / "bad.toml")
 
 
 def test_every_environment_is_registered_by_its_name() -> None:
@@ -226,13 +228,13 @@ def test_every_environment_is_registered_by_its_name() -> None:
 
 def again(recipe: Recipe, folder: Path, *, all_keys: bool = True) -> Recipe:
     path = folder / "again.toml"
-    path.write_text(dump(recipe, all_keys=all_keys) or "[run]", encoding="utf-8")
-    return load(path)
+    path.write_text(dump_recipe(recipe, all_keys=all_keys) or "[run]", encoding="utf-8")
+    return load_recipe(path)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_dump_of_every_recipe_loads_again(path: Path, tmp_path: Path) -> None:
-    recipe = load(path)
+    recipe = load_recipe(path)
     assert again(recipe, tmp_path) == recipe
     assert again(recipe, tmp_path, all_keys=False) == recipe
 
@@ -245,14 +247,14 @@ options = st.recursive(plain, lambda v: st.lists(v) | st.dictionaries(st.text(),
 @given(text=st.text(), options=st.dictionaries(st.text(), options, max_size=4))
 def test_dump_of_odd_values_loads_again(tmp_path_factory: Any, text: str, options: dict[str, Any]) -> None:
     env = {"name": "gym", "task": text, "options": options, "instruction": text}
-    recipe = parse({"env": env, "train": {"lr": 1e-5, "clip_norm": math.inf}}, where="here")
+    recipe = parse_recipe({"env": env, "train": {"lr": 1e-5, "clip_norm": math.inf}}, where="here")
     for all_keys in (True, False):
         assert again(recipe, tmp_path_factory.getbasetemp(), all_keys=all_keys) == recipe
 
 
 def test_dump_keeps_types() -> None:
     options = {"one": 1, "float": 1.0, "yes": True, "day": datetime.date(2026, 1, 31), "at": datetime.time(1, 2, 3)}
-    recipe = parse({"env": {"name": "gym", "task": "t", "options": options}}, where="here")
-    text = dump(recipe)
+    recipe = parse_recipe({"env": {"name": "gym", "task": "t", "options": options}}, where="here")
+    text = dump_recipe(recipe)
     for line in ('"one" = 1,', '"float" = 1.0', '"yes" = true', '"day" = 2026-01-31', '"at" = 01:02:03'):
         assert line in text

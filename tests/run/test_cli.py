@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from tests.support.hostile.files import DAMAGES, damage
 from windfall import __version__
-from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.link import invitation
 from windfall.models import load
+from windfall.recipe.file import load_recipe, parse_recipe
 from windfall.run import cli, dry_run, start
 from windfall.trainer import process as trainer
 
@@ -68,7 +68,7 @@ def test_help_shows_the_commands_in_the_order_in_which_a_user_meets_them() -> No
     out = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "200"}).output
     shown = [name for name in re.findall(r"^│ ([a-z][\w-]*) ", out, re.MULTILINE) if not name.startswith("-")]
     assert sorted(shown) == sorted({path[0] for path in commands(ROOT)})
-    assert [*shown[:3], *shown[-3:]] == ["train", "resume", "eval", "gateway", "fleet", "bench"]
+    assert [*shown[:5], *shown[-3:]] == ["new", "recipe", "train", "resume", "eval", "gateway", "fleet", "bench"]
 
 
 def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_dry_run_prints_the_recipe_and_starts_nothing(windfall: Windfall, here: 
     assert sorted(p.name for p in here.iterdir()) == ["small.toml"]
     (here / "printed.toml").write_text(out)
     assert "# not checked: whether the weights of the model can be loaded" in out
-    assert config.load(here / "printed.toml") == config.load(here / "small.toml", ["train.lr=3e-4"])
+    assert load_recipe(here / "printed.toml") == load_recipe(here / "small.toml", ["train.lr=3e-4"])
     assert ("weight_decay = 0.0" in out) == bool(more)
     assert more or len(out.splitlines()) < 50
 
@@ -216,7 +216,7 @@ def test_dry_run_prints_what_the_recipe_leaves_to_windfall(windfall: Windfall, h
     (here / "tiny.toml").write_text(
         "[run]\ndevice = 'cpu'\n[fleet]\nworkers = 2\nslurm = {workers = 1, workers_max = 4}\n"
     )
-    recipe = config.load(here / "tiny.toml")
+    recipe = load_recipe(here / "tiny.toml")
     found = dict(dry_run.facts(recipe))
     assert found["model"] == "tiny: 0.8 M parameters, float32"
     assert found["trainer"].startswith("1 process on the CPU; grpo on all weights")
@@ -238,6 +238,6 @@ def test_ctrl_c_before_the_start_ends_with_status_130(windfall: Windfall, monkey
 
 
 def test_more_tokens_than_the_models_context_are_refused(tmp_path: Path) -> None:
-    recipe = config.parse({"rollout": {"max_tokens": 600}, "run": {"folder": str(tmp_path)}}, where="here")
+    recipe = parse_recipe({"rollout": {"max_tokens": 600}, "run": {"folder": str(tmp_path)}}, where="here")
     with pytest.raises(WindfallError, match="context of 512"):
         trainer.derive(recipe, load.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", [20])

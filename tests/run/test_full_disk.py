@@ -33,11 +33,13 @@ def fill():
     assert os.statvfs(disk).f_bavail == 0
 """
 CONTROLLER = """
-from windfall import recipe as config, run_folder as folders
+from windfall import run_folder as folders
+from windfall.recipe.file import parse_recipe
+from windfall.run import start
 from windfall.link import auth
 
-recipe = config.parse({"run": {"folder": str(disk)}}, where="here")
-folder = folders.new_folder(recipe)
+recipe = parse_recipe({"run": {"folder": str(disk)}}, where="here")
+folder = start.new_folder(recipe)
 auth.make_token(folder / "token")
 auth.make_token(folder / "trainer.secret")
 with open(folder / "controller.log", "ab") as log:

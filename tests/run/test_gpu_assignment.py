@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from windfall.run.gpu_assignment import MIN_SHARE, SHARE, GpuAssignment
+from windfall.defaults import KV_SHARE
+from windfall.run.gpu_assignment import MIN_SHARE, GpuAssignment
 
 
 @pytest.mark.parametrize(("gpus", "trainer"), [(1, 1), (4, 1), (8, 8), (3, 5)])
@@ -47,9 +48,9 @@ def test_memory_is_divided_before_all_workers_are_there() -> None:
     for n in range(5):
         gpu = it.assign(f"w{n}")
         shares.setdefault(gpu, []).append(it.memory_share(f"w{n}"))
-    assert shares == {0: [SHARE / 3] * 3, 1: [SHARE / 2] * 2}
+    assert shares == {0: [KV_SHARE / 3] * 3, 1: [KV_SHARE / 2] * 2}
     more = it.assign("unexpected")
-    assert (more, it.memory_share("unexpected")) == (1, SHARE / 3)
+    assert (more, it.memory_share("unexpected")) == (1, KV_SHARE / 3)
 
 
 def test_share_is_never_too_small_to_be_accepted() -> None:
@@ -61,4 +62,4 @@ def test_share_is_never_too_small_to_be_accepted() -> None:
 def test_machine_without_gpus() -> None:
     it = GpuAssignment(0, workers=3)
     assert it.assign("w1") is None
-    assert it.memory_share("w1") == SHARE
+    assert it.memory_share("w1") == KV_SHARE

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.recipe import parse
+from windfall.recipe.file import parse_recipe
 from windfall.run.own_loop import OpenedPolicy, open_policy
 from windfall.training import CheckpointState, Report, Sample, TrainerLost, samples_of
 
@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_loop.py"
 
 
 def play(folder: Path, loop: Callable[[OpenedPolicy], Awaitable[None]]) -> None:
-    recipe = parse(
+    recipe = parse_recipe(
         {
             "run": {"name": "own", "folder": str(folder), "device": "cpu", "threads": 1, "deterministic": True},
             "model": {"path": "tiny"},

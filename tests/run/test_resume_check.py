@@ -12,27 +12,28 @@ import pytest
 
 from tests.support.hostile.checkpoints import flip
 from tests.support.hostile.files import DAMAGES, damage, file_for_folder
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import auth
-from windfall.recipe import RULES, Recipe
-from windfall.recipe.env_sections import ENVS
-from windfall.run import resume_check
+from windfall.recipe.changes import RULES
+from windfall.recipe.env_sections import ENVS, JsonLinesEnv
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe, RunSection
+from windfall.run import resume_check, start
 from windfall.trainer import checksums
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run that has started."""
-    made = folders.new_folder(Recipe(run=config.RunSection(name="small", folder=tmp_path / "runs")))
+    made = start.new_folder(Recipe(run=RunSection(name="small", folder=tmp_path / "runs")))
     auth.make_token(made / "token")
     return made
 
 
 def edited(run: Path, *overrides: str) -> Recipe:
-    return config.load(run / "recipe.toml", list(overrides))
+    return load_recipe(run / "recipe.toml", list(overrides))
 
 
 @pytest.mark.parametrize(
@@ -206,8 +207,8 @@ def trained_on(tmp_path: Path) -> tuple[Path, Path]:
     """A data file, and the folder of a run that started with it."""
     data = tmp_path / "good.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
-    env = config.JsonLinesEnv(name="jsonl", path=data, scoring="exact")
-    return data, folders.new_folder(Recipe(run=config.RunSection(name="rows", folder=tmp_path / "runs"), env=env))
+    env = JsonLinesEnv(name="jsonl", path=data, scoring="exact")
+    return data, start.new_folder(Recipe(run=RunSection(name="rows", folder=tmp_path / "runs"), env=env))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe, RunSection
 from windfall.run import start
 
 
@@ -19,8 +18,8 @@ def failing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: WindfallError, steps: int = 0, workers: int = 0
 ) -> Path:
     """The folder of a run that ended with this error, after `steps` steps and with `workers` workers."""
-    recipe = Recipe(run=config.RunSection(folder=tmp_path / "runs"))
-    folder = folders.new_folder(recipe)
+    recipe = Recipe(run=RunSection(folder=tmp_path / "runs"))
+    folder = start.new_folder(recipe)
 
     def run(*_: object) -> None:
         log = EventLog(folder / "events.jsonl")
@@ -44,7 +43,7 @@ def test_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_failed_start_keeps_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = folders.new_folder(Recipe(run=config.RunSection(folder=tmp_path / "runs")))
+    other = start.new_folder(Recipe(run=RunSection(folder=tmp_path / "runs")))
     folder = failing(tmp_path, monkeypatch, WindfallError("no such thing"))
     assert folder.name == "run-2"
     assert [p.name for p in other.parent.iterdir()] == ["run"]
@@ -70,13 +69,13 @@ def test_folder_that_cannot_be_written_is_removed(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(folders, "replace", full)
     with pytest.raises(WindfallError, match="cannot write the recipe: No space left on device"):
-        folders.new_folder(Recipe(run=config.RunSection(folder=tmp_path / "runs")))
+        start.new_folder(Recipe(run=RunSection(folder=tmp_path / "runs")))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_run_uses_the_given_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe(run=config.RunSection(folder=tmp_path / "runs"))
-    folder = folders.new_folder(recipe)
+    recipe = Recipe(run=RunSection(folder=tmp_path / "runs"))
+    folder = start.new_folder(recipe)
     monkeypatch.setattr(start, "_run", lambda *_: None)
     start.train(recipe, folder, token="chosen-before-the-run")
     assert (folder / "token").read_text() == "chosen-before-the-run"

@@ -19,13 +19,13 @@ from rich.console import Console as Terminal
 
 from tests.support.hostile.files import DAMAGES, FOREIGN_LINES, damage
 from windfall import errors
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.link import auth, invitation
 from windfall.processes import process
 from windfall.processes.handle import Handle
+from windfall.recipe.file import parse_recipe
 from windfall.run import liveness
 from windfall.run.supervisor import Supervisor
 from windfall.run.views.console import Console
@@ -40,7 +40,7 @@ def output(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def supervisor_of(folder: Path, gpus: int = 0, **sections: Any) -> Supervisor:
-    recipe = config.parse(sections, where="here")
+    recipe = parse_recipe(sections, where="here")
     auth.make_token(folder / "token")
     places = [Place(device="cuda", gpu=str(n)) for n in range(gpus)]
     return Supervisor(recipe, folder, Console(recipe, folder), places)

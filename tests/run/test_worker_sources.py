@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from windfall import recipe as config
 from windfall.errors import WindfallError
+from windfall.providers.kubernetes.part import recipe_in_pod
 from windfall.providers.kubernetes.provider import KubernetesProvider
 from windfall.providers.ray.provider import RayProvider
 from windfall.providers.skypilot.provider import SkyPilotProvider
 from windfall.providers.slurm.provider import SlurmProvider
-from windfall.recipe import Recipe
+from windfall.providers.worker_command import arguments
+from windfall.recipe.file import dump_recipe, load_recipe, parse_recipe
+from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
 
 FLEET: dict[str, Any] = {
@@ -45,7 +47,7 @@ def only(name: str, **changes: Any) -> Recipe:
 def test_preview_shows_every_source_and_starts_nothing(
     windfall: Callable[..., tuple[int, str, str]], here: Path
 ) -> None:
-    (here / "r.toml").write_text(config.dump(recipe()))
+    (here / "r.toml").write_text(dump_recipe(recipe()))
     code, out, err = windfall("fleet", "preview", "r.toml")
     assert (code, err) == (0, "")
     assert '"label_selector": {\n      "ray.io/accelerator-type": "H100"' in out
@@ -64,8 +66,9 @@ def test_each_part_of_the_preview_is_what_its_system_reads(tmp_path: Path) -> No
     assert kinds.count("Deployment") == kinds.count("StatefulSet") == 1
     (stored,) = [m["data"]["recipe.toml"] for m in manifests if m and m["kind"] == "ConfigMap"]
     (tmp_path / "recipe.toml").write_text(stored)
-    inside = config.load(tmp_path / "recipe.toml")
-    assert inside == worker_sources.recipe_in_pod(only("kubernetes"))
+    inside = load_recipe(tmp_path / "recipe.toml")
+    asked = only("kubernetes")
+    assert inside == recipe_in_pod(asked, asked.fleet.kubernetes)
     assert inside.fleet.kubernetes is not None
     assert inside.fleet.kubernetes.server == "", "the pod uses its own service account"
     assert (
@@ -153,7 +156,7 @@ def test_price_ceiling_needs_prices_and_counts_the_dearest(monkeypatch: pytest.M
 
     with pytest.raises(WindfallError, match="price of these workers is not known"):
         check()
-    with pytest.raises(WindfallError, match="price of an on-demand machine is not known"):
+    with pytest.raises(WindfallError, match=r"Set fleet.skypilot.on_demand_usd_per_h, or fallback = false"):
         check(price_usd_per_h=1.0)
     with pytest.raises(WindfallError, match=r"cost \$6 per hour"):
         check(price_usd_per_h=1.0, on_demand_usd_per_h=3.0, workers=2)
@@ -164,8 +167,7 @@ def test_price_ceiling_needs_prices_and_counts_the_dearest(monkeypatch: pytest.M
 def test_engine_of_a_source_reaches_its_workers() -> None:
     made = recipe(ray={"engine": "vllm", "tensor_parallel": 4, "gpus": 4.0}).fleet.ray
     assert made is not None
-    arguments = worker_sources.command(made).arguments("http://h:1", "w")
-    assert arguments[-4:] == ["--engine", "vllm", "--tensor-parallel", "4"]
+    assert arguments(made, "http://h:1", "w")[-4:] == ["--engine", "vllm", "--tensor-parallel", "4"]
 
 
 def test_providers_have_the_types_of_their_sections(tmp_path: Path) -> None:
@@ -196,10 +198,10 @@ def test_autoscaler_has_the_limits_of_the_recipe() -> None:
 
 def test_wrong_keys_are_refused_with_the_nearest() -> None:
     with pytest.raises(WindfallError, match="Did you mean 'partition'"):
-        config.parse({"fleet": {"slurm": {"partitions": "x"}}}, where="r.toml")
+        parse_recipe({"fleet": {"slurm": {"partitions": "x"}}}, where="r.toml")
     with pytest.raises(WindfallError, match=r"'fleet\.kubernetes\.image' is missing"):
-        config.parse({"fleet": {"kubernetes": {}}}, where="r.toml")
+        parse_recipe({"fleet": {"kubernetes": {}}}, where="r.toml")
     with pytest.raises(WindfallError, match="must be from workers_min = 0 to workers_max = 2"):
-        config.parse({"fleet": {"ray": {"workers": 3, "workers_max": 2}}}, where="r.toml")
+        parse_recipe({"fleet": {"ray": {"workers": 3, "workers_max": 2}}}, where="r.toml")
     with pytest.raises(WindfallError, match="must be below the time limit"):
-        config.parse({"fleet": {"slurm": {"time_limit_min": 1, "warning_s": 60}}}, where="r.toml")
+        parse_recipe({"fleet": {"slurm": {"time_limit_min": 1, "warning_s": 60}}}, where="r.toml")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.models import load
-from windfall.recipe import Lora
+from windfall.recipe.lora import Lora
 from windfall.run.commands import export
 from windfall.trainer.model import lora
 
@@ -134,7 +134,7 @@ def damage(path: Path) -> None:
 
 def test_export_copies_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     """Newest intact checkpoint; the state of the run is left out; a failure leaves nothing behind."""
-    from windfall import recipe as config
+    from windfall.recipe.sections import Train
     from windfall.trainer import checkpoint
     from windfall.trainer.optimizer import Optimizer
     from windfall.trainer.ranks import sharded_file
@@ -142,7 +142,7 @@ def test_export_copies_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     from windfall.training import CheckpointState
 
     model = load.load("tiny", dtype="float32", device="cpu")
-    optimizer = Optimizer(model, config.Train(), 1)
+    optimizer = Optimizer(model, Train(), 1)
     how: dict[str, Any] = {
         "write_model": model.save_pretrained, "tokenizer": load.load_tokenizer("tiny"), "keep": 9,
         "write_optimizer": lambda path: sharded_file.write(path, optimizer.state(), Ranks.alone()),

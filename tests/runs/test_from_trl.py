@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from windfall import recipe as config
 from windfall.events.log import read
-from windfall.recipe import DatasetEnv
+from windfall.recipe.env_sections import DatasetEnv
+from windfall.recipe.file import load_recipe
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "recipes" / "from-trl"
@@ -40,7 +40,7 @@ def test_the_recipe_runs(tmp_path: Path) -> None:
     assert 0 <= before["pass_at"]["1"] <= before["pass_at"]["2"] <= 1
     assert f"pass@2 {before['pass_at']['2']:.3f}" in done.stdout
     assert f"accuracy {step['rewards']['accuracy']:.3f}, shows_work" in done.stdout
-    kept = config.load(tmp_path / "from-trl" / "recipe.toml")  # can be resumed from any folder
+    kept = load_recipe(tmp_path / "from-trl" / "recipe.toml")  # can be resumed from any folder
     assert isinstance(kept.env, DatasetEnv)
     assert kept.env.rewards[0] == f"{EXAMPLE / 'rewards.py'}:accuracy"
     assert kept.eval.path == EXAMPLE / "test.jsonl"
@@ -53,7 +53,7 @@ def test_the_script_and_the_recipe_say_the_same() -> None:
     script = {str(name): value.value for name, value in given.items() if isinstance(value, ast.Constant)}
     weights = ast.literal_eval(given["reward_weights"])
     functions = [ast.unparse(f) for k in calls["GRPOTrainer"].keywords if k.arg == "reward_funcs" for f in k.value.elts]  # type: ignore[attr-defined]
-    recipe = config.load(EXAMPLE / "recipe.toml")
+    recipe = load_recipe(EXAMPLE / "recipe.toml")
     assert isinstance(recipe.env, DatasetEnv)
     assert [reward.rpartition(":")[2] for reward in recipe.env.rewards] == functions
     assert recipe.env.reward_weights == weights

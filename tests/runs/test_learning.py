@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from windfall import recipe as config
 from windfall.events.log import read
-from windfall.run.start import train
-from windfall.run_folder import new_folder
+from windfall.recipe.file import load_recipe
+from windfall.run.start import new_folder, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +46,7 @@ def test_frozen_lake_is_learned(tmp_path: Path) -> None:
 
 def learn(folder: Path, *changes: str, name: str = "demo") -> tuple[list[float], int]:
     """Rewards on held-out tasks, and number of lost workers."""
-    recipe = config.load(ROOT / "recipes" / f"{name}.toml", [f"run.folder={folder}", *changes])
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.toml", [f"run.folder={folder}", *changes])
     run = new_folder(recipe)
     train(recipe, run)
     log = read(run / "events.jsonl")
@@ -61,7 +60,7 @@ def test_autoscaling_starts_workers_that_pay(tmp_path: Path) -> None:
     """The trainer costs 40 times as much as a worker, and one slow worker runs: more workers pay and are started."""
     changes = ["trace.nodes=0", "fleet.workers=1", "fleet.workers_max=3", "fleet.price_usd_per_h=0.5", "run.steps=14",
                "fleet.trainer_price_usd_per_h=20.0", "eval.tasks=0", "rollout.groups=8"]  # fmt: skip
-    recipe = config.load(ROOT / "recipes" / "demo.toml", [f"run.folder={tmp_path}", *changes])
+    recipe = load_recipe(ROOT / "recipes" / "demo.toml", [f"run.folder={tmp_path}", *changes])
     run = new_folder(recipe)
     train(recipe, run)
     log = read(run / "events.jsonl")

@@ -19,12 +19,12 @@ import msgspec
 import pytest
 
 from tests.support.hostile.files import FOREIGN_LINES, damage
-from windfall import recipe as config
 from windfall.controller.cost.bill import Totals
 from windfall.envs.arithmetic import Arithmetic
 from windfall.envs.base import HELD_OUT
 from windfall.events.log import read
 from windfall.processes import import_server
+from windfall.recipe.file import load_recipe
 
 Windfall = Callable[..., tuple[int, str, str]]
 
@@ -52,7 +52,7 @@ def test_train_and_evaluate(windfall: Windfall, here: Path, trained: tuple[Path,
     run, out = Path("runs/small"), trained[1]
     shutil.copytree(trained[0], run)
     assert "windfall generate runs/small/checkpoints/step-000002" in out
-    assert config.load(run / "recipe.toml") == config.load(here / "small.toml")
+    assert load_recipe(run / "recipe.toml") == load_recipe(here / "small.toml")
     assert steps_of(run) == [1, 2]
     events = read(run / "events.jsonl")
     assert [e["step"] for e in events if e["name"] == "eval" and e["kind"] == "scalar"] == [0, 2]
@@ -109,7 +109,7 @@ def test_resume_with_an_edited_recipe_and_damaged_files(windfall: Windfall, trai
 
 
 def check_nothing_is_left_to_do(windfall: Windfall, run: Path) -> None:
-    assert config.load(run / "recipe.toml").run.steps == 3  # so the next resume has nothing left to do
+    assert load_recipe(run / "recipe.toml").run.steps == 3  # so the next resume has nothing left to do
     was = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".run.lock"}
     code, out, err = windfall("resume", "runs/small")
     assert (code, err) == (0, "")

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from windfall import recipe as config
 from windfall.events import log as events
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import run, scenario
 
 SMALL: dict[str, Any] = {
@@ -30,16 +31,16 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def small(**sections: dict[str, Any]) -> config.Recipe:
+def small(**sections: dict[str, Any]) -> Recipe:
     """The small recipe with changed keys: small(trace={"nodes": 0})."""
     keys_by_section = copy.deepcopy(SMALL)
     for section, keys in sections.items():
         keys_by_section.setdefault(section, {}).update(keys)
-    return config.parse(keys_by_section, where="small")
+    return parse_recipe(keys_by_section, where="small")
 
 
 @pytest.fixture
-def recipe() -> Callable[..., config.Recipe]:
+def recipe() -> Callable[..., Recipe]:
     return small
 
 

@@ -31,7 +31,7 @@ from windfall.models import attention
 from windfall.models.chat import Chat
 from windfall.models.load import load
 from windfall.models.text import Text
-from windfall.recipe import RolloutSection
+from windfall.recipe.sections import RolloutSection
 from windfall.run.commands.in_process import in_process_worker, weights_already_loaded
 from windfall.types import Chunk, Request, Response, Sampling
 

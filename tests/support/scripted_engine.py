@@ -15,7 +15,7 @@ from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout, seed_of
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
-from windfall.recipe import RolloutSection as Options
+from windfall.recipe.sections import RolloutSection as Options
 from windfall.run.commands.in_process import in_process_worker
 from windfall.types import Chunk, Feedback, Finish, Request, Sampling, Task, Turn
 

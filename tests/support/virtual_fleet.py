@@ -31,7 +31,7 @@ from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
-from windfall.recipe import RolloutSection as Options
+from windfall.recipe.sections import RolloutSection as Options
 from windfall.run.commands.in_process import weights_already_loaded
 from windfall.types import Lease, Response, Sampling
 from windfall.worker.session import Session

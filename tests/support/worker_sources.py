@@ -22,15 +22,18 @@ from windfall.processes import process
 from windfall.processes.handle import Handle
 from windfall.providers.base import OnEvent, Provider
 from windfall.providers.kubernetes.credentials import Credentials
-from windfall.providers.kubernetes.manifests import KubernetesOptions, RunNames, deployment
+from windfall.providers.kubernetes.manifests import RunNames, deployment
 from windfall.providers.kubernetes.provider import KubernetesProvider
+from windfall.providers.kubernetes.section import Kubernetes
 from windfall.providers.local import LocalProvider
-from windfall.providers.ray.provider import RayClient, RayOptions, RayProvider
+from windfall.providers.ray.provider import RayClient, RayProvider
+from windfall.providers.ray.section import Ray
 from windfall.providers.skypilot.provider import SkyPilotProvider, SkyPilotQueue
-from windfall.providers.skypilot.task import SkyPilotOptions
+from windfall.providers.skypilot.section import SkyPilot
 from windfall.providers.slurm.provider import SlurmProvider, SlurmQueue
-from windfall.providers.slurm.script import SlurmOptions
-from windfall.providers.worker_command import WorkerCommand
+from windfall.providers.slurm.section import Slurm
+from windfall.providers.worker_command import arguments
+from windfall.recipe.worker_source import WorkerSource
 from windfall.types import Lease
 
 TOKEN = "0123456789abcdef0123"
@@ -100,9 +103,6 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-COMMAND = WorkerCommand(lease=Lease(kind="spot", price_usd_per_h=1.5))
-
-
 async def url() -> str:
     return "http://127.0.0.1:1"
 
@@ -113,7 +113,7 @@ class LocalSource:
     @asynccontextmanager
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
         async def spawn(name: str, lease: Lease) -> Handle:
-            argv = ["windfall", *COMMAND.arguments(await url(), name)]
+            argv = ["windfall", *arguments(WorkerSource(), await url(), name)]
             env = {"PATH": workers.path, "WINDFALL_TOKEN": TOKEN}
             return await process.start(name=name, argv=argv, env=env, log=folder / "workers" / f"{name}.log")
 
@@ -128,12 +128,13 @@ class SlurmSource:
         self, folder: Path, workers: Workers, on_event: OnEvent, count: int, **options: Any
     ) -> AsyncIterator[Provider]:
         with programs(folder, "slurm", {"sbatch": "sbatch", "squeue": "squeue", "scancel": "scancel"}):
-            asked = SlurmOptions(setup=f"export PATH={workers.path}", gpus="0", **options)
+            setup = f"export PATH={workers.path}"
+            asked = Slurm(workers=count, setup=setup, gpus="0", poll_s=0.2, drain_s=5.0, **options)
             queue = SlurmQueue(
-                asked, COMMAND, label="windfall-test", folder=folder / "workers", url=url,
+                asked, label="windfall-test", folder=folder / "workers", url=url,
                 secrets={"WINDFALL_TOKEN": TOKEN},
             )  # fmt: skip
-            yield SlurmProvider(queue, COMMAND, count, poll_s=0.2, grace_s=5.0, on_event=on_event)
+            yield SlurmProvider(queue, asked, on_event=on_event)
 
 
 class SkySource:
@@ -142,12 +143,12 @@ class SkySource:
     @asynccontextmanager
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
         with programs(folder, "sky", {"sky": ""}):
-            options = SkyPilotOptions(setup=f"export PATH={workers.path}", max_restarts=1)
+            asked = SkyPilot(workers=count, setup=f"export PATH={workers.path}", max_restarts=1)
             queue = SkyPilotQueue(
-                options, COMMAND, label="windfall-test", folder=folder / "workers", url=url,
+                asked, label="windfall-test", folder=folder / "workers", url=url,
                 secrets={"WINDFALL_TOKEN": TOKEN},
             )  # fmt: skip
-            yield SkyPilotProvider(queue, COMMAND, count, on_event=on_event, poll_s=0.2, grace_s=5.0)
+            yield SkyPilotProvider(queue, asked, on_event=on_event, poll_s=0.2, grace_s=5.0)
 
 
 class KubernetesSource:
@@ -155,8 +156,8 @@ class KubernetesSource:
 
     @asynccontextmanager
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
-        names, options = RunNames(run="test"), KubernetesOptions(image="windfall", drain_s=2.0)
-        objects = deployment(options, COMMAND, names=names, url=await url())
+        names, options = RunNames(run="test"), Kubernetes(image="windfall", drain_s=2.0)
+        objects = deployment(options, names=names, url=await url())
         cluster = kubernetes.Cluster(objects, token="t", secrets={names.secret: TOKEN}, path=workers.path)
         async with cluster:
             provider = KubernetesProvider(
@@ -171,9 +172,11 @@ class RaySource:
 
     @asynccontextmanager
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
-        client = RayClient(RayOptions(address=os.environ["TEST_RAY_ADDRESS"], cpus=0.25), log=folder / "ray.log")
+        address = os.environ["TEST_RAY_ADDRESS"]
+        source = Ray(address=address, cpus=0.25, gpus=0.0, workers=count, drain_s=5.0)
+        client = RayClient(source, log=folder / "ray.log")
         env = {"WINDFALL_TOKEN": TOKEN, "PYTHONPATH": str(workers.package.parent)}
-        yield RayProvider(client, COMMAND, count, url=url, secrets=env, grace_s=5.0, on_event=on_event)
+        yield RayProvider(client, source, url=url, secrets=env, on_event=on_event)
 
 
 SOURCES = [LocalSource(), SlurmSource(), SkySource(), KubernetesSource()]

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from windfall import algorithms
-from windfall import recipe as config
 from windfall.controller.step_batch import describe_updates
 from windfall.link import messages as m
 from windfall.models import attention
+from windfall.recipe.file import parse_recipe
 from windfall.trainer.model.experts import spread
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import Report, Sample
@@ -49,7 +49,7 @@ def samples(count: int) -> list[Sample]:
 
 
 def trainer_of(model: Any, *, kl: float = 0.0, reference: Any = None) -> TorchTrainer:
-    recipe = config.parse({"train": {"engine_gap_limit": 50.0}, "algorithm": {"kl": kl}}, where="test")
+    recipe = parse_recipe({"train": {"engine_gap_limit": 50.0}, "algorithm": {"kl": kl}}, where="test")
     return TorchTrainer(model, algorithms.make("grpo"), recipe, micro_tokens=64, reference=reference)
 
 

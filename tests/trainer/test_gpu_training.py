@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from windfall import algorithms
-from windfall import recipe as config
 from windfall.engine.joined_weights import adjacent
 from windfall.models import attention
+from windfall.recipe.file import parse_recipe
 from windfall.trainer.model import activation_memory, layers, llama
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients
@@ -134,7 +134,7 @@ def test_llama_body_has_the_gradients_of_the_module(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_trainer_on_llama_body_has_the_gradient_of_one_on_the_module(name: str) -> None:
     model, made = model_of(name), samples(9)
-    recipe = config.parse({"algorithm": {"kl": 0.1}, "train": {"engine_gap_limit": 99.0}}, where="test")
+    recipe = parse_recipe({"algorithm": {"kl": 0.1}, "train": {"engine_gap_limit": 99.0}}, where="test")
 
     def gradient(on_llama_body: bool, micro_tokens: int, padded: bool) -> torch.Tensor:
         model.zero_grad()
@@ -392,7 +392,7 @@ def test_kernels_equal_plain_torch(shape: tuple[Any, ...], dtype: torch.dtype) -
 # -------------------------------------------------------------------------------------------------------- on a GPU
 
 
-LOOSE = config.parse({"train": {"engine_gap_limit": 99.0}}, where="test")
+LOOSE = parse_recipe({"train": {"engine_gap_limit": 99.0}}, where="test")
 
 
 def rounded_models(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -452,7 +452,7 @@ def test_bfloat16_steps_raise_logprobs(tmp_path: Path) -> None:
     """Log-probs of samples with a positive advantage rise, and the state of Adam survives a restart."""
     model, made = model_of("qwen3").cuda().bfloat16(), samples(16, longest=100)
     made = [Sample(ids=s.ids, targets=s.targets, behavior=s.behavior, advantage=1.0, limit=s.limit) for s in made]
-    recipe = config.parse({"train": {"lr": 1e-3, "engine_gap_limit": 99.0}}, where="test")
+    recipe = parse_recipe({"train": {"lr": 1e-3, "engine_gap_limit": 99.0}}, where="test")
     t = TorchTrainer(model, algorithms.make("dr_grpo"), recipe, micro_tokens=500)
     before = t.learner.score(made, 1.0)[0].mean()
     for _ in range(10):

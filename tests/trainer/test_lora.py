@@ -13,12 +13,12 @@ import torch
 
 from tests.support.small_models import build, drain, logprobs, tokens
 from windfall import algorithms
-from windfall import recipe as config
 from windfall.algorithms.base import Outcome
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.models import attention, load
-from windfall.recipe import Lora
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.lora import Lora
 from windfall.trainer import checkpoint
 from windfall.trainer.model import lora
 from windfall.trainer.model.gradients import Gradients
@@ -71,7 +71,7 @@ def trainer(adapters: lora.Adapters, **sections: Any) -> TorchTrainer:
     return TorchTrainer(
         adapters.model,
         algorithms.make("grpo"),
-        config.parse(sections, where="test"),
+        parse_recipe(sections, where="test"),
         micro_tokens=256,
         reference=reference,
     )

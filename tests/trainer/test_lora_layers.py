@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from windfall.models import attention
-from windfall.recipe import Lora
+from windfall.recipe.lora import Lora
 from windfall.trainer.model import gradients, head, lora
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients

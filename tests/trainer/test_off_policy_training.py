@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from windfall import algorithms
-from windfall import recipe as config
 from windfall.algorithms.base import Floats, SampledTokens
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.controller.credit import credit
 from windfall.errors import WindfallError
 from windfall.models import load
+from windfall.recipe.file import parse_recipe
 from windfall.trainer.trainer import MIN_FRESH, TorchTrainer
 from windfall.training import Sample
 from windfall.types import Group, Response, Task
@@ -118,7 +118,7 @@ def algorithm(name: str) -> Any:
 def trainer(
     model: Any, name: str = "grpo", kind: type[TorchTrainer] = TorchTrainer, reference: Any = None, **sections: Any
 ) -> TorchTrainer:
-    recipe = config.parse(sections, where="test")
+    recipe = parse_recipe(sections, where="test")
     return kind(model, algorithm(name), recipe, micro_tokens=128, reference=reference)
 
 

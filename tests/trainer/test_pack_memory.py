@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from windfall import recipe as config
 from windfall.models import load
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
 from windfall.trainer.model.lora import trained_parameters
 from windfall.trainer.process import sharded_use, unsharded_use
 
@@ -17,9 +18,9 @@ MODEL: Any = load.load("tiny", dtype="bfloat16", device="cpu")
 WHOLE = sum(p.numel() for p in MODEL.parameters())
 
 
-def recipe(*, lora: bool = False, local: bool = False, kl: float = 0.0, offload: bool = False) -> config.Recipe:
+def recipe(*, lora: bool = False, local: bool = False, kl: float = 0.0, offload: bool = False) -> Recipe:
     train = {"offload": offload} | ({"lora": {"rank": 4}} if lora else {})
-    return config.parse({"train": train, "fleet": {"local": local}, "algorithm": {"kl": kl}}, where="test")
+    return parse_recipe({"train": train, "fleet": {"local": local}, "algorithm": {"kl": kl}}, where="test")
 
 
 def test_rank_has_its_rows_of_weights_gradients_and_moments() -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2C
 
 from tests.support.rank_processes import run_ranks
 from windfall.models import attention
-from windfall.recipe import Lora
+from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients

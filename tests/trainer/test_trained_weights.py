@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.models import load
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe, Train
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.checkpoint import IntactCheckpoint
 from windfall.trainer.optimizer import Optimizer
@@ -22,8 +23,8 @@ from windfall.weights.publish import Publisher
 ADAPTERS = {"train": {"lora": {"rank": 2}}}
 
 
-def recipe(**sections: Any) -> config.Recipe:
-    return config.parse(sections, where="test")
+def recipe(**sections: Any) -> Recipe:
+    return parse_recipe(sections, where="test")
 
 
 def tiny(dtype: str = "float32") -> Any:
@@ -31,7 +32,7 @@ def tiny(dtype: str = "float32") -> Any:
 
 
 def saved(folder: Path, weights: trained_weights.TrainedWeights) -> IntactCheckpoint:
-    optimizer = Optimizer(weights.model, config.Train(), 1)
+    optimizer = Optimizer(weights.model, Train(), 1)
     checkpoint.save(
         folder, CheckpointState(step=1, next_task=0), write_model=weights.saved.save_pretrained,
         tokenizer=load.load_tokenizer("tiny"), keep=1, base=weights.base,

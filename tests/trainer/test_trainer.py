@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from windfall import algorithms
-from windfall import recipe as config
 from windfall.controller.credit import credit, outcomes
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.models import load
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe, Train
 from windfall.trainer import trainer as trainer_module
 from windfall.trainer.model import head, logprobs
 from windfall.trainer.model.gradients import Gradients
@@ -73,8 +74,8 @@ def samples(count: int = 10) -> tuple[Sample, ...]:
     )
 
 
-def recipe(**sections: Any) -> config.Recipe:
-    return config.parse(sections, where="test")
+def recipe(**sections: Any) -> Recipe:
+    return parse_recipe(sections, where="test")
 
 
 def trainer(model: Any, name: str = "grpo", micro_tokens: int = 256, **sections: Any) -> TorchTrainer:
@@ -396,7 +397,7 @@ def test_bfloat16_has_float32_masters() -> None:
     """A change too small for bfloat16 is not lost: the master accumulates it."""
     layer = torch.nn.Linear(4, 4, bias=False).bfloat16()
     torch.nn.init.ones_(layer.weight)
-    o = Optimizer(layer, config.Train(lr=1e-4, clip_norm=1e9), total_updates=100)
+    o = Optimizer(layer, Train(lr=1e-4, clip_norm=1e9), total_updates=100)
     for _ in range(50):
         layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         o.update(1.0)
@@ -409,7 +410,7 @@ def test_learning_rate_schedules() -> None:
     layer = torch.nn.Linear(1, 1)
     rates = {}
     for kind in ("constant", "linear", "cosine"):
-        o = Optimizer(layer, config.Train(lr=1.0, warmup=2, schedule=kind), total_updates=10)
+        o = Optimizer(layer, Train(lr=1.0, warmup=2, schedule=kind), total_updates=10)
         rates[kind] = []
         for _ in range(10):
             rates[kind].append(o.rate())

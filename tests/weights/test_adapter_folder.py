@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from windfall.errors import WindfallError
 from windfall.models import load
-from windfall.recipe import Lora
+from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig

@@ -13,7 +13,7 @@ import torch
 from tests.support.small_models import build
 from windfall.engine.torch import engine as torch_engine
 from windfall.link import messages as m
-from windfall.recipe import Lora
+from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.types import Lease
 from windfall.weights.merged import AdapterPair, merge

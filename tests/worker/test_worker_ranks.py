@@ -11,7 +11,10 @@ from pydantic import ValidationError
 from windfall.controller.cost import prices
 from windfall.engine.vllm import vllm_factory
 from windfall.errors import WindfallError
-from windfall.recipe import worker_sources
+from windfall.providers.kubernetes.section import Kubernetes
+from windfall.providers.ray.section import Ray
+from windfall.providers.skypilot.section import SkyPilot
+from windfall.providers.slurm.section import Slurm
 from windfall.types import Lease
 from windfall.worker import process as worker
 
@@ -72,11 +75,11 @@ def test_a_rank_holds_at_least_one_head(ranks: int, heads: int) -> None:
 @pytest.mark.parametrize(
     ("section", "values", "enough"),
     [
-        (worker_sources.Ray, {"gpus": 1}, {"gpus": 2}),
-        (worker_sources.Kubernetes, {"image": "x", "gpus": 1}, {"image": "x", "gpus": 4}),
-        (worker_sources.SkyPilot, {"accelerators": ["H100:2", "H200"]}, {"accelerators": "H100:2"}),
-        (worker_sources.SkyPilot, {}, {"device": "cpu"}),
-        (worker_sources.Slurm, {"gpus": "h100:1"}, {"gpus": "h100:2"}),
+        (Ray, {"gpus": 1}, {"gpus": 2}),
+        (Kubernetes, {"image": "x", "gpus": 1}, {"image": "x", "gpus": 4}),
+        (SkyPilot, {"accelerators": ["H100:2", "H200"]}, {"accelerators": "H100:2"}),
+        (SkyPilot, {}, {"device": "cpu"}),
+        (Slurm, {"gpus": "h100:1"}, {"gpus": "h100:2"}),
     ],
 )
 def test_source_gives_each_worker_enough_gpus(section: Any, values: dict[str, Any], enough: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ from windfall.events.log import Event, EventLog
 from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.models.text import Text
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.training import CheckpointState, Published, TrainerLost
 from windfall.types import Lease
 

@@ -18,7 +18,7 @@ from windfall.controller.scheduling.members import Member, WorkerState
 from windfall.controller.scheduling.seed_time import StepMeasurement
 from windfall.events.log import Event, EventLog, ForeignLines, scan
 from windfall.events.steady_time import SteadyTime
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.types import LOCAL
 
 MAX_ADVISED = 64

@@ -23,7 +23,7 @@ from windfall.controller.credit import outcomes
 from windfall.controller.rollout.stream import Rollout, Stream
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.step_batch import StepBatch
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.training import TrainerLost
 from windfall.types import Group
 

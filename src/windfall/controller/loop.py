@@ -31,7 +31,7 @@ from windfall.controller.scheduling.admission import Admission
 from windfall.controller.step_batch import StepBatch, describe_updates
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.training import NOT_FINITE, NOTHING, CheckpointState, Published, Report, Sample, TrainerLost
 from windfall.types import Group
 from windfall.verbs import TrainingVerbs

@@ -10,7 +10,7 @@ killed, it is restarted and continues from its journal; workers and trainer reco
          ├─ dispatch.watch   heartbeats and deadlines           forever
          ├─ _snapshots       fleet.json                         forever
          ├─ life.tick        seeding                            forever
-         ├─ page.run         viewers                            forever
+         ├─ observers        the page of the run, ...           forever
          ├─ log_activities   what workers do, for the timeline  forever
          └─ _write_failure   waits for a failed write           until one fails; its error ends the run
 
@@ -33,17 +33,17 @@ from typing import Any
 import xxhash
 
 from windfall import errors
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.fleet_report import Ended
 from windfall.controller.gateway.agents import AgentService
 from windfall.controller.ledger.journal import Journal
+from windfall.controller.observer import ObserverPart, RunObserver
 from windfall.controller.rollout.stream import Rollout, Stopped
 from windfall.envs import held_out
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError, run_until_first
-from windfall.events.log import EventLog
+from windfall.events.log import Event, EventLog
 from windfall.events.sinks import ThreadedSink, make_sinks
 from windfall.link import auth, invitation, listener, tls
 from windfall.link import messages as m
@@ -52,9 +52,9 @@ from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.models import tokenizer
 from windfall.models.text import Text
-from windfall.page.live_page import LivePage
-from windfall.recipe import Recipe
-from windfall.run.liveness import FROZEN_TRAINER
+from windfall.recipe.changes import token_settings
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 
 TRAINER_HEARTBEAT_S = 10.0
 """Seconds between two heartbeats of the trainer's link."""
@@ -66,13 +66,16 @@ SNAPSHOT_TRIES = 10
 """Failed snapshots in a row that end the run, before the supervisor considers this process frozen."""
 
 
-def main(folder: Path) -> int:
-    recipe = config.load(folder / "recipe.toml")
+def main(folder: Path, observing: Sequence[ObserverPart] = ()) -> int:
+    """`observing`: the parts that observe this run."""
+    recipe = load_recipe(folder / "recipe.toml")
     with folders.owned(folder, "controller", timeout_s=10.0):
         resumed = (folder / "events.jsonl").is_file()
         try:
             with contextlib.closing(EventLog(folder / "events.jsonl")) as events, _sinks(recipe, folder) as sinks:
-                asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks).run()))
+                made = [part.observer(recipe, folder, events) for part in observing]
+                observers = [observer for observer in made if observer is not None]
+                asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks, observers).run()))
         except WindfallError as e:
             return folders.fail(folder, "controller", e, 2)
         except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
@@ -104,20 +107,22 @@ def _sinks(recipe: Recipe, folder: Path) -> Iterator[list[ThreadedSink]]:
 
 def settings_digest(recipe: Recipe) -> str:
     """Digest of all settings that affect the tokens of a response. If it changes, the journal is void."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(config.token_settings(recipe)).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(token_settings(recipe)).encode())
 
 
 class ControllerProcess:
     def __init__(
-        self, recipe: Recipe, folder: Path, events: EventLog, resumed: bool, sinks: Sequence[ThreadedSink] = ()
-    ) -> None:
+        self, recipe: Recipe, folder: Path, events: EventLog, resumed: bool, sinks: Sequence[ThreadedSink] = (),
+        observers: Sequence[RunObserver] = (),
+    ) -> None:  # fmt: skip
         self.recipe, self.folder, self.events, self.sinks = recipe, folder, events, sinks
         for sink in sinks:
             events.attach(sink)
         self.journal = Journal(folder / "journal", settings_digest(recipe), staleness=recipe.rollout.staleness)
-        self.page = LivePage(recipe, folder, events)
-        self.life = ControllerLife(recipe, events, self.journal, resumed=resumed, on_event=self.page.observe)
-        events.attach(self.page.observe)
+        self.observers = observers
+        self.life = ControllerLife(recipe, events, self.journal, resumed=resumed, on_event=self._observe)
+        for observer in observers:
+            events.attach(observer.observe)
         self._last_snapshot: dict[str, Any] | None = None
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(
@@ -141,13 +146,15 @@ class ControllerProcess:
             with self._handling_signals():
                 await run_until_first(
                     self._run_steps(), self.dispatch.watch(), self._snapshots(), self.life.tick(),
-                    self._write_failure(), self.page.run(lambda: self._last_snapshot), self.life.log_activities(),
+                    self._write_failure(), self.life.log_activities(),
+                    *(observer.run(lambda: self._last_snapshot) for observer in self.observers),
                 )  # fmt: skip
         finally:
             await self._drain_workers()
             self.life.log_activity(asyncio.get_running_loop().time())
             how = "failed" if self._end is None else "finished" if self._end["finished"] else "stopped"
-            await self.page.close(how)
+            for observer in self.observers:
+                await observer.close(how)
             await port.close()
             with contextlib.suppress(OSError):  # the disk is full: that is already reported, or no longer matters
                 self._snapshot(ended=how)
@@ -173,9 +180,14 @@ class ControllerProcess:
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
 
     async def _prepare(self, agents: AgentService, rollout: Rollout, model_context: int | None) -> None:
-        self.page.attach(rollout)
+        for observer in self.observers:
+            observer.attach(rollout)
         if agents.launcher is not None:
             await agents.open(rollout, tokenizer.load(self.folder / "tokenizer"), model_context)
+
+    def _observe(self, event: Event) -> None:
+        for observer in self.observers:
+            observer.observe(event)
 
     def _text(self) -> Text:
         """The trainer wrote the tokenizer before it connected."""
@@ -209,7 +221,7 @@ class ControllerProcess:
             with contextlib.suppress(ProcessLookupError):  # it has died: its successor holds the lock and is starting
                 os.kill(pid, 0)
                 self.events.instant("trainer_frozen", pid=pid)
-                folders.replace(self.folder / FROZEN_TRAINER, json.dumps({"pid": pid}))
+                folders.replace(self.folder / folders.FROZEN_TRAINER, json.dumps({"pid": pid}))
 
     async def _attend(self, link: Link, attending: Awaitable[None]) -> None:
         try:
@@ -238,7 +250,7 @@ class ControllerProcess:
             ),
         }  # fmt: skip
         before = (folders.address(self.folder) or {}).get("port", 0)
-        pages = self.page.server.handlers() if self.recipe.log.page else {}
+        pages = {path: handler for observer in self.observers for path, handler in observer.pages().items()}
         port = Port(f.host, f.port or before, routes, context, pages=pages)
         try:
             await port.open()
@@ -247,10 +259,11 @@ class ControllerProcess:
                 raise
             port = Port(f.host, 0, routes, context, pages=pages)  # another process now uses the previous port
             await port.open()
-        self.page.server.welcome = port.welcome
+        for observer in self.observers:
+            observer.listening(port)
         host = "127.0.0.1" if f.host in invitation.ALL_INTERFACES else f.host
         url = f"{'https' if context else 'http'}://{f'[{host}]' if ':' in host else host}:{port.port}"
-        address = {"url": url, "port": port.port, "pid": os.getpid()}
+        address = {"url": url, "port": port.port, "pid": os.getpid(), "pages": sorted(pages)}
         folders.replace(self.folder / "address.json", json.dumps(address))
         return port
 

@@ -11,7 +11,6 @@ says so, too.
 from __future__ import annotations
 
 import contextlib
-import http.server
 import importlib.util
 import queue
 import re
@@ -178,49 +177,31 @@ class MlFlow:
 
 
 class Prometheus:
-    """Serves the newest value of every number under /metrics, as text."""
+    """Serves the newest value of every number under /metrics."""
 
     def __init__(self, address: str, run: str) -> None:
-        self._values: dict[str, float] = {}
-        self._label = re.sub(r'[\\"\n]', "_", run)
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run, self._registry = run, CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
         host, _, port = address.rpartition(":")
-        self._server = http.server.ThreadingHTTPServer((host.strip("[]"), int(port)), self._handler())
-        self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+        self._server, _ = start_http_server(int(port), host.strip("[]"), self._registry)
+        self.port = self._server.server_port
 
     def write(self, name: str, numbers: dict[str, float], step: int, t: float) -> None:
+        from prometheus_client import Gauge
+
         for key, value in {**numbers, "step": step, "time_seconds": t}.items():
             series = "windfall_" + re.sub(r"[^A-Za-z0-9_]", "_", f"{name}_{key}")
-            if series in self._values or len(self._values) < MAX_SERIES:
-                self._values[series] = value
-
-    def text(self) -> str:
-        lines = [f'{s}{{run="{self._label}"}} {v!r}\n' for s, v in sorted(self._values.copy().items())]
-        return "".join(f"# TYPE {line.partition('{')[0]} gauge\n{line}" for line in lines)
+            if series not in self._gauges and len(self._gauges) < MAX_SERIES:
+                gauge = Gauge(series, f"{key} of the newest event {name}", ["run"], registry=self._registry)
+                self._gauges[series] = gauge.labels(self._run)
+            if series in self._gauges:
+                self._gauges[series].set(value)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-    def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
-        text = self.text
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            timeout = 10.0
-
-            def do_GET(self) -> None:
-                found = self.path.partition("?")[0] == "/metrics"
-                body = text().encode() if found else b"see /metrics\n"
-                self.send_response(200 if found else 404)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                del format, args
-
-        return Handler
 
 
 def require_tools(wanted: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from windfall.errors import WindfallError
 from windfall.link import auth
-from windfall.recipe import Fleet
+from windfall.recipe.fleet import Fleet
 
 ALL_INTERFACES = ("0.0.0.0", "::", "")
 """Values of `fleet.host` that let other machines connect."""

@@ -8,7 +8,7 @@ import ssl
 from pathlib import Path
 
 from windfall.errors import WindfallError
-from windfall.recipe import Fleet
+from windfall.recipe.fleet import Fleet
 
 
 def server_context(fleet: Fleet) -> ssl.SSLContext | None:

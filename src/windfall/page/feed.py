@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from windfall.page.history import History
+from windfall.page.history import RunHistory
 
 TICK_S = 1.0
 FULL_S = 5.0
@@ -41,7 +41,7 @@ SHOWN = ("worker", "lease", "kind", "device", "state", "version", "running", "sl
 """Fields of a worker that are sent."""
 
 
-class Connection(Protocol):
+class ViewerConnection(Protocol):
     """A transport of asyncio."""
 
     def write(self, data: bytes) -> None: ...
@@ -51,7 +51,7 @@ class Connection(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Viewer:
-    connection: Connection
+    connection: ViewerConnection
     seen: int
     """The tick whose changes it has got last."""
     since_s: float
@@ -61,7 +61,7 @@ class _Viewer:
 
 
 class Feed:
-    def __init__(self, history: History, *, name: str, recipe: dict[str, Any], status: Callable[[], str]) -> None:
+    def __init__(self, history: RunHistory, *, name: str, recipe: dict[str, Any], status: Callable[[], str]) -> None:
         self.history, self._name, self._recipe, self._status = history, name, recipe, status
         self.snapshot: dict[str, Any] | None = None
         """The last state of the fleet."""
@@ -106,7 +106,7 @@ class Feed:
         if not viewer.done.done():
             viewer.done.set_result(again)
 
-    async def follow(self, write: Callable[[bytes], Awaitable[None]], connection: Connection) -> None:
+    async def follow(self, write: Callable[[bytes], Awaitable[None]], connection: ViewerConnection) -> None:
         """Serve one viewer until its connection closes or is stuck. `write` waits until there is room, and frames what
         it gets as a chunk of HTTP; ticks write their chunks to `connection`."""
         self.viewers += 1
@@ -146,7 +146,7 @@ class Feed:
 
 def shown(snapshot: dict[str, Any], *, shift_s: float = 0.0, most: int | None = None) -> dict[str, Any]:
     """What the page shows of a snapshot of the fleet, with a row for each of the first workers. `most`: no rows if
-    there are more workers than this. `shift_s`: see `History`.
+    there are more workers than this. `shift_s`: see `RunHistory`.
 
     >>> shown({"open": 3, "pid": 7, "workers": [{"worker": "n1", "lease": "spot", "state": "ready", "why": ""}]})
     {'open': 3, 'leases': [['spot', 'ready', 1]], 'workers': [{'worker': 'n1', 'lease': 'spot', 'state': 'ready'}]}

@@ -1,8 +1,8 @@
 """What the page of a run shows, computed from its events one at a time. Pure.
 
-    event ──▶ History.add ──▶ timeline (timeline.py), series per step, evaluations, money, advice, problems, moves
-              History.full()                 everything, for a viewer that has just come
-              History.changes()              what has changed since the last call, for viewers that have the rest
+    event ──▶ RunHistory.add ──▶ timeline (timeline.py), series per step, evaluations, money, advice, problems, moves
+              RunHistory.full()                 everything, for a viewer that has just come
+              RunHistory.changes()              what has changed since the last call, for viewers that have the rest
 
 Rules: memory does not grow with the run. The series have at most MAX_POINTS points; when there are more, two neighbors
 become one (`stride` steps per point). Lists of problems, moves and evaluations keep the newest. Steps that a resume
@@ -56,7 +56,7 @@ MAX_TEXT = 400
 """Characters of a text from the log that the page shows."""
 
 
-class History:
+class RunHistory:
     def __init__(self) -> None:
         self.start_t: float | None = None
         """Wall time of the first event, in seconds."""

@@ -1,6 +1,7 @@
 """The page of a run on the controller's port, and the sample of responses.
 
-    event log ──▶ History ──▶ Feed ──▶ viewers             finished responses ──▶ Sampler ──step──▶ thread ──▶ file
+    event log ──▶ RunHistory ──▶ Feed ──▶ viewers
+    finished responses ──▶ ResponseSampler ──step──▶ thread ──▶ file
 
 Rule: none of this may delay or end the run. What takes long runs in one thread, which gets the next sample only when it
 has written the last one. An error turns off the part that failed and is logged once, as `page_failed`.
@@ -10,22 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from windfall.controller.rollout.stream import Rollout
 from windfall.events.log import Event, EventLog
 from windfall.link import auth
+from windfall.link.socket import Port
 from windfall.models import tokenizer
 from windfall.models.text import Text
 from windfall.page.feed import TICK_S, Feed
-from windfall.page.history import History
+from windfall.page.history import RunHistory
 from windfall.page.runs import recipe_facts, status
-from windfall.page.samples import Sample, SampleFile, Sampler, describe
+from windfall.page.samples import ResponseSampler, SampledResponse, SampleFile, describe
 from windfall.page.server import PageServer
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.types import Response, Task
 
 log = logging.getLogger(__name__)
@@ -34,8 +38,8 @@ log = logging.getLogger(__name__)
 class LivePage:
     def __init__(self, recipe: Recipe, folder: Path, events: EventLog) -> None:
         self._recipe, self._folder, self._events = recipe, folder, events
-        self._history, self._samples = History(), SampleFile(folder, recipe.log.samples_mb)
-        self._sampler, self._text = Sampler(recipe.log.samples), None
+        self._history, self._samples = RunHistory(), SampleFile(folder, recipe.log.samples_mb)
+        self._sampler, self._text = ResponseSampler(recipe.log.samples), None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
         self._failed: set[str] = set()
@@ -56,7 +60,7 @@ class LivePage:
             self._write_sample(event["step"], event["t"])
 
     def attach(self, rollout: Rollout) -> None:
-        """Sample the responses of this rollout."""
+        """SampledResponse the responses of this rollout."""
         if self._recipe.log.samples:
             rollout.on_finished = self._finished
 
@@ -68,7 +72,7 @@ class LivePage:
         if sample and (self._writing is None or self._writing.done()):
             self._writing = self._thread.submit(self._write, sample, step, t)
 
-    def _write(self, sample: list[Sample], step: int, t: float) -> None:
+    def _write(self, sample: list[SampledResponse], step: int, t: float) -> None:
         def write() -> None:
             if self._text is None:  # an instance of its own: the event loop uses the other one
                 self._text = Text(tokenizer.load(self._folder / "tokenizer"))
@@ -76,6 +80,12 @@ class LivePage:
             self._samples.write([describe(s, step, t, text.decode) for s in sample])
 
         self._guard("samples", write)
+
+    def pages(self) -> Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
+        return self.server.handlers() if self._recipe.log.page else {}
+
+    def listening(self, port: Port) -> None:
+        self.server.welcome = port.welcome
 
     async def run(self, snapshot: Callable[[], dict[str, Any] | None]) -> None:
         """Serve viewers, forever. `snapshot` returns the last state of the fleet."""

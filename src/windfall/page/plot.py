@@ -9,7 +9,7 @@ from typing import Any
 
 from windfall.errors import WindfallError, install_command, unwritable
 from windfall.page.runs import RunReader, read_all
-from windfall.page.timeline import STATES, TENTHS, Row
+from windfall.page.timeline import STATES, TENTHS, TimelineRow
 
 PANELS = {
     "reward": ("reward", ""),
@@ -116,7 +116,7 @@ def _lines(ax: Any, readers: list[RunReader], name: str, by_time: bool) -> None:
     ax.grid(axis="y", alpha=0.3)
 
 
-def _order(row: Row) -> tuple[bool, list[tuple[int, str]]]:
+def _order(row: TimelineRow) -> tuple[bool, list[tuple[int, str]]]:
     """The trainer first, then workers by name, in which numbers are compared as numbers."""
     parts = re.findall(r"\d+|\D+", row.name)
     first = row.facts.get("lease") == "trainer" or row.name == "trainer"

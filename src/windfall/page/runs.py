@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events.log import MAX_LINE_BYTES, is_truncated, parse
 from windfall.page.feed import shown
-from windfall.page.history import History
+from windfall.page.history import RunHistory
 from windfall.page.samples import FILE, SampleFile
-from windfall.recipe import PlanSection, Recipe
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 
 MAX_SIMULATIONS = 8
 MAX_EMBEDDED = 200
@@ -48,16 +48,16 @@ def read_plans(runs: Sequence[Path]) -> list[dict[str, Any]]:
     out = []
     for path in runs:
         if path.suffix == ".toml" and path.is_file():
-            facts = _facts(config.load(path))
+            facts = _facts(load_recipe(path))
             if "plan" not in facts:
                 fix = "Give the folder of a run, or a recipe from `windfall plan --write`."
                 raise WindfallError("this recipe has no [plan] section", where=str(path), fix=fix)
-            out.append(_described(path.stem, "planned", facts, History(), None))
+            out.append(_described(path.stem, "planned", facts, RunHistory(), None))
     return out
 
 
 def _described(
-    name: str, status: str, recipe: dict[str, Any], history: History, snapshot: dict[str, Any] | None
+    name: str, status: str, recipe: dict[str, Any], history: RunHistory, snapshot: dict[str, Any] | None
 ) -> dict[str, Any]:
     return {
         "name": name, "status": status, "recipe": recipe, "history": history.full(), "snapshot": snapshot, "samples": []
@@ -70,7 +70,7 @@ class RunReader:
         simulated = run.is_file()
         self.folder, self.path = (run.parent, run) if simulated else (run, run / "events.jsonl")
         self.name = f"{run.resolve().parent.name}/{run.stem}" if simulated else run.resolve().name
-        self.history, self.samples = History(), SampleFile(self.folder)
+        self.history, self.samples = RunHistory(), SampleFile(self.folder)
         self._position = 0
         if not self.path.is_file():
             folders.check_exists(run)
@@ -131,7 +131,7 @@ class RunReader:
         return described | {"samples": self.embedded_samples()} if samples else described
 
 
-def status(history: History, *, running: bool) -> str:
+def status(history: RunHistory, *, running: bool) -> str:
     """How a run stands. A run without an `end` that no process holds was killed, or its machine went down."""
     if history.simulated:
         return "simulated"
@@ -145,7 +145,7 @@ def status(history: History, *, running: bool) -> str:
 def recipe_facts(folder: Path) -> dict[str, Any]:
     """The keys of a run's recipe that the page shows."""
     try:
-        return _facts(config.load(folder / "recipe.toml"))
+        return _facts(load_recipe(folder / "recipe.toml"))
     except (WindfallError, OSError):
         return {}
 
@@ -156,14 +156,14 @@ def _facts(r: Recipe) -> dict[str, Any]:
         "groups": r.rollout.groups, "group_size": r.rollout.group_size, "staleness": r.rollout.staleness,
         "samples": r.log.samples,
     }  # fmt: skip
-    return facts | {"plan": _plan_facts(r.plan)} if r.plan.name else facts
+    plan = r.model_dump(include={"plan"}).get("plan")  # without the part `plan`, no recipe has this section
+    return facts | {"plan": _plan_facts(plan)} if plan and plan["name"] else facts
 
 
-def _plan_facts(plan: PlanSection) -> dict[str, Any]:
+def _plan_facts(plan: dict[str, Any]) -> dict[str, Any]:
     """What a plan predicts. None: it does not say."""
-    per_million = plan.usd_per_h / 3600 / plan.tok_per_s * 1e6 if plan.tok_per_s else None
+    per_million = plan["usd_per_h"] / 3600 / plan["tok_per_s"] * 1e6 if plan["tok_per_s"] else None
     return {
-        "name": plan.name, "step_s": plan.step_s or None, "tok_per_s": plan.tok_per_s or None,
-        "usd_per_h": plan.usd_per_h or None, "usd_per_million": per_million or None,
-        "workers": sum(w.count for w in plan.workers),
+        "name": plan["name"], **{key: plan[key] or None for key in ("step_s", "tok_per_s", "usd_per_h")},
+        "usd_per_million": per_million or None, "workers": sum(w["count"] for w in plan["workers"]),
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """A small sample of responses, for the page: samples.jsonl in the run's folder, one response per line.
 
-    stream ──finished response──▶ Sampler.offer   keeps a few per step: half of them moved between workers, if any did
-    step event ──▶ Sampler.take ──▶ SampleFile.write   in a thread: decodes every token and appends the lines
+    stream ──finished response──▶ ResponseSampler.offer   keeps a few per step: half of them moved, if any did
+    step event ──▶ ResponseSampler.take ──▶ SampleFile.write   in a thread: decodes every token and appends the lines
 
 Rules: at most `log.samples` responses per step, MAX_TOKENS tokens of each, and `log.samples_mb` in all. When the file
 is full, every second step in it is removed. `log.samples = 0` writes nothing. Which responses are kept depends only on
@@ -37,7 +37,7 @@ JOURNAL = "journal"
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampledResponse:
     task: Task
     response: Response
 
@@ -59,17 +59,17 @@ def _moved(r: Response) -> bool:
     return False
 
 
-class Sampler:
+class ResponseSampler:
     """Chooses the sample of a step."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._kept: dict[bool, list[tuple[int, Sample]]] = {True: [], False: []}
+        self._kept: dict[bool, list[tuple[int, SampledResponse]]] = {True: [], False: []}
 
     def offer(self, task: Task, response: Response) -> None:
         if not self._size:
             return
-        sample = Sample(task, response)
+        sample = SampledResponse(task, response)
         kept, key = self._kept[sample.moved], xxhash.xxh3_64_intdigest(response.id.encode())
         if len(kept) < self._size:
             kept.append((key, sample))
@@ -78,7 +78,7 @@ class Sampler:
         if key < kept[worst][0]:
             kept[worst] = (key, sample)
 
-    def take(self) -> list[Sample]:
+    def take(self) -> list[SampledResponse]:
         """The sample since the last call."""
         moved, others = (sorted(self._kept[k], key=lambda item: item[0]) for k in (True, False))
         self._kept = {True: [], False: []}
@@ -107,7 +107,7 @@ def pieces(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[st
     return out
 
 
-def describe(sample: Sample, step: int, t: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+def describe(sample: SampledResponse, step: int, t: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:
     """A sample as a line of the file. An agent that edited its history has further segments in `more`."""
     r, prompt = sample.response, sample.task.prompt
     if not isinstance(prompt, str):

@@ -51,7 +51,7 @@ def row_name(worker: str) -> str:
 
 
 @dataclass(slots=True)
-class Row:
+class TimelineRow:
     name: str
     facts: dict[str, Any] = field(default_factory=dict)
     """Lease, device and price of its newest worker."""
@@ -63,7 +63,7 @@ class Row:
     lent: array[int] = field(default_factory=lambda: array("I"))
     """If it is a lender: changes of the share of its time that it lends, each as seconds times 128, plus percent."""
     changed: int = 0
-    """First change that a viewer may not have; more than there are changes if nothing is new. See `History.changes`."""
+    """First change that a viewer may not have (`RunHistory.changes`); more than there are if nothing is new."""
     lent_changed: int = 0
 
     @property
@@ -153,20 +153,20 @@ def _resampled(changes: array[int], slice: int) -> array[int]:
 
 class Timeline:
     def __init__(self) -> None:
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, TimelineRow] = {}
         self.dropped = 0
         """Rows that were dropped because there were too many."""
         self.ranks = ["trainer"]
         """Rows of the trainer: one, or one for each of its ranks."""
 
-    def row(self, worker: str, newest: str = "") -> Row:
+    def row(self, worker: str, newest: str = "") -> TimelineRow:
         """The row of this worker. `newest`: its id, if it has just joined."""
         name = row_name(worker)
         row = self.rows.get(name)
         if row is None:
             if len(self.rows) >= MAX_ROWS:
                 self._drop_one()
-            row = self.rows[name] = Row(name)
+            row = self.rows[name] = TimelineRow(name)
         if newest:
             row.worker = newest
         return row
@@ -178,7 +178,7 @@ class Timeline:
         for name, pid in zip(self.ranks, pids, strict=False):
             self.row(name).describe({"lease": "trainer", "pid": pid})
 
-    def trainer(self) -> list[Row]:
+    def trainer(self) -> list[TimelineRow]:
         """The rows of the trainer."""
         return [self.row(name) for name in self.ranks]
 

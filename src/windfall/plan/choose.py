@@ -12,7 +12,7 @@ from windfall.plan.run import recipe
 from windfall.plan.run.recipe import Simulated
 from windfall.plan.search import planner
 from windfall.plan.search.plan import PlanRequest, RunPlan
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 
 MORE = 12
 """Plans beyond those to show, in case some cannot run."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from windfall import recipe as config
 from windfall.errors import WindfallError, nearest
 from windfall.plan import choose, report
 from windfall.plan.model import cluster as clusters
@@ -22,6 +21,7 @@ from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.run import advice, recipe, run_log
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
 from windfall.providers import trace
+from windfall.recipe.file import dump_recipe, load_recipe
 
 OBJECTIVES = ("throughput", "cost", "deadline")
 BUDGET_MACHINE = 8
@@ -58,7 +58,7 @@ def main(
     if write is not None:
         _check_target(write, what)
     is_recipe = what.endswith(".toml")
-    base = config.load(Path(what), list(overrides)) if is_recipe else recipe.of_model(what, overrides)
+    base = load_recipe(Path(what), list(overrides)) if is_recipe else recipe.of_model(what, overrides)
     work = recipe_workload(base)
     if staleness is not None:
         work = replace(work, staleness=staleness)
@@ -89,7 +89,7 @@ def main(
         print(f"not planned, because their figures are not known: {', '.join(listed.unknown)} of {prices}")
     if write is not None:
         plan, figures = found.ranked[0]
-        text = config.dump(recipe.write(plan, request, base, figures))
+        text = dump_recipe(recipe.write(plan, request, base, figures))
         try:
             write.write_text(text if is_recipe else recipe.with_notes(text), encoding="utf-8")
         except OSError as e:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,11 @@ class JobQueue(Protocol):
     async def cancel_leftovers(self) -> int:
         """Cancel all jobs of this run. Returns how many it found; 0: none is left, or all are being canceled."""
         ...
+
+
+def check_program(name: str, *, where: str, fix: str) -> None:
+    if shutil.which(name) is None:
+        raise WindfallError(f"program '{name}' not found", where=where, fix=fix)
 
 
 async def command(

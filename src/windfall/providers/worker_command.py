@@ -9,42 +9,31 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from windfall.types import Lease
+from windfall.recipe.worker_source import WorkerSource
 
 TOKEN = "WINDFALL_TOKEN"
 TLS_PIN = "WINDFALL_TLS_PIN"
 """Certificate (PEM text, or the path of a file) that a worker trusts, whatever host name it was issued for."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerCommand:
-    """How to start a worker; everything but its name and the address of the controller."""
+def arguments(source: WorkerSource, url: str, name: str) -> list[str]:
+    """The arguments of `windfall` for a worker from this source."""
+    region = ["--region", source.region] if source.region else []
+    engine = ["--engine", source.engine] if source.engine != "auto" else []
+    if source.tensor_parallel > 1:
+        engine += ["--tensor-parallel", str(source.tensor_parallel)]
+    return [
+        "worker", "--join", url, "--name", name, "--lease", source.kind, "--price", f"{source.price_usd_per_h:g}",
+        *region, "--device", source.device, "--threads", str(source.worker_threads), "--memory",
+        f"{source.worker_memory:g}", *engine,
+    ]  # fmt: skip
 
-    lease: Lease
-    device: str = "auto"
-    threads: int = 0
-    memory: float = 0.4
-    engine: str = "auto"
-    tensor_parallel: int = 1
 
-    def arguments(self, url: str, name: str) -> list[str]:
-        """The arguments of `windfall`."""
-        region = ["--region", self.lease.region] if self.lease.region else []
-        engine = ["--engine", self.engine] if self.engine != "auto" else []
-        if self.tensor_parallel > 1:
-            engine += ["--tensor-parallel", str(self.tensor_parallel)]
-        return [
-            "worker", "--join", url, "--name", name, "--lease", self.lease.kind, "--price",
-            f"{self.lease.price_usd_per_h:g}", *region, "--device", self.device, "--threads", str(self.threads),
-            "--memory", f"{self.memory:g}", *engine,
-        ]  # fmt: skip
-
-    def shell(self, url: str, name: str) -> str:
-        """The command for a shell. `name` may contain variables, which the shell replaces."""
-        words = ["windfall", *self.arguments(url, "NAME")]
-        return " ".join(f'"{name}"' if word == "NAME" else shlex.quote(word) for word in words)
+def shell(source: WorkerSource, url: str, name: str) -> str:
+    """The command for a shell. `name` may contain variables, which the shell replaces."""
+    words = ["windfall", *arguments(source, url, "NAME")]
+    return " ".join(f'"{name}"' if word == "NAME" else shlex.quote(word) for word in words)
 
 
 def plain_name(name: str, length: int) -> str:

@@ -9,11 +9,12 @@ A rule for a key overrides the rule for its section. A key without any rule is f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from windfall.recipe.section import Section
 from windfall.recipe.sections import Recipe
-from windfall.recipe.worker_sources import SOURCES
 
 ChangeRule = Literal["fixed", "noted", "free"]
 
@@ -78,36 +79,32 @@ class KeyChange:
         return f"{self.key}: {self.old!r} -> {self.new!r}" + (f". {self.why}" if self.why else "")
 
 
-def changes(old: Recipe, new: Recipe) -> list[KeyChange]:
+def recipe_changes(old: Recipe, new: Recipe) -> list[KeyChange]:
     """All keys that differ between the two recipes, in recipe order.
 
     >>> new = Recipe.model_validate({"train": {"lr": 0.5}})
-    >>> [str(c) for c in changes(Recipe(), new)]
+    >>> [str(c) for c in recipe_changes(Recipe(), new)]
     ['train.lr: 0.0001 -> 0.5. Updates after this point use different settings.']
     """
-    before, after = (r.model_dump(mode="json") for r in (old, new))
     found = []
-    for section in after:
-        for key in {**before[section], **after[section]}:  # each environment has its own keys
-            verdict, why = _rule(section, key)
-            if (section, key) == ("run", "steps") and new.train.schedule == "constant":
-                verdict, why = "free", ""
-            for name, was, now in _differences(f"{section}.{key}", before[section].get(key), after[section].get(key)):
-                if name != f"{section}.{key}":  # a key of a section within the section
-                    verdict, why = RULES.get(name) or _rule(section, key)
-                found.append(KeyChange(key=name, old=was, new=now, verdict=verdict, why=why))
+    for name, was, now in _differences(old, new):
+        section, key = name.split(".")[:2]
+        verdict, why = RULES.get(name) or _rule(section, key)
+        if name == "run.steps" and new.train.schedule == "constant":
+            verdict, why = "free", ""
+        found.append(KeyChange(key=name, old=was, new=now, verdict=verdict, why=why))
     return found
 
 
-def _differences(name: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
+def _differences(old: Section, new: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(key, old, new) of what differs. A section within a section is compared key by key."""
-    if was == now:
-        return []
-    nested = name in ("train.lora", "env.tasks") or name.removeprefix("fleet.") in SOURCES
-    if nested and was is not None and now is not None:
-        keys = {**was, **now}  # each environment has its own
-        return [(f"{name}.{key}", was.get(key), now.get(key)) for key in keys if was.get(key) != now.get(key)]
-    return [(name, was, now)]
+    before, after = (section.model_dump(mode="json") for section in (old, new))
+    for key in {**before, **after}:  # each environment has its own keys
+        was, now = dict(old).get(key), dict(new).get(key)
+        if isinstance(was, Section) and isinstance(now, Section):
+            yield from _differences(was, now, f"{prefix}{key}.")
+        elif before.get(key) != after.get(key):
+            yield f"{prefix}{key}", before.get(key), after.get(key)
 
 
 def token_settings(recipe: Recipe) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from windfall import parts
 from windfall.errors import WindfallError, nearest
 from windfall.recipe.env_sections import ENVS
 from windfall.recipe.sections import Recipe
@@ -22,7 +23,7 @@ from windfall.recipe.unknown_keys import suggestion
 _DATES = (datetime.date, datetime.time)  # datetime.datetime is a subclass of date
 
 
-def load(path: Path, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe file, apply `a.b=value` overrides, and validate the result."""
     data = _read(path)
     if not data and not overrides:
@@ -30,7 +31,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
         raise WindfallError("the recipe is empty", where=str(path), fix=fix)
     for text in overrides or []:
         _override(data, text)
-    return parse(data, where=str(path))
+    return parse_recipe(data, where=str(path))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def _is_recipe(path: Path) -> bool:
     return "model" in data or (bool(data) and data.keys() <= Recipe.model_fields.keys())
 
 
-def parse(data: dict[str, Any], where: str, overrides: Iterable[str] = ()) -> Recipe:
+def parse_recipe(data: dict[str, Any], where: str, overrides: Iterable[str] = ()) -> Recipe:
     for text in overrides:
         _override(data, text)
     try:
@@ -130,7 +131,7 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
     name, message = ".".join(path), error["msg"].removeprefix("Value error, ")
     match error["type"]:
         case "extra_forbidden":
-            return f"unknown key '{name}'. {suggestion(path, data)}"
+            return f"unknown key '{name}'. {parts.restore(path[-1]) or suggestion(path, data)}"
         case "union_tag_invalid":
             given = data["env"]["name"]
             return f"env.name = {given!r} is not an environment. {nearest(str(given), ENVS)}"
@@ -144,24 +145,25 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
     return f"'{name}'{given}: {message}" if path else message
 
 
-def dump(recipe: Recipe, *, all_keys: bool = True) -> str:
-    """The recipe as TOML. `load` reads it back to an equal recipe. `all_keys`: also those that have their defaults."""
+def dump_recipe(recipe: Recipe, *, all_keys: bool = True) -> str:
+    """The recipe as TOML. `load_recipe` reads it back to an equal recipe. `all_keys`: also those at their defaults."""
     lines: list[str] = []
     for section, values in recipe.model_dump(exclude_none=True, exclude_defaults=not all_keys).items():
         lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+        lines += [f"{key} = {to_toml(value)}" for key, value in values.items()]
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml(value: Any) -> str:
+def to_toml(value: Any) -> str:
+    """A value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str | Path):
         # JSON and TOML escape the same characters, except for the delete character, which JSON leaves as it is.
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml(str(k))} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{to_toml(str(k))} = {to_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
+        return "[" + ", ".join(to_toml(v) for v in value) + "]"
     return value.isoformat() if isinstance(value, _DATES) else repr(value)

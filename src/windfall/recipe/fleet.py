@@ -6,10 +6,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from windfall.recipe.part_sections import with_parts
 from windfall.recipe.section import Count, FilePath, Section
-from windfall.recipe.worker_sources import SOURCES, Kubernetes, Ray, SkyPilot, Slurm, WorkerSource
+from windfall.recipe.worker_source import WorkerSource
 
 
+@with_parts("fleet.")
 class Fleet(Section):
     local: bool = True
     """Let the trainer's own engine generate at the start of every step, and for the whole step if there is no other
@@ -70,20 +72,11 @@ class Fleet(Section):
     """Certificate chain (PEM) of the controller and the weight server. If set, workers connect over https."""
     tls_key: FilePath | None = None
     """Private key (PEM) of `tls_cert`. Set both or neither."""
-    ray: Ray | None = None
-    """Also start workers on a Ray cluster: the keys of [fleet.ray] below."""
-    kubernetes: Kubernetes | None = None
-    """Also start workers on Kubernetes: the keys of [fleet.kubernetes] below."""
-    skypilot: SkyPilot | None = None
-    """Also start workers through SkyPilot: the keys of [fleet.skypilot] below."""
-    slurm: Slurm | None = None
-    """Also start workers on a Slurm cluster: the keys of [fleet.slurm] below."""
 
     @property
     def sources(self) -> dict[str, WorkerSource]:
         """The systems other than this machine that the run starts workers on, by name."""
-        named = {name: getattr(self, name) for name in SOURCES}
-        return {name: section for name, section in named.items() if section is not None}
+        return {name: value for name, value in self if isinstance(value, WorkerSource)}
 
     @model_validator(mode="after")
     def _consistent(self) -> Fleet:

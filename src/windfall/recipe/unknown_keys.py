@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from windfall.errors import nearest
+from windfall.recipe.part_sections import part_sections
 from windfall.recipe.section import Section
 from windfall.recipe.sections import Recipe
 
@@ -23,7 +24,6 @@ MEANT_BY: dict[str, str] = {
     "eval": "evaluation validation",
     "engine": "inference vllm",
     "log": "logging",
-    "sim": "simulation",
     "run.folder": "output_dir",
     "run.name": "exp_name experiment_name run_name",
     "run.seed": "random_seed",
@@ -70,8 +70,8 @@ OTHER_NAMES: dict[str, list[str]] = {}
 for _meant, _names in MEANT_BY.items():
     for _name in _names.split():
         OTHER_NAMES.setdefault(_name, []).append(_meant)
-SPECIAL = ("plan", "sim", "techniques", "trace")
-"""Sections for simulations and experiments: a key that is unknown elsewhere is hardly one of theirs."""
+EXPERIMENTS = ("techniques", "trace")
+"""Sections for experiments: a key that is unknown elsewhere is hardly one of theirs, or of a part."""
 MAX_SUGGESTIONS = 3
 """A name that fits more keys than this says too little."""
 CLOSE, VERY_CLOSE = 0.6, 0.8
@@ -113,7 +113,7 @@ def section_at(sections: list[str], data: Any) -> type[Section]:
         data = data[int(name)] if isinstance(data, list) else data.get(name) if isinstance(data, dict) else None
         if name.isdecimal():  # the element of a list, whose class is known already
             continue
-        variants = list(_sections_in(model.model_fields[name].annotation))
+        variants = list(sections_in(model.model_fields[name].annotation))
         chosen = data.get("name") if isinstance(data, dict) else None
         model = next((v for v in variants if len(variants) > 1 and _is_named(v, chosen)), variants[0])
     return model
@@ -124,16 +124,16 @@ def _is_named(section: type[Section], name: Any) -> bool:
     return field is not None and name in get_args(field.annotation)
 
 
-def _sections_in(annotation: Any) -> Iterator[type[Section]]:
+def sections_in(annotation: Any) -> Iterator[type[Section]]:
     """The sections among the types that a key may have."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for inner in get_args(annotation):
-        yield from _sections_in(inner)
+        yield from sections_in(inner)
 
 
 def _all_keys(data: dict[str, Any]) -> Iterator[str]:
     """The keys of this recipe that may be meant elsewhere, as `section.key`. [env] has those of its environment."""
-    for section in [name for name in Recipe.model_fields if name not in SPECIAL]:
+    for section in [name for name in Recipe.model_fields if name not in {*part_sections(), *EXPERIMENTS}]:
         for key in section_at([section], data).model_fields:
             yield f"{section}.{key}"

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -14,16 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from windfall import __version__
-from windfall import recipe as config
+from windfall import __version__, parts
+from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError, file_system_error, nearest
-from windfall.page.options import page, plot
-from windfall.plan.options import plan
 from windfall.run.commands.env_server import env_server
-from windfall.run.commands.gateway import gateway
 from windfall.run.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
-from windfall.serve.command import serve
-from windfall.sim.options import sim
+from windfall.run.commands.recipes import new
+from windfall.run.commands.recipes import recipe as recipe_keys
 
 if TYPE_CHECKING:
     from windfall.engine.engine_choice import EngineName
@@ -34,7 +32,8 @@ class _Commands(TyperGroup):
         """Suggest a command for one that does not exist; never one that the help does not show."""
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             shown = [name for name, command in self.commands.items() if not command.hidden]
-            raise WindfallError(f"unknown command {args[0]!r}", where="windfall", fix=nearest(args[0], shown))
+            fix = parts.restore(args[0]) or nearest(args[0], shown)
+            raise WindfallError(f"unknown command {args[0]!r}", where="windfall", fix=fix)
         return super().resolve_command(ctx, args)
 
 
@@ -43,7 +42,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
-fleet = typer.Typer(help="Preview workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
+fleet = typer.Typer(help="Preview workers on clusters and clouds.", no_args_is_help=True)
 
 TrainerToken = Annotated[
     str,
@@ -86,13 +85,13 @@ def train(
 ) -> None:
     """Train with a recipe: start a controller, a trainer and workers. Ctrl-C saves and shows how to resume."""
     from windfall.link import invitation
+    from windfall.recipe.file import load_recipe
     from windfall.run import dry_run as dry_runs
     from windfall.run import recipe_check, start
-    from windfall.run_folder import new_folder
 
     if all and not dry_run:
         raise WindfallError("--all only changes what --dry-run prints", where="--all", fix="Add --dry-run.")
-    parsed = config.load(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
+    parsed = load_recipe(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
     chosen = invitation.token(token) if token is not None else None
     report = recipe_check.check(parsed)
     if dry_run:
@@ -100,7 +99,7 @@ def train(
         return
     print(report)
     secret = invitation.token(trainer_token) if trainer_token is not None else None
-    start.train(parsed, new_folder(parsed), token=chosen, secret=secret)
+    start.train(parsed, start.new_folder(parsed), token=chosen, secret=secret)
 
 
 def resume(
@@ -110,10 +109,11 @@ def resume(
     tls_key: TlsKey = None,
 ) -> None:
     """Resume a run that was stopped or killed, from its last checkpoint and its journal. Nothing is lost."""
+    from windfall.recipe.file import load_recipe
     from windfall.run import start
     from windfall.run_folder import recipe_file
 
-    start.resume(config.load(recipe_file(run), [*(set or []), *_tls(tls_cert, tls_key)]), run)
+    start.resume(load_recipe(recipe_file(run), [*(set or []), *_tls(tls_cert, tls_key)]), run)
 
 
 def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create.")]) -> None:
@@ -146,7 +146,9 @@ def worker(
         int, typer.Option(min=1, help="Number of GPUs that share every layer of one engine. Above 1 it must be vLLM.")
     ] = 1,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of each worker. 0: all cores.")] = 0,
-    memory: Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")] = 0.4,
+    memory: Annotated[
+        float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")
+    ] = KV_SHARE,
     clouds: Annotated[
         str, typer.Option(help="Clouds whose preemption notices to watch: auto, none, or a list such as aws,gcp,azure.")
     ] = "auto",
@@ -210,6 +212,13 @@ def ranks(
     raise typer.Exit(code)
 
 
+def gateway(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that is running.")]) -> None:
+    """Print the address of a run's gateway. Every agent gets a key of its own for it; docs/agents.md describes it."""
+    from windfall.controller.gateway import agents
+
+    print(agents.address(run))
+
+
 def top(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, in progress or ended.")],
     once: Annotated[bool, typer.Option("--once", help="Print the table once and exit.")] = False,
@@ -225,12 +234,14 @@ def top(
 @app.command(name="_controller", hidden=True)
 def _controller(run: Path) -> None:
     from windfall.controller import process as controller
+    from windfall.controller.observer import ObserverPart
     from windfall.envs.agents import isolation
     from windfall.processes import process
 
     process.tolerate_full_log()
     isolation.forbid_tracing()  # the run's secrets are in this process, and agents may be of the same user
-    raise typer.Exit(controller.main(run))
+    observing = [part for part in parts.found() if isinstance(part, ObserverPart)]
+    raise typer.Exit(controller.main(run, observing))
 
 
 @app.command(name="_trainer", hidden=True)
@@ -265,13 +276,14 @@ def evaluate(
     set: Overrides = None,
 ) -> None:
     """Measure the reward of a checkpoint on held-out tasks, which are never trained on."""
+    from windfall.recipe.file import load_recipe
     from windfall.run.commands import offline
 
     path, found = offline.find_checkpoint(checkpoint)
     source = recipe or found
     if source is None:
         raise WindfallError("this checkpoint has no recipe", where=checkpoint, fix="Give one with --recipe.")
-    offline.evaluate(path, config.load(source, set), tasks=tasks, temperature=temperature, show=show)
+    offline.evaluate(path, load_recipe(source, set), tasks=tasks, temperature=temperature, show=show)
 
 
 def export(
@@ -328,49 +340,55 @@ def bench_engine(
 @fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes")
 def fleet_preview(
     recipe: RecipeFile, set: Overrides = None,
-    only: Annotated[str, typer.Option(help="Print one source: ray, kubernetes, skypilot or slurm.")] = "",
+    only: Annotated[str, typer.Option(metavar="NAME", help="Print only this source, such as kubernetes.")] = "",
 ) -> None:  # fmt: skip
     """Print what a recipe would start on other systems; start nothing.
 
     Ray options, Kubernetes manifests, SkyPilot tasks and Slurm batch files. The token of the run is in none of them.
     """
+    from windfall.recipe.file import load_recipe
     from windfall.run import worker_sources
 
-    print(worker_sources.preview(config.load(recipe, set), only), end="")
+    print(worker_sources.preview(load_recipe(recipe, set), only), end="")
 
 
-COMMANDS = {
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {
+        "new --model Qwen/Qwen3-8B --data train.jsonl recipe.toml": new,
+        "recipe rollout": recipe_keys,
         "train recipes/demo.toml --set run.steps=50 --set train.lr=3e-4": train,
         "resume runs/demo --set run.steps=100": resume,
         "eval runs/demo --tasks 200 --show 3": evaluate,
         "generate tiny --prompt '12+34-5=' --n 4": generate,
         "export runs/demo models/demo": export,
     },
-    "Watch": {
-        "top runs/demo": top,
-        "page runs/demo --out demo.html": page,
-        "plot runs/demo runs/demo-2 --out figure.svg --panels reward,tok_per_s": plot,
-    },
-    "Plan": {
-        "plan 8B --gpus '8xH100 + 6x2xH100:spot' --objective cost": plan,
-        "sim recipes/sim-harvest.toml --compare colocated,restart,windfall --out figures": sim,
-    },
+    "Watch": {"top runs/demo": top},
+    "Plan": {},
     "Add machines": {
         "token demo.token": token,
         "worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63": worker,
-        "serve tiny --port 8000 --lend http://10.0.0.5:8700 --token demo.token": serve,
         "ranks --join http://10.0.0.5:29400 --token trainer.secret": ranks,
         "env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000": env_server,
         "gateway runs/demo": gateway,
     },
 }
-"""The commands in the panels of `windfall --help`, by an example that starts with their name, in the order in which a
-user meets them."""
-for _panel, _commands in COMMANDS.items():
-    for _example, _function in _commands.items():
-        _epilog = f"Example: windfall {_example}"
-        app.command(_example.split()[0], epilog=_epilog, rich_help_panel=_panel)(_function)
+"""The commands of the program in the panels of `windfall --help`, by an example that starts with their name, in the
+order in which a user meets them. Parts add theirs."""
+
+
+def _add_commands() -> None:
+    panels = {panel: list(commands.items()) for panel, commands in COMMANDS.items()}
+    for command in [command for part in parts.found() for command in part.commands()]:
+        panel = panels.setdefault(command.panel, [])
+        names = [example.split()[0] for example, _ in panel]
+        place = names.index(command.before) if command.before in names else len(names)
+        panel.insert(place, (command.example, command.function))
+    for panel, commands in panels.items():
+        for example, function in commands:
+            app.command(example.split()[0], epilog=f"Example: windfall {example}", rich_help_panel=panel)(function)
+
+
+_add_commands()
 app.add_typer(fleet, name="fleet", rich_help_panel="Add machines")
 app.add_typer(bench, name="bench", rich_help_panel="Measure")
 

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from windfall import devices
-from windfall import recipe as config
 from windfall.models import load
-from windfall.recipe import Recipe
+from windfall.recipe.file import dump_recipe
+from windfall.recipe.sections import Recipe
 from windfall.run import recipe_check
 from windfall.trainer.ranks.rank_group import rank_places
 
 
 def describe(recipe: Recipe, report: str, *, all_keys: bool) -> str:
     """`report`: what the checks of the recipe found. `all_keys`: print the keys that have their defaults, too."""
-    lines = [config.dump(recipe, all_keys=all_keys)]
+    lines = [dump_recipe(recipe, all_keys=all_keys)]
     if not all_keys:
         lines.append("# all other keys have their defaults: add --all to print them; docs/recipes.md describes them")
     lines += [f"# {label:<11} {text}" for label, text in facts(recipe)]

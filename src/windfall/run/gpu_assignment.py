@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-SHARE = 0.4
-"""Share of a GPU's free memory for the KV caches of all workers that use it."""
+from windfall.defaults import KV_SHARE
+
 MIN_SHARE = 0.01
 """Smallest share that a worker accepts."""
 
@@ -51,9 +51,9 @@ class GpuAssignment:
         """
         gpu = self._workers.get(worker)
         if gpu is None:
-            return SHARE
+            return KV_SHARE
         sharing = max(self._expected[gpu], list(self._workers.values()).count(gpu))
-        return max(MIN_SHARE, SHARE / sharing)
+        return max(MIN_SHARE, KV_SHARE / sharing)
 
     def _emptiest(self, workers: Counter[int]) -> int:
         return min(range(self._gpus), key=lambda gpu: workers[gpu] + (gpu in self._trainer))

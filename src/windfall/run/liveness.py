@@ -38,8 +38,6 @@ FIRST_KILL_DELAY_S = 0.1
 MAX_KILL_DELAY_S = 5.0
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 """Signals that end a process because of its own fault. NCCL ends a process that waits too long with SIGABRT."""
-FROZEN_TRAINER = ".trainer.frozen"
-"""File in the run folder by which the controller reports a frozen trainer to the supervisor."""
 
 
 @dataclass(kw_only=True)

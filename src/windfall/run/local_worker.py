@@ -23,7 +23,7 @@ from windfall.engine.engine_factory import build_engine
 from windfall.errors import WindfallError
 from windfall.link import tls
 from windfall.link.messages import EngineSpec
-from windfall.recipe import Fleet
+from windfall.recipe.fleet import Fleet
 from windfall.trainer.agent import Lock, TrainerAgent
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
 from windfall.trainer.own_engine.trainer_turn import TrainerTurn

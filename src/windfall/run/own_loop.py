@@ -32,7 +32,7 @@ from windfall.link.gate import Gate
 from windfall.link.memory import pair
 from windfall.models import load
 from windfall.models.text import Text
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.run.commands.in_process import in_process_worker
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.agent import TrainerAgent

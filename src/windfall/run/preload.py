@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from windfall import algorithms
-from windfall import recipe as config
 from windfall.engine import engine_factory
 from windfall.models import load
+from windfall.recipe.file import load_recipe
 from windfall.trainer import checkpoint
 
 LAZY_MODULES = ("windfall.engine.torch.engine", "windfall.engine.torch.runner", "windfall.worker.process",
@@ -39,7 +39,7 @@ def preload_run(folder: str) -> None:
     report what is wrong with a model or a recipe themselves, and more clearly."""
     _import_modules()
     try:
-        recipe = config.load(Path(folder) / "recipe.toml")
+        recipe = load_recipe(Path(folder) / "recipe.toml")
         algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
         found = checkpoint.list_checkpoints(Path(folder) / "checkpoints")
         where = found[-1] if found else Path(load.resolve(recipe.model.path))

@@ -25,8 +25,9 @@ from windfall.models import load, tokenizer
 from windfall.models.text import Text
 from windfall.providers import trace
 from windfall.providers.trace import Change
-from windfall.recipe import DatasetEnv, JsonLinesEnv, Recipe
+from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
 from windfall.recipe.lora import choose_layers
+from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
 from windfall.types import Task
 from windfall.weights import adapter_folder

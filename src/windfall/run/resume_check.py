@@ -6,22 +6,28 @@ address.json: the next controller writes a new one.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-from windfall import recipe as config
+import xxhash
+
 from windfall import run_folder as folders
-from windfall.errors import WindfallError
+from windfall.envs.data import files as data_files
+from windfall.errors import WindfallError, unwritable
 from windfall.events import log
-from windfall.recipe import KeyChange, Recipe
-from windfall.run.liveness import FROZEN_TRAINER
+from windfall.recipe.changes import KeyChange, recipe_changes
+from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
+from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint, checksums
 
 FILES = (
     "recipe.toml", folders.BEGAN, "events.jsonl", "samples.jsonl", "token", "trainer.secret", "address.json",
     "fleet.json", "controller.log", "trainer.log", "fork_server.log", "env.log", ".controller.lock", ".trainer.lock",
-    ".controller.failure", ".trainer.failure", FROZEN_TRAINER,
+    ".controller.failure", ".trainer.failure", folders.FROZEN_TRAINER,
 )  # fmt: skip
+DATA_BLOCK = 1 << 20
 FOLDERS = ("checkpoints", "journal", "tokenizer", "workers", "tensorboard")
 
 
@@ -36,7 +42,7 @@ def check_files(folder: Path) -> list[str]:
             raise WindfallError(what, where=str(path), fix="Move it away, or restore the original.")
         if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if is_folder else 0)):
             raise WindfallError("no permission to read and write this", where=str(path), fix="Change its permissions.")
-    warnings = folders.data_warnings(folder)
+    warnings = data_warnings(folder)
     path = folder / "address.json"
     if path.exists() and folders.address(folder) is None:
         path.unlink()
@@ -49,7 +55,7 @@ def check_files(folder: Path) -> list[str]:
 
 def check_changes(recipe: Recipe, folder: Path) -> list[KeyChange]:
     """All keys changed since the run started. Refuses those that may not change (recipe/changes.py)."""
-    changes = config.changes(folders.initial_recipe(folder), recipe)
+    changes = recipe_changes(folders.initial_recipe(folder), recipe)
     fixed = [str(c) for c in changes if c.verdict == "fixed"]
     if fixed:
         what = "\n  ".join(["these keys cannot change after a run has started:", *fixed])
@@ -57,7 +63,7 @@ def check_changes(recipe: Recipe, folder: Path) -> list[KeyChange]:
         undo = f"Undo this with --set or in {folder / 'recipe.toml'}"
         fix = f"{undo}, or start a new run from a checkpoint of this one:\n{new_run}"
         raise WindfallError(what, where=str(folder), fix=fix)
-    folders.check_data(recipe, folder)
+    check_data(recipe, folder)
     return changes
 
 
@@ -75,3 +81,81 @@ def finished(recipe: Recipe, folder: Path) -> int | None:
     except checksums.DamagedCheckpoint:  # the trainer reports it, sets it aside, and repeats the last steps
         return None
     return step
+
+
+def check_data(recipe: Recipe, folder: Path) -> None:
+    """Raise WindfallError if the data files have changed since the run began: the task of every index depends on their
+    rows. If the run was started before data files were recorded, record them as they are now."""
+    now, path = data_digests(recipe), folder / folders.DATA_BEGAN
+    if not path.exists():
+        try:
+            folders.replace(path, json.dumps(now))
+        except OSError as e:
+            raise unwritable("the record of the data files", path, e) from e
+        return
+    before = folders.read_json(path)
+    fields = {"file", "bytes", "xxh3"}
+    if before is None or not all(isinstance(was, dict) and fields <= {*was} for was in before.values()):
+        fix = "Restore it, or remove it to accept the data files as they are now."
+        raise WindfallError("the record of the run's data files is damaged", where=str(path), fix=fix)
+    both = [(key, was, now[key]) for key, was in before.items() if key in now]
+    changed = [_describe_change(key, was, is_now) for key, was, is_now in both if _differ(was, is_now)]
+    if changed:
+        what = "\n  ".join(["the data has changed since this run began:", *changed])
+        fix = "Restore the file and resume, or start a new run with the changed file: windfall train RECIPE.toml"
+        raise WindfallError(what, where=str(folder), fix=fix)
+
+
+def data_warnings(folder: Path) -> list[str]:
+    """Warnings for a run that has data files, but no record of their contents when it began."""
+    path = folder / folders.DATA_BEGAN
+    if path.exists() or not isinstance(folders.initial_recipe(folder).task_env, JsonLinesEnv | DatasetEnv):
+        return []
+    return [f"{path}: missing; windfall assumes that the data files are those that the run began with"]
+
+
+def _differ(was: dict[str, Any], now: dict[str, Any]) -> bool:
+    return (was["bytes"], was["xxh3"]) != (now["bytes"], now["xxh3"])
+
+
+def _describe_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
+    path = Path(now["file"])
+    how = f"{was['bytes']:,} bytes before, {now['bytes']:,} now"
+    if now["bytes"] == was["bytes"]:
+        how = "same length as before, but different contents"
+    elif now["bytes"] > was["bytes"] and _digest(key, path, was["bytes"])["xxh3"] == was["xxh3"]:
+        how = f"{now['bytes'] - was['bytes']:,} bytes were added at its end, which changes the order of its rows"
+    place = f"{path} instead of {was['file']}" if now["file"] != was["file"] else str(path)
+    return f"{key}: {place}: {how}"
+
+
+def data_digests(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Size and digest of each data file that the recipe names, by recipe key."""
+    env = recipe.task_env
+    if isinstance(env, DatasetEnv):
+        return _dataset_files(env)
+    if not isinstance(env, JsonLinesEnv):
+        return {}
+    files = {"env.path": env.path, "env.eval_path": env.eval_path}
+    return {key: _digest(key, path) for key, path in files.items() if path is not None}
+
+
+def _dataset_files(env: DatasetEnv) -> dict[str, dict[str, Any]]:
+    """The files of a data set, by recipe key and name. Those of the evaluation are left out: they may change, and with
+    them its result."""
+    files = data_files.find(env.path, env.split, env.subset).files
+    return {f"env.path {file.name}" if len(files) > 1 else "env.path": _digest("env.path", file) for file in files}
+
+
+def _digest(key: str, path: Path, max_bytes: int | None = None) -> dict[str, Any]:
+    """Size and digest of the file, or of its first `max_bytes` bytes."""
+    digest, size = xxhash.xxh3_128(), 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(DATA_BLOCK if max_bytes is None else min(DATA_BLOCK, max_bytes - size)):
+                digest.update(block)
+                size += len(block)
+    except OSError as e:
+        fix = "Restore the file, or correct its path."
+        raise WindfallError(f"cannot read the data file: {e.strerror or e}", where=f"{key} = {path}", fix=fix) from e
+    return {"file": str(path), "bytes": size, "xxh3": digest.hexdigest()}

@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from pathlib import Path
 
 from windfall import errors
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events import log as events
 from windfall.events.log import EventLog
 from windfall.link import auth
 from windfall.models import load
-from windfall.recipe import KeyChange, Recipe
+from windfall.recipe.changes import KeyChange
+from windfall.recipe.file import dump_recipe
+from windfall.recipe.sections import Recipe
 from windfall.run import recipe_check, resume_check, supervisor
-from windfall.run.liveness import FROZEN_TRAINER
 from windfall.run.views.console import Console
+
+
+def new_folder(recipe: Recipe) -> Path:
+    """Create runs/name, or runs/name-2, -3, ... if that exists: a run never writes into another run's folder."""
+    recipe = folders.with_absolute_paths(recipe)
+    data = json.dumps(resume_check.data_digests(recipe))
+    wanted = recipe.run.folder / recipe.run.name
+    for n in range(1, 10_000):
+        folder = wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as e:
+            raise WindfallError(f"cannot create the run's folder: {e}", where=str(folder), fix="Set run.folder.") from e
+        try:
+            folders.write_recipe(recipe, folder)
+            folders.replace(folder / folders.BEGAN, dump_recipe(recipe))
+            folders.replace(folder / folders.DATA_BEGAN, data)
+        except OSError as e:
+            error = errors.unwritable("the recipe", folder, e, "Free disk space, or set run.folder.")
+            folders.remove(folder)
+            raise error from e
+        return folder
+    raise WindfallError("ten thousand runs with this name exist", where=str(wanted), fix="Set run.name.")
 
 
 def train(recipe: Recipe, folder: Path, *, token: str | None = None, secret: str | None = None) -> None:
@@ -60,7 +86,7 @@ def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
     try:
         folders.write_recipe(recipe, folder)  # changes by --set also apply to the next resume
         if not (folder / folders.BEGAN).exists():
-            folders.replace(folder / folders.BEGAN, config.dump(began))
+            folders.replace(folder / folders.BEGAN, dump_recipe(began))
     except OSError as e:
         fix = "Free disk space or make the folder writable."
         raise errors.unwritable("the recipe", folder, e, fix) from e
@@ -76,7 +102,7 @@ def _had_work(folder: Path) -> bool:
 
 
 def _run(recipe: Recipe, folder: Path, console: Console) -> None:
-    for left in (*folder.glob(".*.failure"), *folder.glob(FROZEN_TRAINER)):
+    for left in (*folder.glob(".*.failure"), *folder.glob(folders.FROZEN_TRAINER)):
         left.unlink()
     auth.make_token(folder / "token")
     auth.make_token(folder / "trainer.secret")

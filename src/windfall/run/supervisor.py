@@ -39,7 +39,7 @@ from windfall.processes.handle import Handle
 from windfall.providers.base import Provider
 from windfall.providers.local import LocalProvider
 from windfall.providers.trace_provider import TraceProvider
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.run import liveness, worker_sources
 from windfall.run.gpu_assignment import GpuAssignment
 from windfall.run.recipe_check import trace_changes
@@ -251,7 +251,7 @@ class Supervisor:
     def _kill_frozen_trainer(self) -> None:
         """Kill the trainer if the controller has reported it as frozen. Only a process that we started is killed: by
         now, the reported pid may belong to another process."""
-        path = self.folder / liveness.FROZEN_TRAINER
+        path = self.folder / folders.FROZEN_TRAINER
         report = folders.read_json(path)
         if report is None:
             return
@@ -385,7 +385,7 @@ class Supervisor:
             remote = f.host in invitation.ALL_INTERFACES
             url = invitation.url(address, f)
             self._console.join(url, self.folder / "token", remote=remote, ca=f.tls_cert)
-            if self.recipe.log.page:
+            if "/page" in address.get("pages", ()):
                 self._console.page(f"{url}/page?key={auth.page_key(self._token)}")
 
     @contextlib.asynccontextmanager

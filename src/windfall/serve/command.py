@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from windfall.defaults import KV_SHARE, MAX_SLOWDOWN, TPOT_S, TTFT_S
 from windfall.run.commands.options import token_option
 
 LENDING = "Options for lending"
@@ -16,8 +17,10 @@ def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model: tiny, smollm2-135m, a directory or a hub id.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    ttft_ms: Annotated[float, typer.Option(min=1.0, help="Objective: milliseconds to the first token.")] = 500.0,
-    tpot_ms: Annotated[float, typer.Option(min=1.0, help="Objective: milliseconds per token after the first.")] = 150.0,
+    ttft_ms: Annotated[float, typer.Option(min=1.0, help="Objective: milliseconds to the first token.")] = 1000
+    * TTFT_S,
+    tpot_ms: Annotated[float, typer.Option(min=1.0, help="Objective: milliseconds per token after the first.")] = 1000
+    * TPOT_S,
     max_slowdown: Annotated[
         float,
         typer.Option(
@@ -25,7 +28,7 @@ def serve(
             rich_help_panel=LENDING,
             help="Upper limit for the time per token that lending adds, as a share of the time without lending.",
         ),
-    ] = 0.15,
+    ] = MAX_SLOWDOWN,
     name: Annotated[str, typer.Option(help="Name of the model in the API. Default: MODEL.")] = "",
     api_key: Annotated[
         str, typer.Option(envvar="WINDFALL_API_KEY", help="Key that clients must send. Default: none is needed.")
@@ -37,7 +40,9 @@ def serve(
     kv_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of the model that fit into the KV cache. 0: by the free memory.")
     ] = 0,
-    memory: Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")] = 0.4,
+    memory: Annotated[
+        float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")
+    ] = KV_SHARE,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, or one GPU such as cuda:1.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads. 0: all cores.")] = 0,
     drain: Annotated[float, typer.Option(min=0.0, help="Seconds that requests have to end after SIGTERM.")] = 30.0,

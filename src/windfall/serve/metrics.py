@@ -5,10 +5,15 @@ One thread writes (the host's), any thread may read: a reader may see a number t
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from prometheus_client import Metric as PrometheusMetric
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0,
@@ -29,13 +34,10 @@ class Histogram:
         self.counts[bisect_left(self.limits, value)] += 1
         self.sum += value
 
-    def lines(self, name: str) -> Iterator[str]:
-        total = 0
-        for limit, count in zip((*self.limits, "+Inf"), self.counts, strict=True):
-            total += count
-            yield f'{name}_bucket{{le="{limit}"}} {total}'
-        yield f"{name}_sum {self.sum:.6f}"
-        yield f"{name}_count {total}"
+    def family(self, name: str, help: str) -> HistogramMetricFamily:
+        limits = [*map(str, self.limits), "+Inf"]
+        buckets = list(zip(limits, itertools.accumulate(self.counts), strict=True))
+        return HistogramMetricFamily(f"windfall_{name}", help, buckets, self.sum)
 
 
 @dataclass
@@ -78,35 +80,42 @@ class Metric(NamedTuple):
     value: Mapping[str, float] | float
     label: str = ""
 
+    def family(self) -> PrometheusMetric:
+        made = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        if isinstance(self.value, int | float):
+            return made(f"windfall_{self.name}", self.help, self.value)
+        family = made(f"windfall_{self.name}", self.help, labels=[self.label])
+        for key, value in sorted(self.value.items()):
+            family.add_metric([key], value)
+        return family
 
-def render(metrics: ServeMetrics, state: Iterable[Metric]) -> str:
+
+def render(m: ServeMetrics, state: Iterable[Metric]) -> str:
     """The text of /metrics. `state`: what to show beside the counts."""
-    m, out = metrics, list[str]()
+    counters = [
+        Metric("serve_requests_total", "counter", "Requests that ended, by how.", m.requests, "finish"),
+        Metric(
+            "lend_returned_total", "counter", "Responses returned to the controller, by reason.",
+            m.responses_returned, "reason",
+        ),
+        Metric("serve_prompt_tokens_total", "counter", "Prompt tokens of all requests.", m.prompt_tokens),
+        Metric("serve_generated_tokens_total", "counter", "Tokens generated for requests.", m.generated_tokens),
+        Metric("serve_ttft_violations_total", "counter", "Requests whose first token was late.", m.late_first_tokens),
+        Metric("serve_tpot_violations_total", "counter", "Requests with too long a time per token.", m.late_tokens),
+        Metric("lend_generated_tokens_total", "counter", "Tokens generated for the run.", m.rollout_tokens),
+        Metric("lend_steps_total", "counter", "Engine steps for the run.", m.rollout_steps),
+        Metric("lend_waits_total", "counter", "Turns in which the run had work and got no rows.", m.rollout_waits),
+    ]  # fmt: skip
+    families = [metric.family() for metric in [*counters, *state]]
+    families.append(m.ttft.family("serve_ttft_seconds", "Time to the first token."))
+    families.append(m.tpot.family("serve_tpot_seconds", "Mean time per token after the first, by request."))
+    return generate_latest(_Families(families)).decode()  # pyright: ignore[reportArgumentType]
 
-    def one(name: str, kind: str, help: str, lines: Iterable[str]) -> None:
-        out.extend([f"# HELP windfall_{name} {help}", f"# TYPE windfall_{name} {kind}", *lines])
 
-    def labeled(name: str, label: str, values: Mapping[str, float]) -> Iterator[str]:
-        return (f'windfall_{name}{{{label}="{key}"}} {value}' for key, value in sorted(values.items()))
+class _Families(NamedTuple):
+    """What `generate_latest` needs of a registry."""
 
-    ended = labeled("serve_requests_total", "finish", m.requests)
-    one("serve_requests_total", "counter", "Requests that ended, by how.", ended)
-    returned = labeled("lend_returned_total", "reason", m.responses_returned)
-    one("lend_returned_total", "counter", "Responses returned to the controller, by reason.", returned)
-    for name, help, value in (
-        ("serve_prompt_tokens_total", "Prompt tokens of all requests.", m.prompt_tokens),
-        ("serve_generated_tokens_total", "Tokens generated for requests.", m.generated_tokens),
-        ("serve_ttft_violations_total", "Requests whose first token was late.", m.late_first_tokens),
-        ("serve_tpot_violations_total", "Requests whose mean time per token was too long.", m.late_tokens),
-        ("lend_generated_tokens_total", "Tokens generated for the run.", m.rollout_tokens),
-        ("lend_steps_total", "Engine steps for the run.", m.rollout_steps),
-        ("lend_waits_total", "Turns in which the run had work and got no rows.", m.rollout_waits),
-    ):
-        one(name, "counter", help, [f"windfall_{name} {value}"])
-    one("serve_ttft_seconds", "histogram", "Time to the first token.", m.ttft.lines("windfall_serve_ttft_seconds"))
-    tpot = m.tpot.lines("windfall_serve_tpot_seconds")
-    one("serve_tpot_seconds", "histogram", "Mean time per token after the first, by request.", tpot)
-    for name, kind, help, value, label in state:
-        lines = [f"windfall_{name} {value}"] if isinstance(value, int | float) else labeled(name, label, value)
-        one(name, kind, help, lines)
-    return "\n".join(out) + "\n"
+    families: list[PrometheusMetric]
+
+    def collect(self) -> list[PrometheusMetric]:
+        return self.families

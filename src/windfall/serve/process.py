@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from windfall import devices
+from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError
 from windfall.link import auth, invitation, tls
 from windfall.models import load
@@ -50,7 +51,7 @@ class ServeOptions:
     max_requests: int = 256
     max_running: int = 64
     kv_tokens: int = 0
-    memory: float = 0.4
+    memory: float = KV_SHARE
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0

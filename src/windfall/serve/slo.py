@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from windfall.defaults import TPOT_S, TTFT_S
 from windfall.serve.step_time import StepTime
 
 CHUNK = 512
@@ -41,8 +42,8 @@ FIRST_ROWS = 16
 class Objectives:
     """What serving promises: seconds to the first token, and seconds per token after it."""
 
-    ttft_s: float = 0.5
-    tpot_s: float = 0.15
+    ttft_s: float = TTFT_S
+    tpot_s: float = TPOT_S
     reserve: float = 0.1
     """Share of each objective that is not lent: the machine and the event loop take time too."""
     max_slowdown: float = math.inf

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from windfall import recipe as config
 from windfall.errors import WindfallError
 
 FOR_RECIPE, FOR_REPLAY = "Options for RECIPE.toml", "Options for --replay"
@@ -96,9 +95,10 @@ def sim(
             raise WindfallError(f"unexpected argument {what[1]!r}", where="windfall sim chaos", fix=fix)
         chaos.main(seeds=seeds, seed=seed, faults=faults, out=out)
         return
+    from windfall.recipe.file import load_recipe
     from windfall.sim.report import compare as variants
 
     if len(what) > 1:
         fix = "Simulate one recipe at a time."
         raise WindfallError(f"{len(what)} recipes given", where="windfall sim", fix=fix)
-    variants.main(config.load(Path(what[0]), set), seeds=seeds, names=compare, out=out)
+    variants.main(load_recipe(Path(what[0]), set), seeds=seeds, names=compare, out=out)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.recipe import Train
+from windfall.recipe.sections import Train
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Ranks

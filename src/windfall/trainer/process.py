@@ -19,7 +19,6 @@ import msgspec
 import xxhash
 
 from windfall import devices, errors
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.controller.gateway import agents
 from windfall.engine import engine_factory as build
@@ -33,7 +32,8 @@ from windfall.link.socket import Dialer
 from windfall.models import load
 from windfall.models.text import Text
 from windfall.processes import process
-from windfall.recipe import Recipe
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 from windfall.run import local_worker as local_engine
 from windfall.run.local_worker import LocalEngine, ModuleEngine, RankEngines
 from windfall.run.recipe_check import fit, prompt_lengths
@@ -68,7 +68,7 @@ def main(folder: Path, place: RankPlace = ALONE) -> int:
     from windfall.trainer.ranks.ranks import RankLost
     from windfall.weights.meeting import PublishFailed
 
-    recipe = config.load(folder / "recipe.toml")
+    recipe = load_recipe(folder / "recipe.toml")
     with folders.owned(folder, "trainer", timeout_s=10.0):
         try:
             return asyncio.run(errors.guard(_main(recipe, folder, place)))

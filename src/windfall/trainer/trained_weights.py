@@ -16,7 +16,7 @@ from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.models import load
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint
 from windfall.trainer.checkpoint import IntactCheckpoint
 from windfall.training import CheckpointState
@@ -162,7 +162,7 @@ def prepare(model: Any, recipe: Recipe, found: IntactCheckpoint | None, *, dtype
 
 def attach_empty(model: Any, adapter: Any) -> Any:
     """Attach adapters of the same shapes as those with this AdapterConfig. Their values are placeholders."""
-    from windfall.recipe import Lora
+    from windfall.recipe.lora import Lora
     from windfall.trainer.model import lora
 
     section = Lora(rank=adapter.rank, alpha=adapter.alpha, targets=list(adapter.targets))

@@ -36,7 +36,7 @@ from windfall.algorithms.base import Algorithm, Floats, SampledTokens
 from windfall.algorithms.importance import ImportanceMode, importance_weights
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.errors import WindfallError
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.trainer.model.logprobs import Learner
 from windfall.trainer.model.lora import Adapters, BaseLearner
 from windfall.trainer.model.policy import Policy

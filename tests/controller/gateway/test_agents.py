@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from windfall import recipe as config
-from windfall import run_folder
 from windfall.controller.gateway import agents
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
@@ -20,13 +18,17 @@ from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError
 from windfall.models import tokenizer
 from windfall.models.load import TINY
-from windfall.run import recipe_check, resume_check
+from windfall.recipe.changes import token_settings
+from windfall.recipe.env_sections import AgentEnv
+from windfall.recipe.file import load_recipe, parse_recipe
+from windfall.recipe.sections import Recipe
+from windfall.run import recipe_check, resume_check, start
 from windfall.run_folder import with_absolute_paths
 from windfall.types import Turn
 
 
-def recipe(**env: Any) -> config.Recipe:
-    return config.parse({"env": {"name": "agent", **env}}, "recipe.toml")
+def recipe(**env: Any) -> Recipe:
+    return parse_recipe({"env": {"name": "agent", **env}}, "recipe.toml")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_context_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         agents.context_of(r, 256)
     assert agents.prompts(r, 512) == [300 - r.rollout.max_tokens]
     absolute = with_absolute_paths(r).env
-    assert isinstance(absolute, config.AgentEnv)
+    assert isinstance(absolute, AgentEnv)
     assert absolute.tasks is not None
     assert absolute.tasks.path == tmp_path / "rows.jsonl"  # type: ignore[union-attr]
     program = agents.program(absolute, tmp_path / "runs")
@@ -95,11 +97,11 @@ def rows(path: Path, *prompts: str) -> str:
     return str(path)
 
 
-def with_dataset(folder: Path, *rewards: str) -> config.Recipe:
+def with_dataset(folder: Path, *rewards: str) -> Recipe:
     (folder / "rewards.py").write_text(REWARDS)
     tasks = {"name": "dataset", "path": rows(folder / "train.jsonl", "a", "b"), "rewards": list(rewards)}
     env = {"name": "agent", "command": "python x.py", "reward": "grader", "tasks": tasks}
-    return config.parse({"env": env, "eval": {"path": rows(folder / "test.jsonl", "c"), "tasks": 9}}, "recipe.toml")
+    return parse_recipe({"env": env, "eval": {"path": rows(folder / "test.jsonl", "c"), "tasks": 9}}, "recipe.toml")
 
 
 def test_data_set_gives_tasks_and_grades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,29 +127,29 @@ def test_data_set_gives_tasks_and_grades(tmp_path: Path, monkeypatch: pytest.Mon
 def test_data_set_of_an_agent_is_compared_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     r = with_dataset(tmp_path, "exact")
-    folder = run_folder.new_folder(r)
-    run_folder.check_data(r, folder)
+    folder = start.new_folder(r)
+    resume_check.check_data(r, folder)
     rows(tmp_path / "train.jsonl", "a", "b", "d")
     with pytest.raises(WindfallError, match="the data has changed"):
-        run_folder.check_data(r, folder)
+        resume_check.check_data(r, folder)
 
 
 def test_data_set_of_an_agent_may_move_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     r = with_dataset(tmp_path, "exact")
-    folder = run_folder.new_folder(r)
+    folder = start.new_folder(r)
     moved = (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
-    elsewhere = config.load(folder / "recipe.toml", [f"env.tasks.path='{moved}'"])
+    elsewhere = load_recipe(folder / "recipe.toml", [f"env.tasks.path='{moved}'"])
     (found,) = resume_check.check_changes(elsewhere, folder)
     assert (found.key, found.verdict) == ("env.tasks.path", "free")
-    assert config.token_settings(elsewhere) == config.token_settings(config.load(folder / "recipe.toml"))
+    assert token_settings(elsewhere) == token_settings(load_recipe(folder / "recipe.toml"))
     rows(moved, "a", "b", "d")
     with pytest.raises(WindfallError, match=r"moved\.jsonl instead of .*train\.jsonl"):
         resume_check.check_changes(elsewhere, folder)
-    other = config.load(folder / "recipe.toml", ["env.tasks.system_prompt='Be brief.'"])
+    other = load_recipe(folder / "recipe.toml", ["env.tasks.system_prompt='Be brief.'"])
     with pytest.raises(WindfallError, match=r"env\.tasks\.system_prompt"):
         resume_check.check_changes(other, folder)
-    assert config.token_settings(other) != config.token_settings(elsewhere)
+    assert token_settings(other) != token_settings(elsewhere)
 
 
 def test_grader_that_asks_for_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +168,7 @@ def test_chat_section_holds_for_agents() -> None:
     messages = [{"role": "user", "content": "1+"}, {"role": "user", "content": "2="}]
 
     def shown(**section: Any) -> str:
-        r = config.parse({"env": {"name": "agent", "command": "x"}, "chat": section}, "recipe.toml")
+        r = parse_recipe({"env": {"name": "agent", "command": "x"}, "chat": section}, "recipe.toml")
         return given.decode(list(agents.chat(r, given, stop).prompt(messages)), skip_special_tokens=True)
 
     assert shown() == "1+2="  # the tiny model has no template
@@ -177,7 +179,7 @@ def test_chat_section_holds_for_agents() -> None:
 
 def test_stop_strings_are_those_of_the_agent() -> None:
     with pytest.raises(WindfallError, match=r"rollout\.stop"):
-        config.parse({"env": {"name": "agent", "command": "x"}, "rollout": {"stop": ["."]}}, "recipe.toml")
+        parse_recipe({"env": {"name": "agent", "command": "x"}, "rollout": {"stop": ["."]}}, "recipe.toml")
 
 
 def test_run_without_a_gateway(tmp_path: Path) -> None:

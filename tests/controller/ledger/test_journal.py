@@ -30,7 +30,7 @@ from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.rollout.stream import Rollout
 from windfall.errors import WindfallError
 from windfall.link.messages import Tokens
-from windfall.recipe import RolloutSection as Options
+from windfall.recipe.sections import RolloutSection as Options
 from windfall.types import Sampling
 
 Row = tuple[int, int, list[int]]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from windfall.events.log import read
-from windfall.recipe import load
+from windfall.recipe.file import load_recipe
 from windfall.sim.core.run import Simulation, simulate
 from windfall.sim.core.scenario import build
 from windfall.types import LOCAL
@@ -21,7 +21,7 @@ STEADY = ["trace.mean_up_s=1e7", "trace.mean_down_s=1"]
 def run(folder: Path, *sets: str, steps: int = 8) -> tuple[list[dict[str, Any]], float]:
     """The step events, and the share of all tokens that the trainer's engine generated."""
     keys = ["sim.granule=8", f"run.steps={steps}", *STEADY, *sets]
-    done: Simulation = simulate(build(load(RECIPE, keys)), folder / "log.jsonl")
+    done: Simulation = simulate(build(load_recipe(RECIPE, keys)), folder / "log.jsonl")
     members = done.dispatch.members.all.values()
     local, total = sum(m.generated for m in members if m.name == LOCAL), sum(m.generated for m in members)
     events = read(folder / "log.jsonl")

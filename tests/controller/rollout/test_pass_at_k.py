@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from windfall import recipe as config
 from windfall.controller.rollout.evaluation import describe_passes, mean_pass_at, pass_at_k
 from windfall.errors import WindfallError
+from windfall.recipe.file import parse_recipe
 
 
 def test_the_estimate_is_the_mean_over_all_selections() -> None:
@@ -24,11 +24,11 @@ def test_tasks_with_missing_rewards_are_left_out_and_counted() -> None:
     assert mean_pass_at(rewards, 1, 1.0) == (pytest.approx((0.5 + 0.0 + 1.0) / 3), 3)
     assert mean_pass_at(rewards, 3, 1.0) == (pytest.approx((1.0 + 0.0) / 2), 2)
     assert math.isnan(mean_pass_at(rewards, 5, 1.0)[0])
-    options = config.parse({"eval": {"pass_at": [3, 1], "responses": 4}}, where="test").eval
+    options = parse_recipe({"eval": {"pass_at": [3, 1], "responses": 4}}, where="test").eval
     said = describe_passes(options, rewards)
     assert list(said["pass_at"]) == ["1", "3"]
     assert said["pass_left_out"] == {"3": 1}
-    assert describe_passes(config.parse({}, where="test").eval, [(1.0,)]) == {}
+    assert describe_passes(parse_recipe({}, where="test").eval, [(1.0,)]) == {}
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_tasks_with_missing_rewards_are_left_out_and_counted() -> None:
 )
 def test_impossible_sections_are_refused(section: dict, says: str) -> None:
     with pytest.raises(WindfallError, match=says):
-        config.parse({"eval": section}, where="test")
+        parse_recipe({"eval": section}, where="test")

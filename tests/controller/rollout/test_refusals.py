@@ -18,7 +18,7 @@ from windfall.controller.scheduling.members import Member, Members, WorkerState
 from windfall.engine.engine_factory import engine_sizes
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
-from windfall.recipe import RolloutSection as Options
+from windfall.recipe.sections import RolloutSection as Options
 from windfall.types import Feedback, Lease, Sampling
 
 REASON = WindfallError(

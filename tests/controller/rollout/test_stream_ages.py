@@ -15,7 +15,7 @@ from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import OPEN_TOGETHER_S, Rollout, Stream
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
-from windfall.recipe import RolloutSection as Options
+from windfall.recipe.sections import RolloutSection as Options
 from windfall.sim.core import loop as loops
 from windfall.types import Feedback, Group, Sampling, Task, Turn
 

@@ -27,7 +27,7 @@ from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog, read
 from windfall.link import messages
 from windfall.link.memory import pair
-from windfall.recipe import RolloutSection as Options
+from windfall.recipe.sections import RolloutSection as Options
 from windfall.run.commands.in_process import weights_already_loaded
 from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn
 from windfall.worker.session import Session

@@ -19,7 +19,7 @@ from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import WorkerState
 from windfall.events.log import EventLog
-from windfall.recipe import Techniques
+from windfall.recipe.sections import Techniques
 from windfall.run.commands.in_process import in_process_worker
 from windfall.types import Sampling
 

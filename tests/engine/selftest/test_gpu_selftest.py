@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.support.hostile import models as hostile
-from windfall import recipe as config
 from windfall.engine import engine_factory
 from windfall.engine.selftest import judge, verdict
 from windfall.errors import WindfallError
+from windfall.recipe.file import parse_recipe
 from windfall.trainer import process as trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -28,7 +28,7 @@ GRAPHS = {
 def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run the check. Returns the class names of the tested engines."""
     monkeypatch.setattr(verdict, "_run_once", lambda key, checked, test: test(judge) and key)
-    spec = trainer.spec(config.parse({}, where="here"), a.config(), "bfloat16", a.longest)
+    spec = trainer.spec(parse_recipe({}, where="here"), a.config(), "bfloat16", a.longest)
     model, kinds = engine_factory.build_full_model(_shrink_fields(a), "bfloat16", "cuda"), []
     real = judge.judge_engine
 

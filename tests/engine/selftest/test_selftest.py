@@ -16,13 +16,13 @@ import torch
 from model_families import families
 
 from tests.support.hostile import models as hostile
-from windfall import recipe as config
 from windfall.engine import engine_factory
 from windfall.engine.selftest import judge, shrink, verdict
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.models import load
 from windfall.models.attention import Paged
+from windfall.recipe.file import load_recipe, parse_recipe
 from windfall.trainer import process as trainer
 
 ROOT = Path(__file__).parents[3]
@@ -145,7 +145,7 @@ def test_trainer_refuses_before_anything_is_started(bloom: Path, here: Path) -> 
     from windfall import run_folder as folders
 
     (here / "run").mkdir()
-    recipe = config.load(here / "small.toml", [f"model.path={json.dumps(str(bloom))}"])
+    recipe = load_recipe(here / "small.toml", [f"model.path={json.dumps(str(bloom))}"])
     folders.write_recipe(recipe, here / "run")
     assert trainer.main(here / "run") == 2
     said = next((here / "run").glob(".*.failure")).read_text()
@@ -156,7 +156,7 @@ def test_trainer_refuses_before_anything_is_started(bloom: Path, here: Path) -> 
 @pytest.mark.parametrize(("kind", "said"), [("bloom", "log-probs differ by"), ("mixtral", "run.deterministic cannot")])
 def test_worker_refuses_a_model_that_its_engine_computes_wrongly(kind: str, said: str) -> None:
     """The worker measures itself: it was sent no passed checks of the trainer."""
-    recipe = config.parse({"engine": {"kv_tokens": 512}, "run": {"deterministic": kind == "mixtral"}}, where="here")
+    recipe = parse_recipe({"engine": {"kv_tokens": 512}, "run": {"deterministic": kind == "mixtral"}}, where="here")
     spec = trainer.spec(recipe, hostile.Architecture(kind=kind).config(), "float32", 100)
     assert not spec.checked
     with pytest.raises(WindfallError, match=said):
@@ -189,7 +189,7 @@ def test_damaged_weights_are_refused() -> None:
 
 def test_passed_check_is_remembered_and_sent_to_workers(tmp_path: Path) -> None:
     model = load.load("tiny", dtype="float32", device="cpu")
-    recipe = config.parse({}, where="here")
+    recipe = parse_recipe({}, where="here")
     engine = trainer.checked(trainer.spec(recipe, model.config, "float32", 100), "cpu", model)
     assert trainer.fingerprint(engine) == trainer.fingerprint(trainer.spec(recipe, model.config, "float32", 100))
     assert recipe.rollout.sampling() in engine.samplings  # which an engine may refuse
@@ -213,7 +213,7 @@ def test_passed_check_is_remembered_and_sent_to_workers(tmp_path: Path) -> None:
 
 def test_longrope_engine_is_limited_to_the_tested_length() -> None:
     a = hostile.Architecture(kind="phi3", fields=hostile.LONG)
-    recipe = config.parse({"engine": {"kv_tokens": 8192}}, where="here")
+    recipe = parse_recipe({"engine": {"kv_tokens": 8192}}, where="here")
     engine, _ = engine_factory.build_engine(trainer.spec(recipe, a.config(), "float32", 100), "cpu")
     assert engine.limit == 4096
 

@@ -16,11 +16,11 @@ import pytest
 
 from tests.support.hostile import environments as hostile
 from tests.support.hostile.pool_calls import ask, environment_pid, failure, hosting, run, section
-from windfall import recipe as config
 from windfall.envs.grade import grade
 from windfall.envs.process_pool import child_process as processes
 from windfall.envs.process_pool import pool as pools
 from windfall.envs.process_pool.pool import EnvPool
+from windfall.recipe.file import parse_recipe
 from windfall.types import Feedback, Task, Turn
 
 
@@ -304,7 +304,7 @@ def test_children_of_builtin_environments_see_no_secrets(monkeypatch: pytest.Mon
             pid = environment_pid(pool)
             return {entry.split("=")[0] for entry in Path(f"/proc/{pid}/environ").read_text().split("\0")}
 
-    builtin = asyncio.run(environment(config.parse({}, where="test").env))
+    builtin = asyncio.run(environment(parse_recipe({}, where="test").env))
     assert {"SECRET_KEY", "WINDFALL_TOKEN"} & builtin == set()
     assert "PYTHONHASHSEED" in builtin
     own = asyncio.run(environment(section(hostile.Sound)))

@@ -17,7 +17,6 @@ import pytest
 from tests.support.hostile import environments as hostile
 from tests.support.hostile.pool_calls import alive, wait_for
 from tests.support.ports import free_port
-from windfall import recipe as config
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
 from windfall.envs.process_pool.pool import MAX_MOVES, EnvPool
@@ -31,6 +30,7 @@ from windfall.link import env_messages as e
 from windfall.link import messages as m
 from windfall.link.socket import Port, Route
 from windfall.recipe.env_sections import CustomEnv
+from windfall.recipe.file import dump_recipe, parse_recipe
 from windfall.types import Task, Turn
 
 TOKEN = "a-token-for-tests-only"
@@ -103,8 +103,8 @@ def expected(index: int) -> list[str]:
 
 @contextlib.contextmanager
 def server_process(folder: Path, token: Path, **keys: Any) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    recipe = config.parse({"env": {"name": "custom", "factory": "lighthouse:build", **keys}}, where="test")
-    (folder / "recipe.toml").write_text(config.dump(recipe))
+    recipe = parse_recipe({"env": {"name": "custom", "factory": "lighthouse:build", **keys}}, where="test")
+    (folder / "recipe.toml").write_text(dump_recipe(recipe))
     port = free_port()
     command = [sys.executable, "-m", "windfall.run.cli", "env-server", "recipe.toml", "--token", str(token)]
     path = os.pathsep.join([str(SESSIONS), *filter(None, sys.path)])

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from windfall import recipe as config
 from windfall.envs.dataset import Dataset
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.errors import WindfallError
+from windfall.recipe.file import parse_recipe
 from windfall.types import Feedback, Turn
 
 FUNCTIONS = """
@@ -176,7 +176,7 @@ def test_in_a_child_process(tmp_path: Path) -> None:
     named = {"name": "custom", "factory": "windfall.envs.dataset:Dataset", "options": options}
 
     async def main() -> None:
-        async with EnvPool(config.parse({"env": named}, where="test").env, 0) as pool:
+        async with EnvPool(parse_recipe({"env": named}, where="test").env, 0) as pool:
             await pool.ready()
             assert pool.needs_tokens
             task = await pool.task(0, 20.0)
@@ -201,4 +201,4 @@ def test_recipes_with_wrong_rewards_are_refused() -> None:
         ({"columns": {"prompts": "x"}}, "columns"),
     ):
         with pytest.raises(WindfallError, match=says):
-            config.parse({"env": {"name": "dataset", "path": "a.jsonl"} | wrong}, where="test")
+            parse_recipe({"env": {"name": "dataset", "path": "a.jsonl"} | wrong}, where="test")

@@ -17,7 +17,7 @@ from rich.text import Text as Plain
 from tests.support.hostile.events import damaged
 from windfall.controller.cost.bill import Totals, priced
 from windfall.events.log import Event, EventLog, parse, read
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.run.views import staleness
 from windfall.run.views.console import BARS, Console, spark, summarize, without_damaged
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from windfall.events.log import Event
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.run.views import rewards
 from windfall.run.views.console import Console, summarize
 

@@ -12,7 +12,7 @@ import pytest
 from windfall.controller.ledger.journal import Journal
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core.run import Simulation, simulate
 from windfall.sim.core.scenario import build
 from windfall.sim.report.figures import figures

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from windfall import recipe as config
 from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import run, scenario
 from windfall.sim.report.figures import figures
 
@@ -31,14 +32,14 @@ def test_same_seed_gives_the_same_log_in_every_process(tmp_path: Path) -> None:
     """This process has a random hash seed, and the other one another."""
     changes = ["run.steps=2", "trace.mean_up_s=5", "trace.mean_down_s=2"]
     code = (
-        "import sys; from pathlib import Path; from windfall import recipe as config;"
+        "import sys; from pathlib import Path; from windfall.recipe.file import load_recipe;"
         "from windfall.sim.core import run, scenario;"
-        f"run.simulate(scenario.build(config.load(Path(sys.argv[1]), {changes})), Path(sys.argv[2]))"
+        f"run.simulate(scenario.build(load_recipe(Path(sys.argv[1]), {changes})), Path(sys.argv[2]))"
     )
     recipe, here, there = RECIPES / "sim-harvest.toml", tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     env = {**os.environ, "PYTHONHASHSEED": "2"}
     with subprocess.Popen([sys.executable, "-c", code, str(recipe), str(there)], env=env) as other:
-        run.simulate(scenario.build(config.load(recipe, changes)), here)
+        run.simulate(scenario.build(load_recipe(recipe, changes)), here)
     assert other.returncode == 0
     log = here.read_bytes()
     assert log == there.read_bytes()
@@ -86,7 +87,7 @@ def test_colocated_step_takes_as_long_as_the_plain_formula(simulated: Simulated,
     assert done.token_schedule.real_tokens == 4 * 64 * 200
 
 
-def test_granule_changes_figures_little(recipe: Callable[..., config.Recipe], tmp_path: Path) -> None:
+def test_granule_changes_figures_little(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     figures_by_granule = {}
     for granule in (1, 0):
         sections = {
@@ -133,7 +134,7 @@ def test_stuck_run_lists_the_waiting_tasks(
 
 def _spot64(tmp_path: Path, seconds: float) -> float:
     keys = [f"sim.seconds={seconds}", "sim.skip_steps=0", "run.steps=1000"]
-    w = scenario.build(config.load(RECIPES / "sim-spot64.toml", keys))
+    w = scenario.build(load_recipe(RECIPES / "sim-spot64.toml", keys))
     began = time.process_time()
     done = run.simulate(w, tmp_path / "events.jsonl")
     took_s = time.process_time() - began

@@ -13,7 +13,7 @@ import pytest
 from windfall.controller.rollout import dispatch
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.core.run import Simulation
 

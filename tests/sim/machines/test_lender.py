@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from windfall import recipe as config
 from windfall.errors import WindfallError
+from windfall.recipe.file import parse_recipe
 from windfall.sim.core import run, scenario, serving_load
 from windfall.sim.core.service import Service
 from windfall.sim.machines.lender import SimLender, learned
@@ -35,7 +35,7 @@ def simulate(folder: Path, lenders: dict[str, Any] | None, **sections: Any) -> t
         keys[name] |= more
     if lenders is not None:
         keys["sim"]["lenders"] = LENDERS | lenders
-    w, log = scenario.build(config.parse(keys, where="test")), folder / "events.jsonl"
+    w, log = scenario.build(parse_recipe(keys, where="test")), folder / "events.jsonl"
     done = run.simulate(w, log)
     lent = [x for x in done.fleet.workers.values() if isinstance(x, SimLender)]
     done.dispatch.ledger.check()

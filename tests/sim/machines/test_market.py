@@ -11,7 +11,7 @@ import pytest
 from windfall.errors import WindfallError
 from windfall.providers import trace
 from windfall.providers.trace_formats import check
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import run, scenario
 from windfall.sim.machines import market
 from windfall.sim.machines.market import MarketRates, Prices, generate

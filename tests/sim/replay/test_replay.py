@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.events import log as events
+from windfall.recipe.file import dump_recipe
+from windfall.recipe.sections import Recipe
 from windfall.run import cli
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
@@ -35,12 +36,12 @@ def logs() -> dict[str, bytes]:
 
 
 @pytest.fixture
-def ran(tmp_path: Path, recipe: Callable[..., config.Recipe], logs: dict[str, bytes]) -> Make:
+def ran(tmp_path: Path, recipe: Callable[..., Recipe], logs: dict[str, bytes]) -> Make:
     """The folder of a simulated run, as a real run leaves it."""
 
     def simulate(disturb: Callable[[run.Simulation], None] | None = None, **sections: dict[str, Any]) -> Any:
         full_recipe = recipe(**{"run": {"steps": 6}, **sections})
-        built, text, log = scenario.build(full_recipe), config.dump(full_recipe), tmp_path / "events.jsonl"
+        built, text, log = scenario.build(full_recipe), dump_recipe(full_recipe), tmp_path / "events.jsonl"
         if disturb is None and text in logs:
             log.write_bytes(logs[text])
         else:

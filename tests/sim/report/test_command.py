@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from windfall import recipe as config
 from windfall.errors import WindfallError
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 from windfall.run import cli
 from windfall.sim.calibrate.fit import SPECS, StepTime, held_out_errors, line, scaled
 from windfall.sim.core.scenario import build, read_lengths
@@ -57,7 +58,7 @@ def test_failing_variant_does_not_stop_the_others(tmp_path: Path) -> None:
 
 
 def test_every_variant_builds() -> None:
-    recipe = config.load(Path(HARVEST))
+    recipe = load_recipe(Path(HARVEST))
     for name in variants.VARIANTS:
         assert build(variants.apply(recipe, name)).granule == 1
     assert variants.names("all") == list(variants.VARIANTS)
@@ -87,7 +88,7 @@ def test_wrong_input_is_rejected(words: list[str], why: str) -> None:
 
 def test_lengths_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("40\n40\n40\n")
-    recipe = config.load(Path(HARVEST), [f"sim.lengths_file={tmp_path / 'lengths.txt'}"])
+    recipe = load_recipe(Path(HARVEST), [f"sim.lengths_file={tmp_path / 'lengths.txt'}"])
     assert build(recipe).lengths.draw(12, 7) == 40
 
 
@@ -97,7 +98,7 @@ def test_lengths_from_a_run(tmp_path: Path) -> None:
     found = read_lengths(log)
     assert len(found) == 3 * 8 * 8
     assert 50 < statistics.median(found) < 110, "drawn with a median of 75"
-    assert build(config.load(Path(HARVEST), [f"sim.lengths_file={log}"])).lengths.draw(12, 7) in found
+    assert build(load_recipe(Path(HARVEST), [f"sim.lengths_file={log}"])).lengths.draw(12, 7) in found
     match = re.search(r"median_tokens (\S+), sigma (\S+), alike (\S+),", run_sim("calibrate", str(log)))
     assert match is not None
     assert [float(x) for x in match.groups()] == pytest.approx([75, 0.7, 0.5], rel=0.4)
@@ -192,6 +193,6 @@ def test_scaled_times_stay_in_their_range() -> None:
         scaled(service, "H1000", "L4")
 
 
-def test_small_recipe_is_valid(recipe: Callable[..., config.Recipe]) -> None:
+def test_small_recipe_is_valid(recipe: Callable[..., Recipe]) -> None:
     assert build(recipe()).quantum_s == 0.0
     assert build(recipe(sim={"granule": 4})).quantum_s > 0

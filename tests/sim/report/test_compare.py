@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from windfall import recipe as config
 from windfall.events import log as events
+from windfall.recipe.sections import Recipe
 from windfall.sim.report import compare
 
 LENDERS = {
@@ -17,9 +17,7 @@ LENDERS = {
 }  # fmt: skip
 
 
-def test_variants_are_compared_over_the_steps_that_all_completed(
-    tmp_path: Path, recipe: Callable[..., config.Recipe]
-) -> None:
+def test_variants_are_compared_over_the_steps_that_all_completed(tmp_path: Path, recipe: Callable[..., Recipe]) -> None:
     slow = {"fixed_s": 0.012, "each_s": 0.0006, "prefill_s": 4e-6, "train_s": 0.00005}
     limited = recipe(
         run={"steps": 1000}, trace={"nodes": 6, "mean_up_s": 1e6},
@@ -43,7 +41,7 @@ def test_variants_are_compared_over_the_steps_that_all_completed(
 
 
 def test_colocated_training_has_neither_lenders_nor_scaled_workers(
-    tmp_path: Path, recipe: Callable[..., config.Recipe]
+    tmp_path: Path, recipe: Callable[..., Recipe]
 ) -> None:
     harvesting = recipe(fleet={"workers": 1, "workers_max": 3}, sim={"lenders": LENDERS})
     compare.compare(harvesting, ["colocated", "windfall"], 1, tmp_path)

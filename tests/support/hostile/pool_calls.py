@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from tests.support.hostile import environments as hostile
-from windfall import recipe as config
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.processes import reaper
+from windfall.recipe.file import parse_recipe
 from windfall.types import Feedback, Turn
 
 
 def section(env: type | str, **options: Any) -> Any:
     named = env if isinstance(env, str) else hostile.factory(env)
-    return config.parse({"env": {"name": "custom", "factory": named, "options": options}}, where="test").env
+    return parse_recipe({"env": {"name": "custom", "factory": named, "options": options}}, where="test").env
 
 
 @contextlib.asynccontextmanager

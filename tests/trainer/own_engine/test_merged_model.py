@@ -13,7 +13,7 @@ import torch
 from tests.support.gpu_case import graph_engine
 from tests.support.small_models import build, drain, engine, logprobs, requests, tokens
 from windfall.models import attention
-from windfall.recipe import Lora
+from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.own_engine import trainer_engine
 from windfall.trainer.own_engine.merged_model import MergedModel

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.rank_processes import run_ranks
-from windfall import recipe as config
 from windfall.models import load
+from windfall.recipe.file import parse_recipe
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.checkpoint import IntactCheckpoint
 from windfall.trainer.ranks import process as rank
@@ -41,7 +41,7 @@ def samples(seed: int) -> list[Sample]:
 
 def build(ranks: Ranks, folder: Path, found: IntactCheckpoint | None) -> tuple[TrainerPart, Any, Any] | None:
     """This rank's part, as the trainer's processes make it: rank 0 loads and gives the order to build."""
-    recipe, orders = config.parse(RECIPE, where="test"), Orders(ranks)
+    recipe, orders = parse_recipe(RECIPE, where="test"), Orders(ranks)
     if not ranks.first:
         orders.add("build", lambda setup: rank.build_part(recipe, folder, setup, orders))
         orders.follow()
@@ -136,7 +136,7 @@ def test_new_adapters_of_all_ranks_are_those_of_the_seed(tmp_path: Path) -> None
 def first_adapters(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
     from windfall.trainer.ranks.sharding import rows
 
-    recipe, orders = config.parse(RECIPE, where="test"), Orders(ranks)
+    recipe, orders = parse_recipe(RECIPE, where="test"), Orders(ranks)
     model = load.load("tiny", dtype="bfloat16", device="cpu")
     loaded = trained_weights.prepare(model, recipe, None, dtype="bfloat16")
     assert loaded.adapters is not None

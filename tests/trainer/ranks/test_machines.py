@@ -22,13 +22,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.link import auth, handshake, network
 from windfall.link import messages as m
 from windfall.link.socket import Dialer, SocketLink
 from windfall.processes.handle import EXIT_REFUSED, Handle
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint
 from windfall.trainer.ranks import machines as machines_module
 from windfall.trainer.ranks import rank_host
@@ -237,9 +238,9 @@ def test_run_says_which_machine_is_missing(tmp_path: Path) -> None:
 SECRET = "a-secret-of-the-trainer"
 
 
-def recipe(port: int, **train: Any) -> config.Recipe:
+def recipe(port: int, **train: Any) -> Recipe:
     keys = {"machines": 2, "rendezvous": f"127.0.0.1:{port}", **train}
-    return config.parse({"train": keys}, where="test")
+    return parse_recipe({"train": keys}, where="test")
 
 
 @contextlib.asynccontextmanager
@@ -395,9 +396,9 @@ def test_command_refused_by_the_run_exits(tmp_path: Path) -> None:
 
 def test_several_machines_need_an_address() -> None:
     with pytest.raises(WindfallError, match="machines above 1 needs rendezvous"):
-        config.parse({"train": {"machines": 2}}, where="test")
+        parse_recipe({"train": {"machines": 2}}, where="test")
     with pytest.raises(WindfallError, match="rendezvous must be HOST:PORT"):
-        config.parse({"train": {"rendezvous": "10.0.0.5"}}, where="test")
+        parse_recipe({"train": {"rendezvous": "10.0.0.5"}}, where="test")
 
 
 def test_interface_of_an_address() -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.support.rank_processes import run_ranks
-from windfall import recipe as config
 from windfall.models import load
+from windfall.recipe.file import parse_recipe
 from windfall.trainer import trained_weights
 from windfall.trainer import trainer as trainer_module
 from windfall.trainer.ranks import process as rank
@@ -32,7 +32,7 @@ SAMPLES = [
 
 def build(ranks: Ranks, folder: Path) -> TrainerPart:
     sections = {"model": {"path": "tiny"}, "train": {"engine_gap_limit": 50.0, "engine_gap_alarm": 50.0}}
-    recipe, model = config.parse(sections, where="test"), load.load("tiny", dtype="float32", device="cpu")
+    recipe, model = parse_recipe(sections, where="test"), load.load("tiny", dtype="float32", device="cpu")
     setup = Setup(
         model_config=model.config, dtype="float32", micro_tokens=64, checkpoint_activations=False, onednn=False,
         checkpoint=None, adapter=None,

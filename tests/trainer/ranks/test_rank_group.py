@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from windfall import recipe as config
 from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.processes import process
 from windfall.processes.handle import Handle
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
 from windfall.trainer.ranks import rank_group
 from windfall.trainer.ranks.rank_group import RANK_LOST, RankGroup, rank_places
 
 
-def recipe(**train: Any) -> config.Recipe:
-    return config.parse({"train": train}, where="test")
+def recipe(**train: Any) -> Recipe:
+    return parse_recipe({"train": train}, where="test")
 
 
 def test_one_rank_per_gpu() -> None:

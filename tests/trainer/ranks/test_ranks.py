@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 
 from tests.support.rank_processes import run_ranks
 from windfall import algorithms
-from windfall import recipe as config
 from windfall.models import attention
-from windfall.recipe import Lora
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.packs import packs_of_ranks
 from windfall.trainer.ranks import sharded_file
@@ -108,7 +108,7 @@ def make_trainer(
         "algorithm": {"kl": kl},
         "run": {"steps": 20},
     }
-    recipe = config.parse(sections, where="test")
+    recipe = parse_recipe(sections, where="test")
     model, adapters = make_parts(name) if ranks.first else (None, None)
     reference: Any = None
     if ranks.size == 1:

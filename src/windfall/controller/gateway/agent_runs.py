@@ -40,8 +40,8 @@ from windfall.envs.base import HELD_OUT
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
 from windfall.processes.output_log import OutputFile
-from windfall.recipe import RolloutSection
 from windfall.recipe.env_sections import AgentLimits
+from windfall.recipe.sections import RolloutSection
 from windfall.types import Response, Task, Turn
 
 LOG_BYTES = 1 << 20

@@ -29,8 +29,8 @@ from windfall.envs.base import EnvHost
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models.chat import Chat
-from windfall.recipe import Recipe
 from windfall.recipe.env_sections import AgentEnv, AgentLimits, VerifiersEnv
+from windfall.recipe.sections import Recipe
 
 HOST = "127.0.0.1"
 FILE = "gateway.json"

@@ -36,7 +36,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
-from windfall.recipe import Techniques
+from windfall.recipe.sections import Techniques
 from windfall.types import LOCAL, Capabilities
 
 NO_WORKERS_S = 15.0

@@ -23,7 +23,7 @@ from windfall.controller.step_batch import Scores, describe_scores
 from windfall.envs.base import HELD_OUT
 from windfall.envs.held_out import EvaluationTasks
 from windfall.events.log import EventLog
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 
 
 class Evaluation:

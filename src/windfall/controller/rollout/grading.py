@@ -14,7 +14,7 @@ from typing import Any
 from windfall.controller.rollout.env_failures import EnvFailures
 from windfall.envs.base import EnvHost
 from windfall.envs.grade import Graded, grade
-from windfall.recipe import RolloutSection
+from windfall.recipe.sections import RolloutSection
 from windfall.types import Task, Turn
 
 SLOW_S = 20.0

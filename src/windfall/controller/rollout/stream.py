@@ -42,7 +42,7 @@ from windfall.envs.grade import Graded
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models.text import Text
-from windfall.recipe import RolloutSection as Options
+from windfall.recipe.sections import RolloutSection as Options
 from windfall.types import Feedback, Group, Response, Sampling, Task, Turn
 
 OPEN_TOGETHER_S = 0.2

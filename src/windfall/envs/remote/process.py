@@ -22,8 +22,9 @@ from windfall.link import env_messages as e
 from windfall.link import listener, network, tls
 from windfall.link.socket import Port, Route
 from windfall.processes.process import open_log
-from windfall.recipe import Fleet, Recipe
 from windfall.recipe.env_sections import HostedEnv
+from windfall.recipe.fleet import Fleet
+from windfall.recipe.sections import Recipe
 
 HEARTBEAT_S = 10.0
 """Seconds between two pings of a controller. One that does not answer a ping within half of that is lost."""

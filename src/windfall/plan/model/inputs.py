@@ -10,8 +10,8 @@ from windfall.errors import WindfallError
 from windfall.models import load
 from windfall.plan.model.workload import Workload, delta_share
 from windfall.plan.model.workload import model as find_model
-from windfall.recipe import Recipe
 from windfall.recipe.lora import DEFAULT_RANK
+from windfall.recipe.sections import Recipe
 from windfall.trainer.ranks.rank_budget import ModelShape
 
 

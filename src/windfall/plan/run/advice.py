@@ -26,7 +26,7 @@ from windfall.plan.run import run_log
 from windfall.plan.run.run_log import is_device
 from windfall.plan.search import planner
 from windfall.plan.search.plan import PlanRequest, RunPlan
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate.event_log import steps_of
 from windfall.types import LOCAL
 

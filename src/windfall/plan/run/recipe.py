@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from windfall import recipe as config
 from windfall.engine.vllm import installed
 from windfall.errors import WindfallError, install_command
 from windfall.events.log import read
@@ -32,14 +31,16 @@ from windfall.plan.model.workload import Workload, hub_id
 from windfall.plan.model.workload import model as find_model
 from windfall.plan.search.plan import PlacedMachine, PlanRequest, RunPlan, pull_alone
 from windfall.providers.trace_formats import Change
-from windfall.recipe import Recipe
-from windfall.recipe.worker_sources import Kubernetes, Ray, SkyPilot, Slurm, WorkerSource
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
+from windfall.recipe.worker_source import WorkerSource
 from windfall.run import worker_sources
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.core.scenario import with_keys
 from windfall.sim.core.service import Service
 from windfall.sim.report.figures import figures
+from windfall.sim.section import SimKind
 
 PORT = 29400
 SOME_ADDRESS = "192.0.2.1"
@@ -106,7 +107,7 @@ def of_model(name: str, overrides: Sequence[str] = ()) -> Recipe:
         "train": {"lr": ADAPTER_LR if adapters else LR},
         "sim": {key: sizes[key] for key in ("prompt_tokens", "median_tokens", "sigma")},
     }
-    return config.parse(data, f"the recipe of {name}", overrides)
+    return parse_recipe(data, f"the recipe of {name}", overrides)
 
 
 def with_notes(text: str) -> str:
@@ -160,7 +161,7 @@ def write(plan: RunPlan, request: PlanRequest, base: Recipe, simulated: Simulate
     if first.machine.engine == "vllm" and first.replicas and installed.find() is None:
         fix = f'Install it: {install_command("vllm")}; or set engine = "windfall" for that machine in the cluster file.'
         raise WindfallError("the plan's workers on the trainer's machine need vLLM", where="engine.name", fix=fix)
-    return config.parse(data, where="the planned recipe")
+    return parse_recipe(data, where="the planned recipe")
 
 
 def _fleet(plan: RunPlan, base: Recipe) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def _fleet(plan: RunPlan, base: Recipe) -> dict[str, Any]:
     if here:
         fleet["price_usd_per_h"] = round(first.machine.kind.usd_per_h, 4)
     for name in PROVIDERS:
-        section = getattr(base.fleet, name)
+        section = base.fleet.sources.get(name)
         found = {(p.machine.kind, tp) for p in plan.placed if p.machine.provider == name for tp in p.replicas}
         if not found:
             if section is not None:
@@ -189,15 +190,16 @@ def _fleet(plan: RunPlan, base: Recipe) -> dict[str, Any]:
         count = sum(len(p.replicas) for p in plan.placed if p.machine.provider == name)
         if error := provider_refusal(name, base):
             raise error
+        assert section is not None  # provider_refusal has checked it
         if len(found) > 1:
             what = f"the plan has {len(found)} kinds of workers from {name}; a recipe can have one"
             fix = "Give all machines of this provider the same GPU, terms and engine."
             raise WindfallError(what, where=f"fleet.{name}", fix=fix)
-        fleet[name] = {**section.model_dump(exclude_none=True), **_source_keys(section, *found.pop(), count)}
+        fleet[name] = {**section.model_dump(exclude_none=True), **_source_keys(name, section, *found.pop(), count)}
     return fleet
 
 
-def _source_keys(section: WorkerSource, kind: Kind, tp: int, count: int) -> dict[str, Any]:
+def _source_keys(name: str, section: WorkerSource, kind: Kind, tp: int, count: int) -> dict[str, Any]:
     """The keys of a provider's section that follow from the plan."""
     cpu = kind.gpu.name == "cpu"
     keys: dict[str, Any] = {
@@ -209,28 +211,27 @@ def _source_keys(section: WorkerSource, kind: Kind, tp: int, count: int) -> dict
         "device": "cpu" if cpu else "auto",
         "price_usd_per_h": round(tp * kind.usd_per_h, 4),
     }
-    match section:
-        case Ray():
+    match name:
+        case "ray":
             keys["gpus"] = 0 if cpu else float(tp)
-        case Kubernetes():
+        case "kubernetes":
             keys["gpus"] = 0 if cpu else tp
-        case SkyPilot():
+        case "skypilot":
             keys["accelerators"] = [] if cpu else f"{kind.gpu.name}:{tp}"
-        case Slurm():
-            typed = section.gpus.rpartition(":")[0]
+        case "slurm":
+            typed = str(section.model_dump()["gpus"]).rpartition(":")[0]
             keys["gpus"] = "0" if cpu else f"{typed}:{tp}" if typed else str(tp)
     return keys
 
 
 def provider_refusal(name: str, base: Recipe) -> WindfallError | None:
     """Why no worker can come from this provider: its section or its program is missing. None: they can."""
-    section = getattr(base.fleet, name)
-    if section is None:
+    if name not in base.fleet.sources:
         fix = f"Add [fleet.{name}] to the recipe; docs/recipes.md has its keys."
         return WindfallError(
             f"the recipe does not say how to start workers with {name}", where=f"fleet.{name}", fix=fix
         )
-    only = {other: None for other in PROVIDERS if other != name}
+    only = {other: None for other in base.fleet.sources if other != name}
     try:
         worker_sources.check(with_keys(base, {"fleet": {**only, "host": "0.0.0.0", "max_usd_per_h": 0.0}}))
     except WindfallError as error:
@@ -349,7 +350,7 @@ def simulate(plan: RunPlan, request: PlanRequest, base: Recipe) -> Simulated:
                 "suspect_s": 30.0,
                 "heartbeat_s": 10.0,
                 "trainer_price_usd_per_h": sum(p.training * p.machine.kind.usd_per_h for p in plan.placed),
-                **dict.fromkeys(PROVIDERS),
+                **dict.fromkeys(base.fleet.sources),
             },
             "sim": {
                 **sim_keys(plan, request),
@@ -358,7 +359,7 @@ def simulate(plan: RunPlan, request: PlanRequest, base: Recipe) -> Simulated:
                 "lengths_file": None,
                 "prices_file": None,
                 "kinds": [
-                    config.SimKind(
+                    SimKind(
                         name=kind.name,
                         share=count,
                         worker=_engine_keys(engine.service.slower(_slower(request, kind))),

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from windfall import recipe as config
 from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
@@ -34,7 +33,8 @@ from windfall.plan.model.workload import Workload
 from windfall.plan.run.recipe import simulate
 from windfall.plan.search import planner
 from windfall.plan.search.plan import PlanRequest
-from windfall.recipe import Recipe
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import service
 from windfall.sim.core.service import Service
@@ -186,7 +186,7 @@ def planned_run(run: Path) -> tuple[Recipe, list[Event]]:
     """The recipe and the log of a run that was planned."""
     if not (run / "recipe.toml").is_file():
         raise _no_run(run, "recipe.toml")
-    recipe = config.load(run / "recipe.toml")
+    recipe = load_recipe(run / "recipe.toml")
     if not recipe.plan.name:
         fix = "Only runs of a recipe from `windfall plan --write` can be checked."
         raise WindfallError("this run was not planned: its recipe has no [plan] section", where=str(run), fix=fix)

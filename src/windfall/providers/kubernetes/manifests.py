@@ -12,11 +12,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from windfall.providers.worker_command import TLS_PIN, TOKEN, WorkerCommand, plain_name
+from windfall.providers.kubernetes.section import Kubernetes
+from windfall.providers.worker_command import TLS_PIN, TOKEN, arguments, plain_name
 
 GRACE_MARGIN_S = 15
 """Seconds of a pod's grace period beyond the drain."""
@@ -25,25 +25,6 @@ RECIPE_FOLDER = "/recipe"
 TLS_FOLDER = "/tls"
 """Where the pod of the run has its certificate and key, as `tls.crt` and `tls.key`."""
 Manifest = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesOptions:
-    image: str
-    namespace: str = "default"
-    cpus: float = 4.0
-    memory_gib: float = 16.0
-    gpus: int = 1
-    gpu_resource: str = "nvidia.com/gpu"
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: Sequence[Mapping[str, str | int]] = ()
-    priority: int = -10
-    drain_s: float = 30.0
-    trainer_gpus: int = 1
-    trainer_memory_gib: float = 64.0
-    trainer_node_selector: Mapping[str, str] = field(default_factory=dict)
-    storage_gib: int = 200
-    storage_class: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,48 +65,46 @@ class RunNames:
 
 
 def manifests(
-    options: KubernetesOptions, command: WorkerCommand, *, names: RunNames, url: str, recipe: str,
+    source: Kubernetes, *, names: RunNames, url: str, recipe: str,
     ports: tuple[int, int], certificate: str = "",
 ) -> list[Manifest]:  # fmt: skip
     """All objects of a run. `recipe`: the recipe file as text. `ports`: of the controller and of the weight server."""
     return [
-        _priority_class(options, names),
-        *_permissions(options, names),
-        _recipe(options, names, recipe),
-        _service(options, names, ports),
-        _stateful_set(options, names, ports, tls=bool(certificate)),
-        deployment(options, command, names=names, url=url, certificate=certificate),
+        _priority_class(source, names),
+        *_permissions(source, names),
+        _recipe(source, names, recipe),
+        _service(source, names, ports),
+        _stateful_set(source, names, ports, tls=bool(certificate)),
+        deployment(source, names=names, url=url, certificate=certificate),
     ]
 
 
-def deployment(
-    options: KubernetesOptions, command: WorkerCommand, *, names: RunNames, url: str, certificate: str = ""
-) -> Manifest:
+def deployment(source: Kubernetes, *, names: RunNames, url: str, certificate: str = "") -> Manifest:
     """The workers."""
     container: Manifest = {
         "name": "worker",
-        "image": options.image,
-        "command": ["windfall", *command.arguments(url, "kubernetes-$(POD_NAME)")],
+        "image": source.image,
+        "command": ["windfall", *arguments(source, url, "kubernetes-$(POD_NAME)")],
         "env": [
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
             _token(names),
             *([{"name": TLS_PIN, "value": certificate}] if certificate else []),
         ],
-        "resources": _resources(options, cpus=options.cpus, memory_gib=options.memory_gib, gpus=options.gpus),
+        "resources": _resources(source, cpus=source.cpus, memory_gib=source.memory_gib, gpus=source.gpus),
     }
     pod: Manifest = {
-        "terminationGracePeriodSeconds": round(options.drain_s) + GRACE_MARGIN_S,
-        "priorityClassName": names.priority_class(options.namespace),
+        "terminationGracePeriodSeconds": round(source.drain_s) + GRACE_MARGIN_S,
+        "priorityClassName": names.priority_class(source.namespace),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "containers": [container],
-        **({"nodeSelector": dict(options.node_selector)} if options.node_selector else {}),
-        **({"tolerations": [dict(t) for t in options.tolerations]} if options.tolerations else {}),
+        **({"nodeSelector": dict(source.node_selector)} if source.node_selector else {}),
+        **({"tolerations": [dict(t) for t in source.tolerations]} if source.tolerations else {}),
     }
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _metadata(options, names, "worker", name=names.workers),
+        "metadata": _metadata(source, names, "worker", name=names.workers),
         "spec": {
             # No surge: a new version of the workers takes the places of the old ones.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "100%"}},
@@ -135,7 +114,7 @@ def deployment(
     }
 
 
-def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int, int], *, tls: bool) -> Manifest:
+def _stateful_set(source: Kubernetes, names: RunNames, ports: tuple[int, int], *, tls: bool) -> Manifest:
     run = f"{RUN_FOLDER}/{names.run}"
     start = "\n".join(
         [
@@ -154,7 +133,7 @@ def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int,
     )
     container: Manifest = {
         "name": "run",
-        "image": options.image,
+        "image": source.image,
         "command": ["sh", "-c", start],
         "env": [_token(names)],
         "ports": [
@@ -162,7 +141,7 @@ def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int,
             {"name": "weights", "containerPort": ports[1]},
         ],
         "resources": _resources(
-            options, cpus=options.cpus, memory_gib=options.trainer_memory_gib, gpus=options.trainer_gpus
+            source, cpus=source.cpus, memory_gib=source.trainer_memory_gib, gpus=source.trainer_gpus
         ),
         "volumeMounts": [
             {"name": "runs", "mountPath": RUN_FOLDER},
@@ -178,20 +157,20 @@ def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int,
             {"name": "recipe", "configMap": {"name": names.app}},
             *([{"name": "tls", "secret": {"secretName": names.tls}}] if tls else []),
         ],
-        **({"nodeSelector": dict(options.trainer_node_selector)} if options.trainer_node_selector else {}),
+        **({"nodeSelector": dict(source.trainer_node_selector)} if source.trainer_node_selector else {}),
     }
     claim: Manifest = {
         "metadata": {"name": "runs"},
         "spec": {
             "accessModes": ["ReadWriteOnce"],
-            "resources": {"requests": {"storage": f"{options.storage_gib}Gi"}},
-            **({"storageClassName": options.storage_class} if options.storage_class else {}),
+            "resources": {"requests": {"storage": f"{source.storage_gib}Gi"}},
+            **({"storageClassName": source.storage_class} if source.storage_class else {}),
         },
     }
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": _metadata(options, names, "run"),
+        "metadata": _metadata(source, names, "run"),
         "spec": {
             "serviceName": names.app,
             "replicas": 1,
@@ -202,12 +181,12 @@ def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int,
     }
 
 
-def _service(options: KubernetesOptions, names: RunNames, ports: tuple[int, int]) -> Manifest:
+def _service(source: Kubernetes, names: RunNames, ports: tuple[int, int]) -> Manifest:
     """Gives the pod of the run its name. Workers must find it before it is ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(options, names, "run"),
+        "metadata": _metadata(source, names, "run"),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -217,28 +196,28 @@ def _service(options: KubernetesOptions, names: RunNames, ports: tuple[int, int]
     }
 
 
-def _recipe(options: KubernetesOptions, names: RunNames, recipe: str) -> Manifest:
+def _recipe(source: Kubernetes, names: RunNames, recipe: str) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(options, names, "run"),
+        "metadata": _metadata(source, names, "run"),
         "data": {"recipe.toml": recipe},
     }
 
 
-def _priority_class(options: KubernetesOptions, names: RunNames) -> Manifest:
+def _priority_class(source: Kubernetes, names: RunNames) -> Manifest:
     labels = names.selector("worker")
     return {
         "apiVersion": "scheduling.k8s.io/v1",
         "kind": "PriorityClass",
-        "metadata": {"name": names.priority_class(options.namespace), "labels": labels},
-        "value": options.priority,
+        "metadata": {"name": names.priority_class(source.namespace), "labels": labels},
+        "value": source.priority,
         "preemptionPolicy": "Never",
         "description": "windfall workers: they may be evicted at any time without losing work",
     }
 
 
-def _permissions(options: KubernetesOptions, names: RunNames) -> list[Manifest]:
+def _permissions(source: Kubernetes, names: RunNames) -> list[Manifest]:
     """What the run may do: set the number of its own workers, and see pods."""
     group = "rbac.authorization.k8s.io"
     rules: list[Manifest] = [
@@ -249,32 +228,32 @@ def _permissions(options: KubernetesOptions, names: RunNames) -> list[Manifest]:
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
     ]  # fmt: skip
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _metadata(options, names, "run")},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _metadata(source, names, "run")},
         {
             "apiVersion": f"{group}/v1",
             "kind": "Role",
-            "metadata": _metadata(options, names, "run"),
+            "metadata": _metadata(source, names, "run"),
             "rules": rules,
         },
         {
             "apiVersion": f"{group}/v1",
             "kind": "RoleBinding",
-            "metadata": _metadata(options, names, "run"),
+            "metadata": _metadata(source, names, "run"),
             "roleRef": {"apiGroup": group, "kind": "Role", "name": names.app},
-            "subjects": [{"kind": "ServiceAccount", "name": names.app, "namespace": options.namespace}],
+            "subjects": [{"kind": "ServiceAccount", "name": names.app, "namespace": source.namespace}],
         },
     ]
 
 
-def _metadata(options: KubernetesOptions, names: RunNames, role: str, name: str = "") -> Manifest:
-    return {"name": name or names.app, "namespace": options.namespace, "labels": names.selector(role)}
+def _metadata(source: Kubernetes, names: RunNames, role: str, name: str = "") -> Manifest:
+    return {"name": name or names.app, "namespace": source.namespace, "labels": names.selector(role)}
 
 
 def _token(names: RunNames) -> Manifest:
     return {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": names.secret, "key": "token"}}}
 
 
-def _resources(options: KubernetesOptions, *, cpus: float, memory_gib: float, gpus: int) -> Manifest:
+def _resources(source: Kubernetes, *, cpus: float, memory_gib: float, gpus: int) -> Manifest:
     asked: Manifest = {"cpu": f"{cpus:g}", "memory": f"{round(memory_gib * 1024)}Mi"}
-    limits: Manifest = {"memory": asked["memory"], **({options.gpu_resource: str(gpus)} if gpus else {})}
+    limits: Manifest = {"memory": asked["memory"], **({source.gpu_resource: str(gpus)} if gpus else {})}
     return {"requests": asked, "limits": limits}

@@ -19,7 +19,6 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,8 +27,9 @@ from windfall.processes import process
 from windfall.processes.handle import Handle
 from windfall.processes.restart import RestartDelay
 from windfall.providers.base import OnEvent, ignore_event
+from windfall.providers.ray.section import Ray
 from windfall.providers.slots import SlotProvider
-from windfall.providers.worker_command import WorkerCommand
+from windfall.providers.worker_command import arguments
 from windfall.types import Lease
 
 CONNECT_S = 90.0
@@ -38,21 +38,6 @@ CLOSE_S = 15.0
 """Seconds that the driver has to disconnect."""
 KILL_TIMEOUT_S = 60.0
 """Seconds until a killed worker must be known to have ended. Ray notices the loss of a node after about 20 s."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RayOptions:
-    address: str = "auto"
-    cpus: float = 1.0
-    gpus: float = 0.0
-    resources: Mapping[str, float] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-
-    def of_actor(self) -> dict[str, Any]:
-        """The options of each worker's actor, as Ray names them."""
-        given = {"resources": self.resources, "label_selector": self.labels, "runtime_env": self.runtime_env}
-        return {"num_cpus": self.cpus, "num_gpus": self.gpus, **{k: dict(v) for k, v in given.items() if v}}
 
 
 def check_installed() -> None:
@@ -64,7 +49,7 @@ def check_installed() -> None:
 class RayClient:
     """Starts processes on a Ray cluster. Used as `async with`: the exit ends the driver, and with it all workers."""
 
-    def __init__(self, options: RayOptions, *, log: Path) -> None:
+    def __init__(self, options: Ray, *, log: Path) -> None:
         """`log`: file for the output of the driver."""
         self._options, self._log = options, log
         self._link: asyncio.Task[_Link] | None = None
@@ -102,7 +87,7 @@ class _Link:
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, options: RayOptions, log: Path) -> _Link:
+    async def open(cls, options: Ray, log: Path) -> _Link:
         ours, theirs = socket.socketpair()
         try:
             argv = [sys.executable, "-m", "windfall.providers.ray.driver"]
@@ -203,24 +188,18 @@ class RayProvider(SlotProvider):
     name = "ray"
 
     def __init__(
-        self, client: RayClient, worker: WorkerCommand, count: int, *, url: Callable[[], Awaitable[str]],
-        secrets: Mapping[str, str], grace_s: float, on_event: OnEvent = ignore_event,
+        self, client: RayClient, source: Ray, *, url: Callable[[], Awaitable[str]],
+        secrets: Mapping[str, str], on_event: OnEvent = ignore_event,
     ) -> None:  # fmt: skip
-        self._client, self._worker, self._url, self._secrets = client, worker, url, secrets
+        self._client, self._source, self._url, self._secrets = client, source, url, secrets
         super().__init__(
-            self._spawn,
-            count,
-            terms=worker.lease,
-            on_event=on_event,
-            grace_s=grace_s,
-            prefix="ray",
-            delay=restart_delay,
-            patient=True,
-        )
+            self._spawn, source.workers, terms=source.lease, on_event=on_event, grace_s=source.drain_s, prefix="ray",
+            delay=restart_delay, patient=True,
+        )  # fmt: skip
 
     async def _spawn(self, name: str, lease: Lease) -> Handle:
-        arguments = ["-m", "windfall.run.cli", *self._worker.arguments(await self._url(), name)]
-        return await self._client.start(name=name, arguments=arguments, env=self._secrets)
+        command = ["-m", "windfall.run.cli", *arguments(self._source, await self._url(), name)]
+        return await self._client.start(name=name, arguments=command, env=self._secrets)
 
     async def run(self) -> None:
         async with self._client:

@@ -24,9 +24,10 @@ from typing import Any
 from windfall.processes.handle import EXIT_REFUSED
 from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, JobSpawner, command
-from windfall.providers.skypilot.task import SkyPilotOptions, task
+from windfall.providers.skypilot.section import SkyPilot
+from windfall.providers.skypilot.task import task
 from windfall.providers.slots import SlotProvider
-from windfall.providers.worker_command import TLS_PIN, TOKEN, WorkerCommand
+from windfall.providers.worker_command import TLS_PIN, TOKEN
 
 FIX = "Install it in an environment of its own: pipx install skypilot; then: sky check"
 POLL_S = 20.0
@@ -44,11 +45,11 @@ class SkyPilotQueue:
     together = False
 
     def __init__(
-        self, options: SkyPilotOptions, worker: WorkerCommand, *, label: str, folder: Path,
+        self, source: SkyPilot, *, label: str, folder: Path,
         url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
     ) -> None:  # fmt: skip
         """`folder`: where the task files go."""
-        self._options, self._worker, self._label = options, worker, label
+        self._source, self._label = source, label
         self._folder, self._url, self._secrets = folder.resolve(), url, secrets
         self._launches = asyncio.Semaphore(LAUNCHES)
         self._doubtful: set[str] = set()
@@ -58,9 +59,7 @@ class SkyPilotQueue:
         url = await self._url()
         ids = {worker: f"{self._label}-{worker.replace('.', '-')}" for worker in workers}
         for worker, job in ids.items():
-            described = task(
-                self._options, self._worker, url=url, worker=worker, certificate=self._secrets.get(TLS_PIN, "")
-            )
+            described = task(self._source, url=url, worker=worker, certificate=self._secrets.get(TLS_PIN, ""))
             path = self._folder / f"{job}.yaml"
             path.write_text(json.dumps(described, indent=2))  # JSON is YAML
             environment = {**os.environ, TOKEN: self._secrets[TOKEN]}
@@ -166,12 +165,12 @@ class SkyPilotProvider(SlotProvider):
     name = "skypilot"
 
     def __init__(
-        self, queue: SkyPilotQueue, worker: WorkerCommand, count: int, *, on_event: OnEvent = ignore_event,
+        self, queue: SkyPilotQueue, source: SkyPilot, *, on_event: OnEvent = ignore_event,
         poll_s: float = POLL_S, grace_s: float = 60.0,
     ) -> None:  # fmt: skip
         self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
         super().__init__(
-            self._jobs.spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="sky",
+            self._jobs.spawn, source.workers, terms=source.lease, on_event=on_event, grace_s=grace_s, prefix="sky",
             delay=self._jobs.restart_delay, patient=True,
         )  # fmt: skip
 

@@ -9,44 +9,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from windfall.processes.handle import EXIT_NO_CONTROLLER
-from windfall.providers.worker_command import TLS_PIN, WorkerCommand
+from windfall.providers.skypilot.section import SkyPilot
+from windfall.providers.worker_command import TLS_PIN, shell
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SkyPilotOptions:
-    accelerators: str | Sequence[str] = ()
-    infra: str = ""
-    fallback: bool = True
-    cpus: str = ""
-    image: str = ""
-    setup: str = ""
-    max_restarts: int = 3
-
-
-def task(
-    options: SkyPilotOptions, command: WorkerCommand, *, url: str, worker: str, certificate: str = ""
-) -> dict[str, Any]:
+def task(source: SkyPilot, *, url: str, worker: str, certificate: str = "") -> dict[str, Any]:
     """The task as SkyPilot reads it from YAML. `worker`: the name of the worker."""
-    spot = command.lease.kind == "spot"
-    given = {"infra": options.infra, "cpus": options.cpus, "image_id": options.image}
+    spot = source.kind == "spot"
+    given = {"infra": source.infra, "cpus": source.cpus, "image_id": source.image}
     resources: dict[str, Any] = {key: value for key, value in given.items() if value}
     # SkyPilot does not take a list of accelerators beside any_of, so every combination is an alternative.
-    asked = [options.accelerators] if isinstance(options.accelerators, str) else options.accelerators
+    asked = [source.accelerators] if isinstance(source.accelerators, str) else source.accelerators
     gpus = [{"accelerators": gpu} for gpu in asked if gpu] or [{}]
-    terms = [True, False] if spot and options.fallback else [spot]
+    terms = [True, False] if spot and source.fallback else [spot]
     resources["any_of"] = [{**gpu, "use_spot": use_spot} for use_spot in terms for gpu in gpus]
-    resources["job_recovery"] = {"max_restarts_on_errors": options.max_restarts}
+    resources["job_recovery"] = {"max_restarts_on_errors": source.max_restarts}
     name = f"{worker}-r$(date +%s)"
     return {
         "name": worker,
         "resources": resources,
         **({"envs": {TLS_PIN: certificate}} if certificate else {}),
-        **({"setup": options.setup} if options.setup else {}),
-        "run": f"# A recovered worker is a new worker, so its name contains the time.\n{command.shell(url, name)}\n"
+        **({"setup": source.setup} if source.setup else {}),
+        "run": f"# A recovered worker is a new worker, so its name contains the time.\n{shell(source, url, name)}\n"
         f'status=$?; if [ "$status" = {EXIT_NO_CONTROLLER} ]; then exit 0; fi; exit "$status"\n',
     }

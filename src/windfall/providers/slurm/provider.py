@@ -16,8 +16,8 @@ from pathlib import Path
 from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.job_queue import Job, JobSpawner, command
 from windfall.providers.slots import SlotProvider, slot_of
-from windfall.providers.slurm.script import SlurmOptions, script
-from windfall.providers.worker_command import WorkerCommand
+from windfall.providers.slurm.script import script
+from windfall.providers.slurm.section import Slurm
 
 FIX = "Run windfall on a login node of the cluster, where sbatch works."
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING"}
@@ -30,17 +30,17 @@ class SlurmQueue:
     together = True
 
     def __init__(
-        self, options: SlurmOptions, worker: WorkerCommand, *, label: str, folder: Path,
+        self, source: Slurm, *, label: str, folder: Path,
         url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
     ) -> None:  # fmt: skip
         """`folder`: where the script and the logs of workers go."""
-        self._options, self._worker, self._label = options, worker, label
+        self._source, self._label = source, label
         self._folder, self._url, self._secrets = folder.resolve(), url, secrets
         self._submissions = 0
 
     async def submit(self, workers: Sequence[str]) -> Mapping[str, str]:
         text = script(
-            self._options, self._worker, label=self._label, url=await self._url(), workers=workers,
+            self._source, label=self._label, url=await self._url(), workers=workers,
             log=str(self._folder / "slurm-%A_%a.log"),
         )  # fmt: skip
         self._submissions += 1
@@ -107,14 +107,11 @@ def _exit_code(state: str, code: str) -> int:
 class SlurmProvider(SlotProvider):
     name = "slurm"
 
-    def __init__(
-        self, queue: SlurmQueue, worker: WorkerCommand, count: int, *, poll_s: float, grace_s: float,
-        on_event: OnEvent = ignore_event,
-    ) -> None:  # fmt: skip
-        self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
+    def __init__(self, queue: SlurmQueue, source: Slurm, *, on_event: OnEvent = ignore_event) -> None:
+        self._jobs = JobSpawner(queue, poll_s=source.poll_s, on_event=on_event)
         super().__init__(
-            self._jobs.spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="slurm",
-            delay=self._jobs.restart_delay, patient=True,
+            self._jobs.spawn, source.workers, terms=source.lease, on_event=on_event, grace_s=source.drain_s,
+            prefix="slurm", delay=self._jobs.restart_delay, patient=True,
         )  # fmt: skip
 
     async def run(self) -> None:

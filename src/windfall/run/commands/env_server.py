@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from windfall import recipe as config
 from windfall.run.commands.options import Overrides, RecipeFile, TlsKey, token_option
 
 
@@ -37,8 +36,9 @@ def env_server(
     """
     from windfall.envs.remote import process
     from windfall.link import invitation
+    from windfall.recipe.file import load_recipe
 
     process.main(
-        config.load(recipe, set), invitation.token(token), host=host, port=port, concurrency=concurrency,
+        load_recipe(recipe, set), invitation.token(token), host=host, port=port, concurrency=concurrency,
         log=log, cert=tls_cert, key=tls_key,
     )  # fmt: skip

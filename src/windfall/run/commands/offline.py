@@ -28,7 +28,8 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models import load
 from windfall.models.text import Text
-from windfall.recipe import DatasetEnv, JsonLinesEnv, Recipe, parse
+from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
+from windfall.recipe.sections import Recipe, RolloutSection
 from windfall.run.commands.in_process import in_process_worker
 from windfall.run.views.rewards import graded, parts, passes
 from windfall.trainer import checkpoint
@@ -140,7 +141,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
 def generate(
     model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int
 ) -> None:
-    recipe = parse({"rollout": {"groups": len(prompts), "group_size": n, "max_tokens": max_tokens}}, where="generate")
+    recipe = Recipe(rollout=RolloutSection(groups=len(prompts), group_size=n, max_tokens=max_tokens))
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     model = load.load(model_path, dtype=dtype, device=device)
     text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())

@@ -17,8 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.events.log import Event, read
-from windfall.recipe import KeyChange, Recipe
+from windfall.recipe.changes import KeyChange
+from windfall.recipe.sections import Recipe
 from windfall.run.views import lenders, rewards, staleness
+from windfall.run.views.tables import Labeled, labeled
 
 BARS = "▁▂▃▄▅▆▇█"
 LARGE = ("lengths", "replaced", "speeds")
@@ -323,64 +325,62 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     steps = [e for e in events if e["kind"] == "scalar" and e["name"] == "step"]
     evals = [e for e in events if e["kind"] == "scalar" and e["name"] == "eval" and e["reward"] is not None]
     trained = [e["reward"] for e in steps if e["reward"] is not None]
-    out = ["", "[bold green]finished[/]" if finished else "[bold yellow]stopped; all progress is saved[/]"]
+    title = "[bold green]finished[/]" if finished else "[bold yellow]stopped; all progress is saved[/]"
+    out: list[Labeled] = []
     if len(evals) > 1:
         on = f", on {escape(evals[-1]['on'])}" if evals[-1].get("on") else ""
         before, after = (f"{e['reward']:.3f}{rewards.graded(e)}" for e in (evals[0], evals[-1]))
-        out.append(f"  evaluation reward          {before} before, {after} after{on}")
+        out.append(("evaluation reward", f"{before} before, {after} after{on}"))
         out += rewards.passes_of_run(evals[0], evals[-1])
     if trained:
-        out.append(f"  training reward            {trained[0]:.3f} first, {trained[-1]:.3f} last   {spark(trained)}")
+        out.append(("training reward", f"{trained[0]:.3f} first, {trained[-1]:.3f} last   {spark(trained)}"))
     if steps:
         generated = sum(e["made"] - e.get("restored", 0) for e in steps)
         speed = generated / max(1e-9, sum(e.get("counted_s", e["s"]) for e in steps))
         asynchronous = "staleness_max" in steps[-1]  # generation and training overlap
         including = "" if asynchronous else " including training"
-        out.append(f"  tokens                     {generated:,} generated, {speed:,.0f} tok/s{including}")
+        out.append(("tokens", f"{generated:,} generated, {speed:,.0f} tok/s{including}"))
         spans = [e for e in events if e["kind"] == "span" and "error" not in e]  # an aborted step does not count
         rollout = sum(e.get("s") or 0.0 for e in spans if e["name"] == "rollout")
         early = sum(e.get("early_s") or 0.0 for e in spans if e["name"] == "train")
         if not asynchronous:
             alone = generated / max(1e-9, rollout - early)
-            out.append(f"                             {alone:,.0f} tok/s while generating")
+            out.append(("", f"{alone:,.0f} tok/s while generating"))
         out += _prefill(steps)
         if updates := [e["weights_bytes"] for e in steps if e.get("weights_bytes")]:
-            out.append(
-                f"  weights per update         {sum(updates) / len(updates) / 1e6:,.2f} MB to pull for each worker"
-            )
+            out.append(("weights per update", f"{sum(updates) / len(updates) / 1e6:,.2f} MB to pull for each worker"))
         not_finite = sum(e.get("updates_not_finite", 0) for e in steps)
         skipped = sum(e.get("updates_skipped", 0) for e in steps) - not_finite
         if skipped:
-            out.append(f"  updates skipped            {skipped} (no gradient; the weights did not change)")
+            out.append(("updates skipped", f"{skipped} (no gradient; the weights did not change)"))
         if not_finite:
-            out.append(f"  updates skipped            {not_finite} (gradient not finite; the weights did not change)")
+            out.append(("updates skipped", f"{not_finite} (gradient not finite; the weights did not change)"))
         missing = sum(e["missing"] for e in steps)
         if missing:
-            out.append(f"  rewards missing            {missing} (not trained on)")
+            out.append(("rewards missing", f"{missing} (not trained on)"))
         out += rewards.graders_of_run(steps)
-    out += [f"  {label:<26} {text}" for label, text in staleness.of_run(steps)]
-    out += [*_engine_gaps(steps), *_fleet(events, steps), *_dollars(events, steps)]
+    out += [*staleness.of_run(steps), *_engine_gaps(steps), *_fleet(events, steps), *_dollars(events, steps)]
     out += lenders.of_run(borrowed_value(_total(events)))
-    out.append(f"  files                      {escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)")
+    out.append(("files", f"{escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)"))
     if not finished:
-        out.append(f"  resume with                {_command()} resume {_argument(folder)}")
-        return out
+        out.append(("resume with", f"{_command()} resume {_argument(folder)}"))
+        return ["", title, *labeled(out)]
     model = _argument(next((e["path"] for e in reversed(events) if e["name"] == "checkpoint" and "path" in e), folder))
-    out.append(f"  try next                   {_command()} generate {model} --prompt '{prompt}'")
-    out.append(f"                             {_command()} eval {model}")
-    return out
+    out.append(("try next", f"{_command()} generate {model} --prompt '{prompt}'"))
+    out.append(("", f"{_command()} eval {model}"))
+    return ["", title, *labeled(out)]
 
 
-def _prefill(steps: list[Event]) -> list[str]:
+def _prefill(steps: list[Event]) -> list[Labeled]:
     """For the summary: the prefill that the prefix caches of the workers saved, and where the next turns went."""
     saved, computed = (sum(e.get(key, 0) for e in steps) for key in ("prefill_saved", "prefilled"))
     if not saved:
         return []
-    out = [f"  prefill saved              {saved / (saved + computed):.0%}: {saved:,} of {saved + computed:,} tokens"]
+    out = [("prefill saved", f"{saved / (saved + computed):.0%}: {saved:,} of {saved + computed:,} tokens")]
     sessions = [e["sessions"] for e in steps if e.get("sessions")]
     if routed := sum(s["routed"] for s in sessions):
         there = sum(s["to_holder"] for s in sessions)
-        out.append(f"  turns                      {there:,} of {routed:,} went to the worker that has their tokens")
+        out.append(("turns", f"{there:,} of {routed:,} went to the worker that has their tokens"))
     return out
 
 
@@ -396,7 +396,7 @@ def _by_engine(gaps: dict[str, float | None] | None) -> str:
     return f" ({', '.join(shown)})"
 
 
-def _engine_gaps(steps: list[Event]) -> list[str]:
+def _engine_gaps(steps: list[Event]) -> list[Labeled]:
     """For the summary: how far each engine was from the trainer, if the run had several."""
     values: dict[str, list[float]] = {}
     for e in steps:
@@ -406,7 +406,7 @@ def _engine_gaps(steps: list[Event]) -> list[str]:
     if len(values) < 2:
         return []
     means = _by_engine({name: sum(gaps) / len(gaps) for name, gaps in values.items()})
-    return [f"  engines and trainer        log-probs differ by{means} nats on average"]
+    return [("engines and trainer", f"log-probs differ by{means} nats on average")]
 
 
 def _tasks(env: Any) -> str:
@@ -438,7 +438,7 @@ def _total(events: list[Event]) -> Totals:
     return sum((b for b in map(_bill, events) if b), Totals())
 
 
-def _dollars(events: list[Event], steps: list[Event]) -> list[str]:
+def _dollars(events: list[Event], steps: list[Event]) -> list[Labeled]:
     """What the run cost and for what, compared with the same run on the trainer's machine alone."""
     total = _total(events)
     trained, bought = sum(e["trained"] for e in steps), total.all
@@ -450,18 +450,18 @@ def _dollars(events: list[Event], steps: list[Event]) -> list[str]:
     names = {"paused": "training"}
     shares = ", ".join(f"{names.get(b, b)} {usd / bought.total_usd:.0%}" for b, usd in parts if usd > 0)
     out = [
-        f"  cost                       ${bought.total_usd:,.2f}, ${per_million:,.2f} per million trained tokens{note}",
-        f"                             {shares}",
+        ("cost", f"${bought.total_usd:,.2f}, ${per_million:,.2f} per million trained tokens{note}"),
+        ("", shares),
     ]
     spans = [e for e in events if e["kind"] == "span" and e["name"] == "train" and "error" not in e]
     alone = reserved_only(total, train_s=sum((e.get("s") or 0.0) + (e.get("early_s") or 0.0) for e in spans))
     if alone is not None and alone.usd:
         cost = f"${alone.usd:,.2f}, ${alone.usd_per_million(trained):,.2f} per million"
-        out.append(f"  cost on the trainer alone  {cost}, by the tok/s measured on {alone.measured_on}")
+        out.append(("cost on the trainer alone", f"{cost}, by the tok/s measured on {alone.measured_on}"))
     return out
 
 
-def _fleet(events: list[Event], steps: list[Event]) -> list[str]:
+def _fleet(events: list[Event], steps: list[Event]) -> list[Labeled]:
     """How many workers joined and were lost, and what happened to their tokens."""
     joined, lost, left = ([e for e in events if e["name"] == f"worker_{n}"] for n in ("joined", "lost", "left"))
     if not joined:
@@ -469,12 +469,12 @@ def _fleet(events: list[Event], steps: list[Event]) -> list[str]:
     total = {k: sum(e.get(k) or 0 for e in steps) for k in ("moved", "lost_tokens", "repeated", "late")}
     kept = sum(e.get("kept_tokens") or 0 for e in lost)
     trainer_lost = sum(e["name"] == "trainer_lost" for e in events)
+    again = f"; the trainer was lost {trainer_lost} times" if trainer_lost else ""
     return [
-        f"  workers                    {len(joined)} joined, {len(lost)} lost, {len(left)} left"
-        + (f"; the trainer was lost {trainer_lost} times" if trainer_lost else ""),
-        f"  responses moved            {total['moved']}, with all their tokens ({kept:,} from lost workers)",
-        f"  tokens lost                {total['lost_tokens']}",
-        f"  tokens generated twice     {total['repeated'] + total['late']}",
+        ("workers", f"{len(joined)} joined, {len(lost)} lost, {len(left)} left{again}"),
+        ("responses moved", f"{total['moved']}, with all their tokens ({kept:,} from lost workers)"),
+        ("tokens lost", f"{total['lost_tokens']}"),
+        ("tokens generated twice", f"{total['repeated'] + total['late']}"),
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from rich.markup import escape
 
 from windfall.controller.cost.bill import BorrowedValue
+from windfall.run.views.tables import Labeled
 
 SHOWN = 6
 """Number of lenders with a line of their own: those with the most free slots."""
@@ -39,11 +40,11 @@ def of_snapshot(workers: list[dict[str, Any]]) -> list[str]:
     return out
 
 
-def of_run(value: BorrowedValue | None) -> list[str]:
+def of_run(value: BorrowedValue | None) -> list[Labeled]:
     """For the summary of a run: what borrowed capacity gave and saved.
 
-    >>> print(*of_run(BorrowedValue(tokens=1_000_000, share=0.25, hours=2.0, saved_usd=3.5, priced_as="spot workers")))
-      borrowed                   1,000,000 tokens (25%) in 2.0 machine hours; saved $3.50 at the price of spot workers
+    >>> of_run(BorrowedValue(tokens=1_000_000, share=0.25, hours=2.0, saved_usd=3.5, priced_as="spot workers"))
+    [('borrowed', '1,000,000 tokens (25%) in 2.0 machine hours; saved $3.50 at the price of spot workers')]
     """
     if value is None:
         return []
@@ -51,4 +52,4 @@ def of_run(value: BorrowedValue | None) -> list[str]:
     if value.saved_usd is not None:
         saved = f"; saved ${value.saved_usd:,.2f} at the price of {escape(value.priced_as)}"
     gave = f"{value.tokens:,} tokens ({value.share:.0%}) in {value.hours:,.1f} machine hours"
-    return [f"  borrowed                   {gave}{saved}"]
+    return [("borrowed", f"{gave}{saved}")]

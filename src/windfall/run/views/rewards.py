@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 
 from windfall.events.log import Event
+from windfall.run.views.tables import Labeled
 
 SLOW_SHARE = 0.2
 """A step line names the slowest reward if it took this share of the step or more."""
@@ -62,17 +63,17 @@ def slow(event: Event) -> str:
     return out + (f"  grader errors {errors}" if errors else "")
 
 
-def passes_of_run(first: Event, last: Event) -> list[str]:
+def passes_of_run(first: Event, last: Event) -> list[Labeled]:
     """Lines of the summary: pass@k before and after."""
     before, after = (e.get("pass_at") or {} for e in (first, last))
     return [
-        f"  {f'pass@{k}':<26} {_number(before[k])} before, {_number(value)} after"
+        (f"pass@{k}", f"{_number(before[k])} before, {_number(value)} after")
         for k, value in after.items()
         if k in before
     ]
 
 
-def graders_of_run(steps: Sequence[Event]) -> list[str]:
+def graders_of_run(steps: Sequence[Event]) -> list[Labeled]:
     """Lines of the summary: rewards, if they were slow or failed, and environment servers."""
     there = servers(steps[-1].get("env_servers") or ()) if steps else []
     longest = max((e.get("reward_s_max") or 0.0 for e in steps), default=0.0)
@@ -83,7 +84,7 @@ def graders_of_run(steps: Sequence[Event]) -> list[str]:
     peak = max((e.get("grading_peak") or 0 for e in steps), default=0)
     failed = f"; {errors} tries failed, {retried} rewards came after a retry" if errors else ""
     return [
-        f"  rewards                    {mean:.2f} s on average, up to {longest:.1f} s, {peak} at once{failed}",
+        ("rewards", f"{mean:.2f} s on average, up to {longest:.1f} s, {peak} at once{failed}"),
         *there,
     ]
 
@@ -103,19 +104,20 @@ def graders_of_snapshot(graders: dict) -> str:
     return f"graders: {where}, {waiting}, {g['reward_s']:.2f} s each, {g['errors']} errors"
 
 
-def servers(found: Sequence[dict]) -> list[str]:
+def servers(found: Sequence[dict]) -> list[Labeled]:
     """A line for each environment server, for `windfall top` and the summary.
 
     >>> servers([{"address": "10.0.0.5:9000", "connected": True, "calls": 3, "answers": 1200, "errors": 2, "lost": 1,
     ...           "answer_s": 0.5}])
-    ['  server 10.0.0.5:9000       1,200 answers, 0.50 s each, 2 errors, lost 1 times']
+    [('server 10.0.0.5:9000', '1,200 answers, 0.50 s each, 2 errors, lost 1 times')]
     """
-    return [
-        f"  {'server ' + s['address']:<26} {s['answers']:,} answers, {s['answer_s']:.2f} s each, {s['errors']} errors"
-        + (f", lost {s['lost']} times" if s["lost"] else "")
-        + ("" if s["connected"] else ", not connected")
-        for s in found
-    ]
+    rows: list[Labeled] = []
+    for s in found:
+        lost = f", lost {s['lost']} times" if s["lost"] else ""
+        away = "" if s["connected"] else ", not connected"
+        text = f"{s['answers']:,} answers, {s['answer_s']:.2f} s each, {s['errors']} errors{lost}{away}"
+        rows.append((f"server {s['address']}", text))
+    return rows
 
 
 def _number(value: float | None) -> str:

@@ -9,13 +9,12 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.run.views import lenders, rewards, staleness
+from windfall.run.views.tables import labeled, plain_table
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
@@ -23,6 +22,7 @@ WIDE = 160
 COLUMNS = (
     "worker", "lease", "device", "engine", "state", "version", "running", "tok/s", "tokens", "moved", "age", "reason",
 )  # fmt: skip
+NUMBERS = ("version", "running", "tok/s", "tokens", "moved", "age")
 LEFT_OUT = ("moved", "engine", "version", "device", "tokens", "age", "lease")
 """Columns left out on a narrow terminal, in this order, until the table fits."""
 REASON_WIDTH = 20
@@ -74,11 +74,11 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
         price = f" ${w['price_usd_per_h']:g}/h" if w["price_usd_per_h"] else ""
         state = w["state"]
         row = (
-            escape(w["worker"]), w["kind"] + price, escape(w["device"]), escape(w.get("engine") or "-"),
+            w["worker"], w["kind"] + price, w["device"], w.get("engine") or "-",
             Text(state, style=STYLES.get(state, "")),
             str(w["version"]) if w["version"] >= 0 else "-", f"{w['running']}/{w['slots']}" if state != "gone" else "-",
             f"{w['tok_per_s']:,.0f}" if state != "gone" else "-", f"{w['made']:,}", str(w["moved"]), _age(w["age_s"]),
-            escape(w["why"]),
+            w["why"],
         )  # fmt: skip
         rows.append(row)
     widths = {name: max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(COLUMNS)}
@@ -86,16 +86,12 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
     for name in LEFT_OUT:
         if sum(widths.values()) + len(widths) - 1 > width:  # one space between two columns
             del widths[name]
-    out = Table(box=None, pad_edge=False)
-    for name, least in widths.items():
-        numbers = name in ("version", "running", "tok/s", "tokens", "moved", "age")
-        out.add_column(name, justify="right" if numbers else "left", no_wrap=True, overflow="ellipsis", min_width=least)
-    for row in rows:
-        out.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths))
+    shown = [[cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths] for row in rows]
+    out = plain_table(list(widths), shown, right=NUMBERS, least=widths)
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
     stale = staleness.of_snapshot(snapshot["staleness"], width) if snapshot.get("staleness") else []
     busy, lent = snapshot.get("graders"), lenders.of_snapshot(snapshot["workers"])
-    graders = [rewards.graders_of_snapshot(busy), *rewards.servers(busy.get("servers") or ())] if busy else []
+    graders = [rewards.graders_of_snapshot(busy), *labeled(rewards.servers(busy.get("servers") or ()))] if busy else []
     return Group(Text("\n".join([_header(snapshot, len(present), live, run), *graders, *stale, *lent, *advice])), out)
 
 

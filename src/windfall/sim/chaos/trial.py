@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.providers.trace_formats import Change
-from windfall.recipe import Recipe
+from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.chaos import InvariantBroken, bill_invariant
 from windfall.sim.chaos.faults import KINDS, Fault, draw
 from windfall.sim.chaos.inject import FaultInjector
@@ -135,7 +135,7 @@ def recipe(seed: int) -> Recipe:
             "lenders": pick("lenders", None, None, None, LENDERS, LENDERS | {"requests_per_s": 6.0, "peak": 8.0}),
         },
     }  # fmt: skip
-    return config.parse(sections, where=f"chaos, seed {seed}")
+    return parse_recipe(sections, where=f"chaos, seed {seed}")
 
 
 def trial(seed: int, *, faults: int, folder: Path) -> TrialResult:

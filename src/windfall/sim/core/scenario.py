@@ -10,13 +10,11 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from windfall import recipe as config
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import read
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
-from windfall.recipe import Recipe
-from windfall.recipe.sections import Sim
+from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import serving_load
 from windfall.sim.core.service import LogNormalLengths, MeasuredLengths, Service
@@ -26,6 +24,7 @@ from windfall.sim.core.token_schedule import LengthDistribution
 from windfall.sim.machines import market
 from windfall.sim.machines.decode import simulated
 from windfall.sim.machines.market import MarketRates, Prices
+from windfall.sim.section import Sim, SimKind
 
 STEPS_PER_MEDIAN = 32
 """Number of simulated tokens in a response of median length, unless the recipe sets `sim.granule`."""
@@ -120,7 +119,7 @@ def _serving_load(recipe: Recipe) -> ServingLoad | None:
     )  # fmt: skip
 
 
-def _kind(kind: config.SimKind, prices: Prices) -> MachineKind:
+def _kind(kind: SimKind, prices: Prices) -> MachineKind:
     return MachineKind(
         device=kind.name, service=service(kind.worker, f"sim.kinds, {kind.name}"), slots=kind.slots,
         kv_tokens=kind.kv_tokens,

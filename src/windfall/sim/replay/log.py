@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from windfall import recipe as config
 from windfall.controller.cost import prices
 from windfall.errors import WindfallError
 from windfall.events.log import Event, ForeignLines, read
-from windfall.recipe import Recipe
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate.event_log import steps_of
 from windfall.types import LOCAL, Lease
 
@@ -90,7 +90,7 @@ def record(folder: Path) -> Record:
     for file in (log, recipe_file):
         if not file.is_file():
             raise WindfallError(f"no {file.name} in this folder", where=str(folder), fix=fix)
-    recipe, foreign = config.load(recipe_file), ForeignLines()
+    recipe, foreign = load_recipe(recipe_file), ForeignLines()
     try:
         parsed = _record(recipe, read(log, foreign=foreign), str(folder))
         skipped = (f"{foreign.lines} lines of the log are not from windfall and were skipped",) if foreign.lines else ()

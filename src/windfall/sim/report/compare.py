@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from windfall.errors import WindfallError
 from windfall.events.log import Event
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core.scenario import build
 from windfall.sim.report import variants
 from windfall.sim.report.figures import Figures, SimulatedRun, Spread, figures_of_equal_steps, simulate, spread

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from windfall.errors import WindfallError, nearest
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 from windfall.sim.core.scenario import with_keys
 
 

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from windfall.errors import WindfallError
-from windfall.recipe import Lora
-from windfall.recipe.lora import DEFAULT_ALPHA_PER_RANK, DEFAULT_RANK, choose_layers
+from windfall.recipe.lora import DEFAULT_ALPHA_PER_RANK, DEFAULT_RANK, Lora, choose_layers
 from windfall.training import Sample
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.link import auth, handshake, network, tls
@@ -32,7 +31,8 @@ from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed, clip
 from windfall.link.socket import Port, Route
 from windfall.processes.handle import Handle
-from windfall.recipe import Recipe
+from windfall.recipe.file import dump_recipe
+from windfall.recipe.sections import Recipe
 
 HEARTBEAT_S = 10.0
 """Seconds between two pings of a machine. One that does not answer a ping within half of that is lost."""
@@ -218,7 +218,7 @@ class Machines:
 
     async def _serve(self, machine: Machine, link: Link, proof: bytes) -> None:
         welcome = m.MachineWelcome(
-            proof=proof, machine=machine.number, machines=self.wanted + 1, recipe=config.dump(self._recipe),
+            proof=proof, machine=machine.number, machines=self.wanted + 1, recipe=dump_recipe(self._recipe),
             weights_key=self._weights_key,
         )  # fmt: skip
         await link.send(welcome)

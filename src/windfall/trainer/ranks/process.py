@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from windfall import algorithms, devices, errors
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.link import listener, network, tls
 from windfall.link.invitation import ALL_INTERFACES
-from windfall.recipe import Recipe
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.ranks.rank_group import RANK_LOST, log_name
 from windfall.trainer.trained_weights import TrainedWeights
@@ -194,7 +194,7 @@ def main(folder: Path, place: RankPlace) -> int:
     from windfall.trainer.ranks.ranks import RankLost
     from windfall.weights.meeting import PublishFailed
 
-    recipe = config.load(folder / "recipe.toml")
+    recipe = load_recipe(folder / "recipe.toml")
     try:
         device, _ = choose_device(recipe, place)
         orders = join(recipe, place, device)

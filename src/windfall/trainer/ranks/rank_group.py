@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.processes.handle import Handle
-from windfall.recipe import Recipe
+from windfall.recipe.sections import Recipe
 
 FOLLOW_S = 3.0
 """Seconds that the other ranks get to end on their own, so that their logs and the controller say why."""

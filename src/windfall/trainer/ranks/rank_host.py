@@ -28,7 +28,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from windfall import backoff, devices, errors
-from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.errors import WindfallError, describe_exit
 from windfall.link import handshake, invitation, network, tls
@@ -37,7 +36,8 @@ from windfall.link.base import LinkClosed
 from windfall.link.socket import Dialer, SocketLink
 from windfall.processes import process
 from windfall.processes.handle import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
-from windfall.recipe import Recipe
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
 from windfall.trainer.ranks.machines import MAX_FRAME_BYTES, count_ranks
 from windfall.trainer.ranks.process import WEIGHTS_KEY
 from windfall.trainer.ranks.rank_group import RANK_LOST, RankGroup, log_name, rank_places
@@ -181,7 +181,7 @@ class RankHost:
     def _read_recipe(self, text: str) -> Recipe:
         path = self._folder / "recipe.toml"
         path.write_text(text, encoding="utf-8")
-        recipe = config.load(path, list(self._overrides))
+        recipe = load_recipe(path, list(self._overrides))
         folders.write_recipe(recipe, self._folder)
         return recipe
 

@@ -1,0 +1,56 @@
+"""The section [fleet.kubernetes]."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from windfall.recipe.section import Count, FilePath
+from windfall.recipe.worker_source import WorkerSource
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+"""A name as Kubernetes allows it."""
+
+
+class Kubernetes(WorkerSource):
+    """Workers on Kubernetes: one Deployment, scaled through the API server."""
+
+    image: str
+    """Container image that has windfall installed."""
+    namespace: Name = "default"
+    """Namespace of all objects."""
+    kubeconfig: FilePath | None = None
+    """File with the address and the credentials of the API server. If left out: the service account of the pod that
+    the run is in, otherwise `~/.kube/config`."""
+    server: str = Field(default="", pattern=r"^(https?://\S+)?$")
+    """Address of the API server, instead of the one in `kubeconfig`; for example that of `kubectl proxy`."""
+    token_file: FilePath | None = None
+    """File with the bearer token for `server`."""
+    cpus: float = Field(default=4.0, gt=0)
+    """CPUs that each worker requests."""
+    memory_gib: float = Field(default=16.0, gt=0)
+    """Memory that each worker requests, in GiB."""
+    gpus: int = Field(default=1, ge=0)
+    """GPUs that each worker requests."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Name of the GPU resource."""
+    node_selector: dict[str, str] = Field(default={})
+    """Labels of the nodes for workers, such as `{ "cloud.google.com/gke-spot" = "true" }`."""
+    tolerations: list[dict[str, str | int]] = Field(default=[])
+    """Taints that workers tolerate, such as `[{ key = "cloud.google.com/gke-spot", operator = "Exists" }]`."""
+    priority: int = Field(default=-10, le=1_000_000_000)
+    """Priority of the workers' pods. Below 0, pods with the default priority can preempt them."""
+    trainer_gpus: int = Field(default=1, ge=0)
+    """GPUs of the pod with controller and trainer."""
+    trainer_memory_gib: float = Field(default=64.0, gt=0)
+    """Memory that the pod with controller and trainer requests, in GiB."""
+    trainer_node_selector: dict[str, str] = Field(default={})
+    """Labels of the nodes for the pod with controller and trainer."""
+    storage_gib: Count = 200
+    """Size of the volume for the folder of the run, in GiB."""
+    storage_class: str = ""
+    """Storage class of that volume. If left out: the cluster's default."""
+
+    def gpu_counts(self) -> list[float]:
+        return [self.gpus]

@@ -1,0 +1,103 @@
+"""`windfall new` and `windfall recipe`: write a recipe, and look its keys up."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from windfall.errors import WindfallError, nearest, unwritable
+
+COLUMNS = {
+    "prompt": ("prompt", "question", "problem", "instruction", "input"),
+    "answer": ("answer", "solution", "target", "label", "output"),
+}
+"""Usual names of the columns of a data set."""
+MANY_ROWS, SOME_ROWS = 200, 40
+"""Rows from which on 5 %, or 20 %, are enough to evaluate on. With fewer, none are kept for it."""
+MAX_TOKENS = 1024
+"""Length of a response in a new recipe; at most half of the model's context."""
+
+
+def new(
+    model: Annotated[str, typer.Option(help="Model: tiny, smollm2-135m, a directory or a hub id.")],
+    data: Annotated[Path, typer.Option(help="Data set: a JSONL or parquet file, or the folder of a data set.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE.toml", help="File to create. Default: print the recipe.")
+    ] = None,
+) -> None:
+    """Write a recipe for a model and a data set, with the thirty keys that matter and what they mean."""
+    from windfall.recipe import reference
+
+    if out is not None and out.exists():
+        raise WindfallError("this file already exists", where=str(out), fix="Choose another name.")
+    values = {
+        "run.name": re.sub(r"[^A-Za-z0-9._-]", "-", f"{Path(model).name}-{data.stem}".lower()).strip("-.") or "run",
+        "model.path": model, "env.name": "dataset", "env.path": data, **describe_data(data), "train.lr": 1e-6,
+        "rollout.max_tokens": response_tokens(model),
+    }  # fmt: skip
+    check = f"windfall train {out or 'RECIPE.toml'} --dry-run"
+    head = f"# Check it with `{check}`. `windfall recipe --all` prints all keys.\n\n"
+    text = head + reference.written(values)
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise unwritable("the recipe", out, e) from e
+    print(f"created {out}; next: {check}")
+
+
+def describe_data(data: Path) -> dict[str, Any]:
+    """The keys of [env] that follow from the data: columns with usual names, and a share of rows for evaluation."""
+    from windfall.envs.data import files, readers
+
+    file = files.find(data).files[0]
+    rows = [row for _, row in itertools.islice(readers.read_rows(file), MANY_ROWS)]
+    row = rows[0] if rows else {}
+    found = {role: next((name for name in names if name in row), "") for role, names in COLUMNS.items()}
+    for role, name in found.items():
+        if not name:
+            fix = f"Rename one of its columns ({', '.join(row) or 'none'}) to {role!r}."
+            raise WindfallError(f"the data set has no column that looks like the {role}", where=str(file), fix=fix)
+    held_out = 0.05 if len(rows) == MANY_ROWS else 0.2 if len(rows) >= SOME_ROWS else None
+    return {"env.columns": found, "env.held_out": held_out}
+
+
+def response_tokens(model: str) -> int:
+    """A length of responses that leaves half of the model's context for prompts, as far as its files are here."""
+    from windfall.models import load
+    from windfall.run_folder import read_json
+
+    where = load.resolve(model)
+    config: dict[str, Any] = (read_json(where / "config.json") or {}) if isinstance(where, Path) else {}
+    return min(MAX_TOKENS, config.get("max_position_embeddings", 2 * MAX_TOKENS) // 2)
+
+
+def recipe(
+    section: Annotated[str, typer.Argument(metavar="SECTION", help="Print the keys of this section only.")] = "",
+    all: Annotated[bool, typer.Option("--all", help="Print all keys, section by section.")] = False,
+) -> None:
+    """Print the keys of a recipe with their defaults and meanings: the thirty that matter, or those of a section."""
+    from rich.console import Console
+
+    from windfall.recipe import reference
+    from windfall.run.views.tables import plain_table
+
+    columns = ("key", "default", "meaning")
+    if not section and not all:
+        main = [(f"{where}.{key.name}", key.default, key.meaning) for where, key in reference.main_keys()]
+        Console(highlight=False).print(plain_table(columns, main))
+        return
+    sections = dict(reference.all_sections())
+    chosen = {h: s for h, s in sections.items() if all or h.strip("[]").partition("]")[0] == section}
+    if not chosen:
+        known = {heading.strip("[]").partition("]")[0] for heading in sections}
+        raise WindfallError(f"unknown section {section!r}", where="windfall recipe", fix=nearest(section, known))
+    for heading, found in chosen.items():
+        rows = [(key.name, key.default, key.meaning) for key in reference.keys_of(found)]
+        Console(highlight=False).print(f"\n{heading}", plain_table(columns, rows), sep="\n", markup=False)

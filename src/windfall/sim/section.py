@@ -1,0 +1,147 @@
+"""The section [sim]: the simulated machines and responses."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from windfall.defaults import MAX_SLOWDOWN, TPOT_S, TTFT_S
+from windfall.recipe.section import Count, FilePath, Section, Share
+
+
+class SimKind(Section):
+    """One kind of machine in a simulated trace that has several."""
+
+    name: str = Field(min_length=1)
+    """Device name of this kind, as leases, bills and advice show it."""
+    share: Count = 1
+    """Relative number of machines of this kind. Kinds are assigned to machines in rotation, by their shares."""
+    worker: dict[str, float]
+    """Speed formula of a machine of this kind, with the keys of `sim.worker`."""
+    slots: Count = 256
+    """Responses that a machine of this kind runs at once."""
+    kv_tokens: int = Field(default=0, ge=0)
+    """Tokens that fit into its KV cache. 0 means no limit."""
+    price_usd_per_h: float = Field(default=0.0, ge=0)
+    """Price of one machine of this kind in $ per hour. 0 uses the price of the trace."""
+
+
+class SimLenders(Section):
+    """Servers that lend a simulated run what they do not need."""
+
+    count: Count = 1
+    """Number of lenders. They stay for the whole run; `fleet.borrowed_max` limits how many are used at once."""
+    serving: dict[str, float]
+    """Speed formula of the served model on a lender: fixed_s, each_s, context_s and prefill_s. `sim.worker` is that of
+    the run's model on the same machine."""
+    slots: Count = 16
+    """Responses of the run that a lender runs at once at most."""
+    kv_tokens: Count = 400_000
+    """Tokens of the run's model that fit into the whole KV memory of a lender."""
+    serving_kv_tokens: Count = 400_000
+    """Tokens of the served model that fit into the same memory."""
+    ttft_s: float = Field(default=TTFT_S, gt=0)
+    """Objective of the service: seconds to the first token."""
+    tpot_s: float = Field(default=TPOT_S, gt=0)
+    """Objective of the service: seconds per token after the first."""
+    max_slowdown: float = Field(default=MAX_SLOWDOWN, ge=0)
+    """Upper limit for the time per token that lending adds, as a share of the time without lending."""
+    requests_per_s: float = Field(default=1.0, ge=0, le=10_000)
+    """Mean number of requests per second of one lender. 0 with a file: as many as in the file."""
+    requests_file: FilePath | None = None
+    """Requests to replay, in lines of `time,prompt tokens,generated tokens`. If left out, requests are generated."""
+    peak: float = Field(default=4.0, ge=1, le=80)
+    """Generated requests: rate in the busiest one of a thousand periods of 30 s, relative to the mean."""
+    prompt_tokens: float = Field(default=900.0, gt=0)
+    """Generated requests: median tokens of a prompt."""
+    generated_tokens: float = Field(default=150.0, gt=0)
+    """Generated requests: median tokens of an answer."""
+
+
+class Sim(Section):
+    """The machines of `windfall sim`, as formulas. The rest of the recipe means the same as in a real run."""
+
+    trainer: dict[str, float] = Field(default={})
+    """Speed formula of the trainer's machine, in seconds: fixed_s, each_s, context_s, over_batch, over_s, prefill_s,
+    train_s, update_s; see docs/sim.md. `windfall sim calibrate` prints it."""
+    worker: dict[str, float] = Field(default={})
+    """Speed formula of a worker, with the same keys. `windfall sim calibrate` prints it."""
+    trainer_slots: Count = 1024
+    """Responses that the trainer's engine runs at once."""
+    worker_slots: Count = 256
+    """Responses that a worker runs at once."""
+    worker_kv_tokens: int = Field(default=0, ge=0)
+    """Tokens that fit into a worker's KV cache, prompts included; responses that do not fit wait. 0 means no limit."""
+    kinds: list[SimKind] = Field(default=[])
+    """Kinds of machines in the trace, each in a [[sim.kinds]] table. If empty, all machines are like `sim.worker`."""
+    lenders: SimLenders | None = None
+    """Servers that lend what they do not need: the keys of [sim.lenders] below."""
+    worker_spread: float = Field(default=0.0, ge=0)
+    """Spread of the speeds of machines: the standard deviation of the logarithm of the speed. 0 makes all equal."""
+    boot_s: float = Field(default=60.0, ge=0)
+    """Seconds from the start of a machine until its worker connects."""
+    weights_bytes: float = Field(default=16e9, ge=0)
+    """Bytes that a worker downloads for one version of the weights."""
+    egress_bytes_per_s: float = Field(default=25e9, gt=0)
+    """Upload bandwidth of the trainer in bytes per second, shared by all workers that pull weights."""
+    ingress_bytes_per_s: float = Field(default=6.25e9, gt=0)
+    """Download bandwidth of one worker in bytes per second."""
+    latency_s: float = Field(default=0.0, ge=0)
+    """Latency of one message in seconds, in either direction."""
+    notice_s: float = Field(default=0.0, ge=0)
+    """Seconds of warning before a machine is preempted. 0 means no warning."""
+    save_s: float = Field(default=0.0, ge=0)
+    """Seconds to save one checkpoint."""
+    trainer_mean_up_s: float = Field(default=0.0, ge=0)
+    """Mean seconds until the trainer process is lost; it then restarts from its last checkpoint. 0 means never."""
+    trainer_down_s: float = Field(default=60.0, ge=0, lt=600)
+    """Seconds until a lost trainer process has been replaced."""
+    controller_mean_up_s: float = Field(default=0.0, ge=0)
+    """Mean seconds until the controller process is lost; it then restarts from its journal. 0 means never."""
+    controller_down_s: float = Field(default=5.0, ge=0)
+    """Seconds until the replacement of a lost controller accepts connections."""
+    prompt_tokens: Count = 256
+    """Tokens in the prompt of every task."""
+    median_tokens: float = Field(default=1000.0, gt=0)
+    """Median length of a response in tokens. Lengths are log-normal, cut off at `rollout.max_tokens`."""
+    sigma: float = Field(default=0.7, ge=0)
+    """Standard deviation of the logarithm of the response length."""
+    alike: float = Field(default=0.5, ge=0, le=1)
+    """Correlation of the logarithms of the response lengths within a group."""
+    turns: float = Field(default=1.0, ge=1)
+    """Mean number of turns of a response; geometrically distributed. With more than one, `median_tokens`, `sigma` and
+    `lengths_file` are those of a turn."""
+    env_s: float = Field(default=1.0, ge=0)
+    """Median seconds that the environment works between two turns. Times are log-normal."""
+    env_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that time."""
+    observation_tokens: float = Field(default=100.0, gt=0)
+    """Median length of an observation, the environment's answer to a turn, in tokens. Lengths are log-normal."""
+    observation_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that length."""
+    lengths_file: FilePath | None = None
+    """File to draw response lengths from, instead of a log-normal: one number per line, or the event log of a run."""
+    reward_mean: float = Field(default=0.5, ge=0, le=1)
+    """Probability that the reward of a response is 1; otherwise it is 0."""
+    reward_s: float = Field(default=0.0, ge=0)
+    """Seconds to compute one reward."""
+    market: Literal["machines", "poisson", "bursts", "diurnal"] = "machines"
+    """How machines come and go if `trace.file` is not set; see docs/sim.md."""
+    arrivals_per_h: float = Field(default=10.0, ge=0)
+    """Machines that arrive per hour if `market` is "poisson". At most `trace.nodes` are up at once."""
+    bursts_per_h: float = Field(default=1.0, ge=0)
+    """Bursts of preemptions per hour if `market` is "bursts"."""
+    burst_share: Share = 0.5
+    """Share of the running machines that one burst preempts if `market` is "bursts"."""
+    day_s: float = Field(default=86400.0, gt=0)
+    """Length of a day in seconds if `market` is "diurnal"."""
+    prices_file: FilePath | None = None
+    """File with the price of a machine of the trace over time, in lines of `seconds,usd_per_h`. If left out,
+    `trace.price_usd_per_h` applies throughout."""
+    granule: int = Field(default=0, ge=0)
+    """Real tokens per simulated token. 1 is exact and slow; 0 chooses 1/32 of the median length."""
+    seconds: float = Field(default=0.0, ge=0)
+    """Virtual seconds after which the simulation stops. 0 stops after `run.steps`."""
+    skip_steps: int = Field(default=2, ge=0)
+    """Steps at the start that the figures leave out, because speeds are still being measured."""

@@ -43,8 +43,8 @@ from windfall.trainer.model import activation_memory
 from windfall.trainer.own_engine.trainer_engine import MAX_KEPT_SHARE
 from windfall.trainer.ranks import process as rank
 from windfall.trainer.ranks import rank_budget
-from windfall.trainer.ranks.process import RankPlace, Setup, TrainerPart, crashed
-from windfall.trainer.ranks.rank_group import RANK_LOST
+from windfall.trainer.ranks.process import Setup, TrainerPart, crashed
+from windfall.trainer.ranks.rank_place import RANK_LOST, RankPlace
 from windfall.training import CheckpointState
 
 ALONE = RankPlace()

@@ -125,7 +125,7 @@ def write(plan: Plan, request: Request, base: Recipe | None, simulated: Simulate
     training = [p for p in plan.placed if p.training]
     first = training[0]
     base = base or Recipe()
-    train: dict[str, Any] = {"ranks": first.training, "machines": len(training)}
+    train: dict[str, Any] = {"ranks": sum(p.training for p in training), "rendezvous": ""}
     fleet = _fleet(plan, base)
     if len(training) > 1 or any(p.replicas for p in plan.placed if p is not first):
         here = base.fleet.host in ("127.0.0.1", "localhost")

@@ -3,12 +3,12 @@
 Rank 0 is the trainer's main process (trainer.py). It loads the model, chooses what the recipe leaves open, and gives
 the order to build; the other ranks (`main` below) wait for it, build their part, and follow its orders from then on.
 
-A rank on another machine (`RankPlace.machine`) has a folder of its own with only the recipe (rank_host.py). It opens no
-file of the run: tensors, adapters and the state of the optimizer come from rank 0. The first rank of such a machine has
-a weight server for the rows of that machine.
+A rank on another machine (`RankPlace.machine`) has a folder of its own with only the recipe (run/ranks/join.py). It
+opens no file of the run: tensors, adapters and the state of the optimizer come from rank 0. The first rank of such a
+machine has a weight server for the rows of that machine.
 
 Every rank but the first ends quietly if another one is lost: the reason is in that one's log, and the supervisor
-restarts all of them together (trainer/ranks/rank_group.py).
+restarts all of them together (run/ranks/rank_group.py).
 """
 
 from __future__ import annotations
@@ -32,31 +32,13 @@ from windfall.link import listener, network, tls
 from windfall.link.invitation import ALL_INTERFACES
 from windfall.recipe import Recipe
 from windfall.trainer import checkpoint, trained_weights
-from windfall.trainer.ranks.rank_group import RANK_LOST, log_name
+from windfall.trainer.ranks.rank_place import RANK_LOST, RankPlace
 from windfall.trainer.trained_weights import TrainedWeights
 
 WEIGHTS_KEY = "WINDFALL_WEIGHTS_KEY"
 """Environment variable with the key of the weight server, on machines that do not have the run's token."""
 SERVER_START_S = 30.0
 """Seconds in which the weight server must listen."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """Which of the trainer's ranks a process is, and where they meet."""
-
-    rank: int = 0
-    size: int = 1
-    rendezvous: str = ""
-    """Where the ranks meet (trainer/ranks/ranks.py); "" for one rank alone."""
-    machine: int = 0
-    """The machine of this rank; 0 has rank 0 and the run's folder."""
-    local_rank: int = 0
-    """Number of this rank among those of its machine."""
-    local_size: int = 1
-    """Ranks on this machine."""
-    host: str = ""
-    """Where workers reach this machine, if it is not that of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,7 +198,7 @@ def main(folder: Path, place: RankPlace) -> int:
         traceback.print_exc()
         if (denied := errors.file_system_error(e, folder)) is not None:
             return folders.fail(folder, "trainer", denied, 2, first=True)
-        error = crashed(f"rank {place.rank}", e, folder / log_name(place.rank))
+        error = crashed(f"rank {place.rank}", e, folder / f"{place.name}.log")
         return folders.fail(folder, "trainer", error, first=True)
 
 

@@ -10,7 +10,7 @@ own arguments; the other ranks wait in `Orders.follow`. There are five kinds of 
     in collectives of tensors   `timeout_s`: the same
 
 A rank that is lost, or that does not arrive in time, raises `RankLost` on the others, and every rank ends. All of them
-are started again together, from the last checkpoint (trainer/ranks/rank_group.py).
+are started again together, from the last checkpoint (run/ranks/rank_group.py).
 
 Ranks may run on several machines. Machine 0 has rank 0, its disk and the run's folder; a rank on any other machine is
 `remote` and gets everything from rank 0. They meet at a store of torch that rank 0 serves. Its address has a name which

@@ -61,8 +61,8 @@ LAYERS = [
 # Imports that point the wrong way and are still to be removed.
 TO_REMOVE = {
     ("controller", "page"), ("controller", "run"), 
-    ("engine", "trainer"), ("run", "page"), ("run", "plan"), ("run", "serve"),
-    ("processes", "providers"), ("run", "sim"), ("run_folder", "envs"), ("trainer", "controller"), ("trainer", "run"),
+    ("run", "page"), ("run", "plan"), ("run", "serve"),
+    ("processes", "providers"), ("run", "sim"), ("run_folder", "envs"),
     
 }  # fmt: skip
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.

@@ -19,7 +19,7 @@ from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.models.load import load_tokenizer
 from windfall.models.text import Text
-from windfall.trainer.process import text_for
+from windfall.trainer.derived import text_for
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

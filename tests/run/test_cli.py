@@ -22,7 +22,7 @@ from windfall.errors import WindfallError
 from windfall.link import invitation
 from windfall.models import load
 from windfall.run import cli, dry_run, start
-from windfall.trainer import process as trainer
+from windfall.trainer import derived
 
 Windfall = Callable[..., tuple[int, str, str]]
 
@@ -240,4 +240,4 @@ def test_ctrl_c_before_the_start_ends_with_status_130(windfall: Windfall, monkey
 def test_more_tokens_than_the_models_context_are_refused(tmp_path: Path) -> None:
     recipe = config.parse({"rollout": {"max_tokens": 600}, "run": {"folder": str(tmp_path)}}, where="here")
     with pytest.raises(WindfallError, match="context of 512"):
-        trainer.derive(recipe, load.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", [20])
+        derived.derive(recipe, load.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", [20])

@@ -83,7 +83,7 @@ def train(
     token: Annotated[str | None, token_option("; by default a new one is created")] = None,
     trainer_token: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="File that holds the secret for `windfall ranks`; by default a new one."),
+        typer.Option(metavar="FILE", help="File that holds the secret for `windfall trainer`; by default a new one."),
     ] = None,
 ) -> None:
     """Train with a recipe: start a controller, a trainer and workers. Ctrl-C saves and shows how to resume."""
@@ -247,13 +247,16 @@ def _advise_on_plan(recipe: config.Recipe, events: EventLog) -> None:
 def _trainer(run: Path) -> None:
     """Run the rank that the environment names."""
     from windfall.processes import process
+    from windfall.run import local_worker
     from windfall.trainer import process as trainer_process
     from windfall.trainer.ranks import process as rank_process
     from windfall.trainer.ranks.rank_place import RankPlace
 
     process.tolerate_full_log()
     place = RankPlace.of(os.environ)
-    raise typer.Exit(rank_process.main(run, place) if place.rank else trainer_process.main(run, place))
+    if place.rank:
+        raise typer.Exit(rank_process.main(run, place))
+    raise typer.Exit(trainer_process.main(run, place, local_worker.make))
 
 
 def evaluate(

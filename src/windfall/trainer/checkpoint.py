@@ -86,8 +86,6 @@ def check(checkpoint: Path, *, optimizer: bool = True) -> checksums.CheckResult:
     """Verify the files of one checkpoint and its state. Raises `DamagedCheckpoint`."""
     checked = checksums.check(checkpoint, skip=frozenset() if optimizer else frozenset({OPTIMIZER}))
     name, state = _NAME.fullmatch(checkpoint.name), _read(checkpoint)
-    if not checked.hashed and state.get("checksums"):  # windfall 0.2 wrote none; this checkpoint had some
-        raise checksums.DamagedCheckpoint(checkpoint, checksums.CHECKSUMS, "the file is missing")
     if name is not None and state["step"] != int(name[1]):
         why = f"it says step {state['step']} in the folder of step {int(name[1])}"
         raise checksums.DamagedCheckpoint(checkpoint, STATE, why)
@@ -154,7 +152,7 @@ def _write(
     write_model(work)
     tokenizer.save_pretrained(work)
     write_optimizer(work / OPTIMIZER)
-    (work / STATE).write_text(json.dumps(state | {"checksums": True}))
+    (work / STATE).write_text(json.dumps(state))
     checksums.write_checksums(work)
     for path in work.rglob("*"):
         _sync(path)

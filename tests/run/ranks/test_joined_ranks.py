@@ -347,7 +347,7 @@ def test_spare_rank_waits_as_long_as_the_run_lives(tmp_path: Path, monkeypatch: 
             first = await join(dialer, size=1)
             own = Dialer(dialer.url, "/ranks", m.ToRank, ssl=None)
             spare = join_module.JoiningRank(own, SECRET, RankPlace(), folder=tmp_path, patience_s=1.0)
-            (tmp_path / "recipe.toml").write_text("[run]\nname = \"r\"\n")
+            (tmp_path / "recipe.toml").write_text('[run]\nname = "r"\n')
             waiting = asyncio.create_task(spare.run())
             await asyncio.sleep(2.5)
             assert not waiting.done()

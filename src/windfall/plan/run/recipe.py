@@ -253,10 +253,13 @@ def plan_keys(plan: Plan, request: Request, simulated: Simulated | None) -> dict
 
 def commands(plan: Plan, model: str = "MODEL") -> Iterator[str]:
     """What to start on which machine, besides the run itself and the workers of providers."""
-    first = next(p for p in plan.placed if p.training)
+    training = [p for p in plan.placed if p.training]
+    first = training[0]
     for p in plan.placed:
-        if p is not first and p.training:
-            yield f"{p.machine.name}: windfall ranks --join URL --token FILE --ranks {p.training}"
+        if p.training and len(training) > 1:
+            nodes = f"--nnodes {len(training)} --node-rank {training.index(p)} --nproc-per-node {p.training}"
+            join = "windfall trainer --join URL --token FILE"
+            yield f"{p.machine.name}: torchrun {nodes} --master-addr HOST --no-python {join}"
         if p.machine.lease == "borrowed" and p.replicas:
             yield f"{p.machine.name}: windfall serve {model} --lend URL --token FILE"
         elif not p.machine.provider:

@@ -43,8 +43,7 @@ from windfall.processes.handle import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
 from windfall.recipe import Recipe
 from windfall.run import liveness
 from windfall.run.ranks.joined_ranks import MAX_FRAME_BYTES
-from windfall.trainer.ranks.process import WEIGHTS_KEY
-from windfall.trainer.ranks.rank_place import RANK_LOST, RankPlace
+from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.weights import buffers
 
 RETRY_S, MAX_RETRY_S = 0.5, 5.0

@@ -232,7 +232,9 @@ class JoinedRanks:
                 self._problem = f"{rank.host}: {clip(message.what)}"
                 self._notice(f"rank {rank.rank} cannot join the trainer: {self._problem}")
                 return
-            process = self._process(rank, link, message)
+            if not isinstance(message, m.RankStarted | m.RankEnded):
+                raise LinkClosed(f"{link.peer}: unexpected {type(message).__name__}")
+            process = rank.process_of(message.attempt)
             if process is None:
                 continue
             if isinstance(message, m.RankStarted):
@@ -244,13 +246,7 @@ class JoinedRanks:
             process.ended(message.code)
 
     @staticmethod
-    def _process(rank: JoinedRank, link: SocketLink, message: Any) -> Handle | None:
-        """The process that a message is about; None if it has ended."""
-        if not isinstance(message, m.RankStarted | m.RankEnded):
-            raise LinkClosed(f"{link.peer}: unexpected {type(message).__name__}")
-        return rank.process_of(message.attempt)
-
-    async def _refuse(self, link: SocketLink, why: str, *, again: bool = False) -> None:
+    async def _refuse(link: SocketLink, why: str, *, again: bool = False) -> None:
         with contextlib.suppress(LinkClosed, TimeoutError):
             async with asyncio.timeout(1.0):
                 await link.send(m.Refused(why=clip(why), again=again))

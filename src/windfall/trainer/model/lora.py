@@ -19,9 +19,9 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,9 @@ from torch.nn.functional import linear
 from windfall.errors import WindfallError
 from windfall.recipe import Lora
 from windfall.recipe.lora import DEFAULT_ALPHA_PER_RANK, DEFAULT_RANK, choose_layers
-from windfall.training import Sample
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig
 from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, AdapterPair, pairs
-
-if TYPE_CHECKING:
-    from windfall.trainer.model.logprobs import Learner
 
 OWN = (".lora_A", ".lora_B")
 """How the names of the adapters' parameters end in the module."""
@@ -104,17 +100,6 @@ class Adapters:
         finally:
             for layer in self.layers.values():
                 layer.active = True
-
-
-class BaseLearner:
-    """Scores samples with the base model, by switching the adapters off. No second model is needed."""
-
-    def __init__(self, learner: Learner, adapters: Adapters) -> None:
-        self._learner, self._adapters = learner, adapters
-
-    def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-        with self._adapters.switched_off():
-            return self._learner.score(samples, temperature)
 
 
 def attach(model: Any, section: Lora, *, base: str, seed: int, checkpoint: Path | None = None) -> Adapters:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from windfall.engine.base import Counters, Engine
+from windfall.engine.engine_factory import MAX_KEPT_SHARE
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.trainer.own_engine.trainer_turn import EnginesTurn
@@ -36,9 +37,6 @@ from windfall.types import Capabilities, Chunk, Request
 
 WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""
-MAX_KEPT_SHARE = 0.25
-"""Merged copies that are larger than this share of the free memory are freed during training. Smaller ones are kept: if
-they get other addresses, the engine must capture its graphs again."""
 
 
 class TrainerEngine:

@@ -21,6 +21,8 @@ RANK_LOST = 5
 SLURM_NAMES = {
     "RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID", "GROUP_RANK": "SLURM_NODEID",
 }  # fmt: skip
+WEIGHTS_KEY = "WINDFALL_WEIGHTS_KEY"
+"""Environment variable with the key of the weight server, on machines that do not have the run's token."""
 RENDEZVOUS, HOST = "WINDFALL_RENDEZVOUS", "WINDFALL_RANK_HOST"
 
 

@@ -40,7 +40,9 @@ class LocalWorker:
 
     def __init__(self, part: RankPart, secret: str, where: Callable[[], str]) -> None:
         """`part`: that of rank 0, which is this process. `where` returns the address of the controller."""
-        self.part, self._secret, self._where = part, secret, where
+        self.part = part
+        self._secret = secret
+        self._where = where
         self._engine: TrainerEngine | None = None
 
     def make_room(self) -> None:
@@ -67,10 +69,16 @@ class LocalWorker:
         while True:
             await trainer.connected.wait()
             agent = Agent(
-                address, self._secret, name=LOCAL, lease=lease, build=build,
-                puller=TrainerWeights(lambda: trainer.manifest), patience_s=math.inf, address=self._where,
+                address,
+                self._secret,
+                name=LOCAL,
+                lease=lease,
+                build=build,
+                puller=TrainerWeights(lambda: trainer.manifest),
+                patience_s=math.inf,
+                address=self._where,
                 ssl=tls.client_context(address, pinned=fleet.tls_cert),
-            )  # fmt: skip
+            )
             code = await agent.run()
             if failed:
                 raise failed[0]
@@ -110,10 +118,14 @@ class RanksWorker(LocalWorker):
         super().__init__(part, secret, where)
         publisher, folder = part.publisher, part.folder
         self._group = EngineGroup(
-            part.places, publisher.find, base=lambda: publisher.base, folder=folder / "engines",
-            share=OWN_ENGINE_SHARE, threads=cpu_threads(part.recipe, part.place),
+            part.places,
+            publisher.find,
+            base=lambda: publisher.base,
+            folder=folder / "engines",
+            share=OWN_ENGINE_SHARE,
+            threads=cpu_threads(part.recipe, part.place),
             modules=[f"windfall.run.preload:preload_run:{folder}"],
-        )  # fmt: skip
+        )
         self.lock = TrainerTurn(self._group.pause)
 
     def build(self, spec: EngineSpec, trainer: TrainerAgent) -> tuple[TrainerEngine, int]:

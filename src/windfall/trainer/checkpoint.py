@@ -113,9 +113,15 @@ def latest(run: Path, *, optimizer: bool = False) -> IntactCheckpoint:
 
 
 def save(
-    folder: Path, state: CheckpointState, *, write_model: Callable[[Path], Any], tokenizer: Any,
-    write_optimizer: Callable[[Path], None], keep: int, base: AdapterBase | None = None,
-) -> Path:  # fmt: skip
+    folder: Path,
+    state: CheckpointState,
+    *,
+    write_model: Callable[[Path], Any],
+    tokenizer: Any,
+    write_optimizer: Callable[[Path], None],
+    keep: int,
+    base: AdapterBase | None = None,
+) -> Path:
     """Write a checkpoint, rename it into place, then delete all but the newest `keep`. Raises WindfallError and changes
     no earlier checkpoint if the disk is full or the folder is not writable. `write_model` writes a model or the adapter
     of `base`, into a folder; `write_optimizer` writes the state of the optimizer into a file."""
@@ -144,9 +150,12 @@ def save(
 
 
 def _write(
-    work: Path, state: dict[str, Any], write_model: Callable[[Path], Any], tokenizer: Any,
+    work: Path,
+    state: dict[str, Any],
+    write_model: Callable[[Path], Any],
+    tokenizer: Any,
     write_optimizer: Callable[[Path], None],
-) -> None:  # fmt: skip
+) -> None:
     """Write all files of a checkpoint and flush them to disk."""
     (work / "windfall").mkdir(parents=True)
     write_model(work)

@@ -30,7 +30,9 @@ class DamagedCheckpoint(WindfallError):
     """A file of a checkpoint is missing or was changed."""
 
     def __init__(self, checkpoint: Path, file: str, why: str) -> None:
-        self.checkpoint, self.file, self.why = checkpoint, file, why
+        self.checkpoint = checkpoint
+        self.file = file
+        self.why = why
         fix = "Restore it from a copy, or use another checkpoint."
         super().__init__(f"damaged: {why}", where=str(checkpoint / file), fix=fix)
 

@@ -62,12 +62,19 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
     """What a worker needs to build its engine."""
     e, o = recipe.engine, recipe.rollout
     return m.EngineSpec(
-        model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
-        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, keep_share=e.keep_share,
+        model_config=model_config.to_json_string(use_diff=False),
+        dtype=dtype,
+        kv_tokens=e.kv_tokens,
+        page_size=e.page_size,
+        max_running=e.max_running,
+        max_rows=e.max_rows,
+        keep_share=e.keep_share,
         deterministic=recipe.run.deterministic,
-        longest=longest, wanted=o.groups * o.group_size, engine=e.name,
+        longest=longest,
+        wanted=o.groups * o.group_size,
+        engine=e.name,
         samplings=tuple(dict.fromkeys((o.sampling(), o.sampling(recipe.eval.temperature)))),
-    )  # fmt: skip
+    )
 
 
 def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
@@ -97,9 +104,15 @@ def fingerprint(engine: m.EngineSpec) -> str:
 
 
 def derive(
-    recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int], *, ranks: int = 1,
+    recipe: Recipe,
+    model: Any,
+    device: str,
+    dtype: str,
+    prompts: Sequence[int],
+    *,
+    ranks: int = 1,
     sharded: bool = False,
-) -> Derived:  # fmt: skip
+) -> Derived:
     """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later."""
     c, o = model.config, recipe.rollout
     longest = fit(recipe, prompts, context_of(model)) + o.max_tokens
@@ -110,9 +123,12 @@ def derive(
     asked = recipe.train.checkpoint_activations
     much = kept * model.dtype.itemsize > 0.3 * free_bytes(device)
     return Derived(
-        device=device, dtype=dtype, micro_tokens=micro, longest=longest,
+        device=device,
+        dtype=dtype,
+        micro_tokens=micro,
+        longest=longest,
         checkpoint_activations=much if asked == "auto" else asked,
-    )  # fmt: skip
+    )
 
 
 def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int, sharded: bool) -> int:
@@ -122,10 +138,13 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int, sharded: 
     free = (free - used) * (1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(
-        hidden=c.hidden_size, intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size, heads=heads,
+        hidden=c.hidden_size,
+        intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        heads=heads,
         kv_heads=getattr(c, "num_key_value_heads", None) or heads,
-        head=getattr(c, "head_dim", None) or c.hidden_size // heads, value_bytes=model.dtype.itemsize,
-    )  # fmt: skip
+        head=getattr(c, "head_dim", None) or c.hidden_size // heads,
+        value_bytes=model.dtype.itemsize,
+    )
     return activation_memory.pack_tokens(free, c.num_hidden_layers, each, longest)
 
 

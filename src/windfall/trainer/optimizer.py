@@ -27,12 +27,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class Optimizer:
     def __init__(
-        self, model: Any, options: Train, total_updates: int, *, ranks: TrainerRanks | None = None,
+        self,
+        model: Any,
+        options: Train,
+        total_updates: int,
+        *,
+        ranks: TrainerRanks | None = None,
         dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`dtype`: the one that a sharded model computes in."""
-        self.options, self.total_updates, self.updates = options, total_updates, 0
-        self.ranks, self.dtype = ranks or TrainerRanks.alone(), dtype
+        self.options = options
+        self.total_updates = total_updates
+        self.updates = 0
+        self.ranks = ranks or TrainerRanks.alone()
+        self.dtype = dtype
         self.gradients = Gradients(model)
         self._model = self.gradients.weights
         self._master: dict[str, Tensor] = {}
@@ -45,8 +53,8 @@ class Optimizer:
         held = [m for m in self._master.values() if m.numel()]
         self._fused = bool(held) and all(m.device.type == "cuda" for m in held)
         self._adam = torch.optim.AdamW(
-            held, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay, fused=self._fused or None,
-        )  # fmt: skip
+            held, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay, fused=self._fused or None
+        )
 
     def rate(self) -> float:
         """The learning rate of the next update."""

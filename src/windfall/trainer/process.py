@@ -66,10 +66,14 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     loaded = trained_weights.prepare(model, recipe, found, dtype=dtype)
     reference = loaded.reference(recipe, dtype=dtype, device=where_loaded) if recipe.algorithm.kl else None
     setup = Setup(
-        model_config=model.config, dtype=dtype, micro_tokens=chosen.micro_tokens,
-        checkpoint_activations=chosen.checkpoint_activations, onednn=bool(torch.backends.mkldnn.enabled),
-        checkpoint=found.path if found else None, adapter=loaded.adapters.config if loaded.adapters else None,
-    )  # fmt: skip
+        model_config=model.config,
+        dtype=dtype,
+        micro_tokens=chosen.micro_tokens,
+        checkpoint_activations=chosen.checkpoint_activations,
+        onednn=bool(torch.backends.mkldnn.enabled),
+        checkpoint=found.path if found else None,
+        adapter=loaded.adapters.config if loaded.adapters else None,
+    )
     part = RankPart(recipe, folder, orders, place=place, loaded=loaded, reference=reference)
     orders.call(part.build, setup)
     trainer, publisher, weights = part.trainer, part.publisher, part.weights
@@ -90,31 +94,50 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     def hello(**more: Any) -> m.TrainerHello:
         now = {"pid": os.getpid(), "age_s": process.age_s(), **asdict(chosen)}
         return m.TrainerHello(
-            micro_tokens=chosen.micro_tokens, model=derived.fingerprint(engine), engine=engine,
-            facts=facts | now | notes, url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}", **more,
-        )  # fmt: skip
+            micro_tokens=chosen.micro_tokens,
+            model=derived.fingerprint(engine),
+            engine=engine,
+            facts=facts | now | notes,
+            url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}",
+            **more,
+        )
 
     address = await _address(folder)
     where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
     dialer = Dialer(
-        address, "/trainer", m.ToTrainer, ssl=tls.client_context(address, pinned=f.tls_cert),
+        address,
+        "/trainer",
+        m.ToTrainer,
+        ssl=tls.client_context(address, pinned=f.tls_cert),
         max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
-    )  # fmt: skip
+    )
     write = weights.saved.save_pretrained
     if sharded:
         write = partial(weights.write_published, model, publisher, lambda: orders.call(part.collect))
     local = make_engine(part, secret, where) if f.local else NoEngine()
     host = TrainerAgent(
-        trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello, lock=local.lock,
+        trainer=trainer,
+        state=state,
+        secret=secret,
+        dialer=dialer,
+        hello=hello,
+        lock=local.lock,
         publish=lambda version: orders.call(part.publish, version),
-        update_bytes=lambda: trained_weights.update_bytes(publisher), make_room=local.make_room,
-        give_back=local.give_back, invalidate=local.invalidate,
+        update_bytes=lambda: trained_weights.update_bytes(publisher),
+        make_room=local.make_room,
+        give_back=local.give_back,
+        invalidate=local.invalidate,
         save=lambda now: checkpoint.save(
-            folder / "checkpoints", now, tokenizer=tokenizer, write_optimizer=trainer.write_optimizer,
-            write_model=write, keep=recipe.checkpoint.keep, base=loaded.base,
+            folder / "checkpoints",
+            now,
+            tokenizer=tokenizer,
+            write_optimizer=trainer.write_optimizer,
+            write_model=write,
+            keep=recipe.checkpoint.keep,
+            base=loaded.base,
         ),
         address=where,
-    )  # fmt: skip
+    )
     part.copied = host.release_module
     try:
         return await run_beside(host.run(), local.run(host))

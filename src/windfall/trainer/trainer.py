@@ -116,13 +116,21 @@ MAXIMA = ("gap_max", "peak_bytes")
 
 class TorchTrainer:
     def __init__(
-        self, model: Any, algorithm: Algorithm, recipe: Recipe, *, micro_tokens: int, reference: Any = None,
+        self,
+        model: Any,
+        algorithm: Algorithm,
+        recipe: Recipe,
+        *,
+        micro_tokens: int,
+        reference: Any = None,
         orders: Orders | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`model`: a model of transformers or a sharded policy (sharding.py). `reference`: the model of the KL penalty,
         or the `Adapters` of `model`, for its base. `orders` reach all ranks."""
         policy = model if isinstance(model, Policy) else Policy(model)
-        self.model, self.algorithm, self.micro_tokens = policy.model, algorithm, micro_tokens
+        self.model = policy.model
+        self.algorithm = algorithm
+        self.micro_tokens = micro_tokens
         self.temperature = recipe.rollout.temperature
         self.kl = recipe.algorithm.kl
         self.importance: ImportanceMode = recipe.algorithm.importance
@@ -130,7 +138,8 @@ class TorchTrainer:
         train = recipe.train
         self.gap_limit = train.engine_gap_limit
         self.orders = orders or Orders(TrainerRanks.alone())
-        self.ranks, self.device = self.orders.ranks, policy.device
+        self.ranks = self.orders.ranks
+        self.device = policy.device
         updates = recipe.run.steps * train.minibatches
         self.optimizer = Optimizer(self.model, train, updates, ranks=self.ranks, dtype=policy.dtype)
         self.learner = Learner(
@@ -227,19 +236,26 @@ class TorchTrainer:
             w = self.algorithm.weights(SampledTokens(logp=now, proximal=proximal, advantage=s.advantage, whole=s.whole))
             clipped = (w == 0) & (s.advantage != 0)
             importance, capped = importance_weights(
-                proximal, s.behavior, mode=self.importance, cap=self.importance_cap,
+                proximal,
+                s.behavior,
+                mode=self.importance,
+                cap=self.importance_cap,
                 level="token" if s.lag is None else self.algorithm.importance_level,
-            )  # fmt: skip
+            )
             w = w * importance
             share = self.algorithm.normalizer(s.length, s.limit) * s.share
             if ref is not None:
                 # A mean over tokens that weights a response like the algorithm's own loss does (algorithms/kl.py).
                 w = w + kl_weights(now, ref, self.kl * share / len(now))
             self._totals.count(
-                np.abs(proximal - s.behavior), np.zeros(len(now)) if s.lag is None else s.lag, s.engines,
-                entropy=entropies, clipped=clipped, capped=capped,
+                np.abs(proximal - s.behavior),
+                np.zeros(len(now)) if s.lag is None else s.lag,
+                s.engines,
+                entropy=entropies,
+                clipped=clipped,
+                capped=capped,
                 kl=np.zeros(len(now)) if ref is None else k3(now, ref),
-            )  # fmt: skip
+            )
             out.append(w)
             self._totals.divisor += share
             self._totals.responses += s.share
@@ -265,11 +281,22 @@ class TorchTrainer:
         norm, skipped = self.optimizer.update(t.divisor)
         self._clear_totals()  # the update has already set the gradients to zero
         return Report(
-            tokens=t.tokens, responses=round(t.responses), grad_norm=norm, lr=lr, entropy=t.entropy / n, engine_gap=gap,
-            engine_gap_max=t.gap_max, engine_gaps=t.engine_gaps(), clipped=t.clipped / n, capped=t.capped / n,
-            drift=t.drift / older if older else 0.0, kl=t.kl / n, skipped=skipped, peak_bytes=t.peak_bytes,
+            tokens=t.tokens,
+            responses=round(t.responses),
+            grad_norm=norm,
+            lr=lr,
+            entropy=t.entropy / n,
+            engine_gap=gap,
+            engine_gap_max=t.gap_max,
+            engine_gaps=t.engine_gaps(),
+            clipped=t.clipped / n,
+            capped=t.capped / n,
+            drift=t.drift / older if older else 0.0,
+            kl=t.kl / n,
+            skipped=skipped,
+            peak_bytes=t.peak_bytes,
             experts=self.experts.describe(t.experts) if self.experts.sizes else None,
-        )  # fmt: skip
+        )
 
     def _write_optimizer(self, path: Path) -> None:
         try:

@@ -44,9 +44,14 @@ def limits(device: str) -> Limits:
 
 
 def judge_engine(
-    config: Any, make: Callable[..., Any], *, device: str, longest: int, deterministic: bool = False,
+    config: Any,
+    make: Callable[..., Any],
+    *,
+    device: str,
+    longest: int,
+    deterministic: bool = False,
     names: Iterable[str] | None = None,
-) -> Measured:  # fmt: skip
+) -> Measured:
     """Measure the engine that `make` builds. Raises WindfallError if it differs too much from transformers."""
     what = f"windfall's engine does not compute {architecture(config)} as transformers does"
 
@@ -65,9 +70,14 @@ def judge_engine(
 
 
 def judge(
-    measure: Callable[[SmallModel], Measured], what: str, config: Any, device: str, longest: int,
-    names: Iterable[str] | None, keep: bool = False,
-) -> Measured:  # fmt: skip
+    measure: Callable[[SmallModel], Measured],
+    what: str,
+    config: Any,
+    device: str,
+    longest: int,
+    names: Iterable[str] | None,
+    keep: bool = False,
+) -> Measured:
     """Measure a small model. Raises WindfallError with `what` if it is refused. `keep`: the next test of this model may
     use the same small model."""
     first, names = None, None if names is None else list(names)

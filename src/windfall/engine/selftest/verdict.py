@@ -34,9 +34,15 @@ _passed: set[str] = set()
 
 
 def check_engine(
-    fields: Fields, make: Callable[..., Any], *, device: str, longest: int, deterministic: bool = False,
-    names: Iterable[str] | None = None, checked: Iterable[str] = (),
-) -> str:  # fmt: skip
+    fields: Fields,
+    make: Callable[..., Any],
+    *,
+    device: str,
+    longest: int,
+    deterministic: bool = False,
+    names: Iterable[str] | None = None,
+    checked: Iterable[str] = (),
+) -> str:
     """Raise WindfallError unless the engine computes what transformers computes. `fields`: the model's configuration;
     `make`: builds the engine from (model, kv_tokens, page_size, max_running, max_rows); `names`: the full model's
     weights; `checked`: keys of checks that other processes have passed. Returns the key of this check."""

@@ -93,12 +93,22 @@ def temporary_folder() -> Iterator[Path]:
 
 class JoiningRank:
     def __init__(
-        self, dialer: Dialer, secret: str, place: RankPlace, *, folder: Path, overrides: Sequence[str] = (),
+        self,
+        dialer: Dialer,
+        secret: str,
+        place: RankPlace,
+        *,
+        folder: Path,
+        overrides: Sequence[str] = (),
         patience_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`place`: as torchrun or srun says it."""
-        self._dialer, self._secret, self._place, self._folder = dialer, secret, place, folder
-        self._overrides, self._patience_s = overrides, patience_s
+        self._dialer = dialer
+        self._secret = secret
+        self._place = place
+        self._folder = folder
+        self._overrides = overrides
+        self._patience_s = patience_s
         self._process: Handle | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -206,9 +216,12 @@ class JoiningRank:
     ) -> None:
         """Run the rank's process once, and report how it ended."""
         place = replace(
-            self._place, machine=start.machine, local_rank=start.local_rank, local_size=start.local_size,
+            self._place,
+            machine=start.machine,
+            local_rank=start.local_rank,
+            local_size=start.local_size,
             rendezvous=start.rendezvous,
-        )  # fmt: skip
+        )
         self._say(f"starting rank {place.rank} of {place.size} (start {start.attempt})")
         environment = device.environment(
             os.environ | {WEIGHTS_KEY: welcome.weights_key} | self._interface(start.rendezvous) | place.environment()

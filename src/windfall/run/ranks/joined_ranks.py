@@ -47,7 +47,10 @@ class JoinedRank:
     """A rank that has joined, while its link lasts."""
 
     def __init__(self, hello: m.RankHello, link: SocketLink) -> None:
-        self.rank, self.size, self.machine, self.host = hello.rank, hello.size, hello.machine, clip(hello.name)
+        self.rank = hello.rank
+        self.size = hello.size
+        self.machine = hello.machine
+        self.host = clip(hello.name)
         self._link = link
         self._process: Handle | None = None
         self._attempt = 0
@@ -109,7 +112,9 @@ class JoinedRank:
 class JoinedRanks:
     def __init__(self, recipe: Recipe, folder: Path, notice: Callable[[str], None]) -> None:
         """`notice` shows a line to the user."""
-        self._recipe, self._folder, self._notice = recipe, folder.resolve(), notice
+        self._recipe = recipe
+        self._folder = folder.resolve()
+        self._notice = notice
         self._secret = auth.read_token(folder / "trainer.secret")
         self._weights_key = auth.weights_key(auth.read_token(folder / "token"))
         self._host, port = network.split_endpoint(recipe.train.rendezvous)
@@ -156,9 +161,12 @@ class JoinedRanks:
         for rank in ranks:
             beside = [other.rank for other in ranks if other.machine == rank.machine]
             order = m.StartRank(
-                attempt=self._attempt, rendezvous=rendezvous, machine=machines.index(rank.machine),
-                local_rank=beside.index(rank.rank), local_size=len(beside),
-            )  # fmt: skip
+                attempt=self._attempt,
+                rendezvous=rendezvous,
+                machine=machines.index(rank.machine),
+                local_rank=beside.index(rank.rank),
+                local_size=len(beside),
+            )
             handles.append(rank.start(order))
         return RankGroup(handles)
 

@@ -36,10 +36,14 @@ KEEP = {True: LEAST, False: ALL, "auto": "auto"}
 
 class Learner:
     def __init__(
-        self, model: Any, gradients: Gradients | None = None, *, checkpoint_activations: bool | str = "auto",
+        self,
+        model: Any,
+        gradients: Gradients | None = None,
+        *,
+        checkpoint_activations: bool | str = "auto",
         ranks: TrainerRanks | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`model`: a model of transformers, or a Policy. Without `gradients` it can only score. `ranks`: those that the
         policy is split over."""
         self.ranks = ranks or TrainerRanks.alone()
@@ -122,7 +126,8 @@ class BaseLearner:
     """Scores samples with the base model, by switching the adapters off. No second model is needed."""
 
     def __init__(self, learner: Learner, adapters: Adapters) -> None:
-        self._learner, self._adapters = learner, adapters
+        self._learner = learner
+        self._adapters = adapters
 
     def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
         with self._adapters.switched_off():

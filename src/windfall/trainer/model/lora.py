@@ -43,7 +43,8 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, pair: AdapterPair, scale: float) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
+        self.in_features = base.in_features
+        self.out_features = base.out_features
         self.weight = base.weight
         self.register_parameter("bias", base.bias)
         self.lora_A, self.lora_B = (nn.Parameter(t.to(base.weight, copy=True)) for t in pair)
@@ -60,7 +61,9 @@ class Adapters:
     """All adapters of a module. Takes the place of the module where a checkpoint is saved."""
 
     def __init__(self, model: Any, config: AdapterConfig, layers: Mapping[str, LoraLinear]) -> None:
-        self.model, self.config, self.layers = model, config, layers
+        self.model = model
+        self.config = config
+        self.layers = layers
 
     @property
     def scale(self) -> float:
@@ -113,9 +116,7 @@ def attach(model: Any, section: Lora, *, base: str, seed: int, checkpoint: Path 
         rank = section.rank or DEFAULT_RANK
         config = AdapterConfig(rank=rank, alpha=section.alpha or DEFAULT_ALPHA_PER_RANK * rank, base=base)
         found = _new(available, choose_layers(available, section.targets), rank, seed)
-    config = AdapterConfig(
-        rank=config.rank, alpha=config.alpha, base=base, targets=_shortened(found, available),
-    )  # fmt: skip
+    config = AdapterConfig(rank=config.rank, alpha=config.alpha, base=base, targets=_shortened(found, available))
     model.requires_grad_(False)
     layers = {name: LoraLinear(available[name], pair, config.scale) for name, pair in found.items()}
     for name, layer in layers.items():

@@ -43,14 +43,23 @@ class TrainerEngine:
     """An engine whose module is changed by the trainer, which holds `lock` while it does so."""
 
     def __init__(
-        self, engine: Engine, lock: threading.Lock | EnginesTurn, *, published: Callable[[], Any] | None = None,
-        share_memory: bool = False, merged: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        lock: threading.Lock | EnginesTurn,
+        *,
+        published: Callable[[], Any] | None = None,
+        share_memory: bool = False,
+        merged: Any = None,
+    ) -> None:
         """`published` returns the manifest of the version that the trainer's weights are, or None while they belong to
         no version. Without it, every swap is accepted. `merged`: the MergedModel whose module the engine runs; None if
         it runs the trainer's own."""
-        self._engine, self._lock, self._orders_lock = engine, lock, threading.Lock()
-        self._published, self._merged, self._stale = published, merged, True
+        self._engine = engine
+        self._lock = lock
+        self._orders_lock = threading.Lock()
+        self._published = published
+        self._merged = merged
+        self._stale = True
         self._sleep: Callable[[], None] | None = getattr(engine, "sleep", None) if share_memory else None
         self.waiting = False
         """Whether the engine waits for the trainer or for a Load of its new weights. This is not a fault."""

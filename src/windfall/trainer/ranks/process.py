@@ -78,9 +78,13 @@ def join(recipe: Recipe, place: RankPlace, device: str) -> Orders:
     if not place.rendezvous:
         return Orders(TrainerRanks.alone(device))
     ranks = TrainerRanks.join(
-        place.rank, place.size, place.rendezvous, device=device, timeout_s=recipe.train.rank_timeout_s,
+        place.rank,
+        place.size,
+        place.rendezvous,
+        device=device,
+        timeout_s=recipe.train.rank_timeout_s,
         machine=place.machine,
-    )  # fmt: skip
+    )
     return Orders(ranks)
 
 
@@ -96,13 +100,23 @@ class RankPart:
     """Where the ranks of this machine compute."""
 
     def __init__(
-        self, recipe: Recipe, folder: Path, orders: Orders, *, place: RankPlace | None = None,
-        loaded: TrainedWeights | None = None, reference: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        recipe: Recipe,
+        folder: Path,
+        orders: Orders,
+        *,
+        place: RankPlace | None = None,
+        loaded: TrainedWeights | None = None,
+        reference: Any = None,
+    ) -> None:
         """Rank 0 passes the weights and the reference that it has loaded."""
-        self.recipe, self.folder, self.orders, self.ranks = recipe, folder, orders, orders.ranks
+        self.recipe = recipe
+        self.folder = folder
+        self.orders = orders
+        self.ranks = orders.ranks
         self.place = place or RankPlace()
-        self._loaded, self._reference = loaded, reference
+        self._loaded = loaded
+        self._reference = reference
         self.copied: Callable[[], None] = lambda: None
         """Called when the rows of this rank are copied for a new version, so its module may be used again."""
         orders.add(self)
@@ -116,13 +130,19 @@ class RankPart:
             assert self._loaded is not None
             model, self.weights, reference = self._loaded.model, self._loaded, self._reference
         self.trainer = TorchTrainer(
-            model, algorithms.make(recipe.algorithm.name, **recipe.algorithm.options), recipe,
-            micro_tokens=setup.micro_tokens, reference=reference, orders=self.orders,
-        )  # fmt: skip
+            model,
+            algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
+            recipe,
+            micro_tokens=setup.micro_tokens,
+            reference=reference,
+            orders=self.orders,
+        )
         self.publisher = Publisher(
-            self.folder, ranks=ranks.quick, dtype=setup.dtype if ranks.distributed else None,
+            self.folder,
+            ranks=ranks.quick,
+            dtype=setup.dtype if ranks.distributed else None,
             on_machine=f"machine {ranks.machine}",
-        )  # fmt: skip
+        )
         if self.place.machine and self.place.local_rank == 0:
             self.publisher.address = serve_weights(self.publisher, recipe, self.place.host)
         if setup.checkpoint_activations and self.trainer.learner.has_graph:
@@ -221,9 +241,12 @@ def serve_weights(publisher: Publisher, recipe: Recipe, host: str) -> str:
     listener.raise_file_limit()
     threading.Thread(target=loop.run_forever, name="weight server", daemon=True).start()
     opening = serve(
-        publisher, host=f.host if f.host in ALL_INTERFACES else host, port=f.weights_port,
-        key=os.environ[WEIGHTS_KEY], ssl=tls.server_context(f),
-    )  # fmt: skip
+        publisher,
+        host=f.host if f.host in ALL_INTERFACES else host,
+        port=f.weights_port,
+        key=os.environ[WEIGHTS_KEY],
+        ssl=tls.server_context(f),
+    )
     server = asyncio.run_coroutine_threadsafe(opening, loop).result(SERVER_START_S)
     return f"{'https' if f.tls_cert else 'http'}://{network.in_url(host)}:{server.port}"
 

@@ -92,9 +92,16 @@ class TrainerRanks:
             waited = f"rank {rank} waited {time.monotonic() - started_s:.0f} s at {where} for {size} ranks"
             raise RankLost(f"{waited}: {_missing(store, size) or _first_line(e)}") from e
         return TrainerRanks(
-            rank=rank, size=size, device=device, timeout_s=timeout_s, machine=machine, tensors=dist.group.WORLD,
-            control=control, quick_control=quick, orders=orders,
-        )  # fmt: skip
+            rank=rank,
+            size=size,
+            device=device,
+            timeout_s=timeout_s,
+            machine=machine,
+            tensors=dist.group.WORLD,
+            control=control,
+            quick_control=quick,
+            orders=orders,
+        )
 
     @property
     def distributed(self) -> bool:

@@ -41,9 +41,15 @@ class RankRows:
 
 
 def sharded_policy(
-    config: Any, source: Mapping[str, Tensor] | None, ranks: TrainerRanks, *, dtype: torch.dtype, offload: bool = False,
-    trained: bool = True, prepare: Callable[[Any], None] = lambda model: None,
-) -> Policy:  # fmt: skip
+    config: Any,
+    source: Mapping[str, Tensor] | None,
+    ranks: TrainerRanks,
+    *,
+    dtype: torch.dtype,
+    offload: bool = False,
+    trained: bool = True,
+    prepare: Callable[[Any], None] = lambda model: None,
+) -> Policy:
     """The model of a configuration, split over the ranks, computing in `dtype`. Rank 0 passes its tensors. `prepare`
     may change the module before it is split, for example add adapters. Weights that are not trained are stored in the
     compute dtype, too."""

@@ -121,7 +121,7 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
         (["resume", "short.token"], "short.token: this is a file, not a run"),
         (["top", "short.token"], "short.token: this is a file, not a run"),
         (["trian", "small.toml"], "windfall: unknown command 'trian'\nDid you mean 'train'?"),
-        (["trainer"], "windfall: unknown command 'trainer'\nDid you mean 'train'?"),
+        (["training"], "windfall: unknown command 'training'\nDid you mean 'train'?"),
         (["export", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["page", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["plot", "smal"], "smal: no such run\nDid you mean 'small'?"),

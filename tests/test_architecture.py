@@ -60,10 +60,8 @@ LAYERS = [
 ]
 # Imports that point the wrong way and are still to be removed.
 TO_REMOVE = {
-    ("controller", "page"), ("controller", "run"), 
-    ("run", "page"), ("run", "plan"), ("run", "serve"),
+    ("controller", "page"), ("controller", "run"), ("run", "page"), ("run", "plan"), ("run", "serve"),
     ("processes", "providers"), ("run", "sim"), ("run_folder", "envs"),
-    
 }  # fmt: skip
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
 PURE = [f for f in FILES if f.startswith("algorithms/")] + [

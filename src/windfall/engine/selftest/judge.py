@@ -18,7 +18,7 @@ real error shows with any weights. So such a model is refused only if it fails w
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class DifferenceLimits:
     """Largest accepted differences. Measured rounding in float32 was up to 7e-4 nats (Granite, which does not scale its
     attention scores by default), mostly below 1e-4; the smallest difference of a refused model was 0.03 nats."""
 
@@ -38,9 +38,13 @@ class Measured:
 _cached: dict[Any, SmallModel] = {}
 
 
-def limits(device: str) -> Limits:
+def limits(device: str) -> DifferenceLimits:
     """GPU kernels sum in other orders and may round to TF32, so their limits are larger."""
-    return Limits(nats=1e-2, gradient=2e-2) if device.startswith("cuda") else Limits(nats=2e-3, gradient=5e-3)
+    return (
+        DifferenceLimits(nats=1e-2, gradient=2e-2)
+        if device.startswith("cuda")
+        else DifferenceLimits(nats=2e-3, gradient=5e-3)
+    )
 
 
 def judge_engine(

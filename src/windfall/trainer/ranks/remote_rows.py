@@ -21,7 +21,7 @@ PIECE_BYTES = 64 << 20
 """Bytes that are copied from a device, sent or written at a time."""
 
 
-class Rows(NamedTuple):
+class WantedRows(NamedTuple):
     """Rows of a tensor in a file that a rank needs."""
 
     name: str
@@ -66,7 +66,10 @@ def send_to_first(
 
 
 def fetch_from_first(
-    ranks: TrainerRanks, wanted: Sequence[Rows], load: Callable[[Rows], Tensor], store: Callable[[Rows, Tensor], None]
+    ranks: TrainerRanks,
+    wanted: Sequence[WantedRows],
+    load: Callable[[WantedRows], Tensor],
+    store: Callable[[WantedRows, Tensor], None],
 ) -> Exception | None:
     """Give the remote ranks the rows that they want: rank 0 calls `load`, and the remote rank `store`. Ranks on the
     machine of rank 0 want none. Returns the first error of `load`; what was stored after it is not valid."""

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from windfall.trainer.ranks import remote_rows
 from windfall.trainer.ranks.ranks import TrainerRanks
-from windfall.trainer.ranks.remote_rows import PIECE_BYTES, Rows
+from windfall.trainer.ranks.remote_rows import PIECE_BYTES, WantedRows
 from windfall.trainer.ranks.sharding import RankRows
 from windfall.weights.buffers import write_at
 
@@ -86,7 +86,7 @@ def read(path: Path, shards: Mapping[str, RankRows], ranks: TrainerRanks | None 
     error: Exception | None = None
     wanted = [rows for name, shard in shards.items() if name in shapes for rows in _rows(name, shard)]
 
-    def store(rows: Rows, values: torch.Tensor) -> None:
+    def store(rows: WantedRows, values: torch.Tensor) -> None:
         local = shards[rows.name].local
         if rows.count < 0:
             local.copy_(values.view(local.shape))
@@ -132,21 +132,21 @@ def _other_shape(shapes: Mapping[str, tuple[int, ...]], shards: Mapping[str, Ran
     return None
 
 
-def _rows(name: str, shard: RankRows) -> list[Rows]:
+def _rows(name: str, shard: RankRows) -> list[WantedRows]:
     """What a rank reads to fill its shard, in pieces. A tensor without dimensions has a count of -1."""
     local, width = shard.local, shard.local.element_size()
     if not shard.shape:
-        return [Rows(name, 0, -1, local.dtype, width)]
+        return [WantedRows(name, 0, -1, local.dtype, width)]
     each = prod(shard.shape[1:]) * width
     step = max(1, PIECE_BYTES // max(each, 1))
     return [
-        Rows(name, shard.first_row + first, n, local.dtype, n * each)
+        WantedRows(name, shard.first_row + first, n, local.dtype, n * each)
         for first in range(0, len(local), step)
         if (n := min(step, len(local) - first)) * each
     ]
 
 
-def _load(file: Any, rows: Rows) -> torch.Tensor:
+def _load(file: Any, rows: WantedRows) -> torch.Tensor:
     try:
         if rows.count < 0:
             return file.get_tensor(rows.name)

@@ -110,6 +110,7 @@ async def run_trainer(folder: Path) -> int:
     from benchmarks.support.sleeping_trainer import SleepingTrainer
     from windfall.link import messages as m
     from windfall.link.socket import Dialer
+    from windfall.trainer import derived
     from windfall.trainer import process as training
     from windfall.trainer.agent import TrainerAgent
     from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
@@ -136,7 +137,7 @@ async def run_trainer(folder: Path) -> int:
         wanted=o.groups * o.group_size,
     )  # fmt: skip
     hello = partial(
-        m.TrainerHello, micro_tokens=recipe.train.micro_tokens, model=training.fingerprint(engine), engine=engine,
+        m.TrainerHello, micro_tokens=recipe.train.micro_tokens, model=derived.fingerprint(engine), engine=engine,
         url=f"http://_:{server.port}",
         facts={"pid": os.getpid(), "parameters": 1 << 20, "device": "none", "dtype": "float32"},
     )  # fmt: skip

@@ -30,7 +30,7 @@ from windfall import algorithms
 from windfall.models.attention import NAME
 from windfall.recipe.file import parse_recipe
 from windfall.trainer.model.activation_memory import LEAST
-from windfall.trainer.ranks.ranks import Orders, Ranks
+from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import Sample
@@ -122,7 +122,7 @@ def plain(shape: dict[str, Any], lengths: list[int], name: str, *, rows: int = 8
     return line(name, model, lengths, timed(step, 3, warm=1))
 
 
-def trainer_of(shape: dict[str, Any], micro_tokens: int, ranks: Ranks | None = None) -> TorchTrainer:
+def trainer_of(shape: dict[str, Any], micro_tokens: int, ranks: TrainerRanks | None = None) -> TorchTrainer:
     """Sharded over `ranks`, if given."""
     recipe = parse_recipe({"train": {"lr": 1e-6, "engine_gap_limit": 99.0}}, where="benchmark")
     model, orders = model_of(shape, NAME), None
@@ -197,7 +197,7 @@ def fsdp(layers: int) -> None:
     even = [1024] * 8
     print(f"{'training':<58}{'a step':>11}{'':>16}{'of peak':>7}{'memory':>9}")
     with tempfile.TemporaryDirectory() as folder:
-        one = Ranks.join(0, 1, f"file://{folder}/ranks", device="cuda", timeout_s=600.0)
+        one = TrainerRanks.join(0, 1, f"file://{folder}/ranks", device="cuda", timeout_s=600.0)
         for name, shape in (("0.6B", SMALL), (f"8B shape, {layers} layers", {**LARGE, "num_hidden_layers": layers})):
             for ranks in (None, one):
                 how = "unsharded" if ranks is None else "FSDP2"

@@ -29,7 +29,7 @@ from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.ranks.rank_budget import ModelShape, rank_budget
-from windfall.trainer.ranks.ranks import Orders, Ranks
+from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.trainer.ranks.sharding import rows, sharded_policy
 from windfall.trainer.trainer import TorchTrainer, peak_bytes
 from windfall.training import Sample
@@ -129,9 +129,10 @@ def measure(rank: int, size: int, meeting: str, pipe: Any, name: str, variant: s
     """Sends (tokens/s, share of peak, bytes of state, peak bytes)."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     sharded = "fsdp2" in variant
-    ranks = Ranks.join(rank, size, meeting, device=device, timeout_s=300) if sharded else Ranks.alone(device)
+    ranks = (
+        TrainerRanks.join(rank, size, meeting, device=device, timeout_s=300) if sharded else TrainerRanks.alone(device)
+    )
     trainer = make_trainer(name, ranks, adapters="adapters" in variant, sharded=sharded)
-    trainer.orders.add("state", lambda: ranks.gather(state_bytes(trainer)))
     peak_bytes(torch.device(device))
     if not ranks.first:
         trainer.orders.follow()
@@ -152,7 +153,7 @@ def measure(rank: int, size: int, meeting: str, pipe: Any, name: str, variant: s
     pipe.send((speed, share, state_bytes(trainer), report.peak_bytes))  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
-def make_trainer(name: str, ranks: Ranks, *, adapters: bool, sharded: bool) -> TorchTrainer:
+def make_trainer(name: str, ranks: TrainerRanks, *, adapters: bool, sharded: bool) -> TorchTrainer:
     sections = {"train": {"engine_gap_limit": 1e9, "engine_gap_alarm": 1e9}}
     dtype = torch.float32 if ranks.device == "cpu" else torch.bfloat16
     shape = Qwen3Config(**SHAPES[name], max_position_embeddings=4096)

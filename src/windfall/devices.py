@@ -197,13 +197,18 @@ def _onednn_is_faster(shapes: frozenset[tuple[int, int]], dtype: Any, threads: i
     return took_s[True] <= MARGIN * took_s[False]
 
 
-def describe(device: str) -> str:
-    """The name of the device for people, for example "NVIDIA H200"."""
+def describe(device: str, count: int = 1) -> str:
+    """The name of the device, or of `count` equal ones, for people and for controller/cost/prices.py.
+
+    >>> describe("cpu"), describe("cpu", 2)
+    ('cpu', '2x cpu')
+    """
+    name = device
     if device == "cuda":
         import torch
 
-        return torch.cuda.get_device_name()
-    return device
+        name = torch.cuda.get_device_name()
+    return name if count == 1 else f"{count}x {name}"
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from windfall import devices
 from windfall.engine import engine_factory
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
-from windfall.run import local_worker as local_engine
+from windfall.trainer.own_engine.interface import run_beside
 
 CONFIG = LlamaConfig(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -109,7 +109,7 @@ def test_trainer_ends_if_its_own_engine_fails(fails: Callable[[], Exception], wh
             raise fails()
 
         async with asyncio.timeout(60):
-            await local_engine.run_beside(for_ever(), asyncio.create_task(local()))
+            await run_beside(for_ever(), local())
 
     with pytest.raises(WindfallError, match=why):
         asyncio.run(scene())
@@ -123,6 +123,6 @@ def test_run_ends_normally_after_its_local_engine_was_drained() -> None:
 
         async def local() -> None: ...
 
-        return await local_engine.run_beside(run(), asyncio.create_task(local()))
+        return await run_beside(run(), local())
 
     assert asyncio.run(scene()) == 7

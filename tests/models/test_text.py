@@ -19,7 +19,7 @@ from windfall.errors import WindfallError
 from windfall.models.load import load_tokenizer
 from windfall.models.text import Text
 from windfall.recipe.file import parse_recipe
-from windfall.trainer.process import text_for
+from windfall.trainer.derived import text_for
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

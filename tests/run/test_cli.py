@@ -22,7 +22,7 @@ from windfall.link import invitation
 from windfall.models import load
 from windfall.recipe.file import load_recipe, parse_recipe
 from windfall.run import cli, dry_run, start
-from windfall.trainer import process as trainer
+from windfall.trainer import derived
 
 Windfall = Callable[..., tuple[int, str, str]]
 
@@ -121,7 +121,7 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
         (["resume", "short.token"], "short.token: this is a file, not a run"),
         (["top", "short.token"], "short.token: this is a file, not a run"),
         (["trian", "small.toml"], "windfall: unknown command 'trian'\nDid you mean 'train'?"),
-        (["trainer"], "windfall: unknown command 'trainer'\nDid you mean 'train'?"),
+        (["training"], "windfall: unknown command 'training'\nDid you mean 'train'?"),
         (["export", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["page", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["plot", "smal"], "smal: no such run\nDid you mean 'small'?"),
@@ -240,4 +240,4 @@ def test_ctrl_c_before_the_start_ends_with_status_130(windfall: Windfall, monkey
 def test_more_tokens_than_the_models_context_are_refused(tmp_path: Path) -> None:
     recipe = parse_recipe({"rollout": {"max_tokens": 600}, "run": {"folder": str(tmp_path)}}, where="here")
     with pytest.raises(WindfallError, match="context of 512"):
-        trainer.derive(recipe, load.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", [20])
+        derived.derive(recipe, load.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", [20])

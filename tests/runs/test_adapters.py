@@ -138,14 +138,14 @@ def test_export_copies_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     from windfall.trainer import checkpoint
     from windfall.trainer.optimizer import Optimizer
     from windfall.trainer.ranks import sharded_file
-    from windfall.trainer.ranks.ranks import Ranks
+    from windfall.trainer.ranks.ranks import TrainerRanks
     from windfall.training import CheckpointState
 
     model = load.load("tiny", dtype="float32", device="cpu")
     optimizer = Optimizer(model, Train(), 1)
     how: dict[str, Any] = {
         "write_model": model.save_pretrained, "tokenizer": load.load_tokenizer("tiny"), "keep": 9,
-        "write_optimizer": lambda path: sharded_file.write(path, optimizer.state(), Ranks.alone()),
+        "write_optimizer": lambda path: sharded_file.write(path, optimizer.state(), TrainerRanks.alone()),
     }  # fmt: skip
     for step in (1, 2):
         checkpoint.save(tmp_path / "run" / "checkpoints", CheckpointState(step=step, next_task=0), **how)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from windfall.trainer.ranks.ranks import Ranks
+from windfall.trainer.ranks.ranks import TrainerRanks
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.support.forked"])
@@ -59,7 +59,11 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        ranks = Ranks.alone() if size == 1 else Ranks.join(rank, size, meeting, device="cpu", timeout_s=timeout_s)
+        ranks = (
+            TrainerRanks.alone()
+            if size == 1
+            else TrainerRanks.join(rank, size, meeting, device="cpu", timeout_s=timeout_s)
+        )
         pipe.send_bytes(pickle.dumps((True, work(ranks, *args))))
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

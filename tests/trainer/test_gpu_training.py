@@ -38,7 +38,7 @@ from windfall.trainer.model.llama import LlamaBody, UnsupportedModel
 from windfall.trainer.model.logprobs import Learner, compare, pack_rows
 from windfall.trainer.model.policy import Policy
 from windfall.trainer.packs import packs
-from windfall.trainer.ranks.ranks import Orders, Ranks
+from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import Sample
@@ -433,7 +433,7 @@ def test_bfloat16_gradients_under_fsdp_match_float32(
 ) -> None:
     _, exact = rounded_models(name, monkeypatch)
     expected = gradient(TorchTrainer(exact, algorithms.make("grpo"), LOOSE, micro_tokens=1))
-    ranks = Ranks.join(0, 1, f"file://{tmp_path}/ranks", device="cuda", timeout_s=60.0)
+    ranks = TrainerRanks.join(0, 1, f"file://{tmp_path}/ranks", device="cuda", timeout_s=60.0)
     try:
         source = exact.state_dict() | dict(exact.named_buffers())
         policy = sharded_policy(exact.config, source, ranks, dtype=torch.bfloat16)

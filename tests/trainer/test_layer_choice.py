@@ -14,7 +14,7 @@ from windfall.trainer.model import logprobs
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.llama import UnsupportedModel
 from windfall.trainer.model.logprobs import Learner
-from windfall.trainer.ranks.ranks import Ranks
+from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
 
 CONFIG = LlamaConfig(
@@ -23,7 +23,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def choose(ranks: Ranks, where: str, error: Exception | None) -> tuple[bool, list[str]]:
+def choose(ranks: TrainerRanks, where: str, error: Exception | None) -> tuple[bool, list[str]]:
     """Choose the layers; the last rank fails at `where`. Returns whether it uses the own ones, and what it said."""
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32, attn_implementation=attention.NAME)
     source = dict(model.named_parameters()) | dict(model.named_buffers()) if ranks.first else None
@@ -56,7 +56,7 @@ def test_one_rank_that_cannot_use_them_is_enough(where: str, error: Exception) -
     assert run_ranks(3, choose, where, error) == [(False, [line])] * 3
 
 
-def fail_in_a_pass(ranks: Ranks) -> str:
+def fail_in_a_pass(ranks: TrainerRanks) -> str:
     try:
         choose(ranks, "within", ValueError("no compiler"))
     except Exception as e:

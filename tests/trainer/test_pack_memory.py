@@ -10,8 +10,8 @@ import torch
 from windfall.models import load
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
+from windfall.trainer.derived import sharded_use, unsharded_use
 from windfall.trainer.model.lora import trained_parameters
-from windfall.trainer.process import sharded_use, unsharded_use
 
 FREE = 1e12
 MODEL: Any = load.load("tiny", dtype="bfloat16", device="cpu")

@@ -24,7 +24,7 @@ from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.llama import LlamaLayer
 from windfall.trainer.model.logprobs import Learner
 from windfall.trainer.model.policy import Policy
-from windfall.trainer.ranks.ranks import Ranks
+from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.trainer.ranks.sharding import is_sharded, sharded_policy
 from windfall.training import Sample
 
@@ -137,7 +137,7 @@ def expected(name: str, keep: int | None, dtype: torch.dtype) -> dict[str, torch
     return {"scores": scores, **{n: g for n, p in model.named_parameters() if (g := p.grad) is not None}}
 
 
-def sharded(ranks: Ranks, name: str, keep: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def sharded(ranks: TrainerRanks, name: str, keep: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     model = model_of(name)
     source = model.state_dict() | dict(model.named_buffers()) if ranks.first else None
     policy = sharded_policy(MODELS[name](), source, ranks, dtype=dtype, prepare=lambda model: attach(name, model))
@@ -156,7 +156,7 @@ def sharded(ranks: Ranks, name: str, keep: int | None, dtype: torch.dtype) -> di
     }
 
 
-def all_cases(ranks: Ranks) -> list[dict[str, torch.Tensor]]:
+def all_cases(ranks: TrainerRanks) -> list[dict[str, torch.Tensor]]:
     return [sharded(ranks, *case) for case in CASES]
 
 

@@ -16,7 +16,7 @@ from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.checkpoint import IntactCheckpoint
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
-from windfall.trainer.ranks.ranks import Ranks
+from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.training import CheckpointState
 from windfall.weights.publish import Publisher
 
@@ -36,7 +36,7 @@ def saved(folder: Path, weights: trained_weights.TrainedWeights) -> IntactCheckp
     checkpoint.save(
         folder, CheckpointState(step=1, next_task=0), write_model=weights.saved.save_pretrained,
         tokenizer=load.load_tokenizer("tiny"), keep=1, base=weights.base,
-        write_optimizer=lambda path: sharded_file.write(path, optimizer.state(), Ranks.alone()),
+        write_optimizer=lambda path: sharded_file.write(path, optimizer.state(), TrainerRanks.alone()),
     )  # fmt: skip
     found = checkpoint.newest_intact(folder)
     assert found is not None

@@ -20,6 +20,10 @@ from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec, LoadTimes
 from windfall.models import load
 
+MAX_KEPT_SHARE = 0.25
+"""Merged copies that are larger than this share of the free memory are freed during training. Smaller ones are kept: if
+they get other addresses, the engine must capture its graphs again."""
+
 
 def build_model(spec: EngineSpec, device: str) -> Any:
     """Build a module without meaningful weights. If `GraphEngine` will run it, only the weight skeleton is built."""

@@ -6,11 +6,11 @@
                or  Refused
 
 A peer is a worker, which knows the run's token, or the trainer, which has a secret of its own. That secret stays in the
-run's folder and on the other machines of the trainer, so a worker cannot pass for the trainer. Those machines join the
-supervisor in the same way, with that secret. Use TLS against an attacker who can read or change traffic.
+run's folder and with the ranks of the trainer, so a worker cannot pass for the trainer. Ranks on several machines join
+the supervisor in the same way, with that secret. Use TLS against an attacker who can read or change traffic.
 
-The controller calls `challenge` (link/gate.py), and so does the supervisor (ranks/machines.py). The peers call `join`
-(worker/agent.py, trainer/agent.py, trainer/ranks/rank_host.py). Between a controller and an environment server it is
+The controller calls `challenge` (link/gate.py), and so does the supervisor (run/ranks/joined_ranks.py). The peers call
+`join` (worker/agent.py, trainer/agent.py, run/ranks/join.py). Between a controller and an environment server it is
 the server that listens and calls `challenge` (envs/remote/server.py), with a token of its own.
 """
 
@@ -45,7 +45,7 @@ class Role:
 
 WORKER = Role(m.Hello, "hello", m.Welcome, "welcome")
 TRAINER = Role(m.TrainerHello, "trainer", m.TrainerWelcome, "trainer welcome")
-MACHINE = Role(m.MachineHello, "machine", m.MachineWelcome, "machine welcome")
+RANK = Role(m.RankHello, "rank", m.RankWelcome, "rank welcome", listener="supervisor")
 ENV_CLIENT = Role(e.EnvHello, "env client", e.EnvWelcome, "env welcome", listener="environment server")
 
 

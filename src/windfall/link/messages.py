@@ -5,10 +5,10 @@
     worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity, Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Forward, ForwardBackward, OptimStep, Publish, Save
     trainer ──▶ controller    TrainerHello;  LogProbs, GradientAdded, Optimized, PublishedVersion, Saved, Failed
-    supervisor ──▶ machine    Challenge, MachineWelcome or Refused;  StartRanks, StopRanks, RunEnded
-    machine ──▶ supervisor    MachineHello;  MachineReady, RanksEnded
+    supervisor ──▶ rank       Challenge, RankWelcome or Refused;  StartRank, StopRank, RunEnded
+    rank ──▶ supervisor       RankHello;  RankStarted, RankEnded
 
-A *machine* is one more machine of the trainer, with some of its ranks (trainer/ranks/machines.py).
+A *rank* is one process of a trainer on several machines (run/ranks/joined_ranks.py).
 
 A *handle* is the number of one assignment of one response to one worker. A response that moves to another worker gets a
 new handle, so a late frame is recognized by its handle alone.
@@ -381,59 +381,62 @@ class Failed(Message, frozen=True, tag=27):
     final: bool = False  # True if a person must fix the cause: another trainer would fail in the same way
 
 
-class MachineHello(Message, frozen=True, tag=32):
-    """Machine to supervisor: the answer to Challenge."""
+class RankHello(Message, frozen=True, tag=32):
+    """Rank to supervisor: the answer to Challenge."""
 
-    protocol: int  # PROTOCOL of the machine
+    protocol: int  # PROTOCOL of the rank
     nonce: bytes  # random bytes that the supervisor's proof must cover
-    proof: bytes  # HMAC that shows that the machine knows the secret of the trainer
-    name: str  # for messages to people
+    proof: bytes  # HMAC that shows that the rank knows the secret of the trainer
+    name: str  # its host, for messages to people
+    rank: int
+    size: int  # number of all ranks
+    machine: str  # equal for ranks on the same machine
 
 
-class MachineWelcome(Message, frozen=True, tag=33):
-    """Supervisor to machine: it is one of the trainer's machines."""
+class RankWelcome(Message, frozen=True, tag=33):
+    """Supervisor to rank: it is one of the trainer's ranks."""
 
     proof: bytes  # HMAC that shows that the supervisor knows the secret of the trainer
-    machine: int  # its number; 0 is the supervisor's own machine
-    machines: int
     recipe: str  # the recipe of the run, as TOML
+    folder: str  # the folder of the run, on the machine of rank 0
     weights_key: str  # what workers send to the weight server of this machine
 
 
-class MachineReady(Message, frozen=True, tag=34):
-    """Machine to supervisor: it can start ranks."""
-
-    ranks: int  # how many
-    error: str = ""  # why it cannot, if it cannot
-
-
-class StartRanks(Message, frozen=True, tag=35):
-    """Supervisor to machine: start all ranks."""
+class StartRank(Message, frozen=True, tag=34):
+    """Supervisor to rank: start its process."""
 
     attempt: int  # number of this start of the trainer
-    rendezvous: str  # where the ranks of all machines meet (trainer/ranks/ranks.py)
-    first: int  # number of the machine's first rank
-    size: int  # ranks of all machines
+    rendezvous: str  # where all ranks meet (trainer/ranks/ranks.py)
+    machine: int  # number of its machine; that of rank 0 is 0
+    local_rank: int  # its number among the ranks of its machine
+    local_size: int  # ranks of its machine
 
 
-class StopRanks(Message, frozen=True, tag=36):
-    """Supervisor to machine: kill all ranks, and answer with RanksEnded."""
+class RankStarted(Message, frozen=True, tag=35):
+    """Rank to supervisor: the answer to StartRank."""
+
+    attempt: int
+    pid: int
+
+
+class StopRank(Message, frozen=True, tag=36):
+    """Supervisor to rank: kill its process, and answer with RankEnded."""
 
     attempt: int
 
 
-class RanksEnded(Message, frozen=True, tag=37):
-    """Machine to supervisor: all ranks of this attempt have ended."""
+class RankEnded(Message, frozen=True, tag=37):
+    """Rank to supervisor: its process has ended, or cannot be started."""
 
-    attempt: int
-    code: int  # exit status of the rank that ended first, or the negative number of the fatal signal
-    what: str = ""  # what happened, if a rank wrote it down
+    attempt: int  # 0 if it cannot take part in any start
+    code: int  # exit status, or the negative number of the fatal signal
+    what: str = ""  # what happened, if the process wrote it down
     where: str = ""
     fix: str = ""  # what to do
 
 
 class RunEnded(Message, frozen=True, tag=38):
-    """Supervisor to machine, last message on a link: the machine is not needed any more."""
+    """Supervisor to rank, last message on a link: the rank is not needed any more."""
 
     why: str
 
@@ -443,8 +446,8 @@ ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Forget | 
 FromTrainer = TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVersion | Saved | Failed
 Verb = Forward | ForwardBackward | OptimStep | Publish | Save | LoadCheckpoint
 ToTrainer = Challenge | TrainerWelcome | Refused | Verb
-FromMachine = MachineHello | MachineReady | RanksEnded
-ToMachine = Challenge | MachineWelcome | Refused | StartRanks | StopRanks | RunEnded
+FromRank = RankHello | RankStarted | RankEnded
+ToRank = Challenge | RankWelcome | Refused | StartRank | StopRank | RunEnded
 
 encode = msgspec.msgpack.Encoder().encode
 

@@ -84,9 +84,8 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def socket_environment(address: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def socket_environment(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment variables for ranks that use the interface with this address."""
-    environment = os.environ if environment is None else environment
     name = interface_of(address)
     wanted = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {key: value for key, value in wanted.items() if key not in environment}

@@ -53,7 +53,6 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "train.micro_tokens": ("free", ""),
     "train.checkpoint_activations": ("free", ""),
     "train.ranks": ("free", ""),
-    "train.machines": ("free", ""),
     "train.rendezvous": ("free", ""),
     "train.machine_timeout_s": ("free", ""),
     "train.offload": ("free", ""),

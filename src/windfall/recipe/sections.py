@@ -138,16 +138,14 @@ class Train(Section):
     checkpoint_activations: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass to save memory. "auto" does so if they would fill much of it."""
     ranks: Count | Literal["auto"] = "auto"
-    """Processes of the trainer on each of its machines, each with its own GPU and its own part of the model. "auto"
-    uses every GPU of the machine, and one process without a GPU."""
-    machines: Count = 1
-    """Machines of the trainer. On each one beyond the first, run `windfall ranks`."""
+    """Processes of the trainer, each with its own GPU and its own part of the model. "auto" uses every GPU of the
+    machine, and one process without a GPU; with `rendezvous` it is the number that torchrun or srun has started."""
     rendezvous: str = ""
-    """Address of this machine, as HOST:PORT, at which the other machines of the trainer find it. Use an address of a
-    private network. Needed if `machines` is above 1."""
+    """Address of this machine, as HOST:PORT, at which the ranks of a trainer on several machines find it. Use an
+    address of a private network. The run then starts no ranks itself: `windfall trainer --join` does."""
     machine_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that the trainer waits for its other machines, at the start and after one was lost. Then the run ends,
-    and can be resumed."""
+    """Seconds that the run waits for the ranks that join it, at the start and after a machine was lost. Then the run
+    ends, and can be resumed."""
     offload: bool = False
     """Keep the float32 weights and the state of the optimizer in the memory of the host instead of the GPU. Slower, but
     larger models fit."""
@@ -167,8 +165,6 @@ class Train(Section):
         host, _, port = self.rendezvous.rpartition(":")
         if self.rendezvous and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
             raise ValueError(f"rendezvous must be HOST:PORT, such as '10.0.0.5:29400', not {self.rendezvous!r}")
-        if self.machines > 1 and not self.rendezvous:
-            raise ValueError("machines above 1 needs rendezvous: the address of this machine, such as '10.0.0.5:29400'")
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -80,7 +81,7 @@ def train(
     token: Annotated[str | None, token_option("; by default a new one is created")] = None,
     trainer_token: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="File that holds the secret for `windfall ranks`; by default a new one."),
+        typer.Option(metavar="FILE", help="File that holds the secret for `windfall trainer`; by default a new one."),
     ] = None,
 ) -> None:
     """Train with a recipe: start a controller, a trainer and workers. Ctrl-C saves and shows how to resume."""
@@ -185,14 +186,13 @@ def worker(
     )  # fmt: skip
 
 
-def ranks(
+def trainer(
     join: Annotated[str, typer.Option(metavar="URL", help="http://HOST:PORT with the run's train.rendezvous.")],
     token: TrainerToken,
-    ranks: Annotated[str, typer.Option(metavar="auto|N", help="Ranks on this machine. Default: train.ranks.")] = "",
     host: Annotated[
         str, typer.Option(help="Address at which workers reach this machine. Default: the one that reaches the run.")
     ] = "",
-    folder: Annotated[Path | None, typer.Option(help="Directory for logs. Default: a new temporary one.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Directory for the log. Default: a new temporary one.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(help="Additional certificate (PEM) to trust.")] = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -200,16 +200,17 @@ def ranks(
         float, typer.Option(min=1.0, help="Seconds without a place in the run after which the command exits.")
     ] = 600.0,
 ) -> None:
-    """Run ranks of a trainer on this machine, for a run with train.machines above 1, until that run ends."""
-    from windfall.trainer.ranks import rank_host
+    """Join a run as one rank of its trainer, for a run with train.rendezvous, until that run ends.
+
+    Start one for every GPU, with torchrun, srun or by hand. Its number is in the environment: RANK, WORLD_SIZE and
+    LOCAL_RANK, or those of Slurm.
+    """
+    from windfall.run.ranks import join as joining
 
     overrides = _tls(tls_cert, tls_key)
-    if ranks:
-        if ranks != "auto" and not (ranks.isdecimal() and int(ranks)):
-            raise WindfallError(f"{ranks!r} is not a number of ranks", where="--ranks", fix="Give auto, or 1 or more.")
-        overrides.append(f"train.ranks={ranks}")
-    code = rank_host.main(join, token, host=host, folder=folder, ca=tls_ca, overrides=overrides, patience_s=patience)
-    raise typer.Exit(code)
+    raise typer.Exit(
+        joining.main(join, token, host=host, folder=folder, ca=tls_ca, overrides=overrides, patience_s=patience)
+    )
 
 
 def gateway(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that is running.")]) -> None:
@@ -245,20 +246,19 @@ def _controller(run: Path) -> None:
 
 
 @app.command(name="_trainer", hidden=True)
-def _trainer(
-    run: Path, rank: int = 0, ranks: int = 1, rendezvous: str = "", machine: int = 0, local_rank: int = 0,
-    local_ranks: int = 1, host: str = "",
-) -> None:  # fmt: skip
+def _trainer(run: Path) -> None:
+    """Run the rank that the environment names."""
     from windfall.processes import process
-    from windfall.trainer import process as trainer
-    from windfall.trainer.ranks import process as ranks_of_trainer
+    from windfall.run import local_worker
+    from windfall.trainer import process as trainer_process
+    from windfall.trainer.ranks import process as rank_process
+    from windfall.trainer.ranks.rank_place import RankPlace
 
     process.tolerate_full_log()
-    place = ranks_of_trainer.RankPlace(
-        rank=rank, size=ranks, rendezvous=rendezvous, machine=machine, local_rank=local_rank, local_size=local_ranks,
-        host=host,
-    )  # fmt: skip
-    raise typer.Exit(ranks_of_trainer.main(run, place) if rank else trainer.main(run, place))
+    place = RankPlace.of(os.environ)
+    if place.rank:
+        raise typer.Exit(rank_process.main(run, place))
+    raise typer.Exit(trainer_process.main(run, place, local_worker.make))
 
 
 def evaluate(
@@ -367,7 +367,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Add machines": {
         "token demo.token": token,
         "worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63": worker,
-        "ranks --join http://10.0.0.5:29400 --token trainer.secret": ranks,
+        "trainer --join http://10.0.0.5:29400 --token trainer.secret": trainer,
         "env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000": env_server,
         "gateway runs/demo": gateway,
     },

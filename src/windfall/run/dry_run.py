@@ -14,7 +14,7 @@ from windfall.models import load
 from windfall.recipe.file import dump_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run import recipe_check
-from windfall.trainer.ranks.rank_group import rank_places
+from windfall.trainer.ranks.rank_place import rank_devices
 
 
 def describe(recipe: Recipe, report: str, *, all_keys: bool) -> str:
@@ -38,8 +38,10 @@ def facts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         dtype = "bfloat16" if on_gpu else "float32"
     known = f"{size / 1e6:,.1f} M parameters" if size else "size not known before it is loaded"
     yield "model", f"{recipe.model.path}: {known}, {dtype}"
-    ranks = len(rank_places(recipe, places)) * train.machines
+    ranks = len(rank_devices(recipe, places))
     processes = f"{ranks} process{'es' if ranks > 1 else ''} on {'GPUs' if on_gpu and ranks > 1 else _device(on_gpu)}"
+    if train.rendezvous:
+        processes = f"{'the' if train.ranks == 'auto' else train.ranks} processes that join at {train.rendezvous}"
     what = "adapters (LoRA)" if train.lora else "all weights"
     yield "trainer", f"{processes}; {recipe.algorithm.name} on {what}, learning rate {train.lr:g} ({train.schedule})"
     count = rollout.groups * rollout.group_size

@@ -1,7 +1,7 @@
 """The trainer's own engine: the worker named `local`. It and the trainer take turns on the trainer's devices.
 
-    one process   ModuleEngine   runs the trainer's module, in a thread of the trainer's process
-    ranks         RankEngines    one engine per rank, each in a child process of rank 0 on the device of its rank
+    one process   ModuleWorker   runs the trainer's module, in a thread of the trainer's process
+    ranks         RanksWorker    one engine per rank, each in a child process of rank 0 on the device of its rank
 
 No rank has the whole model, so the engines of a sharded trainer have copies of their own. They read the weights from
 the publisher's buffers, and give their memory back while the trainer works (engine/group/group.py). With ranks
@@ -10,154 +10,131 @@ on several machines, only those on the machine of rank 0 have an engine. The chi
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
-import traceback
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from windfall import devices
 from windfall.engine.engine_factory import build_engine
-from windfall.errors import WindfallError
+from windfall.engine.group.group import EngineGroup
 from windfall.link import tls
 from windfall.link.messages import EngineSpec
-from windfall.recipe.fleet import Fleet
-from windfall.trainer.agent import Lock, TrainerAgent
+from windfall.trainer.agent import TrainerAgent
+from windfall.trainer.derived import OWN_ENGINE_SHARE
+from windfall.trainer.own_engine.interface import OwnEngine
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
 from windfall.trainer.own_engine.trainer_turn import TrainerTurn
-from windfall.trainer.ranks.process import TrainerPart
-from windfall.trainer.trained_weights import TrainedWeights
+from windfall.trainer.ranks.process import RankPart, cpu_threads
 from windfall.types import LOCAL, Lease
 from windfall.worker.agent import Agent
 
-SHARE = 0.3
-"""Share of the free memory that the KV cache of an engine on the trainer's device may use."""
+
+def make(part: RankPart, secret: str, where: Callable[[], str]) -> OwnEngine:
+    """The trainer's own engine for a run with fleet.local = true."""
+    return RanksWorker(part, secret, where) if part.ranks.distributed else ModuleWorker(part, secret, where)
 
 
-class LocalEngine(Protocol):
-    device: str
-    """The devices of the engine, for people and for the price."""
+class LocalWorker:
+    """What both kinds share: the engine's link to the controller."""
 
-    @property
-    def lock(self) -> Lock:
-        """The lock that the trainer must hold while it works."""
-        ...
+    def __init__(self, part: RankPart, secret: str, where: Callable[[], str]) -> None:
+        """`part`: that of rank 0, which is this process. `where` returns the address of the controller."""
+        self.part = part
+        self._secret = secret
+        self._where = where
+        self._engine: TrainerEngine | None = None
 
-    def build(self, spec: EngineSpec, host: TrainerAgent) -> tuple[TrainerEngine, int]:
+    def make_room(self) -> None:
+        if self._engine is not None:
+            self._engine.make_room()
+
+    def invalidate(self) -> None:
+        if self._engine is not None:
+            self._engine.invalidate()
+
+    async def run(self, trainer: TrainerAgent) -> None:
+        address, fleet, failed = self._where(), self.part.recipe.fleet, list[Exception]()
+
+        def build(spec: EngineSpec) -> tuple[Any, int]:
+            try:
+                self._engine, slots = self.build(spec, trainer)
+            except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
+                failed.append(e)
+                raise
+            return self._engine, slots
+
+        device = devices.describe(self.part.ranks.device, len(self.part.pids))
+        lease = Lease(kind="reserved", device=device, price_usd_per_h=fleet.trainer_price_usd_per_h)
+        while True:
+            await trainer.connected.wait()
+            agent = Agent(
+                address,
+                self._secret,
+                name=LOCAL,
+                lease=lease,
+                build=build,
+                puller=TrainerWeights(lambda: trainer.manifest),
+                patience_s=math.inf,
+                address=self._where,
+                ssl=tls.client_context(address, pinned=fleet.tls_cert),
+            )
+            code = await agent.run()
+            if failed:
+                raise failed[0]
+            if code != 1:
+                return  # the run is over, or the engine was refused for good
+
+    def build(self, spec: EngineSpec, trainer: TrainerAgent) -> tuple[TrainerEngine, int]:
         """The engine, and the number of responses that it decodes at once. Runs in the engine's thread."""
-        ...
+        raise NotImplementedError
 
-    def close(self) -> None: ...
-
-
-class ModuleEngine:
-    def __init__(self, weights: TrainedWeights, device: str) -> None:
-        self.device, self.lock = devices.describe(device), threading.Lock()
-        self._weights, self._kind = weights, device
-
-    def build(self, spec: EngineSpec, host: TrainerAgent) -> tuple[TrainerEngine, int]:
-        with self.lock:  # the engine for GPUs changes the layout of the module's weights
-            merged = self._weights.merged()
-            model = self._weights.model if merged is None else merged.module
-            built, slots = build_engine(spec, self._kind, model=model, share=SHARE)
-        on_gpu = self._kind == "cuda"
-        return TrainerEngine(
-            built, self.lock, published=lambda: host.manifest, share_memory=on_gpu, merged=merged
-        ), slots
+    def give_back(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
 
 
-class RankEngines:
-    def __init__(self, part: TrainerPart, folder: Path, *, threads: int) -> None:
-        """`part`: that of rank 0, which is this process. `folder`: of the run. `threads`: CPU threads per engine."""
-        from windfall.engine.group.group import EngineGroup
+class ModuleWorker(LocalWorker):
+    def __init__(self, part: RankPart, secret: str, where: Callable[[], str]) -> None:
+        super().__init__(part, secret, where)
+        self.lock = threading.Lock()
 
-        self.device = describe(part.places[0].device, len(part.pids))
+    def build(self, spec: EngineSpec, trainer: TrainerAgent) -> tuple[TrainerEngine, int]:
+        device, weights = self.part.ranks.device, self.part.weights
+        with self.lock:  # the engine for GPUs changes the layout of the module's weights
+            merged = weights.merged()
+            model = weights.model if merged is None else merged.module
+            built, slots = build_engine(spec, device, model=model, share=OWN_ENGINE_SHARE)
+        own = TrainerEngine(
+            built, self.lock, published=lambda: trainer.manifest, share_memory=device == "cuda", merged=merged
+        )
+        return own, slots
+
+
+class RanksWorker(LocalWorker):
+    def __init__(self, part: RankPart, secret: str, where: Callable[[], str]) -> None:
+        super().__init__(part, secret, where)
+        publisher, folder = part.publisher, part.folder
         self._group = EngineGroup(
-            part.places, part.publisher, folder=folder / "engines", share=SHARE,
-            threads=threads, modules=[f"windfall.run.preload:preload_run:{folder}"],
-        )  # fmt: skip
+            part.places,
+            publisher,
+            folder=folder / "engines",
+            share=OWN_ENGINE_SHARE,
+            threads=cpu_threads(part.recipe, part.place),
+            modules=[f"windfall.run.preload:preload_run:{folder}"],
+        )
         self.lock = TrainerTurn(self._group.pause)
 
-    def build(self, spec: EngineSpec, host: TrainerAgent) -> tuple[TrainerEngine, int]:
+    def build(self, spec: EngineSpec, trainer: TrainerAgent) -> tuple[TrainerEngine, int]:
         with self.lock.engines:
             slots = self._group.build(spec)
-        return TrainerEngine(self._group, self.lock.engines, published=lambda: host.manifest, share_memory=True), slots
+        own = TrainerEngine(self._group, self.lock.engines, published=lambda: trainer.manifest, share_memory=True)
+        return own, slots
+
+    def give_back(self) -> None:
+        self.part.orders.call(self.part.free_memory)
 
     def close(self) -> None:
         self._group.close()
-
-
-def describe(device: str, ranks: int) -> str:
-    """The devices of all ranks, as controller/cost/prices.py reads them.
-
-    >>> describe("cpu", 1), describe("cpu", 2)
-    ('cpu', '2x cpu')
-    """
-    name = devices.describe(device)
-    return name if ranks == 1 else f"{ranks}x {name}"
-
-
-async def run_trainer(
-    host: TrainerAgent, local: LocalEngine | None, fleet: Fleet, secret: str, where: Callable[[], str]
-) -> int:
-    """Run the trainer, and its own engine beside it, if it has one. Returns the exit status. `where` returns the
-    address of the controller."""
-    if local is None:
-        return await host.run()
-    try:
-        return await run_beside(host.run(), asyncio.create_task(run(local, host, fleet, secret, where)))
-    finally:
-        local.close()
-
-
-async def run(local: LocalEngine, host: TrainerAgent, fleet: Fleet, secret: str, where: Callable[[], str]) -> None:
-    """Run the engine as the worker named `local`. Raises the original error if it cannot be built."""
-    address = where()
-    failed: list[Exception] = []
-
-    def build(spec: EngineSpec) -> tuple[Any, int]:
-        try:
-            shared, slots = local.build(spec, host)
-        except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
-            failed.append(e)
-            raise
-        host.make_room, host.invalidate = shared.make_room, shared.invalidate
-        return shared, slots
-
-    lease = Lease(kind="reserved", device=local.device, price_usd_per_h=fleet.trainer_price_usd_per_h)
-    while True:
-        await host.connected.wait()
-        agent = Agent(
-            address, secret, name=LOCAL, lease=lease, build=build, puller=TrainerWeights(lambda: host.manifest),
-            ssl=tls.client_context(address, pinned=fleet.tls_cert), patience_s=math.inf, address=where,
-        )  # fmt: skip
-        code = await agent.run()
-        if failed:
-            raise failed[0]
-        if code != 1:
-            return  # the run is over, or the engine was refused for good
-
-
-async def run_beside(trainer: Coroutine[Any, Any, int], local: asyncio.Task[None]) -> int:
-    """The result of `trainer`. If its own engine cannot be built, this ends the process with the reason, because the
-    controller would wait for its work."""
-    running = asyncio.create_task(trainer)
-    try:
-        await asyncio.wait([running, local], return_when=asyncio.FIRST_COMPLETED)
-        if local.done() and not running.done() and (error := local.exception()) is not None:
-            if isinstance(error, WindfallError):
-                raise error
-            fix = "Set fleet.local = false to run without it; trainer.log has the traceback."
-            traceback.print_exception(error)
-            line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise WindfallError(f"the trainer's own engine failed: {line}", where="fleet.local", fix=fix)
-        return await running
-    finally:
-        running.cancel()
-        local.cancel()
-        await asyncio.wait([running, local])

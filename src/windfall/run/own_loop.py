@@ -37,7 +37,7 @@ from windfall.run.commands.in_process import in_process_worker
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.agent import TrainerAgent
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
-from windfall.trainer.process import derive, fingerprint, spec, text_for
+from windfall.trainer.derived import derive, fingerprint, spec, text_for
 from windfall.training import CheckpointState
 from windfall.worker.session import PulledWeights
 

@@ -27,9 +27,16 @@ from windfall.models import load
 from windfall.recipe.file import load_recipe
 from windfall.trainer import checkpoint
 
-LAZY_MODULES = ("windfall.engine.torch.engine", "windfall.engine.torch.runner", "windfall.worker.process",
-              "windfall.trainer.process", "windfall.trainer.trainer", "windfall.weights.device_delta",
-              "windfall.weights.publish", "windfall.weights.serve")  # fmt: skip
+LAZY_MODULES = (
+    "windfall.engine.torch.engine",
+    "windfall.engine.torch.runner",
+    "windfall.worker.process",
+    "windfall.trainer.process",
+    "windfall.trainer.trainer",
+    "windfall.weights.device_delta",
+    "windfall.weights.publish",
+    "windfall.weights.serve",
+)
 """Modules that windfall imports inside functions."""
 GPU_MODULES = ("windfall.engine.cuda.engine", "windfall.engine.cuda.kernels", "windfall.trainer.kernels")
 

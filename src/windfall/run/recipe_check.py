@@ -1,22 +1,18 @@
-"""Checks a recipe before any process starts: model, environment, trace, certificates, context, KV cache. No torch.
-
-The trainer uses `fit` and `prompt_lengths`, too, for models whose files are not complete before it starts.
-"""
+"""Checks a recipe before any process starts: model, environment, trace, certificates, context, KV cache. No torch."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from windfall import algorithms
 from windfall import run_folder as folders
 from windfall.controller.gateway import agents
 from windfall.engine.vllm import installed
-from windfall.envs.base import EnvHost
 from windfall.envs.grade import trial
 from windfall.envs.hosting import evaluation_data, recipe_host
+from windfall.envs.prompt_lengths import fit, is_agent, prompt_lengths
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError, install_command
 from windfall.events.sinks import require_tools
@@ -55,7 +51,7 @@ def check(recipe: Recipe) -> str:
     worker_sources.check(recipe)
     trace_changes(recipe)
     require_tools(recipe.log.model_dump())
-    agent = f"{agents.check(recipe)}; " if agents.is_agent(recipe) else ""
+    agent = f"{agents.check(recipe)}; " if is_agent(recipe) else ""
     if agent and recipe.task_env is recipe.env:  # it has tasks of its own
         return agent.removesuffix("; ")
     host, o = recipe_host(recipe), recipe.rollout
@@ -148,43 +144,3 @@ def check_context(recipe: Recipe, task: Task) -> str:
 async def _first_lengths(recipe: Recipe, text: Text) -> list[int]:
     async with recipe_host(recipe) as env:
         return await prompt_lengths(env, recipe, text)
-
-
-async def prompt_lengths(env: EnvHost, recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> list[int]:
-    """Prompt lengths in tokens of `count` tasks from `first` on. Tasks that take too long are left out."""
-    await env.ready()
-    timeout_s = recipe.rollout.reward_timeout_s
-    calls = [env.task(first + i, timeout_s) for i in range(count)]
-    done, late = await asyncio.wait(calls, timeout=2 * timeout_s)
-    for future in late:
-        future.cancel()
-    created = [future for future in done if future.exception() is None]
-    if not created:
-        timed_out = f"no task was ready after {2 * timeout_s:g} s"
-        why = next((str(future.exception()) for future in calls if future in done), timed_out)
-        fix = "Check the environment, or raise rollout.reward_timeout_s."
-        what = f"none of the first {count} tasks could be created: {why}"
-        raise WindfallError(what, where=f"environment {env.name}", fix=fix)
-    return [len(text.prompt(future.result().prompt)) for future in created]
-
-
-def fit(recipe: Recipe, prompts: Sequence[int], context: int | None) -> int:
-    """The longest of these prompts, in tokens, that leaves room for a response in the model's context. The rollout
-    skips tasks with longer prompts. If no prompt fits, that is an error."""
-    o = recipe.rollout
-    fitting = [n for n in prompts if not context or n + o.max_tokens <= context]
-    prompt_tokens = max(fitting) if fitting else min(prompts)
-    longest = prompt_tokens + o.max_tokens
-    lengths, page = (
-        f"prompts of {prompt_tokens} tokens and rollout.max_tokens = {o.max_tokens}",
-        recipe.engine.page_size,
-    )
-    if context and not fitting:
-        fix = f"Set it to at most {max(1, context - prompt_tokens)}."
-        raise WindfallError(f"{lengths} exceed the model's context of {context}", where="rollout.max_tokens", fix=fix)
-    room = recipe.engine.kv_tokens // page * page
-    if recipe.engine.kv_tokens and room < longest:
-        what = f"a KV cache of {room} tokens has no room for one response: {lengths} need {longest}"
-        fix = f"Set it to at least {-(-longest // page) * page}, or to 0."
-        raise WindfallError(what, where="engine.kv_tokens", fix=fix)
-    return prompt_tokens

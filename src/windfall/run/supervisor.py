@@ -1,7 +1,7 @@
 """`windfall train`: starts the processes of a run, restarts killed ones, and shows what happens. Keeps no state.
 
     supervisor ─┬─ controller                              killed: restarted, continues from its journal
-                ├─ other machines of the trainer (machines.py), each with some of its ranks
+                ├─ ranks of a trainer on several machines, which dial in (ranks/joined_ranks.py)
                 └─ fork server (imported torch) ─┬─ trainer    killed or failed: restarted from the last checkpoint
                                                  └─ workers    started and restarted by their providers (local, trace)
     Ray, Kubernetes, SkyPilot, Slurm ── workers elsewhere      by their providers (worker_sources.py)
@@ -42,10 +42,11 @@ from windfall.providers.trace_provider import TraceProvider
 from windfall.recipe.sections import Recipe
 from windfall.run import liveness, worker_sources
 from windfall.run.gpu_assignment import GpuAssignment
+from windfall.run.ranks.joined_ranks import JoinedRanks
+from windfall.run.ranks.rank_group import RankGroup
 from windfall.run.recipe_check import trace_changes
 from windfall.run.views.console import Console
-from windfall.trainer.ranks.machines import Machines
-from windfall.trainer.ranks.rank_group import RankGroup, log_name, rank_places
+from windfall.trainer.ranks.rank_place import RankPlace, rank_devices
 from windfall.types import Lease
 
 BETWEEN_VERSIONS = 4
@@ -67,9 +68,9 @@ class Supervisor:
         self._controller: Handle | None = None
         self._trainer: Handle | None = None
         self._ranks: list[Handle] = []
-        """The trainer's ranks on this machine."""
-        self._machines: Machines | None = None
-        """The other machines of the trainer, if it has any."""
+        """The trainer's ranks that this process has started."""
+        self._joined: JoinedRanks | None = None
+        """The ranks of a trainer on several machines."""
         self._workers: dict[str, Handle] = {}
         """Worker processes that this run started, by name."""
         self._scaled: dict[str, Provider] = {}
@@ -77,7 +78,7 @@ class Supervisor:
         self._places = devices.gpu_places(recipe.run.device) if places is None else places
         f, nodes = recipe.fleet, recipe.trace.nodes
         self._gpus = GpuAssignment(
-            len(self._places), trainer=len(rank_places(recipe, self._places)),
+            len(self._places), trainer=len(rank_devices(recipe, self._places)),
             workers=max(f.workers, f.workers_max) + nodes,
         )  # fmt: skip
         self._autoscaler = worker_sources.autoscaler(recipe)
@@ -97,7 +98,7 @@ class Supervisor:
         )  # fmt: skip
         (self.folder / "workers").mkdir(exist_ok=True)
         async with (
-            self._handling_signals(fork_client), fork_client, self._showing_events(), self._other_machines()
+            self._handling_signals(fork_client), fork_client, self._showing_events(), self._joining_ranks()
         ):  # fmt: skip
             await self._run_processes(fork_client, environment)
         if self._error is not None:
@@ -105,11 +106,11 @@ class Supervisor:
         return bool(self._end and self._end.get("finished"))
 
     @contextlib.asynccontextmanager
-    async def _other_machines(self) -> AsyncIterator[None]:
-        if self.recipe.train.machines == 1:
+    async def _joining_ranks(self) -> AsyncIterator[None]:
+        if not self.recipe.train.rendezvous:
             yield
             return
-        async with Machines(self.recipe, self.folder, self._console.notice) as self._machines:
+        async with JoinedRanks(self.recipe, self.folder, self._console.notice) as self._joined:
             yield
 
     async def _run_processes(self, fork_client: ForkClient, environment: dict[str, str]) -> None:
@@ -147,32 +148,28 @@ class Supervisor:
 
     async def _start_trainer(self, fork_client: ForkClient, environment: dict[str, str]) -> Handle:
         """Start all ranks of the trainer. They meet at a place whose name was never used before."""
-        places = rank_places(self.recipe, self._places)
-        others = await self._machines.wait() if self._machines is not None else []
         (self.folder / ".trainer.failure").unlink(missing_ok=True)
+        if self._joined is not None:
+            return await self._joined.start()
         for met in self.folder.glob(".ranks-*"):
             met.unlink(missing_ok=True)
-        meeting, size = f"file://{self.folder.resolve()}/.ranks-{os.urandom(8).hex()}", len(places)
+        places = rank_devices(self.recipe, self._places)
+        sharded = len(places) > 1 or self.recipe.train.offload
+        meeting = f"file://{self.folder.resolve()}/.ranks-{os.urandom(8).hex()}" if sharded else ""
         started: list[Handle] = []
         try:
-            if self._machines is not None:
-                meeting, size, started = self._machines.start(others, len(places))
-                environment = environment | self._machines.environment()
-            sharded = ["--rendezvous", meeting] if size > 1 or self.recipe.train.offload else []
-            for rank, place in enumerate(places):
-                argv = [
-                    "windfall", "_trainer", str(self.folder), "--rank", str(rank), "--ranks", str(size),
-                    "--local-rank", str(rank), "--local-ranks", str(len(places)),
-                ]  # fmt: skip
-                name, log = f"rank-{rank}" if rank else "trainer", self.folder / log_name(rank)
-                env = place.environment(environment)
-                handle = await fork_client.start(name=name, argv=[*argv, *sharded], env=env, log=log)
-                started.insert(rank, handle)
+            for number, device in enumerate(places):
+                rank = RankPlace(
+                    rank=number, size=len(places), local_rank=number, local_size=len(places), rendezvous=meeting
+                )
+                env = device.environment(environment | rank.environment())
+                argv, log = ["windfall", "_trainer", str(self.folder)], self.folder / f"{rank.name}.log"
+                started.append(await fork_client.start(name=rank.name, argv=argv, env=env, log=log))
         except BaseException:  # raised again: no rank may be left
             for handle in started:
                 handle.kill()
             raise
-        self._ranks = started[: len(places)]
+        self._ranks = started
         return started[0] if len(started) == 1 else RankGroup(started)
 
     async def _keep_running(self, role: str, start: Callable[[], Any]) -> None:
@@ -255,9 +252,11 @@ class Supervisor:
         report = folders.read_json(path)
         if report is None:
             return
-        if self._trainer is not None and self._trainer.running and self._trainer.pid == report.get("pid"):
+        trainer = self._trainer
+        first = trainer.ranks[0] if isinstance(trainer, RankGroup) else trainer
+        if trainer is not None and first is not None and trainer.running and first.pid == report.get("pid"):
             self._console.notice("the trainer does not respond; killing it")
-            self._trainer.kill()
+            trainer.kill()
         path.unlink(missing_ok=True)
 
     async def _providers(self, fork_client: ForkClient, environment: dict[str, str]) -> list[Provider]:

@@ -29,7 +29,7 @@ from windfall.serve.call_sampler import ServedModel
 from windfall.serve.host import Host
 from windfall.serve.lender import Lender
 from windfall.serve.slo import Objectives
-from windfall.trainer.process import text_for
+from windfall.trainer.derived import text_for
 from windfall.weights.pull import Puller
 
 LEAVE_S = 5.0

@@ -86,8 +86,6 @@ def check(checkpoint: Path, *, optimizer: bool = True) -> checksums.CheckResult:
     """Verify the files of one checkpoint and its state. Raises `DamagedCheckpoint`."""
     checked = checksums.check(checkpoint, skip=frozenset() if optimizer else frozenset({OPTIMIZER}))
     name, state = _NAME.fullmatch(checkpoint.name), _read(checkpoint)
-    if not checked.hashed and state.get("checksums"):  # windfall 0.2 wrote none; this checkpoint had some
-        raise checksums.DamagedCheckpoint(checkpoint, checksums.CHECKSUMS, "the file is missing")
     if name is not None and state["step"] != int(name[1]):
         why = f"it says step {state['step']} in the folder of step {int(name[1])}"
         raise checksums.DamagedCheckpoint(checkpoint, STATE, why)
@@ -115,9 +113,15 @@ def latest(run: Path, *, optimizer: bool = False) -> IntactCheckpoint:
 
 
 def save(
-    folder: Path, state: CheckpointState, *, write_model: Callable[[Path], Any], tokenizer: Any,
-    write_optimizer: Callable[[Path], None], keep: int, base: AdapterBase | None = None,
-) -> Path:  # fmt: skip
+    folder: Path,
+    state: CheckpointState,
+    *,
+    write_model: Callable[[Path], Any],
+    tokenizer: Any,
+    write_optimizer: Callable[[Path], None],
+    keep: int,
+    base: AdapterBase | None = None,
+) -> Path:
     """Write a checkpoint, rename it into place, then delete all but the newest `keep`. Raises WindfallError and changes
     no earlier checkpoint if the disk is full or the folder is not writable. `write_model` writes a model or the adapter
     of `base`, into a folder; `write_optimizer` writes the state of the optimizer into a file."""
@@ -146,15 +150,18 @@ def save(
 
 
 def _write(
-    work: Path, state: dict[str, Any], write_model: Callable[[Path], Any], tokenizer: Any,
+    work: Path,
+    state: dict[str, Any],
+    write_model: Callable[[Path], Any],
+    tokenizer: Any,
     write_optimizer: Callable[[Path], None],
-) -> None:  # fmt: skip
+) -> None:
     """Write all files of a checkpoint and flush them to disk."""
     (work / "windfall").mkdir(parents=True)
     write_model(work)
     tokenizer.save_pretrained(work)
     write_optimizer(work / OPTIMIZER)
-    (work / STATE).write_text(json.dumps(state | {"checksums": True}))
+    (work / STATE).write_text(json.dumps(state))
     checksums.write_checksums(work)
     for path in work.rglob("*"):
         _sync(path)

@@ -3,7 +3,7 @@
     windfall/checksums.json    {"algorithm": "xxh3_128", "files": {"config.json": {"bytes": 698, "hash": "..."}, ...}}
 
 Reading a file from memory and hashing it runs at several GB/s per core, and files are hashed in parallel, so the disk
-is the limit. Checkpoints of windfall 0.2 have no checksums: only the layout of their files can be checked.
+is the limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class DamagedCheckpoint(WindfallError):
     """A file of a checkpoint is missing or was changed."""
 
     def __init__(self, checkpoint: Path, file: str, why: str) -> None:
-        self.checkpoint, self.file, self.why = checkpoint, file, why
+        self.checkpoint = checkpoint
+        self.file = file
+        self.why = why
         fix = "Restore it from a copy, or use another checkpoint."
         super().__init__(f"damaged: {why}", where=str(checkpoint / file), fix=fix)
 
@@ -43,12 +45,8 @@ class DamagedCheckpoint(WindfallError):
 class CheckResult:
     bytes: int
     s: float
-    hashed: bool
-    """False if the checkpoint has no checksums, so that only the layout of its files was checked."""
 
     def __str__(self) -> str:
-        if not self.hashed:
-            return "has no checksums (windfall 0.2 wrote none): its files are complete, their content is not verified"
         rate = self.bytes / max(self.s, 1e-9) / 1e9
         return f"verified {self.bytes / 1e6:,.1f} MB in {self.s:.2f} s ({rate:.1f} GB/s)"
 
@@ -66,7 +64,7 @@ def check(checkpoint: Path, *, skip: frozenset[str] = frozenset()) -> CheckResul
     """Compare every file that is not in `skip` with its checksum. Raises `DamagedCheckpoint` at a difference."""
     started = time.monotonic()
     if not (checkpoint / CHECKSUMS).exists():
-        return _check_layout(checkpoint, skip, started)
+        raise DamagedCheckpoint(checkpoint, CHECKSUMS, "the file is missing")
     listed = {n: e for n, e in _listed(checkpoint).items() if n not in skip}
     for name, (size, _) in listed.items():  # sizes first: they are cheap to check
         path = checkpoint / name
@@ -80,7 +78,7 @@ def check(checkpoint: Path, *, skip: frozenset[str] = frozenset()) -> CheckResul
         if found != digest:
             raise DamagedCheckpoint(checkpoint, name, f"its checksum is {found}, but was {digest} when it was written")
     total = sum(size for size, _ in listed.values())
-    return CheckResult(bytes=total, s=time.monotonic() - started, hashed=True)
+    return CheckResult(bytes=total, s=time.monotonic() - started)
 
 
 def _listed(checkpoint: Path) -> dict[str, tuple[int, str]]:
@@ -123,30 +121,3 @@ def _hash(path: Path) -> tuple[int, str]:
             state.update(view[:count])
             size += count
     return size, state.hexdigest()
-
-
-def _check_layout(checkpoint: Path, skip: frozenset[str], started: float) -> CheckResult:
-    """Without checksums: check that all files exist, and that every tensor lies within its file. Such checkpoints are
-    older than adapters."""
-    for name in (_MODEL, *_NEEDED):
-        if name not in skip and not (checkpoint / name).is_file():
-            raise DamagedCheckpoint(checkpoint, name, "the file is missing")
-    weights = sorted(checkpoint.glob("*.safetensors"))
-    if not weights:
-        raise DamagedCheckpoint(checkpoint, "model.safetensors", "the file is missing")
-    total = 0
-    for path in (*weights, checkpoint / "windfall" / "optimizer.safetensors"):
-        name = path.relative_to(checkpoint).as_posix()
-        if name not in skip:
-            total += _check_tensors(checkpoint, name)
-    return CheckResult(bytes=total, s=time.monotonic() - started, hashed=False)
-
-
-def _check_tensors(checkpoint: Path, name: str) -> int:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(checkpoint / name), framework="np"):  # compares the header with the size of the file
-            return (checkpoint / name).stat().st_size
-    except (OSError, SafetensorError) as e:
-        raise DamagedCheckpoint(checkpoint, name, f"it cannot be read: {e}") from e

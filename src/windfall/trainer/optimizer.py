@@ -17,8 +17,8 @@ from torch import Tensor
 from windfall.recipe.sections import Train
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.ranks import sharded_file
-from windfall.trainer.ranks.ranks import Ranks
-from windfall.trainer.ranks.sharding import Shard, as_shard, is_sharded, rows
+from windfall.trainer.ranks.ranks import TrainerRanks
+from windfall.trainer.ranks.sharding import RankRows, as_shard, is_sharded, rows
 from windfall.training import NOT_FINITE, NOTHING, Skipped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -27,12 +27,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class Optimizer:
     def __init__(
-        self, model: Any, options: Train, total_updates: int, *, ranks: Ranks | None = None,
+        self,
+        model: Any,
+        options: Train,
+        total_updates: int,
+        *,
+        ranks: TrainerRanks | None = None,
         dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`dtype`: the one that a sharded model computes in."""
-        self.options, self.total_updates, self.updates = options, total_updates, 0
-        self.ranks, self.dtype = ranks or Ranks.alone(), dtype
+        self.options = options
+        self.total_updates = total_updates
+        self.updates = 0
+        self.ranks = ranks or TrainerRanks.alone()
+        self.dtype = dtype
         self.gradients = Gradients(model)
         self._model = self.gradients.weights
         self._master: dict[str, Tensor] = {}
@@ -45,8 +53,8 @@ class Optimizer:
         held = [m for m in self._master.values() if m.numel()]
         self._fused = bool(held) and all(m.device.type == "cuda" for m in held)
         self._adam = torch.optim.AdamW(
-            held, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay, fused=self._fused or None,
-        )  # fmt: skip
+            held, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay, fused=self._fused or None
+        )
 
     def rate(self) -> float:
         """The learning rate of the next update."""
@@ -110,10 +118,10 @@ class Optimizer:
             return float(norm)
         return math.sqrt(float(self.ranks.sum(norm.double().square().to(self.ranks.device))))
 
-    def state(self) -> dict[str, Shard]:
+    def state(self) -> dict[str, RankRows]:
         """Everything that a run needs to resume bit for bit, except the weights of the model itself. Every rank calls
         this, and gives its own rows of the same tensors."""
-        out: dict[str, Shard] = {"updates": Shard(local=torch.tensor(self.updates), shape=())}
+        out: dict[str, RankRows] = {"updates": RankRows(local=torch.tensor(self.updates), shape=())}
         # Weights that never had a gradient have no moments. Rank 0 knows: it has the first row of every weight.
         steps = {n: s["step"].detach().cpu() for n, m in self._master.items() if (s := self._adam.state.get(m))}
         steps = self.ranks.broadcast(steps)
@@ -122,7 +130,7 @@ class Optimizer:
             if self._rounds(p):
                 out[f"master.{name}"] = as_shard(p, master)
             if name in steps:
-                out[f"step.{name}"] = Shard(local=steps[name], shape=())
+                out[f"step.{name}"] = RankRows(local=steps[name], shape=())
                 moments = self._adam.state.get(master, {})
                 for key in MOMENTS:  # a rank without rows of this weight has no moments, and writes nothing
                     out[f"{key}.{name}"] = as_shard(p, moments.get(key, master))
@@ -131,7 +139,7 @@ class Optimizer:
     def restore(self, path: Path) -> None:
         """Restore the state from a file, which may have been written by another number of ranks."""
         names, updates = sharded_file.names(path, self.ranks), torch.tensor(0)
-        wanted: dict[str, Shard] = {"updates": Shard(local=updates, shape=())}
+        wanted: dict[str, RankRows] = {"updates": RankRows(local=updates, shape=())}
         for name, p in self._model.items():
             master = self._master[name]
             wanted[f"master.{name}"] = as_shard(p, master)
@@ -139,7 +147,7 @@ class Optimizer:
                 step = torch.tensor(0.0, device=master.device if self._fused else "cpu")
                 moments = {key: torch.empty_like(master) for key in MOMENTS}
                 self._adam.state[master] = {"step": step, **moments}
-                wanted[f"step.{name}"] = Shard(local=step, shape=())
+                wanted[f"step.{name}"] = RankRows(local=step, shape=())
                 wanted |= {f"{key}.{name}": as_shard(p, m) for key, m in moments.items()}
         with torch.no_grad():
             sharded_file.read(path, wanted, self.ranks)

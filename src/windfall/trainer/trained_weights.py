@@ -61,13 +61,13 @@ class TrainedWeights:
         tensors, scale = _shards(self.adapters.tensors()), self.adapters.scale
         return publisher.publish(version, tensors, copied=copied, base=self._base_digest, scale=scale)
 
-    def write_published(self, module: Any, publisher: Any, orders: Any, folder: Path) -> None:
+    def write_published(self, module: Any, publisher: Any, collect: Callable[[], Any], folder: Path) -> None:
         """Write what a checkpoint holds if the weights are split over ranks: no rank has all of them, but the version
         that was published last is complete. `module` gives the configuration and the names of a whole model; its
-        tensors need no memory. `orders` let all ranks `collect` that version."""
+        tensors need no memory. `collect` lets all ranks call the function of this name below."""
         from windfall.weights.buffers import views
 
-        buffer, version = orders.call("collect"), publisher.readable[0]
+        buffer, version = collect(), publisher.readable[0]
         tensors = views(buffer.mapped, version.manifest)
         try:
             if self.adapters is not None:

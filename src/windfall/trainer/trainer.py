@@ -37,14 +37,14 @@ from windfall.algorithms.importance import ImportanceMode, importance_weights
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.errors import WindfallError
 from windfall.recipe.sections import Recipe
-from windfall.trainer.model.logprobs import Learner
-from windfall.trainer.model.lora import Adapters, BaseLearner
+from windfall.trainer.model.logprobs import BaseLearner, Learner
+from windfall.trainer.model.lora import Adapters
 from windfall.trainer.model.policy import Policy
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.packs import packs_of_ranks
 from windfall.trainer.ranks import sharded_file
-from windfall.trainer.ranks.ranks import Orders, RankLost, Ranks
-from windfall.trainer.ranks.sharding import Shard
+from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
+from windfall.trainer.ranks.sharding import RankRows
 from windfall.training import Report, Sample
 
 FILLER = Sample(ids=(0, 0), targets=(1,), behavior=np.zeros(1), advantage=0.0, limit=1)
@@ -54,7 +54,7 @@ MIN_FRESH = 64
 
 
 @dataclass(kw_only=True)
-class Totals:
+class TokenTotals:
     """Sums over trained tokens, which add up over packs and ranks."""
 
     divisor: float = 0.0
@@ -101,7 +101,7 @@ class Totals:
         """The mean gap of each known engine."""
         return {name: total / n for name, (n, total) in sorted(self.engines.items()) if name and n}
 
-    def add(self, other: Totals) -> None:
+    def add(self, other: TokenTotals) -> None:
         for name, (tokens, total) in other.engines.items():
             mine_tokens, mine_total = self.engines.get(name, (0, 0.0))
             self.engines[name] = (mine_tokens + tokens, mine_total + total)
@@ -116,21 +116,30 @@ MAXIMA = ("gap_max", "peak_bytes")
 
 class TorchTrainer:
     def __init__(
-        self, model: Any, algorithm: Algorithm, recipe: Recipe, *, micro_tokens: int, reference: Any = None,
+        self,
+        model: Any,
+        algorithm: Algorithm,
+        recipe: Recipe,
+        *,
+        micro_tokens: int,
+        reference: Any = None,
         orders: Orders | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`model`: a model of transformers or a sharded policy (sharding.py). `reference`: the model of the KL penalty,
         or the `Adapters` of `model`, for its base. `orders` reach all ranks."""
         policy = model if isinstance(model, Policy) else Policy(model)
-        self.model, self.algorithm, self.micro_tokens = policy.model, algorithm, micro_tokens
+        self.model = policy.model
+        self.algorithm = algorithm
+        self.micro_tokens = micro_tokens
         self.temperature = recipe.rollout.temperature
         self.kl = recipe.algorithm.kl
         self.importance: ImportanceMode = recipe.algorithm.importance
         self.importance_cap = recipe.algorithm.importance_cap
         train = recipe.train
         self.gap_limit = train.engine_gap_limit
-        self.orders = orders or Orders(Ranks.alone())
-        self.ranks, self.device = self.orders.ranks, policy.device
+        self.orders = orders or Orders(TrainerRanks.alone())
+        self.ranks = self.orders.ranks
+        self.device = policy.device
         updates = recipe.run.steps * train.minibatches
         self.optimizer = Optimizer(self.model, train, updates, ranks=self.ranks, dtype=policy.dtype)
         self.learner = Learner(
@@ -142,8 +151,7 @@ class TorchTrainer:
         if reference is not None:
             adapted = isinstance(reference, Adapters)
             self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference, ranks=self.ranks)
-        for action in (self._score, self._begin, self._learn, self._finish, self._write_optimizer):
-            self.orders.add(action.__name__.strip("_"), action)
+        self.orders.add(self)
         self._begin()
 
     # what the controller asks for; rank 0 passes it on to the others
@@ -151,7 +159,8 @@ class TorchTrainer:
     def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
         """Store the log-probs of the policy at the start of the step, for steps of several updates."""
         plan = self._plan(samples)
-        scored = self.orders.call("score", each=[(packs,) for packs in plan])
+        scored = self.orders.call(self._score, each=[(packs,) for packs in plan])
+        assert scored is not None, "this is rank 0"
         old = {
             id(s): logp
             for packs, rows in zip(plan, scored, strict=True)
@@ -161,20 +170,20 @@ class TorchTrainer:
         return [replace(s, old=old[id(s)]) for s in samples]
 
     def begin(self) -> None:
-        self.orders.call("begin")
+        self.orders.call(self._begin)
 
     def accumulate(self, samples: Sequence[Sample]) -> None:
         # Samples without an advantage get packs of their own. They need no backward pass, and only count in the report.
         credited = self._plan([s for s in samples if s.targets and s.advantage])
         others = self._plan([s for s in samples if s.targets and not s.advantage])
-        self.orders.call("learn", each=list(zip(credited, others, strict=True)))
+        self.orders.call(self._learn, each=list(zip(credited, others, strict=True)))
 
     def finish(self) -> Report:
-        return self.orders.call("finish")
+        return self.orders.call(self._finish)
 
     def write_optimizer(self, path: Path) -> None:
         """Write the state of the optimizer and the random state into a file."""
-        self.orders.call("write_optimizer", path)
+        self.orders.call(self._write_optimizer, path)
 
     def restore_optimizer(self, path: Path) -> None:
         """Restore what `write_optimizer` wrote, maybe by another number of ranks. Every rank calls this itself."""
@@ -194,14 +203,14 @@ class TorchTrainer:
 
     def _score(self, packs: Sequence[Sequence[Sample]]) -> list[list[list[Floats]]] | None:
         """The log-probs of the samples of all ranks, on rank 0."""
-        return self.ranks.prompt.gather([self._logprobs(self.learner, pack) for pack in packs])
+        return self.ranks.quick.gather([self._logprobs(self.learner, pack) for pack in packs])
 
     def _begin(self) -> None:
         self.optimizer.zero()
         self._clear_totals()
 
     def _clear_totals(self) -> None:
-        self._totals = Totals()
+        self._totals = TokenTotals()
         self.experts.zero()
 
     def _learn(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
@@ -227,19 +236,26 @@ class TorchTrainer:
             w = self.algorithm.weights(SampledTokens(logp=now, proximal=proximal, advantage=s.advantage, whole=s.whole))
             clipped = (w == 0) & (s.advantage != 0)
             importance, capped = importance_weights(
-                proximal, s.behavior, mode=self.importance, cap=self.importance_cap,
+                proximal,
+                s.behavior,
+                mode=self.importance,
+                cap=self.importance_cap,
                 level="token" if s.lag is None else self.algorithm.importance_level,
-            )  # fmt: skip
+            )
             w = w * importance
             share = self.algorithm.normalizer(s.length, s.limit) * s.share
             if ref is not None:
                 # A mean over tokens that weights a response like the algorithm's own loss does (algorithms/kl.py).
                 w = w + kl_weights(now, ref, self.kl * share / len(now))
             self._totals.count(
-                np.abs(proximal - s.behavior), np.zeros(len(now)) if s.lag is None else s.lag, s.engines,
-                entropy=entropies, clipped=clipped, capped=capped,
+                np.abs(proximal - s.behavior),
+                np.zeros(len(now)) if s.lag is None else s.lag,
+                s.engines,
+                entropy=entropies,
+                clipped=clipped,
+                capped=capped,
                 kl=np.zeros(len(now)) if ref is None else k3(now, ref),
-            )  # fmt: skip
+            )
             out.append(w)
             self._totals.divisor += share
             self._totals.responses += s.share
@@ -251,11 +267,11 @@ class TorchTrainer:
 
     def _finish(self) -> Report:
         """Every rank computes the same report, and updates its own rows."""
-        mine, t = self._totals, Totals()
+        mine, t = self._totals, TokenTotals()
         mine.peak_bytes = peak_bytes(self.device)
         if self.experts.sizes:
             mine.experts = self.experts.read()
-        for totals in self.ranks.prompt.all_gather(mine):
+        for totals in self.ranks.quick.all_gather(mine):
             t.add(totals)
         n, lr, older = max(t.tokens, 1), self.optimizer.rate(), t.tokens - t.fresh
         gap = t.gap / t.fresh if t.fresh else 0.0
@@ -265,11 +281,22 @@ class TorchTrainer:
         norm, skipped = self.optimizer.update(t.divisor)
         self._clear_totals()  # the update has already set the gradients to zero
         return Report(
-            tokens=t.tokens, responses=round(t.responses), grad_norm=norm, lr=lr, entropy=t.entropy / n, engine_gap=gap,
-            engine_gap_max=t.gap_max, engine_gaps=t.engine_gaps(), clipped=t.clipped / n, capped=t.capped / n,
-            drift=t.drift / older if older else 0.0, kl=t.kl / n, skipped=skipped, peak_bytes=t.peak_bytes,
+            tokens=t.tokens,
+            responses=round(t.responses),
+            grad_norm=norm,
+            lr=lr,
+            entropy=t.entropy / n,
+            engine_gap=gap,
+            engine_gap_max=t.gap_max,
+            engine_gaps=t.engine_gaps(),
+            clipped=t.clipped / n,
+            capped=t.capped / n,
+            drift=t.drift / older if older else 0.0,
+            kl=t.kl / n,
+            skipped=skipped,
+            peak_bytes=t.peak_bytes,
             experts=self.experts.describe(t.experts) if self.experts.sizes else None,
-        )  # fmt: skip
+        )
 
     def _write_optimizer(self, path: Path) -> None:
         try:
@@ -289,15 +316,15 @@ def _no_weights(first: int, last: int, logp: Floats, entropy: Floats) -> Floats:
     return np.zeros(len(logp))
 
 
-def random_state(device: torch.device) -> dict[str, Shard]:
+def random_state(device: torch.device) -> dict[str, RankRows]:
     """The state of torch's random number generators."""
     states = {"random.cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["random.cuda"] = torch.cuda.get_rng_state(device)
-    return {name: Shard(local=state, shape=tuple(state.shape)) for name, state in states.items()}
+    return {name: RankRows(local=state, shape=tuple(state.shape)) for name, state in states.items()}
 
 
-def set_random_state(states: Mapping[str, Shard], device: torch.device) -> None:
+def set_random_state(states: Mapping[str, RankRows], device: torch.device) -> None:
     torch.set_rng_state(states["random.cpu"].local)
     if "random.cuda" in states:
         torch.cuda.set_rng_state(states["random.cuda"].local, device)

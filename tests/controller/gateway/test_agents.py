@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from windfall.controller.gateway import agents
-from windfall.envs import held_out
+from windfall.envs import held_out, prompt_lengths
 from windfall.envs.base import HELD_OUT
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError
@@ -66,11 +66,11 @@ def test_agent_that_cannot_be_started(env: dict[str, Any], said: str) -> None:
 def test_context_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     r = recipe(command="python x.py", context=300, tasks={"name": "jsonl", "path": "rows.jsonl"})
-    assert agents.context_of(r, 512) == 300
-    assert agents.context_of(recipe(command="x"), 512) == 512
+    assert prompt_lengths.context_of(r, 512) == 300
+    assert prompt_lengths.context_of(recipe(command="x"), 512) == 512
     with pytest.raises(WindfallError, match=r"env\.context: context = 300 tokens, but the model's context is 256"):
-        agents.context_of(r, 256)
-    assert agents.prompts(r, 512) == [300 - r.rollout.max_tokens]
+        prompt_lengths.context_of(r, 256)
+    assert prompt_lengths.agent_prompts(r, 512) == [300 - r.rollout.max_tokens]
     absolute = with_absolute_paths(r).env
     assert isinstance(absolute, AgentEnv)
     assert absolute.tasks is not None

@@ -12,7 +12,7 @@ from windfall.engine import engine_factory
 from windfall.engine.selftest import judge, verdict
 from windfall.errors import WindfallError
 from windfall.recipe.file import parse_recipe
-from windfall.trainer import process as trainer
+from windfall.trainer import derived, selftest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}
@@ -28,7 +28,7 @@ GRAPHS = {
 def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run the check. Returns the class names of the tested engines."""
     monkeypatch.setattr(verdict, "_run_once", lambda key, checked, test: test(judge) and key)
-    spec = trainer.spec(parse_recipe({}, where="here"), a.config(), "bfloat16", a.longest)
+    spec = derived.spec(parse_recipe({}, where="here"), a.config(), "bfloat16", a.longest)
     model, kinds = engine_factory.build_full_model(_shrink_fields(a), "bfloat16", "cuda"), []
     real = judge.judge_engine
 
@@ -61,7 +61,7 @@ def test_architecture_is_computed_exactly_or_refused(name: str, monkeypatch: pyt
     a = hostile.ARCHITECTURES[name]
     for judged, refusal in (
         (lambda: check(a, monkeypatch), a.engine),
-        (lambda: judge.judge_trainer(a.config(), device="cuda", longest=a.longest), a.trainer),
+        (lambda: selftest.judge_trainer(a.config(), device="cuda", longest=a.longest), a.trainer),
     ):
         if refusal is None:
             judged()

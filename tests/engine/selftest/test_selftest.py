@@ -23,7 +23,10 @@ from windfall.errors import WindfallError
 from windfall.models import load
 from windfall.models.attention import Paged
 from windfall.recipe.file import load_recipe, parse_recipe
+from windfall.run import local_worker
+from windfall.trainer import derived, selftest
 from windfall.trainer import process as trainer
+from windfall.trainer.ranks.rank_place import RankPlace
 
 ROOT = Path(__file__).parents[3]
 ON_CPU: dict[str, Any] = {"device": "cpu"}
@@ -42,7 +45,7 @@ def test_architecture_is_computed_exactly_or_refused(name: str) -> None:
     a = hostile.ARCHITECTURES[name]
     for judged, refusal, most in (
         (lambda: judge.judge_engine(a.config(), TorchEngine, longest=a.longest, **ON_CPU), a.engine, 5e-4),
-        (lambda: judge.judge_trainer(a.config(), longest=a.longest, **ON_CPU), a.trainer, 5e-4),
+        (lambda: selftest.judge_trainer(a.config(), longest=a.longest, **ON_CPU), a.trainer, 5e-4),
     ):
         if refusal is None:
             found = judged()
@@ -61,7 +64,7 @@ def test_missing_cap_and_missing_scale_are_detected(monkeypatch: pytest.MonkeyPa
     for name in ("a final cap", "a logit scale near 1"):
         a = hostile.ARCHITECTURES[name]
         with pytest.raises(WindfallError, match=r"log-probs differ by [\d.]+ nats"):
-            judge.judge_trainer(a.config(), longest=100, **ON_CPU)
+            selftest.judge_trainer(a.config(), longest=100, **ON_CPU)
 
 
 def test_router_in_training_mode_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +75,7 @@ def test_router_in_training_mode_is_detected(monkeypatch: pytest.MonkeyPatch) ->
     a = hostile.ARCHITECTURES["a router that draws numbers in training"]
     torch.manual_seed(2)  # the router draws from torch's own generator, and not every draw changes its choice
     with pytest.raises(WindfallError, match="gradient differs"):
-        judge.judge_trainer(a.config(), longest=100, **ON_CPU)
+        selftest.judge_trainer(a.config(), longest=100, **ON_CPU)
 
 
 def test_missing_window_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +150,7 @@ def test_trainer_refuses_before_anything_is_started(bloom: Path, here: Path) -> 
     (here / "run").mkdir()
     recipe = load_recipe(here / "small.toml", [f"model.path={json.dumps(str(bloom))}"])
     folders.write_recipe(recipe, here / "run")
-    assert trainer.main(here / "run") == 2
+    assert trainer.main(here / "run", RankPlace(), local_worker.make) == 2
     said = next((here / "run").glob(".*.failure")).read_text()
     assert "does not compute" in said
     assert "nats" in said
@@ -157,7 +160,7 @@ def test_trainer_refuses_before_anything_is_started(bloom: Path, here: Path) -> 
 def test_worker_refuses_a_model_that_its_engine_computes_wrongly(kind: str, said: str) -> None:
     """The worker measures itself: it was sent no passed checks of the trainer."""
     recipe = parse_recipe({"engine": {"kv_tokens": 512}, "run": {"deterministic": kind == "mixtral"}}, where="here")
-    spec = trainer.spec(recipe, hostile.Architecture(kind=kind).config(), "float32", 100)
+    spec = derived.spec(recipe, hostile.Architecture(kind=kind).config(), "float32", 100)
     assert not spec.checked
     with pytest.raises(WindfallError, match=said):
         engine_factory.build_engine(spec, "cpu")
@@ -170,7 +173,7 @@ def test_the_self_test_takes_two_seconds_and_is_bounded_for_large_models() -> No
 
     def test_s(tested: Any) -> float:
         began = time.process_time()
-        judge.judge_trainer(tested, longest=100, **ON_CPU)
+        selftest.judge_trainer(tested, longest=100, **ON_CPU)
         judge.judge_engine(tested, TorchEngine, longest=100, **ON_CPU)
         return time.process_time() - began
 
@@ -190,8 +193,8 @@ def test_damaged_weights_are_refused() -> None:
 def test_passed_check_is_remembered_and_sent_to_workers(tmp_path: Path) -> None:
     model = load.load("tiny", dtype="float32", device="cpu")
     recipe = parse_recipe({}, where="here")
-    engine = trainer.checked(trainer.spec(recipe, model.config, "float32", 100), "cpu", model)
-    assert trainer.fingerprint(engine) == trainer.fingerprint(trainer.spec(recipe, model.config, "float32", 100))
+    engine = derived.checked(derived.spec(recipe, model.config, "float32", 100), "cpu", model)
+    assert derived.fingerprint(engine) == derived.fingerprint(derived.spec(recipe, model.config, "float32", 100))
     assert recipe.rollout.sampling() in engine.samplings  # which an engine may refuse
 
     def never(*_: object, **__: object) -> Any:
@@ -214,7 +217,7 @@ def test_passed_check_is_remembered_and_sent_to_workers(tmp_path: Path) -> None:
 def test_longrope_engine_is_limited_to_the_tested_length() -> None:
     a = hostile.Architecture(kind="phi3", fields=hostile.LONG)
     recipe = parse_recipe({"engine": {"kv_tokens": 8192}}, where="here")
-    engine, _ = engine_factory.build_engine(trainer.spec(recipe, a.config(), "float32", 100), "cpu")
+    engine, _ = engine_factory.build_engine(derived.spec(recipe, a.config(), "float32", 100), "cpu")
     assert engine.limit == 4096
 
 

@@ -58,14 +58,6 @@ CHECKPOINTS: dict[str, tuple[str, Callable[[Path], object]]] = {
 """Damages to a checkpoint: the damaged file, and how it is damaged."""
 
 
-def of_0_2(checkpoint: Path) -> None:
-    """Checkpoints in the format of windfall 0.2, without any checksums."""
-    (checkpoint / CHECKSUMS).unlink()
-    said = json.loads((checkpoint / STATE).read_text())
-    del said["checksums"]
-    (checkpoint / STATE).write_text(json.dumps(said))
-
-
 def rename_step(checkpoint: Path, step: int) -> Path:
     """A manual copy of the checkpoint of another step."""
     return Path(shutil.copytree(checkpoint, checkpoint.with_name(f"step-{step:06d}")))

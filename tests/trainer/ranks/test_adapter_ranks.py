@@ -17,9 +17,8 @@ from windfall.models import load
 from windfall.recipe.file import parse_recipe
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.checkpoint import IntactCheckpoint
-from windfall.trainer.ranks import process as rank
-from windfall.trainer.ranks.process import Setup, TrainerPart
-from windfall.trainer.ranks.ranks import Orders, Ranks
+from windfall.trainer.ranks.process import RankPart, Setup
+from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.training import CheckpointState, Sample
 
 SIZES = (1, 2, 4)
@@ -39,38 +38,38 @@ def samples(seed: int) -> list[Sample]:
     return out
 
 
-def build(ranks: Ranks, folder: Path, found: IntactCheckpoint | None) -> tuple[TrainerPart, Any, Any] | None:
+def build(ranks: TrainerRanks, folder: Path, found: IntactCheckpoint | None) -> tuple[RankPart, Any, Any] | None:
     """This rank's part, as the trainer's processes make it: rank 0 loads and gives the order to build."""
     recipe, orders = parse_recipe(RECIPE, where="test"), Orders(ranks)
     if not ranks.first:
-        orders.add("build", lambda setup: rank.build_part(recipe, folder, setup, orders))
+        RankPart(recipe, folder, orders)
         orders.follow()
         return None
     model = load.load(trained_weights.model_to_load(recipe, found), dtype="float32", device="cpu")
     loaded = trained_weights.prepare(model, recipe, found, dtype="float32")
-    orders.add("build", lambda setup: rank.build_part(recipe, folder, setup, orders, loaded=loaded))
+    part = RankPart(recipe, folder, orders, loaded=loaded)
     assert loaded.adapters is not None
     setup = Setup(
         model_config=model.config, dtype="float32", micro_tokens=64, checkpoint_activations=False, onednn=False,
         checkpoint=found.path if found else None, adapter=loaded.adapters.config,
     )  # fmt: skip
-    part = orders.call("build", setup)
-    write = partial(part.weights.write_published, model, part.publisher, orders)
+    orders.call(part.build, setup)
+    write = partial(part.weights.write_published, model, part.publisher, lambda: orders.call(part.collect))
     return part, loaded.base, write if ranks.distributed else loaded.saved.save_pretrained
 
 
-def work(ranks: Ranks, folder: Path, found: IntactCheckpoint | None, steps: range) -> Any:
+def work(ranks: TrainerRanks, folder: Path, found: IntactCheckpoint | None, steps: range) -> Any:
     """Train these steps, publish each, and save the last. Returns digests, and the adapters' file."""
     built = build(ranks, folder, found)
     if built is None:
         return None
     part, base, write_model = built
     trainer, orders = part.trainer, part.trainer.orders
-    manifests = [orders.call("publish", steps[0] - 1)]
+    manifests = [orders.call(part.publish, steps[0] - 1)]
     for step in steps:
         trainer.accumulate(samples(step))
         assert trainer.finish().skipped == ""
-        manifests.append(orders.call("publish", step))
+        manifests.append(orders.call(part.publish, step))
     checkpoint.save(
         folder / "checkpoints", CheckpointState(step=steps[-1], next_task=0), write_model=write_model, keep=9,
         tokenizer=load.load_tokenizer("tiny"), write_optimizer=trainer.write_optimizer, base=base,
@@ -133,7 +132,7 @@ def test_new_adapters_of_all_ranks_are_those_of_the_seed(tmp_path: Path) -> None
         assert all(torch.equal(t, first[n]) for n, t in found.items())
 
 
-def first_adapters(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
+def first_adapters(ranks: TrainerRanks, folder: Path) -> dict[str, torch.Tensor]:
     from windfall.trainer.ranks.sharding import rows
 
     recipe, orders = parse_recipe(RECIPE, where="test"), Orders(ranks)
@@ -144,6 +143,7 @@ def first_adapters(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
         model_config=model.config, dtype="bfloat16", micro_tokens=64, checkpoint_activations=False, onednn=False,
         checkpoint=None, adapter=loaded.adapters.config,
     )  # fmt: skip
-    part = rank.build_part(recipe, folder, setup, orders, loaded=loaded if ranks.first else None)
+    part = RankPart(recipe, folder, orders, loaded=loaded if ranks.first else None)
+    part.build(setup)
     named = part.weights.adapters.tensors()
     return {n: torch.cat(ranks.all_gather(rows(t).float().clone())) for n, t in named.items()}

@@ -18,9 +18,8 @@ from windfall.models import load
 from windfall.recipe.file import parse_recipe
 from windfall.trainer import trained_weights
 from windfall.trainer import trainer as trainer_module
-from windfall.trainer.ranks import process as rank
-from windfall.trainer.ranks.process import Setup, TrainerPart
-from windfall.trainer.ranks.ranks import Orders, RankLost, Ranks
+from windfall.trainer.ranks.process import RankPart, Setup
+from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.training import Sample
 from windfall.weights.meeting import PublishFailed
 
@@ -30,7 +29,7 @@ SAMPLES = [
 ]  # fmt: skip
 
 
-def build(ranks: Ranks, folder: Path) -> TrainerPart:
+def build(ranks: TrainerRanks, folder: Path) -> RankPart:
     sections = {"model": {"path": "tiny"}, "train": {"engine_gap_limit": 50.0, "engine_gap_alarm": 50.0}}
     recipe, model = parse_recipe(sections, where="test"), load.load("tiny", dtype="float32", device="cpu")
     setup = Setup(
@@ -38,10 +37,12 @@ def build(ranks: Ranks, folder: Path) -> TrainerPart:
         checkpoint=None, adapter=None,
     )  # fmt: skip
     loaded = trained_weights.prepare(model, recipe, None, dtype="float32") if ranks.first else None
-    return rank.build_part(recipe, folder, setup, Orders(ranks), loaded=loaded)
+    part = RankPart(recipe, folder, Orders(ranks), loaded=loaded)
+    part.build(setup)
+    return part
 
 
-def stop_at(ranks: Ranks, folder: Path, moment: str) -> tuple[str, float]:
+def stop_at(ranks: TrainerRanks, folder: Path, moment: str) -> tuple[str, float]:
     """Train and publish. Rank 1 freezes after its last pack, or when it has copied its rows to be published. Returns
     what rank 0 notices, and after how many seconds."""
 
@@ -52,15 +53,16 @@ def stop_at(ranks: Ranks, folder: Path, moment: str) -> tuple[str, float]:
     if not ranks.first and moment == "finish":
         trainer_module.peak_bytes = freeze
     if not ranks.first and moment == "publish":
-        rank.free_memory = freeze
-    trainer = build(ranks, folder).trainer
+        torch.cuda.empty_cache = freeze
+    part = build(ranks, folder)
+    trainer = part.trainer
     if not ranks.first:
         trainer.orders.follow()
     trainer.accumulate(SAMPLES)
     began_s = time.monotonic()
     try:
         trainer.finish()
-        trainer.orders.call("publish", 1)
+        trainer.orders.call(part.publish, 1)
     except (RankLost, PublishFailed) as e:
         return str(e), time.monotonic() - began_s
     return "", 0.0
@@ -74,7 +76,7 @@ def test_frozen_rank_is_noticed_after_the_limit_of_collectives(tmp_path: Path, m
     assert took_s < 20
 
 
-def give_back(ranks: Ranks, folder: Path) -> list[int] | None:
+def give_back(ranks: TrainerRanks, folder: Path) -> list[int] | None:
     """How often each rank has emptied its cache: before, after publishing, and after the order to free memory, at the
     moment when it has ended on rank 0."""
     calls, seen = folder / f"calls-{ranks.rank}", []
@@ -85,7 +87,8 @@ def give_back(ranks: Ranks, folder: Path) -> list[int] | None:
 
     calls.touch()
     torch.cuda.empty_cache = count
-    orders = build(ranks, folder).trainer.orders
+    part = build(ranks, folder)
+    orders = part.orders
     if not ranks.first:
         orders.follow()
         return None
@@ -94,9 +97,9 @@ def give_back(ranks: Ranks, folder: Path) -> list[int] | None:
         seen.append([len((folder / f"calls-{r}").read_bytes()) for r in range(ranks.size)])
 
     look()
-    orders.call("publish", 1)
+    orders.call(part.publish, 1)
     look()
-    orders.call("free_memory")
+    orders.call(part.free_memory)
     look()
     orders.stop()
     return seen

@@ -30,8 +30,8 @@ from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.packs import packs_of_ranks
 from windfall.trainer.ranks import sharded_file
-from windfall.trainer.ranks.ranks import Orders, RankLost, Ranks
-from windfall.trainer.ranks.sharding import Shard, as_shard, fill, rows, sharded_policy, slice_of
+from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
+from windfall.trainer.ranks.sharding import RankRows, as_shard, fill, rows, sharded_policy, slice_of
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import Sample
 
@@ -101,7 +101,7 @@ def tensors(model: Any) -> dict[str, torch.Tensor] | None:
 
 
 def make_trainer(
-    name: str, ranks: Ranks, *, kl: float = 0.0, offload: bool = False, dtype: torch.dtype = torch.float32
+    name: str, ranks: TrainerRanks, *, kl: float = 0.0, offload: bool = False, dtype: torch.dtype = torch.float32
 ) -> TorchTrainer:
     sections: dict[str, Any] = {
         "train": {"lr": 1e-2, "engine_gap_limit": 50.0, "engine_gap_alarm": 50.0, "weight_decay": 0.1},
@@ -129,22 +129,30 @@ def make_trainer(
     return TorchTrainer(model, algorithm, recipe, micro_tokens=64, orders=Orders(ranks), reference=reference)
 
 
-def whole(ranks: Ranks, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+def whole(ranks: TrainerRanks, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """The rows of all ranks, on rank 0."""
     parts = ranks.gather({n: rows(t).clone() for n, t in named.items()})
     return {n: torch.cat([part[n] for part in parts]) for n in named} if parts is not None else None
 
 
-def train(ranks: Ranks, name: str, kl: float) -> Any:
-    """Some updates. From rank 0: reports, gradients before the last update, weights after it."""
+class Collector:
+    """Gathers what a trainer's ranks hold."""
+
+    def __init__(self, trainer: TorchTrainer) -> None:
+        self.model, self.ranks = trainer.model, trainer.ranks
+        trainer.orders.add(self)
+
+    def gradients(self) -> dict[str, torch.Tensor] | None:
+        return whole(self.ranks, {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None})
+
+    def weights(self) -> Any:
+        return whole(self.ranks, dict(self.model.named_parameters()))
+
+
+def train(ranks: TrainerRanks, name: str, kl: float) -> Any:
+    """Five updates. From rank 0: reports, gradients before the last update, weights after it."""
     t = make_trainer(name, ranks, kl=kl)
-    reports, gradients = [], {}
-
-    def collect() -> Any:
-        return whole(ranks, {n: p.grad for n, p in t.model.named_parameters() if p.grad is not None})
-
-    t.orders.add("collect", collect)
-    t.orders.add("weights", lambda: whole(ranks, dict(t.model.named_parameters())))
+    reports, gradients, collector = [], None, Collector(t)
     if not ranks.first:
         t.orders.follow()
         return None
@@ -153,9 +161,9 @@ def train(ranks: Ranks, name: str, kl: float) -> Any:
         for group in groups:
             t.accumulate(group)
         if update == UPDATES:
-            gradients = t.orders.call("collect")
+            gradients = t.orders.call(collector.gradients)
         reports.append(t.finish())
-    weights = t.orders.call("weights")
+    weights = t.orders.call(collector.weights)
     t.orders.stop()
     return reports, gradients, weights
 
@@ -195,10 +203,10 @@ def test_ranks_agree_with_one_rank(name: str, size: int) -> None:
             assert difference < 2e-4, f"{what} {n} of {size} ranks differs by {difference:.2g}"
 
 
-def save_and_restore(ranks: Ranks, folder: Path, first: int) -> Any:
+def save_and_restore(ranks: TrainerRanks, folder: Path, first: int) -> Any:
     """Train on the first `first` ranks' file, or from the start; write, and give the weights and the state."""
     t = make_trainer("qwen3", ranks)
-    t.orders.add("weights", lambda: whole(ranks, dict(t.model.named_parameters())))
+    collector = Collector(t)
     if first:
         source = torch.load(folder / f"weights-{first}.pt") if ranks.first else None
         fill(t.model, source and source | dict(make_model("qwen3").named_buffers()), ranks)
@@ -210,7 +218,7 @@ def save_and_restore(ranks: Ranks, folder: Path, first: int) -> Any:
         for group in groups:
             t.accumulate(group)
         t.finish()
-    weights = t.orders.call("weights")
+    weights = t.orders.call(collector.weights)
     if not first:
         torch.save(weights, folder / f"weights-{ranks.size}.pt")
         t.write_optimizer(folder / f"optimizer-{ranks.size}.safetensors")
@@ -234,11 +242,11 @@ def test_optimizer_state_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
             assert (found[n] - value).norm() < 2e-4 * value.norm().clamp(min=1e-6), f"{n}: {writer} to {reader} ranks"
 
 
-def move_bfloat16(ranks: Ranks, folder: Path, writer: int) -> Any:
+def move_bfloat16(ranks: TrainerRanks, folder: Path, writer: int) -> Any:
     """Train a bfloat16 model for two updates, from the start or from the files of `writer` ranks, which are written
     again before that. Returns the weights before and after, on rank 0."""
     t = make_trainer("llama tied", ranks, dtype=torch.bfloat16)
-    t.orders.add("weights", lambda: whole(ranks, dict(t.model.named_parameters())))
+    collector = Collector(t)
     if writer:
         source = torch.load(folder / f"weights-{writer}.pt") if ranks.first else None
         fill(t.model, source and source | dict(make_model("llama tied").named_buffers()), ranks)
@@ -248,12 +256,12 @@ def move_bfloat16(ranks: Ranks, folder: Path, writer: int) -> Any:
         return None
     if writer:
         t.write_optimizer(folder / f"{writer} to {ranks.size}.safetensors")
-    before = t.orders.call("weights")
+    before = t.orders.call(collector.weights)
     for groups in batches()[:2] if not writer else batches()[1:3]:
         for group in groups:
             t.accumulate(group)
         t.finish()
-    after = t.orders.call("weights")
+    after = t.orders.call(collector.weights)
     if not writer:
         torch.save({n: w.bfloat16() for n, w in after.items()}, folder / f"weights-{ranks.size}.pt")
         t.write_optimizer(folder / f"{ranks.size}.safetensors")
@@ -281,14 +289,14 @@ def test_float32_masters_of_a_bfloat16_model_move_between_numbers_of_ranks(tmp_p
             assert (w.float() - expected[n].float()).norm() < 5e-3 * expected[n].float().norm(), n
 
 
-def write_shards(ranks: Ranks, path: Path) -> None:
+def write_shards(ranks: TrainerRanks, path: Path) -> None:
     whole = torch.arange(35, dtype=torch.float32).reshape(7, 5)
     each = -(-7 // ranks.size)
     mine = whole[ranks.rank * each : (ranks.rank + 1) * each]
     shards = {
-        "matrix": Shard(local=mine, shape=(7, 5), first_row=min(ranks.rank * each, 7)),
-        "number": Shard(local=torch.tensor(4), shape=()),
-        "bytes": Shard(local=torch.tensor([1, 2, 3], dtype=torch.uint8) * (1 + ranks.rank), shape=(3,)),
+        "matrix": RankRows(local=mine, shape=(7, 5), first_row=min(ranks.rank * each, 7)),
+        "number": RankRows(local=torch.tensor(4), shape=()),
+        "bytes": RankRows(local=torch.tensor([1, 2, 3], dtype=torch.uint8) * (1 + ranks.rank), shape=(3,)),
     }
     sharded_file.write(path, shards, ranks)
 
@@ -300,14 +308,14 @@ def test_sharded_file_is_the_same_for_every_number_of_ranks(tmp_path: Path) -> N
     found = load_file(tmp_path / "3.safetensors")
     assert found["matrix"].flatten().tolist() == list(range(35))
     assert (found["number"].item(), found["bytes"].tolist()) == (4, [1, 2, 3])
-    rows_3_and_4 = Shard(local=torch.zeros(2, 5), shape=(7, 5), first_row=3)
+    rows_3_and_4 = RankRows(local=torch.zeros(2, 5), shape=(7, 5), first_row=3)
     sharded_file.read(tmp_path / "3.safetensors", {"matrix": rows_3_and_4, "absent": rows_3_and_4})
     assert rows_3_and_4.local.flatten().tolist() == list(range(15, 25))
     with pytest.raises(ValueError, match=r"matrix has shape \[7, 5\] in the file, expected \[8, 5\]"):
-        sharded_file.read(tmp_path / "3.safetensors", {"matrix": Shard(local=torch.zeros(8, 5), shape=(8, 5))})
+        sharded_file.read(tmp_path / "3.safetensors", {"matrix": RankRows(local=torch.zeros(8, 5), shape=(8, 5))})
 
 
-def fail_to_write(ranks: Ranks, folder: Path) -> str:
+def fail_to_write(ranks: TrainerRanks, folder: Path) -> str:
     try:
         write_shards(ranks, folder / "no such folder" / "file")
     except OSError as e:
@@ -319,24 +327,39 @@ def test_every_rank_learns_that_a_file_cannot_be_written(tmp_path: Path) -> None
     assert all("No such file" in error for error in run_ranks(2, fail_to_write, tmp_path))
 
 
-def lose_a_rank(ranks: Ranks, signal_number: int) -> tuple[str, float]:
-    """Three sums over all ranks. Rank 2 sends itself a signal before the second."""
-    calls, orders = [0], Orders(ranks)
+class Work:
+    """What the ranks of a test do together."""
 
-    def add() -> torch.Tensor:
-        calls[0] += 1
-        if ranks.rank == 2 and calls[0] == 2:
+    def __init__(self, orders: Orders) -> None:
+        self.ranks, self.sums = orders.ranks, 0
+        orders.add(self)
+
+    def sum(self, signal_number: int) -> torch.Tensor:
+        self.sums += 1
+        if self.ranks.rank == 2 and self.sums == 2:
             os.kill(os.getpid(), signal_number)
-        return ranks.sum(torch.ones(1))
+        return self.ranks.sum(torch.ones(1))
 
-    orders.add("sum", add)
+    def nothing(self) -> None:
+        pass
+
+    def learn(self) -> None:
+        if self.ranks.rank == 1:
+            raise MemoryError("too large")
+        torch.distributed.all_reduce(torch.ones(1))
+
+
+def lose_a_rank(ranks: TrainerRanks, signal_number: int) -> tuple[str, float]:
+    """Three sums over all ranks. Rank 2 sends itself a signal before the second."""
+    orders = Orders(ranks)
+    work = Work(orders)
     began_s = time.monotonic()
     try:
         if not ranks.first:
             orders.follow()
         for _ in range(3):
             began_s = time.monotonic()
-            assert orders.call("sum").item() == ranks.size
+            assert orders.call(work.sum, signal_number).item() == ranks.size
     except RankLost as e:
         return str(e), time.monotonic() - began_s
     return "", 0.0
@@ -351,15 +374,15 @@ def test_lost_rank_is_noticed_by_the_others(how: int) -> None:
         assert took_s < 15
 
 
-def freeze_before_an_order(ranks: Ranks) -> tuple[str, float]:
+def freeze_before_an_order(ranks: TrainerRanks) -> tuple[str, float]:
     """Rank 1 stops itself before it asks for the first order."""
     orders = Orders(ranks)
-    orders.add("nothing", lambda: None)
+    work = Work(orders)
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     began_s = time.monotonic()
     try:
-        orders.call("nothing")
+        orders.call(work.nothing)
     except RankLost as e:
         return str(e), time.monotonic() - began_s
     return "", 0.0
@@ -372,7 +395,7 @@ def test_frozen_rank_is_noticed_when_it_takes_no_order() -> None:
     assert took_s < 15
 
 
-def freeze_in_a_pass(ranks: Ranks) -> tuple[str, float]:
+def freeze_in_a_pass(ranks: TrainerRanks) -> tuple[str, float]:
     """Rank 1 stops itself between the forward and the backward pass of its first pack."""
     t = make_trainer("llama", ranks)
     if ranks.rank == 1:
@@ -394,18 +417,12 @@ def test_frozen_rank_is_noticed_in_a_pass() -> None:
     assert took_s < 15
 
 
-def fail_while_others_wait(ranks: Ranks) -> str:
+def fail_while_others_wait(ranks: TrainerRanks) -> str:
     """Rank 1 fails within an order; the others are in a collective that FSDP2 would run."""
     orders = Orders(ranks)
-
-    def work() -> None:
-        if ranks.rank == 1:
-            raise MemoryError("too large")
-        torch.distributed.all_reduce(torch.ones(1))
-
-    orders.add("learn", work)
+    work = Work(orders)
     try:
-        orders.call("learn") if ranks.first else orders.follow()
+        orders.call(work.learn) if ranks.first else orders.follow()
     except (RankLost, MemoryError) as e:
         return f"{type(e).__name__}: {e}"
     return ""
@@ -436,7 +453,7 @@ def test_rows_of_a_rank_are_those_that_fsdp2_gives_it() -> None:
     assert run_ranks(3, rows_of_a_rank) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def rows_of_a_rank(ranks: Ranks) -> list[int]:
+def rows_of_a_rank(ranks: TrainerRanks) -> list[int]:
     layer = torch.nn.Linear(1, 7, bias=False)
     layer.weight.data[:] = torch.arange(7.0)[:, None]
     fully_shard(layer, mesh=ranks.mesh())

@@ -16,24 +16,24 @@ from tests.support.ports import free_port
 from tests.support.rank_processes import CONTEXT, run_ranks
 from windfall.trainer.ranks import ranks as rank_module
 from windfall.trainer.ranks import remote_rows, sharded_file
-from windfall.trainer.ranks.ranks import RankLost, Ranks
-from windfall.trainer.ranks.sharding import Shard
+from windfall.trainer.ranks.ranks import RankLost, TrainerRanks
+from windfall.trainer.ranks.sharding import RankRows
 
 MATRIX = torch.arange(5 * 40, dtype=torch.float32).reshape(40, 5)
 
 
-def shards(ranks: Ranks, fill: float | None = None) -> dict[str, Shard]:
+def shards(ranks: TrainerRanks, fill: float | None = None) -> dict[str, RankRows]:
     each = -(-40 // ranks.size)
     mine = MATRIX[ranks.rank * each : (ranks.rank + 1) * each]
     mine = mine.clone() if fill is None else torch.full_like(mine, fill)
     return {
-        "matrix": Shard(local=mine, shape=(40, 5), first_row=min(ranks.rank * each, 40)),
-        "number": Shard(local=torch.tensor(4 if fill is None else 0), shape=()),
-        "bytes": Shard(local=torch.tensor([1, 2, 3] if fill is None else [0] * 3, dtype=torch.uint8), shape=(3,)),
+        "matrix": RankRows(local=mine, shape=(40, 5), first_row=min(ranks.rank * each, 40)),
+        "number": RankRows(local=torch.tensor(4 if fill is None else 0), shape=()),
+        "bytes": RankRows(local=torch.tensor([1, 2, 3] if fill is None else [0] * 3, dtype=torch.uint8), shape=(3,)),
     }
 
 
-def on_machines(ranks: Ranks, of: tuple[int, ...], path: Path) -> Ranks:
+def on_machines(ranks: TrainerRanks, of: tuple[int, ...], path: Path) -> TrainerRanks:
     """The same ranks, as if they were on the machines `of`; a remote rank fails if it opens the file."""
     ranks = replace(ranks, machine=of[ranks.rank])
     if ranks.remote:
@@ -42,7 +42,7 @@ def on_machines(ranks: Ranks, of: tuple[int, ...], path: Path) -> Ranks:
     return ranks
 
 
-def write_and_read(ranks: Ranks, of: tuple[int, ...], path: Path) -> bool:
+def write_and_read(ranks: TrainerRanks, of: tuple[int, ...], path: Path) -> bool:
     ranks = on_machines(ranks, of, path)
     sharded_file.write(path, shards(ranks), ranks)
     found = shards(ranks, fill=7)
@@ -60,7 +60,7 @@ def test_remote_ranks_write_and_read_through_rank_0(tmp_path: Path, of: tuple[in
     assert (found["number"].item(), found["bytes"].tolist()) == (4, [1, 2, 3])
 
 
-def fail(ranks: Ranks, path: Path, how: str) -> str:
+def fail(ranks: TrainerRanks, path: Path, how: str) -> str:
     ranks = on_machines(ranks, (0, 1), path)
     if how == "full" and ranks.first:
 
@@ -74,7 +74,9 @@ def fail(ranks: Ranks, path: Path, how: str) -> str:
         if how == "damaged" and ranks.first:
             path.write_bytes(b"no safetensors file")
         ranks.barrier()
-        sharded_file.read(path, {"matrix": Shard(local=torch.zeros(1, 3), shape=(2, 3), first_row=ranks.rank)}, ranks)
+        sharded_file.read(
+            path, {"matrix": RankRows(local=torch.zeros(1, 3), shape=(2, 3), first_row=ranks.rank)}, ranks
+        )
     except (OSError, ValueError) as e:
         return str(e)
     return ""
@@ -92,7 +94,7 @@ def test_every_rank_learns_of_an_error_of_rank_0(tmp_path: Path, how: str, messa
 def meet(rank: int, size: int, rendezvous: str, pipe: Any) -> None:
     rank_module.JOIN_S = 3.0
     try:
-        ranks = Ranks.join(rank, size, rendezvous, device="cpu", timeout_s=20.0)
+        ranks = TrainerRanks.join(rank, size, rendezvous, device="cpu", timeout_s=20.0)
         pipe.send(ranks.all_gather(rank))
     except RankLost as e:
         pipe.send(str(e))

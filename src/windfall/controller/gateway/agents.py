@@ -26,6 +26,7 @@ from windfall.controller.ledger.journal import Journal
 from windfall.controller.rollout.stream import Rollout
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
 from windfall.envs.base import EnvHost
+from windfall.envs.prompt_lengths import context_of, is_agent
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models.chat import Chat
@@ -34,8 +35,6 @@ from windfall.recipe.sections import Recipe
 
 HOST = "127.0.0.1"
 FILE = "gateway.json"
-UNKNOWN_CONTEXT = 4096
-"""Context of a model whose configuration does not name it (tokens)."""
 FILES_PER_AGENT = 3
 """Open files of the process that starts agents, for each agent."""
 OTHER_FILES = 64
@@ -58,22 +57,6 @@ def program(env: AgentEnv | VerifiersEnv, *hidden: Path) -> AgentProgram:
         return AgentProgram(function="windfall.envs.agents.verifiers_agent:run", options=options, **common)
     command = shlex.split(env.command or "")
     return AgentProgram(command=command, function=env.function or "", options=env.options, **common)
-
-
-def context_of(recipe: Recipe, model_context: int | None) -> int:
-    """Upper limit for the tokens of a prompt and its turn together. Raises WindfallError if the model has fewer."""
-    assert isinstance(recipe.env, AgentLimits)
-    wanted, most = recipe.env.context, model_context or UNKNOWN_CONTEXT
-    if wanted > most:
-        known = f"the model's context is {most}" if model_context else f"the model does not say more than {most}"
-        what = f"context = {wanted} tokens, but {known}"
-        raise WindfallError(what, where="env.context", fix="Set a smaller number, or 0 for the model's context.")
-    return wanted or most
-
-
-def prompts(recipe: Recipe, model_context: int | None) -> list[int]:
-    """Prompt lengths for which memory is planned: those of agents are not known before they run."""
-    return [max(1, context_of(recipe, model_context) - recipe.rollout.max_tokens)]
 
 
 def check(recipe: Recipe) -> str:
@@ -203,10 +186,6 @@ class AgentService:
         folders.replace(self._folder / FILE, json.dumps({"url": url, "pid": os.getpid()}))
         self._events.instant("gateway", url=url)
         return url
-
-
-def is_agent(recipe: Recipe) -> bool:
-    return isinstance(recipe.env, AgentLimits)
 
 
 def address(folder: Path) -> str:

@@ -23,7 +23,6 @@ from windfall.engine.group import messages as m
 from windfall.engine.weight_memory import WeightMemory
 from windfall.errors import WindfallError, last_line
 from windfall.free_memory import free_bytes
-from windfall.trainer.own_engine.trainer_engine import MAX_KEPT_SHARE
 from windfall.weights.manifest import Manifest, decode
 from windfall.weights.shared import SharedReader
 
@@ -140,7 +139,7 @@ class EngineChild:
         assert self._memory is not None, "Build comes first"
         self._engine.sleep()
         self._has_weights = False
-        if self._base and self._memory.nbytes <= MAX_KEPT_SHARE * free_bytes(self._device):
+        if self._base and self._memory.nbytes <= engine_factory.MAX_KEPT_SHARE * free_bytes(self._device):
             return True
         self._memory.free()
         self._base = ""

@@ -1,8 +1,7 @@
-"""Measures how much the engine and the trainer differ from transformers on a small model. judge.py sets the limits."""
+"""Measures how much the engine differs from transformers on a small model. judge.py sets the limits."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +13,9 @@ import torch
 from windfall.engine.selftest.small_model import SmallModel
 from windfall.engine.torch.packed import Packed
 from windfall.errors import WindfallError
-from windfall.trainer.model.gradients import Gradients
-from windfall.trainer.model.logprobs import Learner
-from windfall.training import Sample
 from windfall.types import Request, Sampling
 
 EngineFactory = Callable[..., Any]  # builds an engine from (model, kv_tokens, page_size, max_running, max_rows)
-TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,58 +92,13 @@ def _against_reference(
         raise WindfallError(f"{where}: the engine generated tokens {tokens[:8]}..., {counts}")
     logits = small.logits((*request.prompt, *tokens))[len(request.prompt) - 1 : -1].float()
     theirs = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
-    return _largest(where, (torch.tensor(logprobs) - theirs.cpu()).abs())
+    return largest(where, (torch.tensor(logprobs) - theirs.cpu()).abs())
 
 
-def _largest(where: str, differences: Any) -> Difference:
+def largest(where: str, differences: Any) -> Difference:
+    """The largest of these differences; infinite if one is not a number."""
     size = float(differences.max()) if differences.numel() else 0.0
     return Difference(size=size if size == size else float("inf"), where=where)
-
-
-def trainer_differences(small: SmallModel) -> tuple[Difference, Difference]:
-    """The largest difference in log-probs, in nats, and in gradients. Gradients are compared weight by weight: the norm
-    of the difference, relative to the norm of transformers' gradient."""
-    rng = np.random.default_rng(2)
-    samples = [random_sample(rng, small.vocabulary, n, first) for n, first in ((41, 7), (25, 1), (6, 3))]
-    weights = [rng.normal(size=len(s.targets)) for s in samples]
-    with contextlib.suppress(ValueError, AttributeError):  # not every model has this setting
-        small.model.gradient_checkpointing_enable({"use_reentrant": False})
-    gradients = Gradients(small.model)
-    learner = Learner(small.model, gradients, say=lambda line: None)
-    ours, _ = learner.score(samples, TEMPERATURE)
-    small.reference.zero_grad()
-    loss, theirs = torch.zeros((), device=small.device), []
-    for s, w in zip(samples, weights, strict=True):
-        at = torch.tensor(s.targets, device=small.device)
-        logp = torch.log_softmax(small.logits(s.ids)[at - 1].float() / TEMPERATURE, -1)
-        logp = logp.gather(-1, torch.tensor(s.ids, device=small.device)[at][:, None])[:, 0]
-        theirs.append(logp.detach())
-        loss = loss - (torch.tensor(w, device=small.device).float() * logp).sum()
-    loss.backward()
-    gradients.zero()
-    learner.learn(samples, TEMPERATURE, lambda a, b, logp, entropy: np.concatenate(weights[a:b]))
-    return _largest("log-probs", (ours - torch.cat(theirs)).abs()), _gradient_difference(small)
-
-
-def _gradient_difference(small: SmallModel) -> Difference:
-    ours = dict(small.model.named_parameters())
-    both = [
-        (name, torch.zeros_like(p) if p.grad is None else p.grad, ours[name].grad)
-        for name, p in small.reference.named_parameters()
-    ]
-    total = float(torch.stack([theirs.float().norm() for _, theirs, _ in both]).norm())
-    differences = []
-    for name, theirs, mine in both:
-        mine = torch.zeros_like(theirs) if mine is None else mine
-        size = max(float(theirs.norm()), 1e-4 * total)  # smaller gradients are rounding noise
-        differences.append(_largest(name, (mine - theirs).norm()[None] / size))
-    return max(differences, key=lambda d: d.size)
-
-
-def random_sample(rng: Any, vocabulary: int, length: int, first: int) -> Sample:
-    """Random tokens, trained from index `first` on."""
-    ids = tuple(int(t) for t in rng.integers(3, vocabulary, length))
-    return Sample(ids=ids, targets=tuple(range(first, length)), behavior=np.zeros(0), advantage=0.0, limit=0)
 
 
 @torch.no_grad()

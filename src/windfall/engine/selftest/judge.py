@@ -18,7 +18,7 @@ real error shows with any weights. So such a model is refused only if it fails w
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class DifferenceLimits:
     """Largest accepted differences. Measured rounding in float32 was up to 7e-4 nats (Granite, which does not scale its
     attention scores by default), mostly below 1e-4; the smallest difference of a refused model was 0.03 nats."""
 
@@ -38,53 +38,52 @@ class Measured:
 _cached: dict[Any, SmallModel] = {}
 
 
-def limits(device: str) -> Limits:
+def limits(device: str) -> DifferenceLimits:
     """GPU kernels sum in other orders and may round to TF32, so their limits are larger."""
-    return Limits(nats=1e-2, gradient=2e-2) if device.startswith("cuda") else Limits(nats=2e-3, gradient=5e-3)
+    return (
+        DifferenceLimits(nats=1e-2, gradient=2e-2)
+        if device.startswith("cuda")
+        else DifferenceLimits(nats=2e-3, gradient=5e-3)
+    )
 
 
 def judge_engine(
-    config: Any, make: Callable[..., Any], *, device: str, longest: int, deterministic: bool = False,
+    config: Any,
+    make: Callable[..., Any],
+    *,
+    device: str,
+    longest: int,
+    deterministic: bool = False,
     names: Iterable[str] | None = None,
-) -> Measured:  # fmt: skip
+) -> Measured:
     """Measure the engine that `make` builds. Raises WindfallError if it differs too much from transformers."""
-    what = f"windfall's engine does not compute {_name(config)} as transformers does"
+    what = f"windfall's engine does not compute {architecture(config)} as transformers does"
 
-    def measure(small: Any) -> Measured:
+    def measure(small: SmallModel) -> Measured:
         if deterministic and (why := determinism.neighbor_dependence(small)):
-            return Measured(refused=f"run.deterministic cannot hold for {_name(config)}: {why}")
+            return Measured(refused=f"run.deterministic cannot hold for {architecture(config)}: {why}")
         limit, refused = limits(device).nats, ""
         found = compare.engine_difference(small, make, longest=longest, limit=limit)
         if found.size > limit:
             refused = f"{what}: log-probs differ by {found.size:.2g} nats ({found.where}); rounding is below {limit:g}"
         elif deterministic and not determinism.batch_invariant(small, make, longest=longest):
-            refused = f"run.deterministic does not hold for {_name(config)}: results alone and in a batch differ"
+            refused = f"run.deterministic does not hold for {architecture(config)}: results alone and in a batch differ"
         return Measured(nats=found.size, refused=refused)
 
-    return _judge(measure, what, config, device, longest, names)
+    return judge(measure, what, config, device, longest, names)
 
 
-def judge_trainer(config: Any, *, device: str, longest: int, names: Iterable[str] | None = None) -> Measured:
-    """Measure the trainer. Raises WindfallError if it differs too much from transformers."""
-    what = f"windfall's trainer does not compute {_name(config)} as transformers does"
-
-    def measure(small: Any) -> Measured:
-        nats, gradient = compare.trainer_differences(small)
-        limit, refused = limits(device), ""
-        if nats.size > limit.nats:
-            refused = f"{what}: log-probs differ by {nats.size:.2g} nats; rounding is below {limit.nats:g}"
-        elif gradient.size > limit.gradient:
-            share = f"{gradient.size:.2g} of its size ({gradient.where}); rounding is below {limit.gradient:g}"
-            refused = f"{what}: a weight's gradient differs by {share}"
-        return Measured(nats=nats.size, gradient=gradient.size, refused=refused)
-
-    return _judge(measure, what, config, device, longest, names, keep=True)
-
-
-def _judge(
-    measure: Callable[[Any], Measured], what: str, config: Any, device: str, longest: int,
-    names: Iterable[str] | None, keep: bool = False,
-) -> Measured:  # fmt: skip
+def judge(
+    measure: Callable[[SmallModel], Measured],
+    what: str,
+    config: Any,
+    device: str,
+    longest: int,
+    names: Iterable[str] | None,
+    keep: bool = False,
+) -> Measured:
+    """Measure a small model. Raises WindfallError with `what` if it is refused. `keep`: the next test of this model may
+    use the same small model."""
     first, names = None, None if names is None else list(names)
     for seed in SEEDS:
         try:
@@ -117,5 +116,6 @@ def _key(config: Any, *rest: Any) -> Any:
     return json.dumps(config.to_dict(), sort_keys=True, default=str), *rest
 
 
-def _name(config: Any) -> str:
+def architecture(config: Any) -> str:
+    """The name of the model's class, for messages."""
     return (getattr(config, "architectures", None) or [config.model_type])[0]

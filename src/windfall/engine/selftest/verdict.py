@@ -1,7 +1,7 @@
 """Checks on a small model of the same architecture whether windfall may run a model, and remembers the result.
 
     check_engine     wherever an engine is built: workers, generate, eval, the trainer's own engine
-    check_trainer    where a run's trainer is built
+    check_trainer    where a run's trainer is built (trainer/selftest.py)
 
 Both raise WindfallError with the measured difference. A passed check is remembered under a hash of everything that
 could change the result (configuration, code, package versions, kind of device): in this process, in a file in the cache
@@ -22,6 +22,7 @@ from typing import Any
 
 import xxhash
 
+import windfall
 from windfall.engine.selftest import shrink
 from windfall.errors import WindfallError
 from windfall.models.load import cache_folder
@@ -33,22 +34,27 @@ _passed: set[str] = set()
 
 
 def check_engine(
-    fields: Fields, make: Callable[..., Any], *, device: str, longest: int, deterministic: bool = False,
-    names: Iterable[str] | None = None, checked: Iterable[str] = (),
-) -> str:  # fmt: skip
+    fields: Fields,
+    make: Callable[..., Any],
+    *,
+    device: str,
+    longest: int,
+    deterministic: bool = False,
+    names: Iterable[str] | None = None,
+    checked: Iterable[str] = (),
+) -> str:
     """Raise WindfallError unless the engine computes what transformers computes. `fields`: the model's configuration;
     `make`: builds the engine from (model, kv_tokens, page_size, max_running, max_rows); `names`: the full model's
     weights; `checked`: keys of checks that other processes have passed. Returns the key of this check."""
     key = cache_key("engine", fields, device=device, longest=longest, deterministic=deterministic)
     how: dict[str, Any] = {"device": device, "longest": longest, "names": names, "deterministic": deterministic}
-    return _run_once(key, checked, lambda judge: judge.judge_engine(_config(fields), make, **how))
 
+    def test() -> None:
+        from windfall.engine.selftest import judge  # imports torch and transformers: only if the result is not known
 
-def check_trainer(fields: Fields, *, device: str, longest: int, names: Iterable[str] | None = None) -> str:
-    """Raise WindfallError unless the trainer computes what transformers computes. Returns the key of this check."""
-    key = cache_key("trainer", fields, device=device, longest=longest)
-    how = {"device": device, "longest": longest, "names": names}
-    return _run_once(key, (), lambda judge: judge.judge_trainer(_config(fields), **how))
+        judge.judge_engine(config_of(fields), make, **how)
+
+    return run_once(key, test, checked)
 
 
 def check_weights(model: Any) -> None:
@@ -65,13 +71,12 @@ def check_weights(model: Any) -> None:
         raise WindfallError(what, where="model.path", fix=fix)
 
 
-def _run_once(key: str, checked: Iterable[str], test: Callable[[Any], object]) -> str:
-    """Call `test` with the module judge.py, unless the check is known to have passed."""
+def run_once(key: str, test: Callable[[], object], checked: Iterable[str] = ()) -> str:
+    """Call `test`, which raises WindfallError if a model fails, unless the check is known to have passed. Returns the
+    key."""
     path = cache_folder() / "checked" / key
     if key not in _passed and key not in checked and not path.is_file():
-        from windfall.engine.selftest import judge  # imports torch and transformers: only if the result is not known
-
-        test(judge)
+        test()
         with contextlib.suppress(OSError):  # without the file, the next process runs the test again
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
@@ -89,7 +94,8 @@ def cache_key(what: str, fields: Fields, *, device: str, longest: int, determini
     return f"{what}-{fields.get('model_type', 'model')}-{xxhash.xxh3_128_hexdigest(text.encode())}"
 
 
-def _config(fields: Fields) -> Any:
+def config_of(fields: Fields) -> Any:
+    """The configuration as an object of transformers."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**fields)
@@ -98,8 +104,8 @@ def _config(fields: Fields) -> Any:
 @cache
 def _versions() -> tuple[str, ...]:
     """Versions of torch and transformers, and a hash of windfall's code, which may change without a new version."""
-    root, digest = Path(__file__).parent.parent, xxhash.xxh3_64()
-    for path in sorted(p for part in ("engine", "train", "selftest", "worker") for p in (root / part).rglob("*.py")):
+    root, digest = Path(windfall.__file__).parent, xxhash.xxh3_64()
+    for path in sorted(p for part in ("engine", "trainer", "worker") for p in (root / part).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest(), *(metadata.version(name) for name in ("torch", "transformers"))
 

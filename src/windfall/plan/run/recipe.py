@@ -129,7 +129,7 @@ def write(plan: RunPlan, request: PlanRequest, base: Recipe, simulated: Simulate
     """The recipe that runs this plan; raises WindfallError if an address, a provider's section or vLLM is missing."""
     training = [p for p in plan.placed if p.training]
     first = training[0]
-    train: dict[str, Any] = {"ranks": first.training, "machines": len(training)}
+    train: dict[str, Any] = {"ranks": sum(p.training for p in training), "rendezvous": ""}
     fleet = _fleet(plan, base)
     if len(training) > 1 or any(p.replicas for p in plan.placed if p is not first):
         here = base.fleet.host in ("127.0.0.1", "localhost")
@@ -285,10 +285,13 @@ def plan_keys(plan: RunPlan, request: PlanRequest, simulated: Simulated | None) 
 
 def commands(plan: RunPlan, model: str = "MODEL") -> Iterator[str]:
     """What to start on which machine, besides the run itself and the workers of providers."""
-    first = next(p for p in plan.placed if p.training)
+    training = [p for p in plan.placed if p.training]
+    first = training[0]
     for p in plan.placed:
-        if p is not first and p.training:
-            yield f"{p.machine.name}: windfall ranks --join URL --token FILE --ranks {p.training}"
+        if p.training and len(training) > 1:
+            nodes = f"--nnodes {len(training)} --node-rank {training.index(p)} --nproc-per-node {p.training}"
+            join = "windfall trainer --join URL --token FILE"
+            yield f"{p.machine.name}: torchrun {nodes} --master-addr HOST --no-python {join}"
         if p.machine.lease == "borrowed" and p.replicas:
             yield f"{p.machine.name}: windfall serve {model} --lend URL --token FILE"
         elif not p.machine.provider:

@@ -23,6 +23,7 @@ from windfall.engine.engine_factory import build_engine
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
 from windfall.envs.hosting import evaluation_data, recipe_host
+from windfall.envs.prompt_lengths import agent_prompts, is_agent, prompt_lengths
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
@@ -33,7 +34,7 @@ from windfall.recipe.sections import Recipe, RolloutSection
 from windfall.run.commands.in_process import in_process_worker
 from windfall.run.views.rewards import graded, parts, passes
 from windfall.trainer import checkpoint
-from windfall.trainer.process import derive, prompt_lengths, spec, text_for
+from windfall.trainer.derived import context_of, derive, spec, text_for
 from windfall.types import Group, Prompt, Request, Sampling
 
 
@@ -44,8 +45,6 @@ def find_checkpoint(name: str) -> tuple[str, Path | None]:
         chosen = checkpoint.latest(path)
         for damaged in chosen.damaged:
             _warn(f"skipped a damaged checkpoint: {damaged.short}")
-        if not chosen.checked.hashed:
-            _warn(f"{chosen.path.name} {chosen.checked}")
         return str(chosen.path), path / "recipe.toml"
     if (path / checkpoint.STATE).is_file():
         checkpoint.check(path, optimizer=False)
@@ -66,7 +65,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
         _warn(warning)
     if isinstance(recipe.task_env, JsonLinesEnv | DatasetEnv):
         check_answers(recipe.task_env, evaluation_data(recipe))
-    if agents.is_agent(recipe):  # a run may have the port of its gateway
+    if is_agent(recipe):  # a run may have the port of its gateway
         recipe = recipe.model_copy(update={"env": recipe.env.model_copy(update={"port": 0})})
     out = Console(highlight=False, soft_wrap=True)
     sampling, size = recipe.rollout.sampling(temperature), recipe.eval.samples
@@ -85,9 +84,9 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
             await env.ready()  # before loading the model, which may take long
             model = load.load(model_path, dtype=dtype, device=device)
             text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
-            context = getattr(model.config, "max_position_embeddings", None)
-            if agents.is_agent(recipe):
-                prompts = agents.prompts(recipe, context)
+            context = context_of(model)
+            if is_agent(recipe):
+                prompts = agent_prompts(recipe, context)
             else:
                 prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
             engine, slots = _engine(recipe, model, device, dtype, prompts)

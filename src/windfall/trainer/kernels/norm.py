@@ -32,9 +32,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -
     out, total = torch.empty_like(x), x if add is None else torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
     _rms_norm[(len(x),)](
-        x, x if add is None else add.contiguous(), weight, out, total, eps, x.shape[1], HAS_ADD=add is not None,
-        BLOCK=block, num_warps=warps(block),
-    )  # fmt: skip
+        x,
+        x if add is None else add.contiguous(),
+        weight,
+        out,
+        total,
+        eps,
+        x.shape[1],
+        HAS_ADD=add is not None,
+        BLOCK=block,
+        num_warps=warps(block),
+    )
     return out, total
 
 
@@ -71,7 +79,18 @@ def rms_norm_backward(
     count = programs(x, rows, warps(block))
     partial = torch.empty(count, width, dtype=torch.float32, device=x.device)
     _rms_norm_backward[(count,)](
-        grad.contiguous(), x, weight, x if carry is None else carry.contiguous(), dx, out, partial, rows, eps, width,
-        HAS_CARRY=carry is not None, BLOCK=block, num_warps=warps(block),
-    )  # fmt: skip
+        grad.contiguous(),
+        x,
+        weight,
+        x if carry is None else carry.contiguous(),
+        dx,
+        out,
+        partial,
+        rows,
+        eps,
+        width,
+        HAS_CARRY=carry is not None,
+        BLOCK=block,
+        num_warps=warps(block),
+    )
     return dx, out, partial.sum(0)

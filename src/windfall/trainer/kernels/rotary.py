@@ -17,9 +17,20 @@ from windfall.trainer.kernels.launch import programs
 
 @triton.jit
 def _rotate_heads(
-    X, W, OUT, cos_a, cos_b, sin_a, sin_b, eps, N: tl.constexpr, HEAD: tl.constexpr, HEADS_UP: tl.constexpr,
-    HALF_UP: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    OUT,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    eps,
+    N: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEADS_UP: tl.constexpr,
+    HALF_UP: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """The heads of one token, as two blocks of (heads, half of a head)."""
     half: tl.constexpr = HEAD // 2
     h, d = tl.arange(0, HEADS_UP)[:, None], tl.arange(0, HALF_UP)[None, :]
@@ -50,9 +61,22 @@ def _angles(TABLE, t, HEAD: tl.constexpr, HALF_UP: tl.constexpr):
 
 @triton.jit
 def _rotary(
-    QKV, COS, SIN, QW, KW, Q, K, eps, HEADS: tl.constexpr, KV: tl.constexpr, HEAD: tl.constexpr,
-    HEADS_UP: tl.constexpr, KV_UP: tl.constexpr, HALF_UP: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    QKV,
+    COS,
+    SIN,
+    QW,
+    KW,
+    Q,
+    K,
+    eps,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEADS_UP: tl.constexpr,
+    KV_UP: tl.constexpr,
+    HALF_UP: tl.constexpr,
+    NORM: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     cos_a, cos_b = _angles(COS, t, HEAD, HALF_UP)
     sin_a, sin_b = _angles(SIN, t, HEAD, HALF_UP)
@@ -63,9 +87,15 @@ def _rotary(
 
 
 def apply_rotary(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, q_norm: Tensor | None, k_norm: Tensor | None,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     rows, head = cos.shape
     q, k = qkv.new_empty(rows, heads, head), qkv.new_empty(rows, kv_heads, head)
     _rotary[(rows,)](
@@ -76,9 +106,21 @@ def apply_rotary(
 
 @triton.jit
 def _rotate_heads_backward(
-    X, W, GRAD, OUT, cos_a, cos_b, sin_a, sin_b, eps, N: tl.constexpr, HEAD: tl.constexpr, HEADS_UP: tl.constexpr,
-    HALF_UP: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    GRAD,
+    OUT,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    eps,
+    N: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEADS_UP: tl.constexpr,
+    HALF_UP: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """Gradients of the heads of one token. Returns each head's part of the norm's weight gradient, in two halves."""
     half: tl.constexpr = HEAD // 2
     h, d = tl.arange(0, HEADS_UP)[:, None], tl.arange(0, HALF_UP)[None, :]
@@ -107,9 +149,27 @@ def _rotate_heads_backward(
 
 @triton.jit
 def _rotary_backward(
-    DQ, DK, DV, QKV, COS, SIN, QW, KW, OUT, DQW, DKW, rows, eps, HEADS: tl.constexpr, KV: tl.constexpr,
-    HEAD: tl.constexpr, HEADS_UP: tl.constexpr, KV_UP: tl.constexpr, HALF_UP: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    DQ,
+    DK,
+    DV,
+    QKV,
+    COS,
+    SIN,
+    QW,
+    KW,
+    OUT,
+    DQW,
+    DKW,
+    rows,
+    eps,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEADS_UP: tl.constexpr,
+    KV_UP: tl.constexpr,
+    HALF_UP: tl.constexpr,
+    NORM: tl.constexpr,
+):
     first = tl.program_id(0).to(tl.int64)
     # Summed over heads only at the end, because a sum across warps is slow.
     qa, qb = tl.zeros((HEADS_UP, HALF_UP), tl.float32), tl.zeros((HEADS_UP, HALF_UP), tl.float32)
@@ -120,16 +180,40 @@ def _rotary_backward(
         sin_a, sin_b = _angles(SIN, t, HEAD, HALF_UP)
         row = t * (HEADS + 2 * KV) * HEAD
         a, b = _rotate_heads_backward(
-            QKV + row, QW, DQ + t * HEADS * HEAD, OUT + row, cos_a, cos_b, sin_a, sin_b, eps, HEADS, HEAD, HEADS_UP,
-            HALF_UP, NORM,
-        )  # fmt: skip
+            QKV + row,
+            QW,
+            DQ + t * HEADS * HEAD,
+            OUT + row,
+            cos_a,
+            cos_b,
+            sin_a,
+            sin_b,
+            eps,
+            HEADS,
+            HEAD,
+            HEADS_UP,
+            HALF_UP,
+            NORM,
+        )
         qa += a
         qb += b
         row += HEADS * HEAD
         a, b = _rotate_heads_backward(
-            QKV + row, KW, DK + t * KV * HEAD, OUT + row, cos_a, cos_b, sin_a, sin_b, eps, KV, HEAD, KV_UP, HALF_UP,
+            QKV + row,
+            KW,
+            DK + t * KV * HEAD,
+            OUT + row,
+            cos_a,
+            cos_b,
+            sin_a,
+            sin_b,
+            eps,
+            KV,
+            HEAD,
+            KV_UP,
+            HALF_UP,
             NORM,
-        )  # fmt: skip
+        )
         ka += a
         kb += b
         dv = tl.load(DV + t * KV * HEAD + flat, mask=flat < KV * HEAD, other=0.0)
@@ -144,17 +228,38 @@ def _rotary_backward(
 
 
 def apply_rotary_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
-    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     rows, head = cos.shape
     count = programs(qkv, rows, 4)
     partial = torch.empty(2, count if q_norm is not None else 0, head, dtype=torch.float32, device=qkv.device)
     out = torch.empty_like(qkv)
     _rotary_backward[(count,)](
-        dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv, cos, sin, *_pointers(q_norm, k_norm, qkv), out,
-        partial[0], partial[1], rows, eps, **_shape(heads, kv_heads, head, q_norm), num_warps=4,
-    )  # fmt: skip
+        dq.contiguous(),
+        dk.contiguous(),
+        dv.contiguous(),
+        qkv,
+        cos,
+        sin,
+        *_pointers(q_norm, k_norm, qkv),
+        out,
+        partial[0],
+        partial[1],
+        rows,
+        eps,
+        **_shape(heads, kv_heads, head, q_norm),
+        num_warps=4,
+    )
     if q_norm is None:
         return out, None, None
     return out, partial[0].sum(0), partial[1].sum(0)
@@ -168,6 +273,11 @@ def _pointers(q_norm: Tensor | None, k_norm: Tensor | None, other: Tensor) -> tu
 def _shape(heads: int, kv_heads: int, head: int, q_norm: Tensor | None) -> dict[str, Any]:
     up = triton.next_power_of_2
     return {
-        "HEADS": heads, "KV": kv_heads, "HEAD": head, "HEADS_UP": up(heads), "KV_UP": up(kv_heads),
-        "HALF_UP": up(head // 2), "NORM": q_norm is not None,
-    }  # fmt: skip
+        "HEADS": heads,
+        "KV": kv_heads,
+        "HEAD": head,
+        "HEADS_UP": up(heads),
+        "KV_UP": up(kv_heads),
+        "HALF_UP": up(head // 2),
+        "NORM": q_norm is not None,
+    }

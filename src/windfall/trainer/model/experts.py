@@ -63,7 +63,8 @@ class _Hook:
     """Adds the chosen experts of one layer to its counts."""
 
     def __init__(self, owner: ExpertCounts, counts: Tensor) -> None:
-        self.owner, self.counts = owner, counts
+        self.owner = owner
+        self.counts = counts
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.owner.is_counting:
@@ -92,9 +93,12 @@ def spread(layers: Sequence[Sequence[int]]) -> dict[str, Any]:
         balances.append(round(entropy / math.log(size), 6) if size > 1 and total else 1.0)
         loads += [s * size for s in shares]
     return {
-        "balance": sum(balances) / len(balances), "unused": sum(not n for counts in layers for n in counts),
-        "load_max": max(loads), "load_min": min(loads), "layers": balances,
-    }  # fmt: skip
+        "balance": sum(balances) / len(balances),
+        "unused": sum(not n for counts in layers for n in counts),
+        "load_max": max(loads),
+        "load_min": min(loads),
+        "layers": balances,
+    }
 
 
 def _is_count(module: Any) -> bool:

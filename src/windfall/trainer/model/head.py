@@ -40,7 +40,9 @@ WeightsFn = Callable[[int, int, np.ndarray, np.ndarray], np.ndarray]
 
 class Head:
     def __init__(self, model: Any, device: torch.device) -> None:
-        self._model, self.linear, self.ops = model, model.get_output_embeddings(), layers.for_device(device)
+        self._model = model
+        self.linear = model.get_output_embeddings()
+        self.ops = layers.for_device(device)
 
     @cached_property
     def custom(self) -> Logits | None:
@@ -70,9 +72,14 @@ class Head:
         return torch.cat(parts, 1) if parts else torch.empty(3, 0, device=hidden.device)
 
     def loss(
-        self, hidden: Tensor, targets: Tensor, sizes: Sequence[int], temperature: float, weights_fn: WeightsFn,
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        sizes: Sequence[int],
+        temperature: float,
+        weights_fn: WeightsFn,
         gradients: Gradients,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The negative sum of weight * log-prob. `sizes` are the rows of each sample. Its gradients are computed at
         once, for a factor of 1. Unsharded, those of the head are also added at once, and the result has no graph if
         every weight is zero; sharded, it always has one, because all ranks must run the same backward passes."""
@@ -131,7 +138,9 @@ class _Loss:
 
     def run(self, weights: Sequence[Tensor]) -> tuple[list[Tensor | None] | None, float]:
         """The gradients of the hidden states and of `weights`, and the loss. No gradients if every weight is zero."""
-        self._back, self._loss, self._weights = torch.empty_like(self.hidden), 0.0, weights
+        self._back = torch.empty_like(self.hidden)
+        self._loss = 0.0
+        self._weights = weights
         self._totals = {id(p): self.gradients.total(p) for p in weights}
         waiting, any_gradient = None, self.gradients.sharded
         for samples, rows in tiles(self.sizes, self.head.tile_rows()):
@@ -155,9 +164,13 @@ class _Loss:
             ready = torch.cuda.Event(blocking=True)
             ready.record()
         return Tile(
-            samples=samples, rows=rows, numbers=numbers, on_host=on_host, ready=ready,
+            samples=samples,
+            rows=rows,
+            numbers=numbers,
+            on_host=on_host,
+            ready=ready,
             logits=logits if len(rows) == 1 else None,
-        )  # fmt: skip
+        )
 
     def _backward(self, tile: Tile) -> bool:
         """Add the gradient of a tile. Returns whether any of its weights is not zero."""

@@ -35,9 +35,15 @@ def rms_norm_backward(
 
 
 def apply_rotary(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, q_norm: Tensor | None, k_norm: Tensor | None,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Queries and keys from the joint projection (T, (heads + 2 kv_heads) * head), with their norms, if any, and the
     rotary embedding applied. cos and sin are (T, head). Returns (T, heads, head) and (T, kv_heads, head)."""
     out = []
@@ -49,9 +55,18 @@ def apply_rotary(
 
 
 def apply_rotary_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
-    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of the joint projection and of the weights of the two norms."""
     parts, weights = [], []
     inputs = zip((dq, dk), _heads(qkv, cos.shape[-1], heads, kv_heads), (q_norm, k_norm), strict=True)

@@ -66,7 +66,10 @@ class Tape:
     """What the layers of one pack share. Not a dataclass, because FSDP2 would copy it when a module gets it."""
 
     def __init__(self, batch: Packed, cos: Tensor, sin: Tensor, levels: list[int] | None) -> None:
-        self.batch, self.cos, self.sin, self.levels = batch, cos, sin, levels
+        self.batch = batch
+        self.cos = cos
+        self.sin = sin
+        self.levels = levels
         """`levels`: what each layer keeps. None: there is no backward pass."""
         self.kept: list[Activations] = []
         """The activations of the layers so far. The backward pass consumes them."""
@@ -81,20 +84,31 @@ class Tape:
 
 class LlamaBody:
     def __init__(
-        self, model: Any, gradients: Gradients | None = None, *, keep: str | int = "auto",
-        device: torch.device | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        gradients: Gradients | None = None,
+        *,
+        keep: str | int = "auto",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Raises UnsupportedModel. `keep`: a level of activation_memory.py for all layers, or "auto": by the free
         memory, for every pack. `device` and `dtype` are those of the passes, if not those of the stored weights."""
         _check(model)
-        self.base, self.gradients, self.keep = model.base_model, gradients, keep
+        self.base = model.base_model
+        self.gradients = gradients
+        self.keep = keep
         self.ops = plain.for_device(device or model.device)
         self.layers = [LlamaLayer(x, gradients, self.ops) for x in self.base.layers]
         one, mlp = self.layers[0], self.base.layers[0].mlp
         self.each = activation_memory.layer_bytes(
-            hidden=mlp.down_proj.out_features, intermediate=mlp.down_proj.in_features, heads=one.heads,
-            kv_heads=one.kv_heads, head=one.head, value_bytes=(dtype or model.dtype).itemsize,
-        )  # fmt: skip
+            hidden=mlp.down_proj.out_features,
+            intermediate=mlp.down_proj.in_features,
+            heads=one.heads,
+            kv_heads=one.kv_heads,
+            head=one.head,
+            value_bytes=(dtype or model.dtype).itemsize,
+        )
         self.reserved = 0
         """Bytes that FSDP2 and the gradient of the head need during the backward pass."""
         if gradients is not None and gradients.sharded:
@@ -189,7 +203,8 @@ class LayerWeights:
 
     def __init__(self, module: Any) -> None:
         a = module.self_attn
-        self.input_norm, self.mlp_norm = module.input_layernorm.weight, module.post_attention_layernorm.weight
+        self.input_norm = module.input_layernorm.weight
+        self.mlp_norm = module.post_attention_layernorm.weight
         self.norms = [a.q_norm.weight, a.k_norm.weight] if hasattr(a, "q_norm") else [None, None]
         self.qkv, self.out, self.gate_up, self.down = (Projection(*group) for group in projections(module))
 
@@ -213,7 +228,10 @@ def projections(module: Any) -> list[tuple[Any, ...]]:
 class LlamaLayer:
     def __init__(self, module: Any, gradients: Gradients | None, ops: Any) -> None:
         a = module.self_attn
-        self.module, self.ops, self.gradients, self.head = module, ops, gradients, a.head_dim
+        self.module = module
+        self.ops = ops
+        self.gradients = gradients
+        self.head = a.head_dim
         self.heads, self.kv_heads = (p.out_features // a.head_dim for p in (a.q_proj, a.k_proj))
         self.scale: float = a.scaling
         self.eps: float = module.input_layernorm.variance_epsilon

@@ -25,8 +25,9 @@ from windfall.trainer.model.experts import ExpertCounts
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.head import WeightsFn
 from windfall.trainer.model.llama import LlamaBody, PackedRows, UnsupportedModel
+from windfall.trainer.model.lora import Adapters
 from windfall.trainer.model.policy import Policy
-from windfall.trainer.ranks.ranks import Ranks
+from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.training import Sample
 
 KEEP = {True: LEAST, False: ALL, "auto": "auto"}
@@ -35,13 +36,17 @@ KEEP = {True: LEAST, False: ALL, "auto": "auto"}
 
 class Learner:
     def __init__(
-        self, model: Any, gradients: Gradients | None = None, *, checkpoint_activations: bool | str = "auto",
-        ranks: Ranks | None = None,
+        self,
+        model: Any,
+        gradients: Gradients | None = None,
+        *,
+        checkpoint_activations: bool | str = "auto",
+        ranks: TrainerRanks | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`model`: a model of transformers, or a Policy. Without `gradients` it can only score. `ranks`: those that the
         policy is split over."""
-        self.ranks = ranks or Ranks.alone()
+        self.ranks = ranks or TrainerRanks.alone()
         self.policy = model if isinstance(model, Policy) else Policy(model)
         self.policy.gradients = gradients
         self.experts = ExpertCounts(self.policy.model, self.policy.device) if gradients is not None else None
@@ -55,7 +60,7 @@ class Learner:
         """Use windfall's own layers if they support the model and compute the same, on all ranks."""
         trials: tuple[Callable[[], None], ...] = (lambda: self.use_own_layers(keep=keep), lambda: compare(self.policy))
         for trial in trials:
-            if why := next(filter(None, self.ranks.prompt.all_gather(self._refusal(trial))), ""):
+            if why := next(filter(None, self.ranks.quick.all_gather(self._refusal(trial))), ""):
                 self._fall_back(why, say)
                 return
 
@@ -115,6 +120,18 @@ class Learner:
 
     def _counting(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.experts is None else self.experts.counting(enabled)
+
+
+class BaseLearner:
+    """Scores samples with the base model, by switching the adapters off. No second model is needed."""
+
+    def __init__(self, learner: Learner, adapters: Adapters) -> None:
+        self._learner = learner
+        self._adapters = adapters
+
+    def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
+        with self._adapters.switched_off():
+            return self._learner.score(samples, temperature)
 
 
 def pack_rows(samples: Sequence[Sample], device: torch.device) -> tuple[PackedRows, Tensor]:

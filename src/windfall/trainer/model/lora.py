@@ -19,9 +19,9 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,9 @@ from torch.nn.functional import linear
 
 from windfall.errors import WindfallError
 from windfall.recipe.lora import DEFAULT_ALPHA_PER_RANK, DEFAULT_RANK, Lora, choose_layers
-from windfall.training import Sample
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig
 from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, AdapterPair, pairs
-
-if TYPE_CHECKING:
-    from windfall.trainer.model.logprobs import Learner
 
 OWN = (".lora_A", ".lora_B")
 """How the names of the adapters' parameters end in the module."""
@@ -46,7 +42,8 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, pair: AdapterPair, scale: float) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
+        self.in_features = base.in_features
+        self.out_features = base.out_features
         self.weight = base.weight
         self.register_parameter("bias", base.bias)
         self.lora_A, self.lora_B = (nn.Parameter(t.to(base.weight, copy=True)) for t in pair)
@@ -63,7 +60,9 @@ class Adapters:
     """All adapters of a module. Takes the place of the module where a checkpoint is saved."""
 
     def __init__(self, model: Any, config: AdapterConfig, layers: Mapping[str, LoraLinear]) -> None:
-        self.model, self.config, self.layers = model, config, layers
+        self.model = model
+        self.config = config
+        self.layers = layers
 
     @property
     def scale(self) -> float:
@@ -105,17 +104,6 @@ class Adapters:
                 layer.active = True
 
 
-class BaseLearner:
-    """Scores samples with the base model, by switching the adapters off. No second model is needed."""
-
-    def __init__(self, learner: Learner, adapters: Adapters) -> None:
-        self._learner, self._adapters = learner, adapters
-
-    def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-        with self._adapters.switched_off():
-            return self._learner.score(samples, temperature)
-
-
 def attach(model: Any, section: Lora, *, base: str, seed: int, checkpoint: Path | None = None) -> Adapters:
     """Freeze the model and add adapters: those of the checkpoint or of `section.path`, otherwise new ones. `base` is
     the name of the model, for programs that read the adapter later."""
@@ -127,9 +115,7 @@ def attach(model: Any, section: Lora, *, base: str, seed: int, checkpoint: Path 
         rank = section.rank or DEFAULT_RANK
         config = AdapterConfig(rank=rank, alpha=section.alpha or DEFAULT_ALPHA_PER_RANK * rank, base=base)
         found = _new(available, choose_layers(available, section.targets), rank, seed)
-    config = AdapterConfig(
-        rank=config.rank, alpha=config.alpha, base=base, targets=_shortened(found, available),
-    )  # fmt: skip
+    config = AdapterConfig(rank=config.rank, alpha=config.alpha, base=base, targets=_shortened(found, available))
     model.requires_grad_(False)
     layers = {name: LoraLinear(available[name], pair, config.scale) for name, pair in found.items()}
     for name, layer in layers.items():

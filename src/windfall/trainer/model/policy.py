@@ -26,7 +26,8 @@ class Policy(torch.nn.Module):
         """`dtype` and `device` are those of the passes, if they differ from those in which weights are stored."""
         super().__init__()
         self.model = model
-        self.dtype, self.device = dtype or model.dtype, device or model.device
+        self.dtype = dtype or model.dtype
+        self.device = device or model.device
         self.head = Head(model, self.device)
         self.gradients: Gradients | None = None
         """Where the gradients of the weights go. None: this policy only scores."""
@@ -36,9 +37,13 @@ class Policy(torch.nn.Module):
         self._recomputing = [x for x in model.modules() if hasattr(x, "gradient_checkpointing")]
 
     def forward(
-        self, rows: PackedRows, targets: Tensor | None = None, sizes: Sequence[int] = (), temperature: float = 1.0,
+        self,
+        rows: PackedRows,
+        targets: Tensor | None = None,
+        sizes: Sequence[int] = (),
+        temperature: float = 1.0,
         weights_fn: WeightsFn | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Without `weights_fn`: log-probs and entropies (2, n), without a graph. With it: the negative sum of weight *
         log-prob, whose `backward()` adds its gradient to every trained weight. Without `targets`: hidden states."""
         learning = torch.is_grad_enabled() and (targets is None or weights_fn is not None)
@@ -63,6 +68,10 @@ class Policy(torch.nn.Module):
 
     def transformers_body(self, rows: PackedRows) -> Tensor:
         """Hidden states of the wanted rows."""
-        return self.model.base_model(
-            input_ids=rows.ids[None], position_ids=rows.positions[None], use_cache=False, batch=rows.batch
-        ).last_hidden_state[0].index_select(0, rows.wanted)  # fmt: skip
+        return (
+            self.model.base_model(
+                input_ids=rows.ids[None], position_ids=rows.positions[None], use_cache=False, batch=rows.batch
+            )
+            .last_hidden_state[0]
+            .index_select(0, rows.wanted)
+        )

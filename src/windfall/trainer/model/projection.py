@@ -34,8 +34,9 @@ class Projection:
         sizes = [len(p) for p in self.parts]
         self._adapters = [
             (layer, slice(sum(sizes[:i]), sum(sizes[: i + 1])))
-            for i, layer in enumerate(layers) if isinstance(layer, LoraLinear)
-        ]  # fmt: skip
+            for i, layer in enumerate(layers)
+            if isinstance(layer, LoraLinear)
+        ]
         self._at = self._addresses()
 
     def __call__(self, x: Tensor) -> Tensor:

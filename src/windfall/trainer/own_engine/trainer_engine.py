@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from windfall.engine.base import Counters, Engine
+from windfall.engine.engine_factory import MAX_KEPT_SHARE
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.trainer.own_engine.trainer_turn import EnginesTurn
@@ -36,23 +37,29 @@ from windfall.types import Capabilities, Chunk, Request
 
 WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""
-MAX_KEPT_SHARE = 0.25
-"""Merged copies that are larger than this share of the free memory are freed during training. Smaller ones are kept: if
-they get other addresses, the engine must capture its graphs again."""
 
 
 class TrainerEngine:
     """An engine whose module is changed by the trainer, which holds `lock` while it does so."""
 
     def __init__(
-        self, engine: Engine, lock: threading.Lock | EnginesTurn, *, published: Callable[[], Any] | None = None,
-        share_memory: bool = False, merged: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        lock: threading.Lock | EnginesTurn,
+        *,
+        published: Callable[[], Any] | None = None,
+        share_memory: bool = False,
+        merged: Any = None,
+    ) -> None:
         """`published` returns the manifest of the version that the trainer's weights are, or None while they belong to
         no version. Without it, every swap is accepted. `merged`: the MergedModel whose module the engine runs; None if
         it runs the trainer's own."""
-        self._engine, self._lock, self._orders_lock = engine, lock, threading.Lock()
-        self._published, self._merged, self._stale = published, merged, True
+        self._engine = engine
+        self._lock = lock
+        self._orders_lock = threading.Lock()
+        self._published = published
+        self._merged = merged
+        self._stale = True
         self._sleep: Callable[[], None] | None = getattr(engine, "sleep", None) if share_memory else None
         self.waiting = False
         """Whether the engine waits for the trainer or for a Load of its new weights. This is not a fault."""

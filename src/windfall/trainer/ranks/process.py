@@ -3,12 +3,12 @@
 Rank 0 is the trainer's main process (trainer.py). It loads the model, chooses what the recipe leaves open, and gives
 the order to build; the other ranks (`main` below) wait for it, build their part, and follow its orders from then on.
 
-A rank on another machine (`RankPlace.machine`) has a folder of its own with only the recipe (rank_host.py). It opens no
-file of the run: tensors, adapters and the state of the optimizer come from rank 0. The first rank of such a machine has
-a weight server for the rows of that machine.
+A rank on another machine (`RankPlace.machine`) has a folder of its own with only the recipe (run/ranks/join.py). It
+opens no file of the run: tensors, adapters and the state of the optimizer come from rank 0. The first rank of such a
+machine has a weight server for the rows of that machine.
 
 Every rank but the first ends quietly if another one is lost: the reason is in that one's log, and the supervisor
-restarts all of them together (trainer/ranks/rank_group.py).
+restarts all of them together (run/ranks/rank_group.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from windfall import algorithms, devices, errors
 from windfall import run_folder as folders
@@ -32,31 +34,17 @@ from windfall.link.invitation import ALL_INTERFACES
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint, trained_weights
-from windfall.trainer.ranks.rank_group import RANK_LOST, log_name
+from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
+from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
+from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.trained_weights import TrainedWeights
+from windfall.trainer.trainer import TorchTrainer
+from windfall.weights.meeting import PublishFailed
+from windfall.weights.publish import Publisher
+from windfall.weights.serve import serve
 
-WEIGHTS_KEY = "WINDFALL_WEIGHTS_KEY"
-"""Environment variable with the key of the weight server, on machines that do not have the run's token."""
 SERVER_START_S = 30.0
 """Seconds in which the weight server must listen."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """Which of the trainer's ranks a process is, and where they meet."""
-
-    rank: int = 0
-    size: int = 1
-    rendezvous: str = ""
-    """Where the ranks meet (trainer/ranks/ranks.py); "" for one rank alone."""
-    machine: int = 0
-    """The machine of this rank; 0 has rank 0 and the run's folder."""
-    local_rank: int = 0
-    """Number of this rank among those of its machine."""
-    local_size: int = 1
-    """Ranks on this machine."""
-    host: str = ""
-    """Where workers reach this machine, if it is not that of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,87 +73,111 @@ def cpu_threads(recipe: Recipe, place: RankPlace) -> int:
     return recipe.run.threads or max(1, (os.cpu_count() or 1) // place.local_size)
 
 
-def join(recipe: Recipe, place: RankPlace, device: str) -> Any:
+def join(recipe: Recipe, place: RankPlace, device: str) -> Orders:
     """The Orders by which this rank acts together with the others; waits for them."""
-    from windfall.trainer.ranks.ranks import Orders, Ranks
-
     if not place.rendezvous:
-        return Orders(Ranks.alone(device))
-    ranks = Ranks.join(
-        place.rank, place.size, place.rendezvous, device=device, timeout_s=recipe.train.rank_timeout_s,
+        return Orders(TrainerRanks.alone(device))
+    ranks = TrainerRanks.join(
+        place.rank,
+        place.size,
+        place.rendezvous,
+        device=device,
+        timeout_s=recipe.train.rank_timeout_s,
         machine=place.machine,
-    )  # fmt: skip
+    )
     return Orders(ranks)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerPart:
-    """One rank's part of the trainer."""
+class RankPart:
+    """One rank's part of the trainer. All ranks run its public methods together."""
 
-    trainer: Any
-    publisher: Any
+    trainer: TorchTrainer
+    publisher: Publisher
     weights: TrainedWeights
     pids: list[int]
     """Processes of all ranks, in order."""
     places: list[Place]
     """Where the ranks of this machine compute."""
 
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        orders: Orders,
+        *,
+        place: RankPlace | None = None,
+        loaded: TrainedWeights | None = None,
+        reference: Any = None,
+    ) -> None:
+        """Rank 0 passes the weights and the reference that it has loaded."""
+        self.recipe = recipe
+        self.folder = folder
+        self.orders = orders
+        self.ranks = orders.ranks
+        self.place = place or RankPlace()
+        self._loaded = loaded
+        self._reference = reference
+        self.copied: Callable[[], None] = lambda: None
+        """Called when the rows of this rank are copied for a new version, so its module may be used again."""
+        orders.add(self)
 
-def build_part(
-    recipe: Recipe, folder: Path, setup: Setup, orders: Any, *, loaded: TrainedWeights | None = None,
-    reference: Any = None,
-) -> TrainerPart:  # fmt: skip
-    """This rank's part of the trainer. Rank 0 passes what it has loaded."""
-    import torch
+    def build(self, setup: Setup) -> None:
+        recipe, ranks = self.recipe, self.ranks
+        torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
+        if ranks.distributed:
+            model, self.weights, reference = _shard(recipe, setup, ranks, self._loaded, self._reference)
+        else:
+            assert self._loaded is not None
+            model, self.weights, reference = self._loaded.model, self._loaded, self._reference
+        self.trainer = TorchTrainer(
+            model,
+            algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
+            recipe,
+            micro_tokens=setup.micro_tokens,
+            reference=reference,
+            orders=self.orders,
+        )
+        self.publisher = Publisher(
+            self.folder,
+            ranks=ranks.quick,
+            dtype=setup.dtype if ranks.distributed else None,
+            on_machine=f"machine {ranks.machine}",
+        )
+        if self.place.machine and self.place.local_rank == 0:
+            self.publisher.address = serve_weights(self.publisher, recipe, self.place.host)
+        if setup.checkpoint_activations and self.trainer.learner.has_graph:
+            self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(recipe.run.seed)  # for models with random numbers in training; a checkpoint has its own state
+        if setup.checkpoint is not None:
+            self.trainer.restore_optimizer(setup.checkpoint / checkpoint.OPTIMIZER)
+        members = ranks.all_gather((os.getpid(), ranks.machine, devices.own_place(ranks.device)))
+        self.pids = [pid for pid, _, _ in members]
+        self.places = [place for _, where, place in members if where == ranks.machine]
 
-    from windfall.trainer.trainer import TorchTrainer
-    from windfall.weights.publish import Publisher
+    def publish(self, version: int) -> Any:
+        """Publish the present weights as this version. Returns their manifest."""
+        return self.weights.publish(self.publisher, version, copied=self._rows_copied)
 
-    torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
-    ranks, sharded = orders.ranks, orders.ranks.distributed
-    if sharded:
-        model, weights, reference = _shard(recipe, setup, ranks, loaded, reference)
-    else:
-        assert loaded is not None
-        model, weights = loaded.model, loaded
-    trainer = TorchTrainer(
-        model, algorithms.make(recipe.algorithm.name, **recipe.algorithm.options), recipe,
-        micro_tokens=setup.micro_tokens, reference=reference, orders=orders,
-    )  # fmt: skip
-    publisher = Publisher(
-        folder, ranks=ranks.prompt, dtype=setup.dtype if sharded else None, on_machine=f"machine {ranks.machine}"
-    )
-    copied = free_memory if sharded and recipe.fleet.local else None  # the trainer's engines are other processes
-    orders.add("publish", lambda version: weights.publish(publisher, version, copied=copied))
-    orders.add("free_memory", lambda: (free_memory(), ranks.prompt.barrier()))
-    orders.add("collect", lambda: trained_weights.collect(publisher, ranks))
-    if setup.checkpoint_activations and trainer.learner.has_graph:
-        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
-    if setup.checkpoint is not None:
-        trainer.restore_optimizer(setup.checkpoint / checkpoint.OPTIMIZER)
-    members = ranks.all_gather((os.getpid(), ranks.machine, devices.own_place(ranks.device)))
-    return TrainerPart(
-        trainer=trainer, publisher=publisher, weights=weights, pids=[pid for pid, _, _ in members],
-        places=[place for _, where, place in members if where == ranks.machine],
-    )  # fmt: skip
+    def _rows_copied(self) -> None:
+        if self.ranks.distributed and self.recipe.fleet.local:  # the trainer's engines are other processes
+            torch.cuda.empty_cache()
+        self.copied()
 
+    def free_memory(self) -> None:
+        """Give the GPU memory that this process keeps for later use back to the driver, for engines in other
+        processes."""
+        torch.cuda.empty_cache()
+        self.ranks.quick.barrier()
 
-def free_memory() -> None:
-    """Give the GPU memory that this process keeps for later use back to the driver, for engines in other processes."""
-    import torch
-
-    torch.cuda.empty_cache()
+    def collect(self) -> Any:
+        """See trained_weights.collect."""
+        return trained_weights.collect(self.publisher, self.ranks)
 
 
 def _shard(
     recipe: Recipe, setup: Setup, ranks: Any, loaded: TrainedWeights | None, reference: Any
 ) -> tuple[Any, TrainedWeights, Any]:
     """The policy of all ranks, what of it is trained, and the reference of the KL penalty, if there is one."""
-    import torch
-
-    from windfall.trainer.ranks.sharding import sharded_policy
-
     options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype), "offload": recipe.train.offload}
     weights: list[TrainedWeights] = []
 
@@ -191,46 +203,50 @@ def _tensors(model: Any) -> Mapping[str, Any]:
 
 def main(folder: Path, place: RankPlace) -> int:
     """Follow rank 0. Exit status: 0 it said stop, RANK_LOST another rank was lost, 1 or 2 this one failed."""
-    from windfall.trainer.ranks.ranks import RankLost
-    from windfall.weights.meeting import PublishFailed
 
-    recipe = load_recipe(folder / "recipe.toml")
-    try:
+    def follow() -> int:
+        recipe = load_recipe(folder / "recipe.toml")
         device, _ = choose_device(recipe, place)
         orders = join(recipe, place, device)
-
-        def build(setup: Setup) -> None:
-            part = build_part(recipe, folder, setup, orders)
-            if place.machine and place.local_rank == 0:
-                part.publisher.address = serve_weights(part.publisher, recipe, place.host)
-
-        orders.add("build", build)
+        RankPart(recipe, folder, orders, place=place)
         orders.follow()
         return 0
-    except (RankLost, PublishFailed) as e:
-        print(f"rank {place.rank} ends: {e}", file=sys.stderr, flush=True)
-        return RANK_LOST
+
+    return run_rank(folder, place, follow)
+
+
+def run_rank(folder: Path, place: RankPlace, work: Callable[[], int]) -> int:
+    """Returns the exit status of `work`. If it fails, the error is recorded in the folder."""
+    log, who = folder / f"{place.name}.log", f"rank {place.rank}" if place.rank else "the trainer"
+    try:
+        return work()
     except WindfallError as e:
-        return folders.fail(folder, "trainer", e, 2, first=True)
+        return folders.fail(folder, "trainer", e, 2, first=place.rank > 0)
+    except (RankLost, PublishFailed) as e:
+        print(f"{who} ends: {e}", file=sys.stderr, flush=True)
+        if not place.rank:  # the rank that was lost may have recorded why
+            traceback.print_exc()
+            folders.fail(folder, "trainer", crashed(who, e, log), first=True)
+        return RANK_LOST
     except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
         traceback.print_exc()
         if (denied := errors.file_system_error(e, folder)) is not None:
             return folders.fail(folder, "trainer", denied, 2, first=True)
-        error = crashed(f"rank {place.rank}", e, folder / log_name(place.rank))
-        return folders.fail(folder, "trainer", error, first=True)
+        return folders.fail(folder, "trainer", crashed(who, e, log), first=True)
 
 
-def serve_weights(publisher: Any, recipe: Recipe, host: str) -> str:
+def serve_weights(publisher: Publisher, recipe: Recipe, host: str) -> str:
     """Serve the rows of this machine to workers until the process ends. Returns the address of the server."""
-    from windfall.weights.serve import serve
-
     f, loop = recipe.fleet, asyncio.new_event_loop()
     listener.raise_file_limit()
     threading.Thread(target=loop.run_forever, name="weight server", daemon=True).start()
     opening = serve(
-        publisher, host=f.host if f.host in ALL_INTERFACES else host, port=f.weights_port,
-        key=os.environ[WEIGHTS_KEY], ssl=tls.server_context(f),
-    )  # fmt: skip
+        publisher,
+        host=f.host if f.host in ALL_INTERFACES else host,
+        port=f.weights_port,
+        key=os.environ[WEIGHTS_KEY],
+        ssl=tls.server_context(f),
+    )
     server = asyncio.run_coroutine_threadsafe(opening, loop).result(SERVER_START_S)
     return f"{'https' if f.tls_cert else 'http'}://{network.in_url(host)}:{server.port}"
 

@@ -64,9 +64,13 @@ class ModelShape:
 
     def kept(self, value_bytes: int) -> LayerBytes:
         return layer_bytes(
-            hidden=self.hidden, intermediate=self.intermediate, heads=self.heads, kv_heads=self.kv_heads,
-            head=self.head, value_bytes=value_bytes,
-        )  # fmt: skip
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head=self.head,
+            value_bytes=value_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +112,15 @@ def reference_bytes(parameters: int, ranks: int, *, value_bytes: int, kl: bool, 
 
 
 def rank_budget(
-    shape: ModelShape, ranks: int, *, pack_tokens: int, value_bytes: int = 2, kl: bool = False, offload: bool = False,
+    shape: ModelShape,
+    ranks: int,
+    *,
+    pack_tokens: int,
+    value_bytes: int = 2,
+    kl: bool = False,
+    offload: bool = False,
     adapter_parameters: int = 0,
-) -> RankBudget:  # fmt: skip
+) -> RankBudget:
     """`adapter_parameters`: 0 for full training.
 
     >>> shape = ModelShape(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head=4, vocabulary=100, tied=True)
@@ -128,9 +138,11 @@ def rank_budget(
     kept = shape.kept(value_bytes)
     working = 2 * kept.all
     return RankBudget(
-        state=state_bytes(p, ranks, **sizes), reference=reference_bytes(p, ranks, kl=kl, **sizes),
+        state=state_bytes(p, ranks, **sizes),
+        reference=reference_bytes(p, ranks, kl=kl, **sizes),
         gathered=value_bytes * (root + 2 * layer) + gradient_layer + gradient_root,
         least_activations=pack_tokens * (shape.layers * kept.least + working),
         all_activations=pack_tokens * (shape.layers * kept.all + working),
-        sent_per_pack=sent * (ranks - 1) / ranks, offload=offload,
-    )  # fmt: skip
+        sent_per_pack=sent * (ranks - 1) / ranks,
+        offload=offload,
+    )

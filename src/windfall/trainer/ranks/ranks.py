@@ -1,23 +1,24 @@
 """The trainer's processes, called ranks: which one this is, and how they talk to each other.
 
-Rank 0 decides and the others follow: `Orders.call` runs a named function on every rank at the same time, each with its
-own arguments; the other ranks wait in `Orders.follow`. There are five kinds of waiting, each with its own limit:
+Rank 0 decides and the others follow: every rank has the same objects, and `Orders.call` runs a method of one of them on
+all ranks at the same time, each with its own arguments; the other ranks wait in `Orders.follow`. There are five kinds
+of waiting, each with its own limit:
 
     for the next order          none: the trainer may be idle for hours. If rank 0 dies, its connection ends the wait
     to give an order            `timeout_s`: rank 0 waits until each rank has taken it, which a frozen one never does
     for objects (gather, ...)   CONTROL_S: another rank may be writing a checkpoint meanwhile
-    for objects, in `prompt`    `timeout_s`: no rank waits for a disk, so one that hangs is noticed quickly
+    for objects, in `quick`     `timeout_s`: no rank waits for a disk, so one that hangs is noticed quickly
     in collectives of tensors   `timeout_s`: the same
 
 A rank that is lost, or that does not arrive in time, raises `RankLost` on the others, and every rank ends. All of them
-are started again together, from the last checkpoint (trainer/ranks/rank_group.py).
+are started again together, from the last checkpoint (run/ranks/rank_group.py).
 
 Ranks may run on several machines. Machine 0 has rank 0, its disk and the run's folder; a rank on any other machine is
 `remote` and gets everything from rank 0. They meet at a store of torch that rank 0 serves. Its address has a name which
 is new for every start of the trainer, so a rank that is left over from an earlier start never joins a later one.
 
-`Ranks.alone()` is the one rank of a trainer that is not distributed: nothing is sent, and torch.distributed is not
-initialized.
+`TrainerRanks.alone()` is the one rank of a trainer that is not distributed: nothing is sent, and torch.distributed is
+not initialized.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -38,6 +40,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as rendezvous_with
 
+T = TypeVar("T")
 CONTROL_S = 1800.0
 """Seconds to wait for another rank where it may be busy with a disk."""
 JOIN_S = 300.0
@@ -50,7 +53,7 @@ class RankLost(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ranks:
+class TrainerRanks:
     rank: int = 0
     size: int = 1
     device: str = "cpu"
@@ -62,16 +65,16 @@ class Ranks:
     control: Any = None
     control_s: float = CONTROL_S
     """Seconds to wait for objects in the group `control`."""
-    quick: Any = None
+    quick_control: Any = None
     """Like `control`, with the limit `timeout_s`."""
     orders: Any = None
 
     @staticmethod
-    def alone(device: str = "cpu") -> Ranks:
-        return Ranks(device=device)
+    def alone(device: str = "cpu") -> TrainerRanks:
+        return TrainerRanks(device=device)
 
     @staticmethod
-    def join(rank: int, size: int, rendezvous: str, *, device: str, timeout_s: float, machine: int = 0) -> Ranks:
+    def join(rank: int, size: int, rendezvous: str, *, device: str, timeout_s: float, machine: int = 0) -> TrainerRanks:
         """Wait for all other ranks. `rendezvous` is file://PATH with a path that was never used before, or
         tcp://HOST:PORT/NAME, where rank 0 listens on that address, and NAME was never used before."""
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -88,10 +91,17 @@ class Ranks:
             where = rendezvous.rpartition("/")[0] if rendezvous.startswith("tcp:") else rendezvous
             waited = f"rank {rank} waited {time.monotonic() - started_s:.0f} s at {where} for {size} ranks"
             raise RankLost(f"{waited}: {_missing(store, size) or _first_line(e)}") from e
-        return Ranks(
-            rank=rank, size=size, device=device, timeout_s=timeout_s, machine=machine, tensors=dist.group.WORLD,
-            control=control, quick=quick, orders=orders,
-        )  # fmt: skip
+        return TrainerRanks(
+            rank=rank,
+            size=size,
+            device=device,
+            timeout_s=timeout_s,
+            machine=machine,
+            tensors=dist.group.WORLD,
+            control=control,
+            quick_control=quick,
+            orders=orders,
+        )
 
     @property
     def distributed(self) -> bool:
@@ -108,9 +118,9 @@ class Ranks:
         return self.machine != 0
 
     @property
-    def prompt(self) -> Ranks:
+    def quick(self) -> TrainerRanks:
         """The same ranks, for exchanges of objects in which no rank waits for a disk."""
-        return replace(self, control=self.quick, control_s=self.timeout_s)
+        return replace(self, control=self.quick_control, control_s=self.timeout_s)
 
     def mesh(self) -> DeviceMesh:
         """All ranks in one dimension, over the group with the short timeout. A mesh that makes its own groups would use
@@ -186,38 +196,41 @@ class Ranks:
 
 
 class Orders:
-    """Functions that all ranks run together when rank 0 orders it."""
+    """Lets all ranks run a method together when rank 0 orders it."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: TrainerRanks) -> None:
         self.ranks = ranks
-        self._actions: dict[str, Callable[..., Any]] = {}
+        self._objects: dict[type, Any] = {Orders: self}
+        self._stopped = False
 
-    def add(self, name: str, action: Callable[..., Any]) -> None:
-        self._actions[name] = action
+    def add(self, target: object) -> None:
+        """Let orders reach this object. Every rank adds one of this class, before rank 0 calls one of its methods."""
+        self._objects[type(target)] = target
 
-    def call(self, name: str, *args: Any, each: Sequence[tuple[Any, ...]] | None = None) -> Any:
-        """Run an action on every rank, with `args`, or with `each[rank]`. Returns the result of this rank's part."""
+    def call(self, method: Callable[..., T], *args: Any, each: Sequence[tuple[Any, ...]] | None = None) -> T:
+        """Run a method of an added object on every rank, with `args`, or with `each[rank]`. Returns the result of this
+        rank's part."""
         size = self.ranks.size
         if size > 1:
+            assert isinstance(method, MethodType)
+            kind, function = type(method.__self__), method.__func__
             self._announce()
-            orders = [(name, each[rank] if each is not None else args) for rank in range(size)]
+            orders = [(kind, function, each[rank] if each is not None else args) for rank in range(size)]
             with self.ranks._noticing("to give an order", self.ranks.timeout_s):
-                dist.scatter_object_list([None], orders, src=0, group=self.ranks.quick)
-        with self._noticing_losses(name):
-            return self._actions[name](*(args if each is None else each[0]))
+                dist.scatter_object_list([None], orders, src=0, group=self.ranks.quick_control)
+        with self._noticing_losses(method):
+            return method(*(args if each is None else each[0]))
 
     def follow(self) -> None:
         """Run the orders of rank 0 until it says `stop`."""
-        while True:
+        while not self._stopped:
             box: list[Any] = [None]
             with self.ranks._noticing("for an order of rank 0", FOREVER.total_seconds()):
                 dist.recv(torch.zeros(1), 0, group=self.ranks.orders)
-                dist.scatter_object_list(box, None, src=0, group=self.ranks.quick)
-            name, args = box[0]
-            if name == "stop":
-                return
-            with self._noticing_losses(name):
-                self._actions[name](*args)
+                dist.scatter_object_list(box, None, src=0, group=self.ranks.quick_control)
+            kind, function, args = box[0]
+            with self._noticing_losses(function):
+                function(self._objects[kind], *args)
 
     def _announce(self) -> None:
         """Wait until each other rank asks for an order. Not a collective, which has one time limit for both sides."""
@@ -228,19 +241,22 @@ class Orders:
                 work.wait(timedelta(seconds=self.ranks.timeout_s))
 
     @contextlib.contextmanager
-    def _noticing_losses(self, name: str) -> Iterator[None]:
-        """Turn errors of the collectives that FSDP2 runs within an action into RankLost."""
+    def _noticing_losses(self, method: Callable[..., Any]) -> Iterator[None]:
+        """Turn errors of the collectives that FSDP2 runs within a method into RankLost."""
         try:
             yield
         except RuntimeError as e:
             if self.ranks.size > 1 and _from_collective(e):
-                raise RankLost(f"rank {self.ranks.rank} lost another one during `{name}`: {_first_line(e)}") from e
+                during = method.__name__.strip("_")
+                raise RankLost(f"rank {self.ranks.rank} lost another one during `{during}`: {_first_line(e)}") from e
             raise
 
     def stop(self) -> None:
         """Let the other ranks end."""
-        self.add("stop", lambda: None)
-        self.call("stop")
+        self.call(self._stop)
+
+    def _stop(self) -> None:
+        self._stopped = True
 
 
 def _store(rendezvous: str, rank: int, size: int) -> Any:

@@ -14,14 +14,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from windfall.trainer.ranks.ranks import Ranks
+from windfall.trainer.ranks.ranks import TrainerRanks
 
 T = TypeVar("T")
 PIECE_BYTES = 64 << 20
 """Bytes that are copied from a device, sent or written at a time."""
 
 
-class Rows(NamedTuple):
+class WantedRows(NamedTuple):
     """Rows of a tensor in a file that a rank needs."""
 
     name: str
@@ -40,7 +40,7 @@ def pieces(at: int, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def send_to_first(
-    ranks: Ranks, parts: Sequence[tuple[int, Tensor]], write: Callable[[int, memoryview], None]
+    ranks: TrainerRanks, parts: Sequence[tuple[int, Tensor]], write: Callable[[int, memoryview], None]
 ) -> OSError | None:
     """Write the `parts` of all remote ranks on rank 0. A part is the position of its first byte and a flat tensor.
     Ranks on the machine of rank 0 pass none. Returns the first error of `write`."""
@@ -66,7 +66,10 @@ def send_to_first(
 
 
 def fetch_from_first(
-    ranks: Ranks, wanted: Sequence[Rows], load: Callable[[Rows], Tensor], store: Callable[[Rows, Tensor], None]
+    ranks: TrainerRanks,
+    wanted: Sequence[WantedRows],
+    load: Callable[[WantedRows], Tensor],
+    store: Callable[[WantedRows, Tensor], None],
 ) -> Exception | None:
     """Give the remote ranks the rows that they want: rank 0 calls `load`, and the remote rank `store`. Ranks on the
     machine of rank 0 want none. Returns the first error of `load`; what was stored after it is not valid."""

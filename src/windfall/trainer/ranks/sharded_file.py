@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from windfall.trainer.ranks import remote_rows
-from windfall.trainer.ranks.ranks import Ranks
-from windfall.trainer.ranks.remote_rows import PIECE_BYTES, Rows
-from windfall.trainer.ranks.sharding import Shard
+from windfall.trainer.ranks.ranks import TrainerRanks
+from windfall.trainer.ranks.remote_rows import PIECE_BYTES, WantedRows
+from windfall.trainer.ranks.sharding import RankRows
 from windfall.weights.buffers import write_at
 
 DTYPES = {
@@ -30,7 +30,7 @@ DTYPES = {
 """Names of dtypes in safetensors files."""
 
 
-def write(path: Path, tensors: Mapping[str, Shard], ranks: Ranks) -> None:
+def write(path: Path, tensors: Mapping[str, RankRows], ranks: TrainerRanks) -> None:
     """Write the file. Every rank calls this with its shards of the same tensors, in the same order. OSError on every
     rank if one of them cannot write."""
     tensors = _ordered(tensors)
@@ -54,7 +54,7 @@ def write(path: Path, tensors: Mapping[str, Shard], ranks: Ranks) -> None:
     _agree(ranks, error)
 
 
-def _write_local(path: Path, mine: Sequence[tuple[int, torch.Tensor]], ranks: Ranks) -> OSError | None:
+def _write_local(path: Path, mine: Sequence[tuple[int, torch.Tensor]], ranks: TrainerRanks) -> OSError | None:
     """Write the rows of this rank and, on rank 0, those of the remote ranks. Never ends before they have sent them."""
     fd, error = -1, None
     try:
@@ -72,21 +72,21 @@ def _write_local(path: Path, mine: Sequence[tuple[int, torch.Tensor]], ranks: Ra
             os.close(fd)
 
 
-def names(path: Path, ranks: Ranks | None = None) -> set[str]:
+def names(path: Path, ranks: TrainerRanks | None = None) -> set[str]:
     """The tensors in the file. Every rank calls this."""
-    return set(_shapes(path, ranks or Ranks.alone()))
+    return set(_shapes(path, ranks or TrainerRanks.alone()))
 
 
-def read(path: Path, shards: Mapping[str, Shard], ranks: Ranks | None = None) -> None:
+def read(path: Path, shards: Mapping[str, RankRows], ranks: TrainerRanks | None = None) -> None:
     """Fill the shards whose tensors are in the file. Every rank calls this. ValueError if a tensor has another shape
     there."""
-    ranks = ranks or Ranks.alone()
+    ranks = ranks or TrainerRanks.alone()
     shapes = _shapes(path, ranks)
     _agree(ranks, _other_shape(shapes, shards))
     error: Exception | None = None
     wanted = [rows for name, shard in shards.items() if name in shapes for rows in _rows(name, shard)]
 
-    def store(rows: Rows, values: torch.Tensor) -> None:
+    def store(rows: WantedRows, values: torch.Tensor) -> None:
         local = shards[rows.name].local
         if rows.count < 0:
             local.copy_(values.view(local.shape))
@@ -107,7 +107,7 @@ def read(path: Path, shards: Mapping[str, Shard], ranks: Ranks | None = None) ->
     _agree(ranks, error)
 
 
-def _shapes(path: Path, ranks: Ranks) -> dict[str, tuple[int, ...]]:
+def _shapes(path: Path, ranks: TrainerRanks) -> dict[str, tuple[int, ...]]:
     """The tensors in the file with their shapes, as rank 0 finds them."""
     found: dict[str, tuple[int, ...]] | Exception = {}
     if ranks.first:
@@ -124,7 +124,7 @@ def _shapes(path: Path, ranks: Ranks) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _other_shape(shapes: Mapping[str, tuple[int, ...]], shards: Mapping[str, Shard]) -> ValueError | None:
+def _other_shape(shapes: Mapping[str, tuple[int, ...]], shards: Mapping[str, RankRows]) -> ValueError | None:
     """The error for the first shard whose tensor has another shape in the file."""
     for name, shard in shards.items():
         if name in shapes and shapes[name] != shard.shape:
@@ -132,21 +132,21 @@ def _other_shape(shapes: Mapping[str, tuple[int, ...]], shards: Mapping[str, Sha
     return None
 
 
-def _rows(name: str, shard: Shard) -> list[Rows]:
+def _rows(name: str, shard: RankRows) -> list[WantedRows]:
     """What a rank reads to fill its shard, in pieces. A tensor without dimensions has a count of -1."""
     local, width = shard.local, shard.local.element_size()
     if not shard.shape:
-        return [Rows(name, 0, -1, local.dtype, width)]
+        return [WantedRows(name, 0, -1, local.dtype, width)]
     each = prod(shard.shape[1:]) * width
     step = max(1, PIECE_BYTES // max(each, 1))
     return [
-        Rows(name, shard.first_row + first, n, local.dtype, n * each)
+        WantedRows(name, shard.first_row + first, n, local.dtype, n * each)
         for first in range(0, len(local), step)
         if (n := min(step, len(local) - first)) * each
     ]
 
 
-def _load(file: Any, rows: Rows) -> torch.Tensor:
+def _load(file: Any, rows: WantedRows) -> torch.Tensor:
     try:
         if rows.count < 0:
             return file.get_tensor(rows.name)
@@ -155,7 +155,7 @@ def _load(file: Any, rows: Rows) -> torch.Tensor:
         raise OSError(f"{rows.name} cannot be read: {e}") from e
 
 
-def _header(tensors: Mapping[str, Shard]) -> tuple[bytes, int]:
+def _header(tensors: Mapping[str, RankRows]) -> tuple[bytes, int]:
     """The head of the file, and its length: where the first tensor starts."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for (name, shard), offset in zip(tensors.items(), _offsets(tensors), strict=True):
@@ -168,7 +168,7 @@ def _header(tensors: Mapping[str, Shard]) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, 8 + len(text)
 
 
-def _offsets(tensors: Mapping[str, Shard]) -> list[int]:
+def _offsets(tensors: Mapping[str, RankRows]) -> list[int]:
     """Where each tensor starts. The format allows no gaps, so the widest dtypes come first (see `_ordered`)."""
     out, at = [], 0
     for shard in tensors.values():
@@ -177,31 +177,31 @@ def _offsets(tensors: Mapping[str, Shard]) -> list[int]:
     return out
 
 
-def _ordered(tensors: Mapping[str, Shard]) -> dict[str, Shard]:
+def _ordered(tensors: Mapping[str, RankRows]) -> dict[str, RankRows]:
     """The tensors by falling width of their dtypes, so that each starts at a multiple of its own width."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].local.element_size(), item[0])))
 
 
-def _whole(shard: Shard) -> bool:
+def _whole(shard: RankRows) -> bool:
     """Whether this rank holds all rows. Such a tensor is on every rank, and rank 0 writes it."""
     return tuple(shard.local.shape) == shard.shape
 
 
-def _size(tensors: Mapping[str, Shard]) -> int:
+def _size(tensors: Mapping[str, RankRows]) -> int:
     return sum(map(_nbytes, tensors.values()))
 
 
-def _nbytes(shard: Shard) -> int:
+def _nbytes(shard: RankRows) -> int:
     return prod(shard.shape) * shard.local.element_size()
 
 
-def _flat(shard: Shard, at: int) -> tuple[int, torch.Tensor]:
+def _flat(shard: RankRows, at: int) -> tuple[int, torch.Tensor]:
     """Where the first row of a shard goes if its tensor starts at `at`, and all its values."""
     flat = shard.local.detach().reshape(-1)
     return at + shard.first_row * prod(shard.shape[1:]) * flat.element_size(), flat
 
 
-def _agree(ranks: Ranks, error: Exception | None) -> None:
+def _agree(ranks: TrainerRanks, error: Exception | None) -> None:
     """Raise the first error of any rank on all of them."""
     for found in ranks.all_gather(error):
         if found is not None:

@@ -9,7 +9,7 @@ backward. Gradients are summed over the ranks in float32 and divided once, by th
 - a model is built without values and filled from rank 0, tensor by tensor: no rank but the first ever holds more than
   one whole layer.
 
-`Shard` is what the rest of the program sees of a weight: the rows of this rank, and where they belong. An unsharded
+`RankRows` is what the rest of the program sees of a weight: the rows of this rank, and where they belong. An unsharded
 tensor is one shard with all rows.
 """
 
@@ -27,11 +27,11 @@ from transformers import AutoModelForCausalLM
 
 from windfall.models import attention
 from windfall.trainer.model.policy import Policy
-from windfall.trainer.ranks.ranks import Ranks
+from windfall.trainer.ranks.ranks import TrainerRanks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Shard:
+class RankRows:
     """The rows of a tensor that this rank holds."""
 
     local: Tensor
@@ -41,9 +41,15 @@ class Shard:
 
 
 def sharded_policy(
-    config: Any, source: Mapping[str, Tensor] | None, ranks: Ranks, *, dtype: torch.dtype, offload: bool = False,
-    trained: bool = True, prepare: Callable[[Any], None] = lambda model: None,
-) -> Policy:  # fmt: skip
+    config: Any,
+    source: Mapping[str, Tensor] | None,
+    ranks: TrainerRanks,
+    *,
+    dtype: torch.dtype,
+    offload: bool = False,
+    trained: bool = True,
+    prepare: Callable[[Any], None] = lambda model: None,
+) -> Policy:
     """The model of a configuration, split over the ranks, computing in `dtype`. Rank 0 passes its tensors. `prepare`
     may change the module before it is split, for example add adapters. Weights that are not trained are stored in the
     compute dtype, too."""
@@ -68,7 +74,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
     return found or [m for m in model.modules() if type(m).__name__ in names]
 
 
-def _split(root: torch.nn.Module, layers: Any, ranks: Ranks, *, dtype: torch.dtype, offload: bool) -> None:
+def _split(root: torch.nn.Module, layers: Any, ranks: TrainerRanks, *, dtype: torch.dtype, offload: bool) -> None:
     """Give an empty model memory and split it over the ranks, in place: layer after layer, so that no more than one is
     whole at a time. `layers` are the decoder layers within `root`; `dtype` is the one to compute in."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -98,7 +104,7 @@ def _allocate(module: torch.nn.Module, device: str) -> None:
                 part._buffers[name] = torch.empty_like(b, device=device)
 
 
-def fill(model: Any, source: Mapping[str, Tensor] | None, ranks: Ranks) -> None:
+def fill(model: Any, source: Mapping[str, Tensor] | None, ranks: TrainerRanks) -> None:
     """Copy all parameters and buffers from rank 0, which passes them as `source`; the other ranks pass None."""
     for name, target in (*model.named_parameters(), *model.named_buffers()):
         whole = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
@@ -118,10 +124,10 @@ def rows(t: Tensor) -> Tensor:
     return t.to_local().detach() if isinstance(t, DTensor) else t.detach()
 
 
-def as_shard(t: Tensor, local: Tensor | None = None) -> Shard:
+def as_shard(t: Tensor, local: Tensor | None = None) -> RankRows:
     """`t` as a shard; `local` is another tensor that is split like it, such as a moment of the optimizer."""
     local = rows(t) if local is None else local
-    return Shard(local=local, shape=tuple(t.shape), first_row=slice_of(t).start)
+    return RankRows(local=local, shape=tuple(t.shape), first_row=slice_of(t).start)
 
 
 def slice_of(t: Tensor) -> slice:

@@ -17,8 +17,9 @@ from windfall.processes import process
 from windfall.processes.handle import Handle
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
-from windfall.trainer.ranks import rank_group
-from windfall.trainer.ranks.rank_group import RANK_LOST, RankGroup, rank_places
+from windfall.run.ranks import rank_group
+from windfall.run.ranks.rank_group import RankGroup
+from windfall.trainer.ranks.rank_place import RANK_LOST, rank_devices
 
 
 def recipe(**train: Any) -> Recipe:
@@ -27,12 +28,13 @@ def recipe(**train: Any) -> Recipe:
 
 def test_one_rank_per_gpu() -> None:
     gpus = [Place(device="cuda", gpu=str(n)) for n in range(4)]
-    assert rank_places(recipe(), gpus) == gpus
-    assert rank_places(recipe(ranks=2), gpus) == gpus[:2]
-    assert rank_places(recipe(), []) == [Place()]
-    assert rank_places(recipe(ranks=3), []) == [Place()] * 3
+    assert rank_devices(recipe(), gpus) == gpus
+    assert rank_devices(recipe(ranks=2), gpus) == gpus[:2]
+    assert rank_devices(recipe(ranks=8, rendezvous="10.0.0.5:29400"), gpus) == gpus  # the others are elsewhere
+    assert rank_devices(recipe(), []) == [Place()]
+    assert rank_devices(recipe(ranks=3), []) == [Place()] * 3
     with pytest.raises(WindfallError, match="5 ranks need as many GPUs, but this machine has 4"):
-        rank_places(recipe(ranks=5), gpus)
+        rank_devices(recipe(ranks=5), gpus)
 
 
 async def start(name: str, script: str, folder: Path) -> Handle:

@@ -1,0 +1,287 @@
+"""`windfall trainer --join URL`: one rank of a trainer on several machines. torchrun, srun, Ray or a person starts one
+for every GPU, on the machine of `windfall train` and on others.
+
+    dial ──▶ RankHello ──▶ RankWelcome(recipe) ──▶ [ StartRank ──▶ RankStarted ... RankEnded ]*
+
+- It starts the rank's process whenever the supervisor says so, and reports when it has ended. It never restarts it on
+  its own: all ranks must start together.
+- When the link ends, it kills the process and dials again. It gives up after `patience_s` without a place in the run.
+- It exits with status 0 when the run has ended, or after Ctrl-C or SIGTERM; with EXIT_REFUSED if the run does not
+  accept it; and with EXIT_NO_CONTROLLER if it did not find the run.
+- Rank 0 works in the run's folder. The folder of any other rank holds the recipe as the run sent it, and the log. A
+  temporary folder is removed at the end, unless the process has failed. The process dies with this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from windfall import backoff, devices, errors
+from windfall import run_folder as folders
+from windfall.devices import Place
+from windfall.errors import WindfallError, describe_exit
+from windfall.link import auth, handshake, invitation, network, tls
+from windfall.link import messages as m
+from windfall.link.base import LinkClosed
+from windfall.link.socket import Dialer, SocketLink
+from windfall.processes import process
+from windfall.processes.handle import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
+from windfall.run import liveness
+from windfall.run.ranks.joined_ranks import MAX_FRAME_BYTES
+from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
+from windfall.weights import buffers
+
+RETRY_S, MAX_RETRY_S = 0.5, 5.0
+"""Seconds between two attempts to join, at first and at most."""
+
+
+def main(
+    url: str,
+    token: str,
+    *,
+    host: str = "",
+    folder: Path | None = None,
+    ca: Path | None = None,
+    overrides: Sequence[str] = (),
+    patience_s: float,
+) -> int:
+    """Run a rank until the run ends. `token`: the secret of the trainer, or the file that holds it. `overrides`: recipe
+    keys that differ on this machine. Returns the exit status."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
+            raise ValueError(url)
+    except ValueError:
+        fix = "Give http://HOST:PORT with the value of train.rendezvous."
+        raise WindfallError(f"{url!r} is not the address of a trainer", where="--join", fix=fix) from None
+    place = replace(RankPlace.of(os.environ), host=host or network.address_toward(str(parts.hostname), parts.port))
+    secret = invitation.token(token, patience_s)
+    with contextlib.nullcontext(folder) if folder is not None else temporary_folder() as folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        context = tls.client_context(url, ca=ca)
+        dialer = Dialer(url.rstrip("/"), "/ranks", m.ToRank, ssl=context, max_frame_bytes=MAX_FRAME_BYTES)
+        joining = JoiningRank(dialer, secret, place, folder=folder, overrides=overrides, patience_s=patience_s)
+        with folders.owned(folder, f"rank-{place.rank}"):
+            return asyncio.run(errors.guard(joining.run()))
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder. It is removed afterwards, unless the rank has failed: then its log says why."""
+    folder = Path(tempfile.mkdtemp(prefix="windfall-rank-"))
+    try:
+        yield folder
+    finally:
+        if not (folder / ".trainer.failure").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class JoiningRank:
+    def __init__(
+        self,
+        dialer: Dialer,
+        secret: str,
+        place: RankPlace,
+        *,
+        folder: Path,
+        overrides: Sequence[str] = (),
+        patience_s: float,
+    ) -> None:
+        """`place`: as torchrun or srun says it."""
+        self._dialer = dialer
+        self._secret = secret
+        self._place = place
+        self._folder = folder
+        self._overrides = overrides
+        self._patience_s = patience_s
+        self._process: Handle | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        """Returns the exit status."""
+        loop, current = asyncio.get_running_loop(), asyncio.current_task()
+        stopped = asyncio.Event()
+
+        def stop() -> None:
+            stopped.set()
+            if current is not None:
+                current.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        try:
+            return await self._join_again_and_again()
+        except asyncio.CancelledError:
+            if not stopped.is_set():
+                raise
+            return 0
+        finally:
+            await self._end_process()
+            await self._dialer.close()
+
+    async def _join_again_and_again(self) -> int:
+        last_s, tries, said = time.monotonic(), 0, ""
+        while time.monotonic() - last_s < self._patience_s:
+            try:
+                link = await self._dialer.dial(handshake.TIMEOUT_S)
+                try:
+                    welcome = await handshake.join(link, handshake.RANK, self._secret, self._hello)
+                    tries, said = 0, ""
+                    try:
+                        self._say(await self._serve(link, welcome))
+                        return 0
+                    finally:
+                        last_s = time.monotonic()
+                        await self._end_process()
+                finally:
+                    await link.close()
+            except LinkClosed as e:
+                if isinstance(e, handshake.JoinRefused):
+                    if not e.again:
+                        self._say(f"refused: {e}")
+                        return EXIT_REFUSED
+                    last_s = time.monotonic()  # the run lives: a spare rank waits as long as it does
+                if str(e) != said:  # do not repeat the same line
+                    said = str(e)
+                    self._say(f"no link to the run: {e}; trying again for {self._patience_s:g} s")
+            await asyncio.sleep(backoff.delay_s(tries, first_s=RETRY_S, limit_s=MAX_RETRY_S))
+            tries += 1
+        self._say(f"waited {self._patience_s:g} s for the run at {self._dialer.url}")
+        return EXIT_NO_CONTROLLER
+
+    def _hello(self, **fields: Any) -> m.RankHello:
+        p = self._place
+        machine = f"{p.machine} {buffers.machine()}"
+        return m.RankHello(name=socket.gethostname(), rank=p.rank, size=p.size, machine=machine, **fields)
+
+    async def _serve(self, link: SocketLink, welcome: m.RankWelcome) -> str:
+        """Do what the supervisor says until the run ends. Returns the reason of its end."""
+        try:
+            recipe, folder = self._prepare(welcome)
+            device = own_device(recipe, self._place)
+        except WindfallError as e:
+            await link.send(m.RankEnded(attempt=0, code=2, what=e.what))
+            raise
+        log = folder / f"{self._place.name}.log"
+        self._say(
+            f"joined the run {recipe.run.name!r} as rank {self._place.rank} of {self._place.size}; its log: {log}"
+        )
+        while True:
+            message = await link.receive()
+            match message:
+                case m.StartRank():
+                    await self._end_process()
+                    self._running = asyncio.create_task(self._run_process(link, folder, device, welcome, message))
+                    self._running.add_done_callback(errors.report_failure)
+                case m.StopRank():
+                    if self._process is not None:
+                        self._process.kill()
+                case m.RunEnded():
+                    return message.why
+                case _:
+                    raise LinkClosed(f"{link.peer}: unexpected {type(message).__name__}")
+
+    def _prepare(self, welcome: m.RankWelcome) -> tuple[Recipe, Path]:
+        """The recipe of the run, and the folder of this rank's process, which holds it."""
+        if self._place.rank == 0:
+            folder = Path(welcome.folder)
+            if not (folder / "trainer.secret").is_file() or auth.read_token(folder / "trainer.secret") != self._secret:
+                fix = "Start rank 0 on the machine of `windfall train`, and the others on any machine."
+                raise WindfallError("rank 0 cannot open the folder of the run", where=str(folder), fix=fix)
+            return load_recipe(folder / "recipe.toml"), folder
+        path = self._folder / "recipe.toml"
+        path.write_text(welcome.recipe, encoding="utf-8")
+        recipe = load_recipe(path, list(self._overrides))
+        folders.write_recipe(recipe, self._folder)
+        tls.server_context(recipe.fleet)  # the process needs it, and an error should be seen here
+        return recipe, self._folder
+
+    async def _run_process(
+        self, link: SocketLink, folder: Path, device: Place, welcome: m.RankWelcome, start: m.StartRank
+    ) -> None:
+        """Run the rank's process once, and report how it ended."""
+        place = replace(
+            self._place,
+            machine=start.machine,
+            local_rank=start.local_rank,
+            local_size=start.local_size,
+            rendezvous=start.rendezvous,
+        )
+        self._say(f"starting rank {place.rank} of {place.size} (start {start.attempt})")
+        environment = device.environment(
+            os.environ | {WEIGHTS_KEY: welcome.weights_key} | self._interface(start.rendezvous) | place.environment()
+        )
+        argv = [sys.executable, "-m", "windfall.run.cli", "_trainer", str(folder)]
+        if place.rank:
+            (folder / ".trainer.failure").unlink(missing_ok=True)
+        code, error = 1, WindfallError("")
+        with contextlib.suppress(LinkClosed):  # then a new start follows after the next join
+            try:
+                log = folder / f"{place.name}.log"
+                self._process = process.launch(name=place.name, argv=argv, env=environment, log=log)
+                await link.send(m.RankStarted(attempt=start.attempt, pid=self._process.pid))
+                code = await self._watch(self._process)
+                if place.rank and code > 0 and code != RANK_LOST:  # the supervisor reads that of rank 0 itself
+                    error = folders.failure(folder, "trainer", code, place.name)
+            except (OSError, WindfallError) as e:
+                error = e if isinstance(e, WindfallError) else WindfallError(f"the rank could not be started: {e}")
+            self._say(f"rank {place.rank} ended: {error.what or describe_exit(code)}; waiting for the run")
+            ended = m.RankEnded(attempt=start.attempt, code=code, what=error.what, where=error.where, fix=error.fix)
+            await link.send(ended)
+
+    async def _watch(self, handle: Handle) -> int:
+        """Wait for the end of the process. Kill it if it is frozen."""
+        stopped = liveness.StoppedProcesses()
+        while handle.running:
+            if stopped.update(process.stopped([handle.pid])):
+                self._say(f"the {handle.name} has been frozen for {liveness.FROZEN_S:g} s; killing it")
+                handle.kill()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(handle.wait(), liveness.CHECK_S)
+        return await handle.wait()
+
+    def _interface(self, rendezvous: str) -> dict[str, str]:
+        """Environment variables that let gloo and NCCL use the interface that reaches rank 0."""
+        meeting = urlsplit(rendezvous)
+        try:
+            return network.socket_environment(network.address_toward(str(meeting.hostname), meeting.port or 0))
+        except OSError:
+            return {}
+
+    async def _end_process(self) -> None:
+        """Kill the process and wait for its end."""
+        if self._process is not None and self._process.running:
+            self._process.kill()
+        if self._running is not None:
+            await asyncio.wait([self._running], timeout=10.0)
+        self._process = self._running = None
+
+    @staticmethod
+    def _say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def own_device(recipe: Recipe, place: RankPlace) -> Place:
+    """Where a rank computes: on the GPU with its local number, or the only one that srun lets it see."""
+    gpus = devices.gpu_places(recipe.run.device)
+    if not gpus:
+        return Place()
+    if len(gpus) > 1 and place.local_rank >= len(gpus):
+        what = f"local rank {place.local_rank} needs a GPU of its own, but this machine has {len(gpus)}"
+        raise WindfallError(what, where="LOCAL_RANK", fix="Start at most one rank for each GPU.")
+    return gpus[place.local_rank % len(gpus)]

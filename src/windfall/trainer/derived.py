@@ -1,0 +1,178 @@
+"""What the recipe leaves to the trainer: lengths, packs that fit into memory, and the spec of the engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from windfall.engine import engine_factory
+from windfall.engine.engine_factory import MAX_KEPT_SHARE
+from windfall.engine.selftest import verdict
+from windfall.envs.hosting import recipe_host
+from windfall.envs.prompt_lengths import agent_prompts, fit, is_agent, prompt_lengths
+from windfall.free_memory import free_bytes
+from windfall.link import messages as m
+from windfall.models.text import Text
+from windfall.recipe.sections import Recipe
+from windfall.trainer.model import activation_memory
+from windfall.trainer.ranks import rank_budget
+
+OWN_ENGINE_SHARE = 0.3
+"""Share of the free memory that the KV cache of an engine on the trainer's device may use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Derived:
+    """Values that the recipe leaves to windfall."""
+
+    device: str
+    dtype: str
+    micro_tokens: int
+    checkpoint_activations: bool
+    longest: int
+    """Tokens of the longest prompt and response together, judged by the first tasks."""
+
+
+async def planned_prompts(recipe: Recipe, folder: Path, tokenizer: Any, model: Any) -> list[int]:
+    """Prompt lengths in tokens for which memory is planned."""
+    if is_agent(recipe):
+        return agent_prompts(recipe, context_of(model))
+    async with recipe_host(recipe, folder=folder) as env:
+        return await prompt_lengths(env, recipe, text_for(tokenizer, model, recipe.chat.options()))
+
+
+def context_of(model: Any) -> int | None:
+    """The longest sequence of the model in tokens, if its configuration names it."""
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+def text_for(tokenizer: Any, model: Any, chat: Mapping[str, Any]) -> Text:
+    """`chat`: options of Text, from the recipe's [chat] section."""
+    stops = getattr(model.generation_config, "eos_token_id", None)
+    return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops], **chat)
+
+
+def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.EngineSpec:
+    """What a worker needs to build its engine."""
+    e, o = recipe.engine, recipe.rollout
+    return m.EngineSpec(
+        model_config=model_config.to_json_string(use_diff=False),
+        dtype=dtype,
+        kv_tokens=e.kv_tokens,
+        page_size=e.page_size,
+        max_running=e.max_running,
+        max_rows=e.max_rows,
+        keep_share=e.keep_share,
+        deterministic=recipe.run.deterministic,
+        longest=longest,
+        wanted=o.groups * o.group_size,
+        engine=e.name,
+        samplings=tuple(dict.fromkeys((o.sampling(), o.sampling(recipe.eval.temperature)))),
+    )
+
+
+def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
+    """The spec with the result of the self-test added, so that workers do not have to repeat it. Raises WindfallError
+    for a model that the engine or the trainer would compute differently from transformers, before any worker starts."""
+    from windfall.trainer import selftest
+
+    fields = json.loads(engine.model_config)
+    selftest.check_trainer(fields, device=device, longest=engine.longest, names=model.state_dict())
+    found = engine_factory.self_test(engine, device, model)
+    verdict.check_weights(model)
+    return msgspec.structs.replace(engine, checked=(found,))
+
+
+def fingerprint(engine: m.EngineSpec) -> str:
+    """Digest of the architecture and the engine settings. A worker with another one belongs to another run."""
+    fields = json.loads(engine.model_config)
+    for key in ("transformers_version", "_name_or_path", "architectures"):
+        fields.pop(key, None)
+    name = fields.get("model_type", "model")
+    rest = [
+        msgspec.to_builtins(getattr(engine, f))
+        for f in engine.__struct_fields__
+        if f not in ("model_config", "checked")
+    ]
+    return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
+
+
+def derive(
+    recipe: Recipe,
+    model: Any,
+    device: str,
+    dtype: str,
+    prompts: Sequence[int],
+    *,
+    ranks: int = 1,
+    sharded: bool = False,
+) -> Derived:
+    """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later."""
+    c, o = model.config, recipe.rollout
+    longest = fit(recipe, prompts, context_of(model)) + o.max_tokens
+    pack = _pack_tokens(recipe, model, longest, ranks, sharded) if device == "cuda" else max(longest, 4096)
+    micro = recipe.train.micro_tokens or pack
+    # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
+    kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
+    asked = recipe.train.checkpoint_activations
+    much = kept * model.dtype.itemsize > 0.3 * free_bytes(device)
+    return Derived(
+        device=device,
+        dtype=dtype,
+        micro_tokens=micro,
+        longest=longest,
+        checkpoint_activations=much if asked == "auto" else asked,
+    )
+
+
+def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int, sharded: bool) -> int:
+    """Tokens per pack that fit into the GPU memory left by everything else."""
+    c, free = model.config, free_bytes("cuda")
+    used = sharded_use(recipe, model, ranks, free) if sharded else unsharded_use(recipe, model)
+    free = (free - used) * (1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0)
+    heads = c.num_attention_heads
+    each = activation_memory.layer_bytes(
+        hidden=c.hidden_size,
+        intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        heads=heads,
+        kv_heads=getattr(c, "num_key_value_heads", None) or heads,
+        head=getattr(c, "head_dim", None) or c.hidden_size // heads,
+        value_bytes=model.dtype.itemsize,
+    )
+    return activation_memory.pack_tokens(free, c.num_hidden_layers, each, longest)
+
+
+def unsharded_use(recipe: Recipe, model: Any) -> float:
+    """GPU memory that the trainer will need besides activations, if the weights are on the GPU already."""
+    from windfall.trainer.model.lora import trained_parameters
+
+    width, section = model.dtype.itemsize, recipe.train.lora
+    whole, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model, section)
+    # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
+    # the publisher's copy of the last version, and the KL reference (with adapters there is none, but merged copies for
+    # the trainer's own engine).
+    used = trained * (12 if width == 4 else 16) + trained * width
+    return used + whole * width * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
+
+
+def sharded_use(recipe: Recipe, model: Any, ranks: int, free: float) -> float:
+    """GPU memory that a rank will need besides activations and the layers that are gathered. No weight is on a GPU yet,
+    and with `train.offload` none stays there. `free`: bytes of free GPU memory."""
+    from windfall.trainer.model.lora import trained_parameters
+
+    width, section = model.dtype.itemsize, recipe.train.lora
+    whole, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model, section)
+    sizes = {"value_bytes": width, "adapter_parameters": 0 if section is None else trained}
+    used = rank_budget.state_bytes(whole, ranks, **sizes)
+    used += rank_budget.reference_bytes(whole, ranks, kl=recipe.algorithm.kl > 0, **sizes)
+    used += trained * width / ranks  # the publisher's copy of the last version
+    used = 0.0 if recipe.train.offload else used
+    # With adapters, the engine of each GPU has a whole copy of the base, which it frees during training if it is large.
+    kept = section is not None and recipe.fleet.local and whole * width <= MAX_KEPT_SHARE * free
+    return used + whole * width * kept

@@ -1,0 +1,93 @@
+"""Which of the trainer's ranks a process is. It is in the environment, as torchrun and Slurm write it.
+
+    torchrun, Ray, windfall   RANK  WORLD_SIZE  LOCAL_RANK  LOCAL_WORLD_SIZE  GROUP_RANK
+    srun                      SLURM_PROCID  SLURM_NTASKS  SLURM_LOCALID  -  SLURM_NODEID
+
+MASTER_ADDR and MASTER_PORT are not read: the supervisor names a new meeting point for every start of the trainer, so a
+rank that is left over from an earlier start never joins a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from windfall.devices import Place
+from windfall.errors import WindfallError
+from windfall.recipe.sections import Recipe
+
+RANK_LOST = 5
+"""Exit status of a rank that ended because another one was lost."""
+SLURM_NAMES = {
+    "RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID", "GROUP_RANK": "SLURM_NODEID",
+}  # fmt: skip
+WEIGHTS_KEY = "WINDFALL_WEIGHTS_KEY"
+"""Environment variable with the key of the weight server, on machines that do not have the run's token."""
+RENDEZVOUS, HOST = "WINDFALL_RENDEZVOUS", "WINDFALL_RANK_HOST"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Number of this rank among those of its machine."""
+    local_size: int = 1
+    """Ranks on this machine."""
+    machine: int = 0
+    """The machine of this rank; 0 has rank 0 and the run's folder."""
+    rendezvous: str = ""
+    """Where the ranks meet (trainer/ranks/ranks.py); "" for one rank alone."""
+    host: str = ""
+    """Where workers reach this machine, if it is not that of rank 0."""
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> RankPlace:
+        """The place of the process with these environment variables.
+
+        >>> RankPlace.of({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}).rank
+        5
+        """
+
+        def number(name: str, default: int) -> int:
+            found = environment.get(name) or environment.get(SLURM_NAMES.get(name, "")) or str(default)
+            if not found.isdecimal():
+                fix = "torchrun and srun set it. By hand, give each rank its number, from 0."
+                raise WindfallError(f"{found!r} is not a number", where=f"environment variable {name}", fix=fix)
+            return int(found)
+
+        place = RankPlace(
+            rank=number("RANK", 0), size=number("WORLD_SIZE", 1), local_rank=number("LOCAL_RANK", 0),
+            local_size=number("LOCAL_WORLD_SIZE", 1), machine=number("GROUP_RANK", 0),
+            rendezvous=environment.get(RENDEZVOUS, ""), host=environment.get(HOST, ""),
+        )  # fmt: skip
+        if place.rank >= place.size:
+            what = f"rank {place.rank} of {place.size} does not exist: ranks are counted from 0"
+            raise WindfallError(what, where="environment variables RANK and WORLD_SIZE", fix="Correct them.")
+        return place
+
+    def environment(self) -> dict[str, str]:
+        """The variables from which `of` reads this place."""
+        numbers = {
+            "RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_size, "GROUP_RANK": self.machine,
+        }  # fmt: skip
+        return {name: str(value) for name, value in numbers.items()} | {RENDEZVOUS: self.rendezvous, HOST: self.host}
+
+    @property
+    def name(self) -> str:
+        """The name of the process; its log is NAME.log."""
+        return f"rank-{self.rank}" if self.rank else "trainer"
+
+
+def rank_devices(recipe: Recipe, gpus: Sequence[Place]) -> list[Place]:
+    """Where each rank on this machine computes. `gpus`: the GPUs of this machine that the run may use."""
+    wanted = recipe.train.ranks
+    if not gpus:
+        return [Place()] * (1 if wanted == "auto" else wanted)
+    if wanted == "auto" or recipe.train.rendezvous:
+        return list(gpus)
+    if wanted > len(gpus):
+        what = f"{wanted} ranks need as many GPUs, but this machine has {len(gpus)}"
+        raise WindfallError(what, where="train.ranks", fix="Lower it, or set it to 'auto'.")
+    return list(gpus[:wanted])

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from windfall.engine.cuda.device import prefill_arrays
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import HostState
-from windfall.engine.cuda.plan import Launch
+from windfall.engine.scheduler import Launch
 from windfall.types import Request
 
 
@@ -32,6 +32,9 @@ class FinishedLaunch:
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens, np.zeros(self.tokens.shape, np.float32)
+
+    def device_s(self) -> float:
+        return 0.0
 
 
 class InstantDevice:
@@ -60,7 +63,7 @@ class InstantDevice:
 def measure(model: Any, rows: int, prompt: int, most: int, siblings: int) -> None:
     longest = prompt + 2 * most
     engine = GraphEngine(model, kv_tokens=rows * longest, max_running=rows, max_rows=8192, longest=longest)
-    device: Any = InstantDevice(engine._plan.host_state)
+    device: Any = InstantDevice(engine._scheduler.host_state)
     engine._device = device
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(3, 100, prompt).tolist()) for _ in range(rows // siblings)]

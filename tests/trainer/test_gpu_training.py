@@ -29,7 +29,7 @@ from transformers import (
 
 from windfall import algorithms
 from windfall import recipe as config
-from windfall.engine.joined_weights import adjacent
+from windfall.engine.module_weights import adjacent
 from windfall.models import attention
 from windfall.trainer.model import activation_memory, layers, llama
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT

@@ -26,7 +26,7 @@ from windfall.serve.command import serve
 from windfall.sim.options import sim
 
 if TYPE_CHECKING:
-    from windfall.engine.engine_choice import EngineName
+    from windfall.engine.choice import EngineName
     from windfall.events.log import EventLog
 
 

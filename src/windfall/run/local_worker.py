@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from windfall import devices
-from windfall.engine.engine_factory import build_engine
+from windfall.engine.factory import build_engine
 from windfall.errors import WindfallError
 from windfall.link import tls
 from windfall.link.messages import EngineSpec
@@ -30,7 +30,7 @@ from windfall.trainer.own_engine.trainer_turn import TrainerTurn
 from windfall.trainer.ranks.process import TrainerPart
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.types import LOCAL, Lease
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient
 
 SHARE = 0.3
 """Share of the free memory that the KV cache of an engine on the trainer's device may use."""
@@ -124,7 +124,7 @@ async def run(local: LocalEngine, host: TrainerAgent, fleet: Fleet, secret: str,
     def build(spec: EngineSpec) -> tuple[Any, int]:
         try:
             shared, slots = local.build(spec, host)
-        except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
+        except Exception as e:  # fault boundary: for some of these the worker is only refused, without the reason
             failed.append(e)
             raise
         host.make_room, host.invalidate = shared.make_room, shared.invalidate
@@ -133,11 +133,11 @@ async def run(local: LocalEngine, host: TrainerAgent, fleet: Fleet, secret: str,
     lease = Lease(kind="reserved", device=local.device, price_usd_per_h=fleet.trainer_price_usd_per_h)
     while True:
         await host.connected.wait()
-        agent = Agent(
+        client = ControllerClient(
             address, secret, name=LOCAL, lease=lease, build=build, puller=TrainerWeights(lambda: host.manifest),
             ssl=tls.client_context(address, pinned=fleet.tls_cert), patience_s=math.inf, address=where,
         )  # fmt: skip
-        code = await agent.run()
+        code = await client.run()
         if failed:
             raise failed[0]
         if code != 1:

@@ -64,10 +64,18 @@ _state: ContextVar[RequestState] = ContextVar("request")
 
 class ServeApi(Gateway):
     def __init__(
-        self, host: Host, tokenizer: Any, chat: Chat | None, stop: frozenset[int], *, served: ServedModel,
+        self,
+        host: Host,
+        tokenizer: Any,
+        chat: Chat | None,
+        stop: frozenset[int],
+        *,
+        served: ServedModel,
         limits: ServeLimits | None = None,
-    ) -> None:  # fmt: skip
-        self._host, self.served, self._limits = host, served, limits or ServeLimits()
+    ) -> None:
+        self._host = host
+        self.served = served
+        self._limits = limits or ServeLimits()
         self._in_flight = 0
         self.write_s = self._limits.write_s
         self.draining = ""

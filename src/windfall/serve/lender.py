@@ -1,11 +1,11 @@
-"""Lends the host to a run: a worker's agent with a `borrowed` lease, whose engine is the rollout tenant of the host.
+"""Lends the host to a run: a worker with a `borrowed` lease, whose engine is the rollout tenant of the host.
 
-    Lender.run ──▶ token ──▶ Agent ──▶ (run) ... drained, or the tenant failed ──▶ wait ──▶ token ──▶ another Agent ...
+    Lender.run ──▶ token ──▶ ControllerClient ──▶ (run) ... drained, or the tenant failed ──▶ wait ──▶ begin again
                                └──▶ refused: as above, but after a longer time if this run never fitted
 
 A server outlives the runs that it lends to. After a crash, the next run at the same address may train another model or
-have another token: the agent is refused, and the next one begins with neither model nor engine. The token is read when
-an agent starts; a token file that does not exist yet is awaited, while serving goes on. The agent reconnects without
+have another token: the client is refused, and the next one begins with neither model nor engine. The token is read when
+an client starts; a token file that does not exist yet is awaited, while serving goes on. The client reconnects without
 end while there is no controller. It keeps the engine and its weights meanwhile, but no response: these are continued
 elsewhere, and their pages are free.
 """
@@ -26,13 +26,13 @@ from windfall.serve.build import build_rollout
 from windfall.serve.host import Host
 from windfall.serve.rollout_tenant import RolloutTenant
 from windfall.types import Lease
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient
 from windfall.worker.preemption import PreemptionNotice
 
 RETRY_S = 10.0
-"""Seconds between the end of one agent and the start of the next."""
+"""Seconds between the end of one client and the start of the next."""
 REFUSED = 3
-"""Exit status of an agent that the run has refused for good."""
+"""Exit status of an client that the run has refused for good."""
 REFUSED_S = 300.0
 """Seconds until the next attempt if the run cannot use this server at all, or does not accept its token."""
 PATIENCE_S = math.inf
@@ -41,18 +41,35 @@ PATIENCE_S = math.inf
 
 class Lender:
     def __init__(
-        self, host: Host, url: str, token: Callable[[], str], *, name: str, device: str, puller: Callable[[str], Any],
-        lease_device: str = "", region: str = "", ssl: tls.SSLContext | None = None, retry_s: float = RETRY_S,
+        self,
+        host: Host,
+        url: str,
+        token: Callable[[], str],
+        *,
+        name: str,
+        device: str,
+        puller: Callable[[str], Any],
+        lease_device: str = "",
+        region: str = "",
+        ssl: tls.SSLContext | None = None,
+        retry_s: float = RETRY_S,
         refused_s: float = REFUSED_S,
         say: Callable[[str], None] = lambda line: print(f"lend: {line}", file=sys.stderr, flush=True),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`token` returns the run's token, or raises WindfallError while there is none; it is called in a thread.
-        `puller` makes a weights.pull.Puller for every agent, given the token. `lease_device`: name of the device in the
-        lease."""
-        self._host, self._url, self._read_token, self._name, self._device = host, url, token, name, device
-        self._puller, self._ssl, self._retry_s, self._refused_s, self._say = puller, ssl, retry_s, refused_s, say
+        `puller` makes a weights.pull.Puller for every client, given the token. `lease_device`: name in the lease."""
+        self._host = host
+        self._url = url
+        self._read_token = token
+        self._name = name
+        self._device = device
+        self._puller = puller
+        self._ssl = ssl
+        self._retry_s = retry_s
+        self._refused_s = refused_s
+        self._say = say
         self._lease = Lease(kind="borrowed", device=lease_device or device, region=region)
-        self._agent: Agent | None = None
+        self._client: ControllerClient | None = None
         self._tenant: RolloutTenant | None = None
         self._leaving = asyncio.Event()
         self.tenants = 0
@@ -71,19 +88,28 @@ class Lender:
                     self._say(f"waiting for the run's token: {e}")
                 await self._pause(self._retry_s)
                 continue
-            agent = self._agent = Agent(
-                self._url, token, name=self._name, lease=self._lease, puller=self._puller(token), build=self._build,
-                ssl=self._ssl, patience_s=PATIENCE_S, host=self._make_tenant, lends=True, say=self._say,
-            )  # fmt: skip
+            client = self._client = ControllerClient(
+                self._url,
+                token,
+                name=self._name,
+                lease=self._lease,
+                puller=self._puller(token),
+                build=self._build,
+                ssl=self._ssl,
+                patience_s=PATIENCE_S,
+                host=self._make_tenant,
+                lends=True,
+                say=self._say,
+            )
             try:
-                code = await agent.run()
+                code = await client.run()
             except Exception as e:  # fault boundary: serving goes on whatever happens to the lender
                 self._say(f"{type(e).__name__}: {e}")
                 code = 1
                 if self._tenant is not None:  # its memory must be free before the next one is made
                     self._tenant.close(0.0)
             finally:
-                self._agent = None
+                self._client = None
             if code == REFUSED and not (self._tenant is not None and self._tenant.built):
                 what = "the run does not take this worker; serving goes on without lending"
                 self._say(f"{what}; the next attempt is in {self._refused_s:g} s, or when the token has changed")
@@ -109,8 +135,8 @@ class Lender:
     def leave(self, why: str) -> None:
         """Tell the run that this worker leaves soon, so that it takes its responses back. `run` ends then."""
         self._leaving.set()
-        if self._agent is not None:
-            self._agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail=why))
+        if self._client is not None:
+            self._client.warned(PreemptionNotice(source="sigterm", left_s=None, detail=why))
 
     def _make_tenant(self, make: Callable[[], tuple[Any, int]]) -> RolloutTenant:
         self.tenants += 1

@@ -31,23 +31,22 @@ NO_EFFECT = frozenset({
 })  # fmt: skip
 """Fields that say who asks, or how to be faster: they do not change the answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
-    "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
+    "min_p": (0,), "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
     "bad_words": ([],), "allowed_token_ids": ([],), "structured_outputs": (), "guided_json": (), "guided_regex": (),
     "guided_choice": (), "guided_grammar": (), "length_penalty": (1,), "prompt_logprobs": (0,), "functions": ([],),
     "function_call": ("none",), "modalities": (["text"],), "audio": (), "store": (False,), "reasoning_effort": (),
     "verbosity": ("medium",), "web_search_options": (), "moderation": (), "chat_template": (), "documents": ([],),
-    "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "include_stop_str_in_output": (False,), "skip_special_tokens": (False,), "truncate_prompt_tokens": (),
-    "thinking_token_budget": (),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (False,), "truncate_prompt_tokens": (), "thinking_token_budget": (),
 }  # fmt: skip
 """Fields that are not supported, and the values that have no effect."""
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 """`include_obfuscation` adds random text against those who watch the sizes of packets; without it, nothing is missing.
 """
 RESERVED = frozenset({
-    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize", "padding",
-    "continue_final_message", "truncation", "max_length", "tokenizer_kwargs", "self",
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
+    "padding", "continue_final_message", "truncation", "max_length", "tokenizer_kwargs", "self",
 })  # fmt: skip
 """Arguments of transformers' `apply_chat_template` that are not variables of the template."""
 MAX_LOGPROBS = 1

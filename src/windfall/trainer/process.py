@@ -22,7 +22,7 @@ from windfall import devices, errors
 from windfall import recipe as config
 from windfall import run_folder as folders
 from windfall.controller.gateway import agents
-from windfall.engine import engine_factory as build
+from windfall.engine import factory as build
 from windfall.engine.selftest import verdict
 from windfall.envs.hosting import recipe_host
 from windfall.errors import WindfallError

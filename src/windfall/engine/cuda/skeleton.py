@@ -22,16 +22,25 @@ from torch import Tensor, nn
 from windfall.engine.cuda import rotary
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
-}  # fmt: skip
+}
 SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 REQUIRED_FIELDS = {
-    "llama": ("attention_bias", "mlp_bias"), "mistral": ("sliding_window",), "qwen2": ("use_sliding_window",),
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": ("sliding_window",),
+    "qwen2": ("use_sliding_window",),
     "qwen3": ("attention_bias", "use_sliding_window", "head_dim"),
-}  # fmt: skip
+}
 """Fields that the configuration of each model type must have besides the common ones. If one is missing, transformers
 would use a default that is not known here."""
 
@@ -117,9 +126,13 @@ class ModelSkeleton(nn.Module):
     """Takes the place of transformers' module of the class `architecture`. It cannot be called."""
 
     def __init__(
-        self, config: Mapping[str, Any], *, dtype: torch.dtype, device: str,
+        self,
+        config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        device: str,
         empty: Callable[[tuple[int, ...]], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`empty`: makes an uninitialized tensor of a shape; by default, each gets memory of its own."""
         super().__init__()
         self.architecture = ARCHITECTURES[config["model_type"]]
@@ -175,6 +188,8 @@ class ModelSkeleton(nn.Module):
         gate, up = self._linears(hidden, (c.intermediate_size, c.intermediate_size), mlp_bias)
         (down,) = self._linears(c.intermediate_size, (hidden,), mlp_bias)
         return NamedModules(
-            self_attn=attention, mlp=NamedModules(gate_proj=gate, up_proj=up, down_proj=down),
-            input_layernorm=Norm(self._empty(hidden)), post_attention_layernorm=Norm(self._empty(hidden)),
-        )  # fmt: skip
+            self_attn=attention,
+            mlp=NamedModules(gate_proj=gate, up_proj=up, down_proj=down),
+            input_layernorm=Norm(self._empty(hidden)),
+            post_attention_layernorm=Norm(self._empty(hidden)),
+        )

@@ -28,10 +28,16 @@ class PlacedResponse:
     """Whether the last token has arrived."""
 
     def rest(self) -> Request:
-        """What another child must generate."""
+        """What a child must generate. It keeps nothing for a next turn, which may go to another child."""
         r, done = self.request, len(self.tokens)
         return replace(
-            r, prompt=r.prompt + tuple(self.tokens), position=r.position + done, max_tokens=r.max_tokens - done
+            r,
+            id=str(self.handle),
+            prompt=r.prompt + tuple(self.tokens),
+            position=r.position + done,
+            max_tokens=r.max_tokens - done,
+            session="",
+            keep_s=0.0,
         )
 
 
@@ -76,9 +82,15 @@ class Child:
     def reset(self) -> None:
         """The process is gone."""
         self.earlier = replace(add_counters(self.earlier, self.counters), waiting=0)
-        self.state, self.counters, self.error = ChildState.DOWN, Counters(), None
-        self.digest, self.held, self.asleep, self.loading = "", None, False, None
-        self.granted = self.order = 0
+        self.state = ChildState.DOWN
+        self.counters = Counters()
+        self.error = None
+        self.digest = ""
+        self.held = None
+        self.asleep = False
+        self.loading = None
+        self.granted = 0
+        self.order = 0
         self.responses = {}
 
 

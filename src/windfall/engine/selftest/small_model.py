@@ -28,7 +28,8 @@ class SmallModel:
     """`model` has windfall's attention; `reference` has the same weights and plain attention."""
 
     def __init__(self, config: Any, reference: Any, device: str) -> None:
-        self.config, self.reference = config, reference.to(device).eval()
+        self.config = config
+        self.reference = reference.to(device).eval()
         self.model = _build(config, attention.NAME).to(device).eval()
         self.model.load_state_dict(reference.state_dict())
         _same_buffers(self.model, reference)

@@ -98,8 +98,8 @@ def _config(fields: Fields) -> Any:
 @cache
 def _versions() -> tuple[str, ...]:
     """Versions of torch and transformers, and a hash of windfall's code, which may change without a new version."""
-    root, digest = Path(__file__).parent.parent, xxhash.xxh3_64()
-    for path in sorted(p for part in ("engine", "train", "selftest", "worker") for p in (root / part).rglob("*.py")):
+    root, digest = Path(__file__).parents[2], xxhash.xxh3_64()
+    for path in sorted(p for part in ("engine", "models", "trainer") for p in (root / part).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest(), *(metadata.version(name) for name in ("torch", "transformers"))
 

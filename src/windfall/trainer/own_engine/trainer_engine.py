@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from windfall.engine.base import Counters, Engine
+from windfall.engine.module_weights import MAX_KEPT_SHARE
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.trainer.own_engine.trainer_turn import EnginesTurn
@@ -36,12 +37,9 @@ from windfall.types import Capabilities, Chunk, Request
 
 WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""
-MAX_KEPT_SHARE = 0.25
-"""Merged copies that are larger than this share of the free memory are freed during training. Smaller ones are kept: if
-they get other addresses, the engine must capture its graphs again."""
 
 
-class TrainerEngine:
+class TrainerEngine(Engine):
     """An engine whose module is changed by the trainer, which holds `lock` while it does so."""
 
     def __init__(
@@ -53,7 +51,7 @@ class TrainerEngine:
         it runs the trainer's own."""
         self._engine, self._lock, self._orders_lock = engine, lock, threading.Lock()
         self._published, self._merged, self._stale = published, merged, True
-        self._sleep: Callable[[], None] | None = getattr(engine, "sleep", None) if share_memory else None
+        self._share_memory = share_memory
         self.waiting = False
         """Whether the engine waits for the trainer or for a Load of its new weights. This is not a fault."""
 
@@ -67,15 +65,15 @@ class TrainerEngine:
 
     @property
     def counters(self) -> Counters:
-        return getattr(self._engine, "counters", Counters())
+        return self._engine.counters
 
     @property
     def capabilities(self) -> Capabilities:
-        return getattr(self._engine, "capabilities", Capabilities())
+        return self._engine.capabilities
 
     @property
     def limit(self) -> int:
-        return getattr(self._engine, "limit", 0)
+        return self._engine.limit
 
     def __len__(self) -> int:
         return len(self._engine)
@@ -90,10 +88,10 @@ class TrainerEngine:
 
     def forget(self, session: str) -> None:
         with self._orders_lock:
-            getattr(self._engine, "forget", lambda session: None)(session)
+            self._engine.forget(session)
 
     def take_dropped(self) -> tuple[str, ...]:
-        return getattr(self._engine, "take_dropped", tuple)()
+        return self._engine.take_dropped()
 
     def step(self) -> list[Chunk]:
         self.waiting = True
@@ -137,9 +135,9 @@ class TrainerEngine:
 
     def make_room(self) -> None:
         """Free the memory that the engine does not need during training. The caller must hold `lock`."""
-        if self._sleep is not None:
+        if self._share_memory:
             with self._orders_lock:
-                self._sleep()
+                self._engine.sleep()
                 merged = self._merged
                 if merged is not None and merged.nbytes > MAX_KEPT_SHARE * free_bytes(merged.module.device):
                     merged.free()
@@ -163,3 +161,6 @@ class TrainerWeights:
 
     def tensors(self) -> None:
         return None
+
+    def base_tensors(self) -> Mapping[str, Any]:
+        raise NotImplementedError("the engine merges the trainer's adapter by itself")

@@ -21,8 +21,8 @@ import ssl as tls
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -38,9 +38,10 @@ from windfall.link.socket import Dialer, SocketLink
 from windfall.processes import process
 from windfall.processes.handle import EXIT_NO_CONTROLLER
 from windfall.types import Capabilities, Lease
+from windfall.weights.manifest import Manifest
 from windfall.weights.merged import MergedWeights
 from windfall.worker import preemption
-from windfall.worker.session import PulledWeights, Session, Stalled
+from windfall.worker.worker_link import PulledWeights, Stalled, WorkerLink
 
 REFUSAL_REPORT_S = 0.5
 """Seconds in which to report to the controller that this worker cannot run the model."""
@@ -50,28 +51,65 @@ REFUSED_FAILURES = 2
 """A temporary refusal counts as at most this many failures, so that the next attempt comes after about 0.5 s."""
 
 
-class Agent:
+class WeightPuller(Protocol):
+    """Where the weights come from: a weights.pull.Puller, or the trainer of this process."""
+
+    bytes_received: int
+
+    def pull(self, url: str, version: int, digest: str, *, stop: threading.Event) -> Manifest:
+        """Get this version. Raises any error if that fails."""
+        ...
+
+    def tensors(self) -> Mapping[str, Any] | None:
+        """The weights that were pulled last, or their adapter; None: the engine shares them."""
+        ...
+
+    def base_tensors(self) -> Mapping[str, Any]:
+        """The base of the adapter that was pulled last."""
+        ...
+
+
+class ControllerClient:
     def __init__(
-        self, url: str, token: str, *, name: str, lease: Lease, puller: Any,
-        build: Callable[[m.EngineSpec], tuple[Any, int]], boot: Callable[[], m.LoadTimes] = m.LoadTimes,
-        ssl: tls.SSLContext | None = None, patience_s: float = 300.0, model: str = "",
-        address: Callable[[], str] | None = None, lends: bool = False,
+        self,
+        url: str,
+        token: str,
+        *,
+        name: str,
+        lease: Lease,
+        puller: WeightPuller,
+        build: Callable[[m.EngineSpec], tuple[Any, int]],
+        boot: Callable[[], m.LoadTimes] = m.LoadTimes,
+        ssl: tls.SSLContext | None = None,
+        patience_s: float = 300.0,
+        model: str = "",
+        address: Callable[[], str] | None = None,
+        lends: bool = False,
         host: Callable[[Make], EngineThread] = lambda make: EngineThread(None, make=make),
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-    ) -> None:  # fmt: skip
-        """`build` returns (engine, slots), and runs in the engine's thread while the weights are pulled. `puller`: a
-        weights.pull.Puller. `boot`: how long imports and building took. `address`: the controller's present URL.
-        `host` makes the thread, or whatever stands for it, in which the engine runs. `lends`: as in Hello."""
+    ) -> None:
+        """`build` returns (engine, slots), and runs in the engine's thread while the weights are pulled. `boot`: how
+        long imports and building took. `address`: the controller's present URL. `host` makes the thread, or whatever
+        stands for it, in which the engine runs. `lends`: as in Hello."""
         self._dialer = Dialer(url, "/worker", m.ToWorker, ssl=ssl)
-        self._token, self._name, self._lease, self._say = token, name, lease, say
-        self._build, self._puller, self._patience_s = build, puller, patience_s
-        self._model, self._address, self._new_host, self._lends = model, address, host, lends
+        self._token = token
+        self._name = name
+        self._lease = lease
+        self._say = say
+        self._build = build
+        self._puller = puller
+        self._patience_s = patience_s
+        self._model = model
+        self._address = address
+        self._new_host = host
+        self._lends = lends
         self._host: EngineThread | None = None
-        self._boot, self._boot_reported = boot, False
+        self._boot = boot
+        self._boot_reported = False
         self._held: tuple[int, str] = (-1, "")
         self._last_pull = ("", "")
         """Digest of the weights pulled last, and of their base. If they are in the engine, so is that base."""
-        self._session: Session | None = None
+        self._session: WorkerLink | None = None
         self._refused = False
         """True if this worker cannot run the model. It reports that to the controller and exits."""
         self._notice: m.Notice | None = None
@@ -97,7 +135,7 @@ class Agent:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
-            if self._host is not None:  # another agent may use the same engine after this one
+            if self._host is not None:  # another client may use the same engine after this one
                 self._host.close(0.0)
             await self._dialer.close()
 
@@ -109,8 +147,6 @@ class Agent:
     def warned(self, notice: preemption.PreemptionNotice) -> None:
         """The machine will be preempted: report it to the controller, which drains this worker in time."""
         self._say(f"warned by {notice.source}: {notice.detail}")
-        if notice.advice:
-            return
         loop, left_s = asyncio.get_running_loop(), notice.left_s or 0.0
         message = m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail)
         built = self._host is not None and self._host.built
@@ -118,7 +154,8 @@ class Agent:
             self._finish(0)  # there is nothing to hand over, or no link on which to report the notice in time
             return
         if time.monotonic() + left_s < self._preempted_at_s:
-            self._notice, self._preempted_at_s = message, time.monotonic() + left_s
+            self._notice = message
+            self._preempted_at_s = time.monotonic() + left_s
         if self._session is not None:  # otherwise the next session sends it
             self._session.say(message)
         loop.call_later(left_s + LEAVE_S, self._finish, 0)
@@ -177,10 +214,16 @@ class Agent:
     async def _handshake(self, link: SocketLink) -> m.Welcome:
         version, digest = self._held
         hello = functools.partial(
-            m.Hello, name=self._name, lease=self._lease, model=self._model, version=version, digest=digest,
-            age_s=process.age_s(), engine=self._host.capabilities if self._host else Capabilities(),
+            m.Hello,
+            name=self._name,
+            lease=self._lease,
+            model=self._model,
+            version=version,
+            digest=digest,
+            age_s=process.age_s(),
+            engine=self._host.capabilities if self._host else Capabilities(),
             lends=self._lends,
-        )  # fmt: skip
+        )
         try:
             return await handshake.join(link, handshake.WORKER, self._token, hello)
         except handshake.ControllerUnverified as e:
@@ -189,10 +232,15 @@ class Agent:
     async def _serve_link(self, link: SocketLink, welcome: m.Welcome) -> str:
         """Serve one link until it ends. Returns why the controller drained this worker."""
         host = self._host or self._make_host(welcome)
-        session = self._session = Session(
-            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s,
-            boot=self._report_boot, pulled_bytes=lambda: getattr(self._puller, "bytes_received", 0),
-        )  # fmt: skip
+        session = self._session = WorkerLink(
+            link,
+            host,
+            self._pull,
+            heartbeat_s=welcome.heartbeat_s,
+            stalled_s=welcome.stalled_s,
+            boot=self._report_boot,
+            pulled_bytes=lambda: self._puller.bytes_received,
+        )
         session.held = self._held
         if self._notice is not None:
             left_s = max(0.0, self._preempted_at_s - time.monotonic())
@@ -201,7 +249,8 @@ class Agent:
         try:
             return await session.serve()
         finally:
-            self._held, self._session = session.held, None
+            self._held = session.held
+            self._session = None
 
     def _make_host(self, welcome: m.Welcome) -> EngineThread:
         """Start building the engine. This continues if the link ends; meanwhile the session pulls the weights."""

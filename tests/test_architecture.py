@@ -68,6 +68,7 @@ TO_REMOVE = {
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
 PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "backoff.py",
+    "engine/base.py",
     "engine/blocks.py",
     "engine/pages.py",
     "engine/retention.py",
@@ -146,8 +147,9 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "plan/run/replan.py",
 ]
 PURE_MAY_IMPORT = {
-    "__future__", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum", "functools",
-    "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing", "xxhash",
+    "__future__", "abc", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum",
+    "functools", "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing",
+    "xxhash",
 }  # fmt: skip
 LIGHT = [
     "run.cli",

@@ -63,7 +63,7 @@ def plan(s: Scheduler, **limits: Any) -> list[ScheduledRows]:
 
 
 def one_step(s: Scheduler, live: list[Sequence]) -> int:
-    before, evictions = {x: x.prefilled for x in s.running}, s.evictions
+    before, evictions = {x: x.prefilled for x in s.running}, s.counters.evictions
     planned = plan(s)
     assert sum(r.stop - r.start for r in planned) <= s.max_rows
     assert len({id(r.sequence) for r in planned}) == len(planned)
@@ -72,7 +72,7 @@ def one_step(s: Scheduler, live: list[Sequence]) -> int:
     for r in planned:
         if r.stop - r.start > 1 or r.sequence not in before:
             assert r.stop == r.sequence.prefilled
-            if r.sequence in before and s.evictions == evictions:
+            if r.sequence in before and s.counters.evictions == evictions:
                 assert r.start == before[r.sequence], "a token is computed twice, or not at all"
         assert len(r.sequence.pages) * s.pages.size >= r.stop
         assert r.samples == (r.stop == len(r.sequence.tokens))

@@ -269,7 +269,7 @@ def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatc
         ask(host, answers, range(16), max_tokens=40, prompt_tokens=110)  # more than all blocks together
         until(lambda: tenant.weightless_s is not None, "serving takes the blocks of the weights")
         assert blocks.held(WEIGHTS) == 0
-        until(lambda: frames.slots[-1] == 0, "the run knows that there is nothing to be had")
+        until(lambda: frames.slots[-1:] == [0], "the run knows that there is nothing to be had")
         until(lambda: len(answers.ended) == 16, "serving has ended")
         assert {len(t) for t in answers.tokens.values()} == {40}
         until(lambda: blocks.held(WEIGHTS) == weights and tenant.weightless_s is None, "there is room again")

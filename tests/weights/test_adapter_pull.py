@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.small_models import build
-from windfall.engine.torch import engine as torch_engine
+from windfall.engine.module_weights import copy_weights
 from windfall.link import messages as m
 from windfall.recipe import Lora
 from windfall.trainer.model import lora
@@ -32,7 +32,7 @@ def test_worker_merges_every_version_and_copies_the_base_once(
             p.zero_()
     client = ControllerClient("http://x", "token", name="w", lease=Lease(), puller=puller, build=lambda spec: (None, 0))
     session: Any = SimpleNamespace(held=(-1, ""))
-    client._session = session
+    client._worker_link = session
     written: list[str] = []
     names = {t.data_ptr(): name for name, t in model.state_dict().items()}
     real = torch.Tensor.copy_
@@ -52,7 +52,7 @@ def test_worker_merges_every_version_and_copies_the_base_once(
         written.clear()
         session.held = (-1, "")  # as a session does until the swap is complete
         if not fails:
-            torch_engine.copy_weights(model, version, pulled.tensors)
+            copy_weights(model, version, pulled.tensors)
             session.held = (version, made.digest)
         return pulled.bytes
 

@@ -111,7 +111,7 @@ def test_worker_warned_while_disconnected_reconnects_if_enough_time_is_left(
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
             await s.dispatch._outbox._links["w"].close("a glitch")
-            await s.until(lambda: w.client._session is None, "it has no link")
+            await s.until(lambda: w.client._worker_link is None, "it has no link")
             w.client.warned(PreemptionNotice(source="azure", left_s=left_s, detail="Preempt"))
             if left_s is None:
                 assert await w.ends() == 0

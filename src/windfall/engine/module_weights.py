@@ -13,10 +13,6 @@ from torch import Tensor
 from windfall.errors import WindfallError
 from windfall.weights.merged import MergedWeights
 
-MAX_KEPT_SHARE = 0.25
-"""Weights with an adapter that are larger than this share of the free memory are freed while they are not used. Smaller
-ones are kept: if they get other addresses, an engine must capture its graphs again."""
-
 
 def check_weights(
     version: int, weights: Mapping[str, Any], shapes: Mapping[str, torch.Size], tied: Iterable[str]

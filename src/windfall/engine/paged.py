@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -63,10 +64,7 @@ class PagedEngine(Engine):
         self._scheduler = scheduler
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, SequenceState] = {}
-        self._steps = 0
-        self._rows = 0
-        self._generated = 0
-        self._prefilled = 0
+        self._counters = scheduler.counters
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -74,19 +72,8 @@ class PagedEngine(Engine):
     @property
     def counters(self) -> Counters:
         s = self._scheduler
-        return Counters(
-            steps=self._steps,
-            rows=self._rows,
-            generated=self._generated,
-            reused_tokens=s.reused_tokens,
-            evictions=s.evictions,
-            waiting=len(s.waiting),
-            lookups=s.lookups,
-            hits=s.hits,
-            prefilled=self._prefilled,
-            kept_sessions=len(s.retention),
-            kept_tokens=s.retention.page_count * s.pages.size,
-        )
+        kept = {"kept_sessions": len(s.retention), "kept_tokens": s.retention.page_count * s.pages.size}
+        return replace(self._counters, waiting=len(s.waiting), **kept)
 
     def add(self, request: Request) -> None:
         if request.id in self._sequences:
@@ -110,7 +97,7 @@ class PagedEngine(Engine):
         request, position = s.request, s.position
         s.tokens += tokens
         s.generated += len(tokens)
-        self._generated += len(tokens)
+        self._counters.generated += len(tokens)
         finish: Finish | None = None
         if tokens[-1] in request.stop:
             finish = "stop"

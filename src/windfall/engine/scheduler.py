@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from windfall.engine.base import Counters
 from windfall.engine.pages import ROOT, Key, Pages, key_of
 from windfall.engine.retention import Retention
 from windfall.types import Request
@@ -115,10 +116,7 @@ class Scheduler:
         """A launch with a prefill has one decode step: its tokens come sooner, and its time is that of one step."""
         self.running: dict[Sequence, None] = {}  # in order of arrival; a dict, because sequences finish in any order
         self.waiting: deque[Sequence] = deque()
-        self.evictions = 0
-        self.reused_tokens = 0
-        self.lookups = 0
-        self.hits = 0
+        self.counters = Counters()
         self._prefilling: dict[Sequence, None] = {}
         self._free = list(range(slots - 1, -1, -1))
         self._by_slot: list[Sequence | None] = [None] * slots
@@ -252,9 +250,9 @@ class Scheduler:
         s.pages = cached + self._allocate(-(-have // size) - len(cached))
         s.prefilled = len(cached) * size
         s.slot = self._free.pop()
-        self.reused_tokens += s.prefilled
-        self.lookups += 1
-        self.hits += s.prefilled > 0
+        self.counters.reused_tokens += s.prefilled
+        self.counters.lookups += 1
+        self.counters.hits += s.prefilled > 0
         self.retention.forget(s.request.session)
         self.running[s] = None
         self._prefilling[s] = None
@@ -308,7 +306,7 @@ class Scheduler:
             del self.running[victim]
             self._release(victim)
             self.waiting.appendleft(victim)
-            self.evictions += 1
+            self.counters.evictions += 1
 
     def _prefix_groups(self, slots: np.ndarray) -> np.ndarray:
         if self.sharing is None or self.host_state is None:

@@ -12,9 +12,8 @@ from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.session import GatewaySession
 from windfall.errors import WindfallError
 from windfall.models.chat import Chat, Message, normalize
-from windfall.serve import sampling_options
 from windfall.serve.host import Host
-from windfall.serve.sampling_options import SamplingOptions
+from windfall.serve.request_fields import SamplingOptions, choice_seed
 from windfall.types import Chunk, Finish, Request
 
 
@@ -96,7 +95,7 @@ class CallSampler:
         asked = Request(
             id=request.session,
             prompt=request.prompt,
-            seed=sampling_options.choice_seed(options.seed, self._number),
+            seed=choice_seed(options.seed, self._number),
             max_tokens=request.max_tokens,
             sampling=options.sampling,
             stop=frozenset() if options.ignore_eos else self._stop,

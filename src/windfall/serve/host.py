@@ -191,14 +191,9 @@ class Host:
             Metric("lend_slack_seconds", "gauge", "Slack of the tightest request; 1e9 without requests.", slack),
             Metric("step_predicted_seconds_total", "counter", "Predicted time of all steps.", predicted, "tenant"),
             Metric("step_actual_seconds_total", "counter", "Actual time of the same steps.", actual, "tenant"),
-            Metric(
-                "step_error",
-                "gauge",
-                "Recent mean relative error of predicted step times.",
-                {n: t.error for n, t in times.items()},
-                "tenant",
-            ),
-        ]
+            Metric("step_error", "gauge", "Recent mean relative error of predicted step times.",
+                   {n: t.error for n, t in times.items()}, "tenant"),
+        ]  # fmt: skip
 
     # The methods below run in the thread.
 

@@ -186,12 +186,12 @@ class RolloutTenant(EngineThread):
                 pass  # the version before this one must be on the device before it is overwritten in host memory
             try:
                 ready.load(version, weights)
-            except Exception as e:  # fault boundary: the session reports it to the controller
+            except Exception as e:  # fault boundary: the link reports it to the controller
                 error = e
             self._orders.put(lambda: activate(error))
 
         def activate(error: BaseException | None) -> None:
-            if number != self._swaps:  # a session after this one loads another version into the same memory
+            if number != self._swaps:  # a link after this one loads another version into the same memory
                 done(error or WindfallError(f"version {version} was replaced while it was loaded"))
                 return
             self._loading = False
@@ -220,7 +220,7 @@ class RolloutTenant(EngineThread):
             error: BaseException | None = None
             try:
                 copy()
-            except Exception as e:  # fault boundary: the session reports it to the controller
+            except Exception as e:  # fault boundary: the link reports it to the controller
                 error = e
             finally:
                 self._copying.release()

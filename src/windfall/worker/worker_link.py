@@ -5,7 +5,7 @@ _send       waits for: frames of the engine's thread   a bounded number is queue
 _beat       waits for: the next heartbeat
 _load       waits for: the weights (in a thread), then the engine, if it is still being built
                                                        canceled when another version is requested; if any of its parts
-                                                       is stuck, the session ends with Stalled
+                                                       is stuck, serving ends with Stalled
 
 Rules of a load:
 - The engine goes on with the old weights during the pull, and if the load fails.
@@ -100,7 +100,7 @@ class WorkerLink:
         self._pull_progress = (0, self._loop.time())
         """Bytes of weights received, and when that number last changed or a pull began (loop time, seconds)."""
         self._stuck: asyncio.Future[str] = self._loop.create_future()
-        """Never has a result; its error ends the session."""
+        """Never has a result; its error ends `serve`."""
 
     async def serve(self) -> str:
         """Returns why the controller drained this worker. Raises LinkClosed if the link ended without a Drain."""

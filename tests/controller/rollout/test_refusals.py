@@ -53,7 +53,7 @@ def test_run_ends_with_the_reason_when_every_worker_refuses(tmp_path: Path, monk
     async def main() -> None:
         async with opened(tmp_path) as (site, start):
             first, second = refusing(start(name="a")), start(name="b")
-            second._build = second.client._build = lambda spec: engine_sizes(spec, 10**15, "cpu", 0.4)
+            second._build = second.client.build = lambda spec: engine_sizes(spec, 10**15, "cpu", 0.4)
             began = time.monotonic()
             with pytest.raises(WindfallError) as caught:
                 await groups(rollout_of(site))

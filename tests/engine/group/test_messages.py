@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from windfall.engine.base import Counters
 from windfall.engine.group import messages as m
-from windfall.engine.group.state import Child, ChildState, PlacedResponse, add_counters
+from windfall.engine.group.group import Child, ChildState, PlacedResponse, add_counters
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Request, Sampling
 

@@ -271,14 +271,5 @@ def prefill_arrays(prefill: Sequence[ScheduledRows]) -> list[np.ndarray]:
     ids = np.array([t for p in prefill for t in p.sequence.tokens[p.start : p.stop]], np.int32)
     position = np.arange(len(ids), dtype=np.int32) - np.repeat(first - start, count)
     sampled = samples == 1
-    return [
-        ids,
-        np.repeat(slot, count),
-        position,
-        slot,
-        first,
-        count,
-        start,
-        (first + count - 1)[sampled],
-        slot[sampled],
-    ]
+    rows = [ids, np.repeat(slot, count), position]
+    return [*rows, slot, first, count, start, (first + count - 1)[sampled], slot[sampled]]

@@ -36,7 +36,7 @@ from windfall.engine.cuda.state import STOPS
 from windfall.engine.paged import PagedEngine, Shape
 from windfall.engine.pages import Pages
 from windfall.engine.retention import Retention
-from windfall.engine.scheduler import Scheduler, Sequence
+from windfall.engine.scheduler import Scheduler
 from windfall.errors import WindfallError
 from windfall.types import Capabilities, Chunk, Request
 
@@ -192,10 +192,10 @@ class GraphEngine(PagedEngine):
         if work is None:
             return False
         self._pending.append(self._device.launch(work, self.version))
-        self._steps += work.steps + bool(work.prefill)
+        self._counters.steps += work.steps + bool(work.prefill)
         prefilled = sum(p.stop - p.start for p in work.prefill)
-        self._rows += prefilled
-        self._prefilled += prefilled
+        self._counters.rows += prefilled
+        self._counters.prefilled += prefilled
         return True
 
     def finish_launches(self) -> None:
@@ -224,22 +224,20 @@ class GraphEngine(PagedEngine):
             first = prefilled.pop(sequence, None)
             if sequence.finished or not (count or first):
                 continue
-            self._rows += count
+            self._counters.rows += count
             if count < len(new_tokens):
                 new_tokens, new_logprobs = new_tokens[:count], new_logprobs[:count]
             if first:
                 new_tokens, new_logprobs = [first[0], *new_tokens], [first[1], *new_logprobs]
+            stop = sequence.request.stop
+            if len(stop) > STOPS:  # more than the device checks
+                end = next((n + 1 for n, t in enumerate(new_tokens) if t in stop), len(new_tokens))
+                new_tokens, new_logprobs = new_tokens[:end], new_logprobs[:end]
             out.append(self._append(sequence, new_tokens, new_logprobs, pending.version))
         for sequence, first in prefilled.items():  # a response with max_tokens 1 has no row in the burst
             if not sequence.finished:
                 out.append(self._append(sequence, [first[0]], [first[1]], pending.version))
         return out
-
-    def _append(self, s: Sequence, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
-        if len(s.request.stop) > STOPS:  # more than the device checks
-            end = next((n + 1 for n, t in enumerate(tokens) if t in s.request.stop), len(tokens))
-            tokens, logprobs = tokens[:end], logprobs[:end]
-        return super()._append(s, tokens, logprobs, version)
 
     def check(self) -> None:
         super().check()

@@ -22,25 +22,16 @@ from torch import Tensor, nn
 from windfall.engine.cuda import rotary
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
-}
+}  # fmt: skip
 SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
 REQUIRED_FIELDS = {
-    "llama": ("attention_bias", "mlp_bias"),
-    "mistral": ("sliding_window",),
-    "qwen2": ("use_sliding_window",),
+    "llama": ("attention_bias", "mlp_bias"), "mistral": ("sliding_window",), "qwen2": ("use_sliding_window",),
     "qwen3": ("attention_bias", "use_sliding_window", "head_dim"),
-}
+}  # fmt: skip
 """Fields that the configuration of each model type must have besides the common ones. If one is missing, transformers
 would use a default that is not known here."""
 

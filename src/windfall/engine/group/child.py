@@ -18,8 +18,9 @@ from typing import Any
 
 from windfall import devices
 from windfall.engine import factory
+from windfall.engine.base import MAX_KEPT_SHARE
 from windfall.engine.group import messages as m
-from windfall.engine.module_weights import MAX_KEPT_SHARE, WeightMemory
+from windfall.engine.module_weights import WeightMemory
 from windfall.errors import WindfallError, last_line
 from windfall.free_memory import free_bytes
 from windfall.weights.manifest import Manifest, decode

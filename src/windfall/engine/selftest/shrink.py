@@ -26,11 +26,10 @@ WIDTH, RANK, HIDDEN = 48, 16, 64
 DEPTHS = (4, 6, 8, 12, 16)
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"depth", "width", "heads", "experts"}),
-    frozenset({"depth", "width", "heads", "more heads", "experts"}),
-    frozenset({"depth", "width", "experts"}),
+    frozenset({"depth", "width", "heads", "more heads", "experts"}), frozenset({"depth", "width", "experts"}),
     frozenset({"depth"}),
     frozenset(),
-)
+)  # fmt: skip
 """What is shrunk besides vocabulary and windows. The first level that can be built is used."""
 
 _VOCABULARY = re.compile(r"vocab_size")

@@ -58,9 +58,9 @@ class TorchEngine(PagedEngine):
         rows = [*decode, *work.prefill]
         self._runner.allocate()
         new = self._runner.run(rows)
-        self._steps += 1
-        self._rows += work.shape[0]
-        self._prefilled += work.shape[0] - len(decode)
+        self._counters.steps += 1
+        self._counters.rows += work.shape[0]
+        self._counters.prefilled += work.shape[0] - len(decode)
         sampling = [r.sequence for r in rows if r.samples]
         return [self._append(s, [t], [lp], self.version) for s, (t, lp) in zip(sampling, new, strict=True)]
 

@@ -30,7 +30,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +137,7 @@ class VllmEngine(Engine):
         self._ids: dict[str, str] = {}
         """From windfall's id to vLLM's."""
         self._numbers = itertools.count()
-        self._steps = 0
-        self._generated = 0
-        self._reused = 0
+        self._counters = Counters()
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -147,7 +145,7 @@ class VllmEngine(Engine):
     @property
     def counters(self) -> Counters:
         counts = self._core.engine_core.scheduler.get_request_counts()
-        return Counters(steps=self._steps, generated=self._generated, reused_tokens=self._reused, waiting=counts[1])
+        return replace(self._counters, waiting=counts[1])
 
     def add(self, request: Request) -> None:
         if request.id in self._ids:
@@ -178,13 +176,13 @@ class VllmEngine(Engine):
         if not self._ids:
             return []
         outputs = self._core.get_output().outputs
-        self._steps += 1
+        self._counters.steps += 1
         return [c for c in map(self._chunk, outputs) if c is not None]
 
     def _chunk(self, output: Any) -> Chunk | None:
         state = self._running.get(output.request_id)
         if output.prefill_stats is not None:
-            self._reused += output.prefill_stats.num_cached_tokens
+            self._counters.reused_tokens += output.prefill_stats.num_cached_tokens
         tokens = output.new_token_ids
         if state is None or (not tokens and output.finish_reason is None):
             return None
@@ -194,7 +192,7 @@ class VllmEngine(Engine):
             del self._running[output.request_id], self._ids[state.request.id]
         position = state.request.position + state.generated
         state.generated += len(tokens)
-        self._generated += len(tokens)
+        self._counters.generated += len(tokens)
         logprobs = output.new_logprobs.logprobs
         return Chunk(
             id=state.request.id,

@@ -1,4 +1,4 @@
-"""A worker in the process of the controller: the usual session and engine thread, over a link in memory."""
+"""A worker in the process of the controller: the usual WorkerLink and engine thread, over a link in memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ async def in_process_worker(
     ours, theirs = pair("controller", name)
     loop, host = asyncio.get_running_loop(), EngineThread(engine, slots)
     host.start(lambda: loop.call_soon_threadsafe(on_failure, host.failed) and None)
-    session = WorkerLink(theirs, host, pull, heartbeat_s=heartbeat_s)
+    worker = WorkerLink(theirs, host, pull, heartbeat_s=heartbeat_s)
     hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease(kind="reserved", device="here"))
-    tasks = [asyncio.create_task(dispatch.attend(ours, hello)), asyncio.create_task(session.serve())]
+    tasks = [asyncio.create_task(dispatch.attend(ours, hello)), asyncio.create_task(worker.serve())]
     try:
-        yield session
+        yield worker
     finally:
         await ours.close("over")
         with contextlib.suppress(LinkClosed):

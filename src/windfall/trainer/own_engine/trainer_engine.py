@@ -28,8 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from windfall.engine.base import Counters, Engine
-from windfall.engine.module_weights import MAX_KEPT_SHARE
+from windfall.engine.base import MAX_KEPT_SHARE, Counters, Engine
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.trainer.own_engine.trainer_turn import EnginesTurn

@@ -94,7 +94,7 @@ class PagedEngine(Engine):
 
     def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
         """Add generated tokens to a sequence. The last one may end it."""
-        request, position = s.request, s.position
+        request, position = s.request, s.request.position + s.generated
         s.tokens += tokens
         s.generated += len(tokens)
         self._counters.generated += len(tokens)

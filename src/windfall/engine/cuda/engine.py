@@ -209,7 +209,7 @@ class GraphEngine(PagedEngine):
         """The tokens of a launch, as one chunk for every response that got any."""
         tokens, logprobs = pending.wait()
         self.device_s = pending.device_s()
-        work, out = pending.work, []
+        work, out, computed = pending.work, [], 0
         if work.prefill and work.steps > 1:
             self.last_step = (0, 0, False)  # of different shapes
         else:
@@ -224,7 +224,7 @@ class GraphEngine(PagedEngine):
             first = prefilled.pop(sequence, None)
             if sequence.finished or not (count or first):
                 continue
-            self._counters.rows += count
+            computed += count
             if count < len(new_tokens):
                 new_tokens, new_logprobs = new_tokens[:count], new_logprobs[:count]
             if first:
@@ -234,6 +234,7 @@ class GraphEngine(PagedEngine):
                 end = next((n + 1 for n, t in enumerate(new_tokens) if t in stop), len(new_tokens))
                 new_tokens, new_logprobs = new_tokens[:end], new_logprobs[:end]
             out.append(self._append(sequence, new_tokens, new_logprobs, pending.version))
+        self._counters.rows += computed
         for sequence, first in prefilled.items():  # a response with max_tokens 1 has no row in the burst
             if not sequence.finished:
                 out.append(self._append(sequence, [first[0]], [first[1]], pending.version))

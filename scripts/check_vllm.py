@@ -50,7 +50,7 @@ def check(model_name: str, args: argparse.Namespace, checker: Checker) -> None:
 
     from tests.support import vllm_case  # pyright: ignore
     from tests.support.small_models import drain, requests, tokens  # pyright: ignore
-    from windfall.engine.vllm import vllm_factory
+    from windfall.engine.vllm import factory as vllm_factory
 
     old, new = vllm_case.versions(model_name, 2)
     dtype = "float32" if args.device == "cpu" else "bfloat16"

@@ -70,14 +70,13 @@ BESIDE = tuple(name.replace(".", "/") + "/" for name in parts.OWN)
 PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "backoff.py",
     "defaults.py",
+    "engine/base.py",
     "engine/blocks.py",
     "engine/pages.py",
     "engine/retention.py",
-    "engine/tenant_pages.py",
     "events/steady_time.py",
     "envs/data/filters.py",
     "envs/process_pool/sizing.py",
-    "engine/cuda/plan.py",
     "engine/cuda/splits.py",
     "engine/cuda/host_state.py",
     "engine/scheduler.py",
@@ -148,8 +147,9 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "plan/search/planner.py",
 ]
 PURE_MAY_IMPORT = {
-    "__future__", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum", "functools",
-    "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing", "xxhash",
+    "__future__", "abc", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum",
+    "functools", "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing",
+    "xxhash",
 }  # fmt: skip
 LIGHT = [
     "run.cli",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from windfall import devices
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
 
@@ -83,7 +83,7 @@ def test_building_an_engine_sets_the_library() -> None:
         model_config=json.dumps({"model_type": "llama", "vocab_size": 50, **shape}), dtype="float32", kv_tokens=64,
         page_size=16, max_running=2, max_rows=64, deterministic=True, longest=32, wanted=2,
     )  # fmt: skip
-    engine_factory.build_engine(spec, "cpu")
+    factory.build_engine(spec, "cpu")
     assert torch.backends.mkldnn.enabled is fixed
 
 

@@ -138,7 +138,7 @@ def test_failing_callback_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None
         await asyncio.sleep(30)
         return 0
 
-    monkeypatch.setattr("windfall.worker.agent.Agent._serve_links", live)
+    monkeypatch.setattr("windfall.worker.controller_client.ControllerClient._serve_links", live)
     monkeypatch.setattr("windfall.worker.startup.prepare", lambda device, threads: "cpu")
     monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"it ended with {code}"))
     with pytest.raises(KeyError, match="unexpected"):
@@ -151,7 +151,7 @@ def test_failing_callback_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None
 HANGS = """
 import asyncio, time
 from windfall.worker import process as worker
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient
 
 async def run(self, clouds=()):
     asyncio.get_running_loop().run_in_executor(None, time.sleep, 300)
@@ -159,7 +159,7 @@ async def run(self, clouds=()):
     print("it is over")
     return 3
 
-Agent.run = run
+ControllerClient.run = run
 worker.StartupThread.__init__ = lambda self, device, threads, *, vllm: None
 worker.detect_device = lambda device: (1, "a device")
 worker.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",

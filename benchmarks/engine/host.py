@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from windfall.engine.cuda.device import prefill_arrays
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import HostState
-from windfall.engine.cuda.plan import Launch
+from windfall.engine.scheduler import Launch
 from windfall.types import Request
 
 
@@ -63,7 +63,9 @@ class InstantDevice:
 def measure(model: Any, rows: int, prompt: int, most: int, siblings: int) -> None:
     longest = prompt + 2 * most
     engine = GraphEngine(model, kv_tokens=rows * longest, max_running=rows, max_rows=8192, longest=longest)
-    device: Any = InstantDevice(engine._plan.host_state)
+    host_state = engine._scheduler.host_state
+    assert host_state is not None
+    device: Any = InstantDevice(host_state)
     engine._device = device
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(3, 100, prompt).tolist()) for _ in range(rows // siblings)]

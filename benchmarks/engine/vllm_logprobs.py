@@ -32,7 +32,7 @@ PROMPT = 128
 
 
 def build(args: argparse.Namespace, own_sampler: bool) -> Any:
-    from windfall.engine.vllm import vllm_factory
+    from windfall.engine.vllm import factory as vllm_factory
     from windfall.link.messages import EngineSpec
 
     spec = EngineSpec(

@@ -42,6 +42,7 @@ from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import WorkerState
 from windfall.controller.scheduling.turns import Turns
+from windfall.engine.base import Counters, Engine
 from windfall.events import log as events
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Techniques
@@ -148,7 +149,7 @@ def make_engines(args: argparse.Namespace, work: Workload, keep_share: float) ->
             TorchEngine(model, kv_tokens=kv_tokens, max_running=slots, max_rows=512, keep_share=keep_share)
             for _ in range(args.workers)
         ], slots
-    from windfall.engine.engine_factory import build_engine
+    from windfall.engine.factory import build_engine
 
     spec = engine_spec(args, work, slots, kv_tokens, keep_share)
     engines = [
@@ -181,7 +182,7 @@ def engine_spec(args: argparse.Namespace, work: Workload, slots: int, kv_tokens:
 def random_model(spec: Any, device: str) -> Any:
     import torch
 
-    from windfall.engine.engine_factory import build_model
+    from windfall.engine.factory import build_model
 
     model = build_model(spec, device)
     with torch.no_grad():
@@ -191,7 +192,7 @@ def random_model(spec: Any, device: str) -> Any:
 
 
 def make_vllm(args: argparse.Namespace, work: Workload) -> tuple[list[Any], int]:
-    from windfall.engine.vllm import vllm_factory
+    from windfall.engine.vllm import factory as vllm_factory
 
     slots = -(-work.sessions // args.workers)
     kv_tokens = int(args.cache * slots * work.longest) + work.longest
@@ -205,16 +206,25 @@ def one_at_a_time(engines: Sequence[Any]) -> list[Any]:
     return [OneAtATime(engine, lock) for engine in engines]
 
 
-class OneAtATime:
+class OneAtATime(Engine):
     """An engine beside others in this process, whose steps take turns. vLLM keeps the state of a forward pass in
     variables of the process: two engines that step at the same time hang or compute nonsense. On a GPU, no other thread
     may use the device while a graph is captured."""
 
     def __init__(self, engine: Any, lock: threading.Lock) -> None:
         self._engine, self._lock = engine, lock
+        self.capabilities, self.limit = engine.capabilities, engine.limit
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    @property
+    def counters(self) -> Counters:
+        return self._engine.counters
+
+    def forget(self, session: str) -> None:
+        with self._lock:
+            self._engine.forget(session)
+
+    def take_dropped(self) -> tuple[str, ...]:
+        return self._engine.take_dropped()
 
     def __len__(self) -> int:
         return len(self._engine)
@@ -315,7 +325,7 @@ async def measure(
     row.computed, row.saved = prefilled + row.sampled, reused / (reused + prefilled)
     turns: Any = dispatch.turns
     row.at_holder, row.turn_s = turns.counts.to_holder / max(1, turns.counts.routed), turns.turn_s
-    row.preemptions = sum(c.preemptions for c in counters)
+    row.preemptions = sum(c.evictions for c in counters)
     return row
 
 

@@ -117,7 +117,7 @@ async def run_trainer(folder: Path) -> int:
     from windfall.training import CheckpointState
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
-    from windfall.worker.agent import Agent
+    from windfall.worker.controller_client import ControllerClient
 
     recipe = load_recipe(folder / "recipe.toml")
     shutil.copytree(TINY, folder / "tokenizer", dirs_exist_ok=True)
@@ -154,7 +154,7 @@ async def run_trainer(folder: Path) -> int:
         sleeping = SleepingEngine(LOCAL, LENGTHS, vocabulary=VOCABULARY)
         shared = TrainerEngine(sleeping, lock, published=lambda: host.manifest)
         host.invalidate = shared.invalidate
-        agent = Agent(
+        agent = ControllerClient(
             address, secret, name="local", lease=Lease(kind="reserved", price_usd_per_h=TRAINER_USD_PER_H),
             build=lambda spec: (shared, 1024), puller=TrainerWeights(lambda: host.manifest), patience_s=math.inf,
         )  # fmt: skip
@@ -167,11 +167,11 @@ async def run_worker(url: str, name: str, factor: float) -> int:
     from benchmarks.support.sleeping_engine import SleepingEngine
     from windfall.weights.pull import Puller
     from windfall.worker import preemption
-    from windfall.worker.agent import Agent
+    from windfall.worker.controller_client import ControllerClient
 
     service = WORKER.slower(factor)
     token = os.environ["WINDFALL_TOKEN"]
-    agent = Agent(
+    agent = ControllerClient(
         url, token, name=name, lease=Lease(kind="spot", price_usd_per_h=WORKER_USD_PER_H),
         build=lambda spec: (SleepingEngine(service, LENGTHS, vocabulary=VOCABULARY), 256),
         puller=Puller(key=auth.weights_key(token)),

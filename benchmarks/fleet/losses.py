@@ -33,12 +33,13 @@ import xxhash
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.engine.base import Engine
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.types import Chunk, Lease, Request, Sampling
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient
 
 SIGMA, SIBLINGS = 0.7, 8
 TOKEN, STOP, SLOTS, STEP_S = "a token for this benchmark only", 1, 16, 0.002
@@ -77,7 +78,7 @@ def token_of(seed: int, position: int) -> int:
     return 2 + xxhash.xxh32_intdigest(struct.pack("<QQ", seed, position)) % 30_000
 
 
-class Pretender:
+class Pretender(Engine):
     """A fake engine with 16 slots and a step every 2 ms, which records the number of tokens that it has generated."""
 
     def __init__(self, tally: mmap.mmap) -> None:
@@ -125,11 +126,14 @@ class NoWeights:
     def tensors(self) -> dict[str, Any]:
         return {}
 
+    def base_tensors(self) -> dict[str, Any]:
+        return {}
+
 
 async def worker(url: str, name: str, tally: Path) -> int:
     with tally.open("r+b") as file:
         shared = mmap.mmap(file.fileno(), 8)
-    agent = Agent(
+    agent = ControllerClient(
         url, TOKEN, name=name, lease=Lease(), build=lambda spec: (Pretender(shared), SLOTS), puller=NoWeights(),
         say=lambda line: None,
     )  # fmt: skip

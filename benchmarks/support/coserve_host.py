@@ -55,11 +55,11 @@ def spec_of(job: dict[str, Any], model: str, *, longest: int, running: int, kv_t
 def random_model(job: dict[str, Any], name: str) -> Any:
     import torch
 
-    from windfall.engine import engine_factory
+    from windfall.engine import factory
 
     device, dtype = devices.resolve(job["device"], "auto", job["threads"])
     spec = spec_of(job, name, longest=64, running=1, kv_tokens=0)
-    model = engine_factory.build_model(spec, device)
+    model = factory.build_model(spec, device)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -285,14 +285,14 @@ class Bench:
 
 def rollout_process(job: dict[str, Any]) -> None:
     """Generate as fast as the engine can, as a worker would."""
-    from windfall.engine import engine_factory
+    from windfall.engine import factory
     from windfall.engine.engine_thread import request_of
 
     device, _ = devices.resolve(job["device"], "auto", job["threads"])
     model = random_model(job, job["rollout"])
     longest = 128 + job["rollout_tokens"] + 16
     spec = spec_of(job, job["rollout"], longest=longest, running=job["responses"], kv_tokens=longest * job["responses"])
-    engine, _ = engine_factory.build_engine(spec, device, model=model)
+    engine, _ = factory.build_engine(spec, device, model=model)
     vocabulary, made, handle, written_s = shape_of(job["rollout"])["vocab_size"], 0, 0, 0.0
     counter = Path(job["counter"])
     while True:

@@ -32,7 +32,7 @@ class VllmAsEngine(Windfall):
 
 
 def engine_of(job: Job) -> Any:
-    from windfall.engine.vllm import vllm_factory
+    from windfall.engine.vllm import factory as vllm_factory
     from windfall.link.messages import EngineSpec
 
     spec = EngineSpec(

@@ -65,7 +65,7 @@ def engine_of(job: Job) -> tuple[Any, dict[str, float]]:
     """The engine, and the age of the process in seconds when each part was ready."""
     import torch
 
-    from windfall.engine import engine_factory
+    from windfall.engine import factory
     from windfall.link.messages import EngineSpec
 
     at = {f"imports (torch {torch.__version__})": age_s()}
@@ -74,7 +74,7 @@ def engine_of(job: Job) -> tuple[Any, dict[str, float]]:
         kv_tokens=4096 if job.tiny else 0, page_size=16, max_running=1024, max_rows=job.max_rows, deterministic=False,
         longest=LONGEST, wanted=1024,
     )  # fmt: skip
-    model = engine_factory.build_model(spec, job.device)
+    model = factory.build_model(spec, job.device)
     at["module"] = age_s()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -82,7 +82,7 @@ def engine_of(job: Job) -> tuple[Any, dict[str, float]]:
     if job.device == "cuda":
         torch.cuda.synchronize()
     at["weights"] = age_s()
-    engine, _ = engine_factory.build_engine(spec, job.device, model=model, share=job.memory)
+    engine, _ = factory.build_engine(spec, job.device, model=model, share=job.memory)
     at[type(engine).__name__] = age_s()
     return engine, at
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import xxhash
 
+from windfall.engine.base import Engine
 from windfall.sim.core.service import LogNormalLengths, Service
 from windfall.types import Chunk, Finish, Request
 
@@ -30,7 +31,7 @@ class _Row:
         return self.request.position + self.generated
 
 
-class SleepingEngine:
+class SleepingEngine(Engine):
     def __init__(
         self, service: Service, lengths: LogNormalLengths, *, vocabulary: int,
         sleep: Callable[[float], object] = time.sleep,

@@ -35,13 +35,15 @@ class _Files:
 
 
 V2 = _Files(
-    limits=("memory.max", "memory.high"), used="memory.current",
+    limits=("memory.max", "memory.high"),
+    used="memory.current",
     reclaimable=("inactive_file", "active_file", "slab_reclaimable"),
-)  # fmt: skip
+)
 V1 = _Files(
-    limits=("memory.limit_in_bytes",), used="memory.usage_in_bytes",
+    limits=("memory.limit_in_bytes",),
+    used="memory.usage_in_bytes",
     reclaimable=("total_inactive_file", "total_active_file"),
-)  # fmt: skip
+)
 
 
 def free_bytes(device: Any = "cpu", root: Path = Path("/")) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.hostile.files import DAMAGES, FOREIGN_LINES, damage
+from tests.support.listening_controller import Pulling
 from windfall import errors
 from windfall import run_folder as folders
 from windfall.controller import process as controller
@@ -31,7 +32,7 @@ from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.training import CheckpointState, TrainerLost
 from windfall.types import Lease
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient
 
 
 def admission() -> Admission:
@@ -152,7 +153,9 @@ def test_error_while_serving_a_worker_ends_the_controller(tmp_path: Path) -> Non
     def dials(it: ControllerProcess) -> None:
         monkey(it)
         url = json.loads((tmp_path / "address.json").read_text())["url"]
-        agent = Agent(url, "t", name="w", lease=Lease(), build=lambda spec: (None, 1), puller=None, say=print)
+        agent = ControllerClient(
+            url, "t", name="w", lease=Lease(), build=lambda spec: (None, 1), puller=Pulling(), say=print
+        )
         tasks.append(asyncio.get_running_loop().create_task(agent.run()))
 
     def monkey(it: ControllerProcess) -> None:

@@ -1,4 +1,7 @@
-"""What every engine must do, over several architectures, in both modes. Not covered: a GPU, bfloat16, real weights."""
+"""What every engine must do, over several architectures, in both modes. Not covered: a GPU, bfloat16, real weights.
+
+cuda/test_engine.py and group/test_engine_group.py have what is particular to these engines, vllm_engine/ that of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gpu_case import graph_engine
 from tests.support.small_models import MODELS, drain, engine, logprobs, requests, tokens
+from windfall.engine.base import Engine
 from windfall.errors import WindfallError
 from windfall.types import Request, Sampling
 
@@ -19,6 +24,49 @@ TWO_MODELS = pytest.mark.parametrize(
     "plain", [pytest.param(n, marks=[pytest.mark.slow] if n == "qwen3" else []) for n in MODELS], indirect=True
 )
 """For what has nothing to do with the layers of a model, apart from windows."""
+
+
+def check_every_method(e: Engine, expected: dict[str, list[int]]) -> None:
+    """Call every method of the interface once, on an engine without responses. `expected`: tokens of `requests(3)`."""
+    first, second, third = requests(3, longest=20)
+    before = e.counters
+    assert (len(e), e.step(), e.waiting) == (0, [], False)
+    assert e.capabilities.name
+    assert e.limit > len(first.prompt) + first.max_tokens
+    for r in (first, second):
+        e.add(r)
+    with pytest.raises(WindfallError, match="already"):
+        e.add(first)
+    assert len(e) == 2
+    e.cancel(first.id)
+    e.cancel("never heard of")
+    assert len(e) == 1
+    e.add(third)
+    chunks = e.step()
+    e.sleep()
+    e.check()
+    rest = drain(e)
+    for r in (second, third):
+        mine = [c for c in chunks if c.id == r.id] + rest[r.id]
+        assert tokens(mine) == expected[r.id]
+        assert [c.finish for c in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert {c.version for c in mine} == {e.version}
+    after = e.counters
+    assert after.generated - before.generated >= second.max_tokens + third.max_tokens
+    assert after.steps > before.steps
+    assert after.waiting == 0
+    e.forget("a session that keeps nothing")
+    assert e.take_dropped() == ()
+    e.swap(e.version)
+    assert (len(e), e.step()) == (0, [])
+
+
+@pytest.mark.parametrize("make", [engine, lambda model: graph_engine(copy.deepcopy(model))], ids=["torch", "cuda"])
+def test_every_method(model: Any, make: Any) -> None:
+    expected = {id: tokens(chunks) for id, chunks in drain(engine(model), requests(3, longest=20)).items()}
+    e = make(model)
+    check_every_method(e, expected)
+    e.close()
 
 
 @MODES
@@ -95,12 +143,12 @@ def test_fast_mode_differs_only_by_rounding(model: Any, record_property: Any) ->
 
 @MODES
 @TWO_MODELS
-def test_preempted_requests_generate_the_same_tokens(model: Any, deterministic: bool) -> None:
+def test_evicted_requests_generate_the_same_tokens(model: Any, deterministic: bool) -> None:
     asked = [replace(r, prompt=r.prompt[:6], max_tokens=60) for r in requests(10)]  # small at first, then they grow
     roomy = drain(engine(model, deterministic=deterministic), asked)
     tight = engine(model, deterministic=deterministic, kv_tokens=224, max_rows=40)
     crowded = drain(tight, asked)
-    assert tight.counters.preemptions > 0
+    assert tight.counters.evictions > 0
     assert [tokens(crowded[r.id]) for r in asked] == [tokens(roomy[r.id]) for r in asked]
 
 

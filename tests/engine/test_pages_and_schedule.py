@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windfall.engine.pages import ROOT, Pages, key_of
-from windfall.engine.scheduler import Scheduler, Sequence
+from windfall.engine.retention import Retention
+from windfall.engine.scheduler import ScheduledRows, Scheduler, Sequence
 from windfall.types import Request
 
 PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 4, 9, 17)] + [(9,) * 12]
@@ -16,7 +19,7 @@ PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 4, 9, 17)] + [(9,) * 12]
 @given(data=st.data(), pages=st.integers(8, 20), running=st.integers(1, 6), rows=st.integers(1, 30))
 def test_random_schedules_keep_the_rules(data: st.DataObject, pages: int, running: int, rows: int) -> None:
     size = 4
-    s = Scheduler(Pages(pages, size), max_running=running, max_rows=rows)
+    s = one_batch(Pages(pages, size), running, rows)
     live: list[Sequence] = []
     finished = added = 0
     for _ in range(data.draw(st.integers(1, 60))):
@@ -45,25 +48,41 @@ def test_random_schedules_keep_the_rules(data: st.DataObject, pages: int, runnin
     assert s.pages.free == pages
 
 
+def one_batch(pages: Pages, running: int, rows: int, retention: Retention | None = None) -> Scheduler:
+    """A scheduler whose launches are one forward pass, as that of TorchEngine."""
+    return Scheduler(pages, slots=min(running, rows), max_rows=rows, one_batch=True, retention=retention)
+
+
+def plan(s: Scheduler, **limits: Any) -> list[ScheduledRows]:
+    """All rows of the next launch."""
+    work = s.next(**limits)
+    if work is None:
+        return []
+    assert work.steps <= 1
+    return [*(ScheduledRows(x, len(x.tokens) - 1, len(x.tokens), True) for x in work.rows), *work.prefill]
+
+
 def one_step(s: Scheduler, live: list[Sequence]) -> int:
-    planned = s.plan()
+    before, evictions = {x: x.prefilled for x in s.running}, s.counters.evictions
+    planned = plan(s)
     assert sum(r.stop - r.start for r in planned) <= s.max_rows
     assert len({id(r.sequence) for r in planned}) == len(planned)
     assert planned or not len(s), "there is work but nothing was planned"
-    s_running = len(s.running)
-    assert s_running <= s.max_running
+    assert len(s.running) <= s.slots
     for r in planned:
-        assert r.start == r.sequence.computed
+        if r.stop - r.start > 1 or r.sequence not in before:
+            assert r.stop == r.sequence.prefilled
+            if r.sequence in before and s.counters.evictions == evictions:
+                assert r.start == before[r.sequence], "a token is computed twice, or not at all"
         assert len(r.sequence.pages) * s.pages.size >= r.stop
         assert r.samples == (r.stop == len(r.sequence.tokens))
-    s.complete(planned)
     ended = 0
     for r in planned:
         if r.samples:
             r.sequence.tokens.append(len(r.sequence.tokens) % 50)
             r.sequence.generated += 1
             if r.sequence.generated == r.sequence.request.max_tokens:
-                s.remove(r.sequence, finished=True)
+                s.remove(r.sequence, ended=True)
                 live.remove(r.sequence)
                 ended += 1
     return ended
@@ -89,18 +108,21 @@ def test_keys_depend_on_all_previous_tokens() -> None:
 
 
 def test_plan_without_a_prefill_has_only_sequences_that_decode() -> None:
-    s = Scheduler(Pages(20, 4), max_running=4, max_rows=8)
+    s = one_batch(Pages(20, 4), 4, 8)
     short, long, late = (
         Sequence(Request(id=str(n), prompt=tuple(range(3, 3 + n)), seed=n, max_tokens=9), list(range(3, 3 + n)))
         for n in (4, 12, 2)
     )
-    for sequence in (long, short):
-        s.add(sequence)
-    s.complete(s.plan(10))  # eight rows of the longer one
-    s.complete(s.plan(8))  # the rest of both
-    for sequence in (long, short):
-        sequence.tokens.append(7)
-    long.tokens += [8, 9]  # as if it were continued: it must be prefilled again
+    s.add(short)
+    assert [(r.sequence, r.stop - r.start) for r in plan(s)] == [(short, 4)]
+    short.tokens.append(7)
+    short.generated += 1
+    s.add(long)
     s.add(late)
-    assert [(r.sequence, r.stop - r.start) for r in s.plan(2, prefill=False)] == [(short, 1)]
-    assert len(s.plan(8)) == 3
+    assert [(r.sequence, r.stop - r.start) for r in plan(s, most_rows=3)] == [(short, 1), (long, 2)]
+    short.tokens.append(8)
+    short.generated += 1
+    assert [(r.sequence, r.stop - r.start) for r in plan(s, may_prefill=False)] == [(short, 1)]
+    short.tokens.append(9)
+    short.generated += 1
+    assert [(r.sequence, r.stop - r.start) for r in plan(s)] == [(short, 1), (long, 6), (late, 1)]

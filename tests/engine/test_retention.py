@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.test_pages_and_schedule import one_step
+from tests.engine.test_pages_and_schedule import one_batch, one_step
 from tests.support.gpu_case import Case, graph_engine
 from tests.support.small_models import VOCABULARY, build, drain, logprobs, tokens
 from windfall.engine.pages import Pages
 from windfall.engine.retention import Retention
-from windfall.engine.scheduler import Scheduler, Sequence
+from windfall.engine.scheduler import Sequence
 from windfall.engine.torch.engine import TorchEngine
 from windfall.models import attention
 from windfall.types import Request, Sampling
@@ -95,7 +95,7 @@ def test_response_that_needs_the_whole_cache_gets_it(make: Make) -> None:
     assert e.counters.kept_sessions == 2
     long = replace(first_turn("c", 240, keep_s=0.0), session="", max_tokens=8)
     assert len(tokens(drain(e, [long])["c1"])) == 8
-    assert e.counters.preemptions == 0
+    assert e.counters.evictions == 0
     assert set(e.take_dropped()) == {"a", "b"}
 
 
@@ -177,7 +177,7 @@ def test_shared_pages_count_once_and_stay_while_one_session_has_them() -> None:
 def test_random_sessions_keep_the_rules(data: st.DataObject, pages: int, rows: int, share: float) -> None:
     pool, now = Pages(pages, 4), [0.0]
     retention = Retention(pool, share=share, clock=lambda: now[0])
-    s = Scheduler(pool, max_running=4, max_rows=rows, retention=retention)
+    s = one_batch(pool, 4, rows, retention)
     live: list[Sequence] = []
     sessions: dict[str, tuple[int, ...]] = {}
     for n in range(data.draw(st.integers(1, 40))):

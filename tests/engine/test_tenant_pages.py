@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windfall.engine.blocks import Blocks, layout
+from windfall.engine.blocks import BlockTenant, MemoryBlocks, TenantPages, layout
 from windfall.engine.pages import ROOT, key_of
 from windfall.engine.retention import Retention
-from windfall.engine.tenant_pages import TenantPages
 from windfall.serve.memory_policy import MemoryPolicy
 
 
@@ -18,7 +18,7 @@ class Tenants:
     """Two tenants whose sequences are lists of pages."""
 
     def __init__(self, blocks: int, serving_page: int = 1024, rollout_page: int = 1500) -> None:
-        self.blocks = Blocks(
+        self.blocks = MemoryBlocks(
             layout(blocks * 4 * serving_page, serving_page, block_bytes=4 * serving_page, least_blocks=1)
         )
         self.serving = TenantPages(self.blocks, "serving", page_bytes=serving_page, size=4, priority=True)
@@ -45,6 +45,13 @@ class Tenants:
             for p in range(b * self.blocks.layout.granules, (b + 1) * self.blocks.layout.granules)
         }
         assert not ours & {p for s in self.held["rollout"] for p in s}, "the rollout holds a page in serving's memory"
+
+
+class Weights(BlockTenant):
+    tenant, last_resort = "weights", True
+
+    def __init__(self, give_up: Callable[[int], int]) -> None:
+        self.yield_blocks = give_up
 
 
 def test_layout_fits_pages_of_both() -> None:
@@ -146,7 +153,7 @@ def test_the_last_blocks_are_reserved_unless_one_is_in_use() -> None:
         given.append(f"{count} of {len(held)}")
         return len(held)
 
-    t.blocks.join("weights", last_resort=True, yield_blocks=give_up)
+    t.blocks.join(Weights(give_up))
     pages = [p for _ in range(6 * t.serving.per_block) if (p := t.serving.allocate()) is not None]
     t.held["serving"].append(pages)
     assert t.blocks.reserve("weights", 2), "low blocks are used first"
@@ -174,7 +181,7 @@ def test_weights_are_taken_after_the_pages_of_the_rollout() -> None:
             t.blocks.give_back("weights", block)
         return count
 
-    t.blocks.join("weights", last_resort=True, yield_blocks=give_up)
+    t.blocks.join(Weights(give_up))
     assert t.blocks.reserve("weights", 2)
     t.held["rollout"] = [[p for _ in range(4 * t.rollout.per_block) if (p := t.rollout.allocate()) is not None]]
     assert t.serving.free == 6 * t.serving.per_block, "serving can have all of them"

@@ -10,7 +10,7 @@ import pytest
 from tests.support.continuation import versions, weights
 from tests.support.gpu_case import graph_engine
 from tests.support.small_models import drain, engine, requests, tokens
-from windfall.engine.weight_memory import WeightMemory
+from windfall.engine.module_weights import WeightMemory
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.listening_controller import Pulling
 from windfall.errors import WindfallError
 from windfall.link import auth, handshake, tls
 from windfall.link import messages as m
@@ -21,7 +22,7 @@ from windfall.link.handshake import JoinRefused
 from windfall.link.memory import pair
 from windfall.recipe.fleet import Fleet
 from windfall.types import Lease
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient
 
 OpenGate = Any
 TOKEN = "a-token-for-the-tests-of-links"
@@ -66,26 +67,28 @@ def test_proof_depends_on_all_its_parts() -> None:
     assert len({auth.nonce() for _ in range(100)}) == 100
 
 
-def worker(url: str = "http://127.0.0.1:1", token: str = TOKEN, **options: Any) -> tuple[Agent, list[str]]:
-    """An agent that fails to build an engine, and the lines that it logs."""
+def worker(url: str = "http://127.0.0.1:1", token: str = TOKEN, **options: Any) -> tuple[ControllerClient, list[str]]:
+    """An client that fails to build an engine, and the lines that it logs."""
     lines: list[str] = []
 
     def build(engine: m.EngineSpec) -> Any:
         raise WindfallError("accepted, and asked to build")
 
-    agent = Agent(url, token, name="w", lease=Lease(), build=build, puller=None, say=lines.append, **options)
-    return agent, lines
+    client = ControllerClient(
+        url, token, name="w", lease=Lease(), build=build, puller=Pulling(), say=lines.append, **options
+    )
+    return client, lines
 
 
 def join(play: Callable[[Any], Any], token: str = TOKEN) -> m.Welcome:
-    """Let a worker's agent join a controller that behaves like `play`."""
+    """Let a worker's client join a controller that behaves like `play`."""
 
     async def run() -> m.Welcome:
         ours, theirs = pair("worker", "controller")
-        agent, _ = worker(token=token)
+        client, _ = worker(token=token)
         playing = asyncio.create_task(play(theirs))
         try:
-            return await agent._handshake(ours)  # type: ignore[arg-type]
+            return await client._handshake(ours)  # type: ignore[arg-type]
         finally:
             playing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -155,8 +158,8 @@ def test_worker_distinguishes_no_controller_from_a_wrong_one(monkeypatch: pytest
 def test_worker_with_the_wrong_token_exits_with_3(open_gate: OpenGate) -> None:
     async def run() -> None:
         async with open_gate().open() as d:
-            agent, lines = worker(d.url, token="not-the-token-of-this-run")
-            assert await agent.run() == 3
+            client, lines = worker(d.url, token="not-the-token-of-this-run")
+            assert await client.run() == 3
             assert any("wrong token" in line for line in lines)
             assert not any("not-the-token" in line for line in lines)
             assert len(d.logged) == 1
@@ -183,8 +186,8 @@ def test_worker_joins_over_tls_only_with_the_certificate(
     open_gate: OpenGate, certificate: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def outcome(url: str, **trust: Any) -> tuple[int, str]:
-        agent, lines = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
-        return await agent.run(), "\n".join(lines)
+        client, lines = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
+        return await client.run(), "\n".join(lines)
 
     async def run() -> None:
         async with open_gate().open(ssl=tls.server_context(certificate)) as d:
@@ -260,8 +263,8 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 def test_issued_certificate_can_be_pinned(open_gate: OpenGate, chain: Chain) -> None:
     async def joins(url: str, **trust: Any) -> bool:
-        agent, lines = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
-        code = await agent.run()
+        client, lines = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
+        code = await client.run()
         assert (code == 3) == ("accepted, and asked to build" in "".join(lines)), lines
         return code == 3
 

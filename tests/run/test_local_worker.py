@@ -23,7 +23,7 @@ from windfall.trainer.agent import TrainerAgent
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
 from windfall.training import CheckpointState, Report
 from windfall.types import Request, Sampling
-from windfall.worker.session import PulledWeights, Session
+from windfall.worker.worker_link import PulledWeights, WorkerLink
 
 WAIT_S = 60.0
 REQUEST = Request(id="1", prompt=(5, 9, 13), seed=7, max_tokens=400)
@@ -83,7 +83,7 @@ class Process:
         def pull(load: m.Load, give_up: Any) -> PulledWeights:
             return PulledWeights(digest=weights.pull(load.url, load.version, load.digest).digest, tensors=None)
 
-        self.session = Session(theirs, self.host, pull, heartbeat_s=0.05, stalled_s=2.0)
+        self.session = WorkerLink(theirs, self.host, pull, heartbeat_s=0.05, stalled_s=2.0)
         self.made: list[Token] = []
         self.replies: list[tuple[str, int]] = []
         self.link: Any = None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.serving import TOKENIZER, Server, run, serving, until
-from windfall.serve.sampling_options import choice_seed
+from windfall.serve.request_fields import choice_seed
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "3+4="}]}
 LONG = {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True}

@@ -160,10 +160,10 @@ def test_tokens_in_flight_arrive_although_serving_needs_the_device() -> None:
     objectives = Objectives(ttft_s=60.0, tpot_s=20.0, max_slowdown=1e-9)
     with graph_host(objectives=objectives) as host, rollout(host, frames) as tenant:
         tenant.add([work(n, 90) for n in range(4)])
-        until(lambda: tenant.in_flight, "the rollout is ahead")
+        until(lambda: tenant.engine.in_flight, "the rollout is ahead")
         with slow_serving(host):
             ask(host, answers, range(1), max_tokens=150)
-            until(lambda: answers.tokens and not tenant.in_flight, "its launches are collected")
+            until(lambda: answers.tokens and not tenant.engine.in_flight, "its launches are collected")
             tokens = host.metrics.rollout_tokens
             time.sleep(0.1)
             assert not answers.ended
@@ -186,11 +186,11 @@ def test_tokens_arrive_although_nothing_can_be_launched(paused: bool) -> None:
         def launch() -> None:
             tenant.pause(True)
             tenant.add([work(0, 4)])
-            tenant.run_orders()
+            tenant._run_orders()
             engine.prefill_alone(False)
             assert not engine.step(64, 8)
             if not paused:
-                tenant.finish_launches()
+                tenant.engine.finish_launches()
                 tenant.pause(False)
 
         with slow_serving(host):
@@ -210,14 +210,14 @@ def test_prompts_that_have_waited_come_before_decode_steps() -> None:
         until(lambda: len(tenant.engine), "the order has run")
 
         def due(now_s: float) -> bool:
-            return host.call(lambda: tenant.load(now_s).prefill_due).result()
+            return host.call(lambda: tenant._load(now_s).prefill_due).result()
 
         limit_s = rollout_tenant.PREFILL_S
         times = (0.0, 0.9 * limit_s, 1.1 * limit_s, 1.9 * limit_s, 2.1 * limit_s)
         assert [due(t) for t in times] == [False, False, True, True, False], "in turn, if there is never enough time"
-        host.call(lambda: tenant.advance(8, prefill=False)).result()
+        host.call(lambda: tenant._advance(8, 1, prefill=False)).result()
         assert due(3.1 * limit_s), "nothing was prefilled"
-        host.call(lambda: tenant.advance(8, prefill=True)).result()
+        host.call(lambda: tenant._advance(8, 1, prefill=True)).result()
         assert not due(3.1 * limit_s)
         assert due(4.2 * limit_s), "there is more to prefill"
 
@@ -278,7 +278,7 @@ def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatc
         ask(host, answers, range(16), max_tokens=40, prompt_tokens=110)  # more than all blocks together
         until(lambda: tenant.weightless_s is not None, "serving takes the blocks of the weights")
         assert blocks.held(WEIGHTS) == 0
-        until(lambda: frames.slots[-1] == 0, "the run knows that there is nothing to be had")
+        until(lambda: frames.slots[-1:] == [0], "the run knows that there is nothing to be had")
         until(lambda: len(answers.ended) == 16, "serving has ended")
         assert {len(t) for t in answers.tokens.values()} == {40}
         until(lambda: blocks.held(WEIGHTS) == weights and tenant.weightless_s is None, "there is room again")

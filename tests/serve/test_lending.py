@@ -27,7 +27,7 @@ from tests.support.lenders import (
 from tests.support.listening_controller import TOKEN, Site
 from tests.support.serving import new_host, run, serving, until
 from windfall.controller.scheduling.members import WorkerState
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.errors import WindfallError
 from windfall.link import invitation
 from windfall.link.messages import Work
@@ -137,7 +137,7 @@ def test_pressure_returns_responses_with_all_their_tokens(tmp_path: Path) -> Non
             assert s.host.policy.budget <= budget // 2
             assert s.host.metrics.responses_returned["memory"] > 0
             assert s.host.arena.blocks.moves > 0
-            assert s.host.engine.counters.preemptions == 0, "serving had all the memory that it needed"
+            assert s.host.engine.counters.evictions == 0, "serving had all the memory that it needed"
             member = s.site.dispatch.members.all["lender"]
             await until(lambda: member.moved > 0, "the controller has them back")
             frozen = lambda: member.capacity is not None and member.capacity.state == "frozen"  # noqa: E731
@@ -250,7 +250,7 @@ def test_a_link_that_does_not_move_does_not_stop_serving() -> None:
                 return tenant._forwarder is not None and tenant._forwarder.unsent >= MAX_UNSENT
 
             await until(lambda: tenant.failed or blocked(), "many frames are unsent")
-            assert not tenant.runnable
+            assert not tenant.busy
             assert tenant.failed is None, tenant.failed
             answer = await s.complete(max_tokens=20, ignore_eos=True)
             assert answer["usage"]["completion_tokens"] == 20
@@ -275,10 +275,10 @@ def test_a_run_that_does_not_fit_is_refused_and_serving_goes_on(tmp_path: Path) 
 
 def test_a_model_without_room_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     host = new_host()
-    room = engine_factory.model_bytes(json.loads(rollout_spec().model_config), "float32")
+    room = factory.model_bytes(json.loads(rollout_spec().model_config), "float32")
     assert room == sum(p.numel() * 4 for p in rollout_model().parameters())
     monkeypatch.setattr(build, "free_bytes", lambda device: room)
-    monkeypatch.setattr(engine_factory, "build_full_model", lambda *spec: pytest.fail("memory was allocated"))
+    monkeypatch.setattr(factory, "build_full_model", lambda *spec: pytest.fail("memory was allocated"))
     with pytest.raises(WindfallError, match="the run's weights take"):
         build_rollout(host, rollout_spec(), "cpu")
 

@@ -15,7 +15,7 @@ import msgspec
 from tests.support.continuation import check_continuation, of_chunks
 from tests.support.small_models import engine, requests
 from windfall.devices import Place
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.engine.group.group import EngineGroup
 from windfall.link.messages import EngineSpec
 from windfall.types import Chunk, Request
@@ -32,7 +32,7 @@ def spec_of(model: Any, *, deterministic: bool = True, **options: Any) -> Engine
         model_config=model.config.to_json_string(use_diff=False), dtype="float32", deterministic=deterministic,
         longest=200, wanted=64, **{**SIZES, **options},
     )  # fmt: skip
-    return msgspec.structs.replace(spec, checked=(engine_factory.self_test(spec, "cpu", model),))
+    return msgspec.structs.replace(spec, checked=(factory.self_test(spec, "cpu", model),))
 
 
 class Case:

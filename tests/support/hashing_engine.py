@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from windfall.engine.base import Engine
 from windfall.types import Chunk, Feedback, Finish, Request, Task, Turn
 
 STOP = 0
@@ -23,7 +24,7 @@ def said(seed: int, context: Sequence[int]) -> tuple[int, float]:
     return STOP if bits % 9 == 0 else 65 + bits // 9 % 26, -(bits % 1024) / 1024
 
 
-class Hashing:
+class Hashing(Engine):
     """Implements Engine. Counts in `made` how often each (seed, position) was generated, over all engines."""
 
     def __init__(self, made: Counter[tuple[int, int]]) -> None:

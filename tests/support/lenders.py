@@ -19,7 +19,7 @@ from tests.support.listening_controller import TOKEN, Site
 from tests.support.serving import Server, new_host, serving
 from tests.support.small_models import SHAPE, VOCABULARY
 from windfall.controller.ledger.episode import Episode
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.engine.torch.engine import TorchEngine
 from windfall.link import messages as m
 from windfall.link.gate import Terms
@@ -45,7 +45,7 @@ def rollout_spec() -> m.EngineSpec:
         model_config=rollout_model().config.to_json_string(use_diff=False), dtype="float32", kv_tokens=0, page_size=8,
         max_running=0, max_rows=64, deterministic=True, longest=120, wanted=8,
     )  # fmt: skip
-    record = engine_factory.self_test(spec, "cpu", rollout_model())
+    record = factory.self_test(spec, "cpu", rollout_model())
     return msgspec.structs.replace(spec, checked=(record,))
 
 

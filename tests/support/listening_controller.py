@@ -25,7 +25,7 @@ from windfall.link.base import Link
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.types import Chunk, Lease, Sampling
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient
 
 TOKEN = "a token of these tests"
 WAIT_S = 60.0
@@ -124,11 +124,11 @@ class Worker:
         self.build_error: WindfallError | None = None
         self.may_build = threading.Event()
         self.may_build.set()
-        self.agent = Agent(
+        self.client = ControllerClient(
             url, token, name=name, lease=Lease(), build=self._build, puller=self.puller, say=self.said.append,
             **{"patience_s": 30.0, **options},
         )  # fmt: skip
-        self.running = asyncio.create_task(self.agent.run(clouds))
+        self.running = asyncio.create_task(self.client.run(clouds))
 
     def _build(self, spec: m.EngineSpec) -> tuple[Any, int]:
         self.builds.append(spec)
@@ -145,9 +145,9 @@ class Worker:
         self.may_build.set()
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
-        if self.agent._host is not None:
+        if self.client._host is not None:
             self.engine._running.clear()
-            await asyncio.to_thread(self.agent._host.close, WAIT_S)
+            await asyncio.to_thread(self.client._host.close, WAIT_S)
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from tests.support.hashing_engine import STOP, CharacterText
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout, seed_of
+from windfall.engine.base import Engine
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
 from windfall.recipe.sections import RolloutSection as Options
@@ -24,7 +25,7 @@ NAMES = {seed_of(SEED, task, sibling): f"{task}/{sibling}" for task in range(100
 """Response ids by seed. A worker knows a response only by its handle; a script needs its id."""
 
 
-class Scripted:
+class Scripted(Engine):
     """Implements Engine. `script(request)` is the whole text of a request, unless it is cut off. Requests carry the ids
     of their responses here."""
 

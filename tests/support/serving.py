@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from windfall.controller.gateway.server import HEAD_S, IDLE_S
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.models import load
 from windfall.models import tokenizer as tokenizers
 from windfall.models.chat import Chat
@@ -51,7 +51,7 @@ def spec(kv_tokens: int, context: int = 256) -> Any:
 def self_test_record() -> str:
     """The self-test of the tiny model takes a second: once is enough."""
     found = build.serving_spec(tiny(), "float32", context=256, max_running=16, kv_tokens=0)
-    return engine_factory.self_test(found, "cpu", tiny())
+    return factory.self_test(found, "cpu", tiny())
 
 
 def new_host(kv_tokens: int = 4096, objectives: Objectives | None = None) -> Host:

@@ -30,7 +30,7 @@ from windfall.events.log import EventLog
 from windfall.models import attention
 from windfall.run.commands.in_process import in_process_worker, weights_already_loaded
 from windfall.types import Chunk, Request, Sampling
-from windfall.worker.session import Session
+from windfall.worker.worker_link import WorkerLink
 
 STOPS = frozenset(range(3, 9))
 """Six of the 160 tokens stop a response: some siblings stop early, others at the limit."""
@@ -143,7 +143,7 @@ class Scene:
     dispatch: Dispatch
     first: Held
     second: Held
-    worker: Session
+    worker: WorkerLink
     """The first worker."""
     join: Callable[[], Any]
     """Lets the second worker join."""

@@ -1,8 +1,9 @@
 """A whole fleet in one event loop that runs in virtual time and can be interrupted between any two callbacks.
 
-Everything is product code (Rollout, Dispatch, Journal, Session, EngineThread, links in memory) except three things: the
-loop's clock, the engine (its tokens are a hash of seed and context), and the engine's thread, whose steps run in the
-loop. Therefore a run is the same every time, callback by callback, and "lose a worker at callback k" is one moment.
+Everything is product code (Rollout, Dispatch, Journal, WorkerLink, EngineThread, links in memory) except three things:
+the clock of the loop, the engine (its tokens are a hash of seed and context), and the thread of the engine, whose steps
+run in the loop. Therefore a run is the same every time, callback by callback, and "lose a worker at callback k" is one
+moment.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from windfall.link.memory import MemoryLink, pair
 from windfall.recipe.sections import RolloutSection as Options
 from windfall.run.commands.in_process import weights_already_loaded
 from windfall.types import Lease, Response, Sampling
-from windfall.worker.session import Session
+from windfall.worker.worker_link import WorkerLink
 
 TASKS = (0, 1, 2, 3)
 SIZE = 2
@@ -113,7 +114,7 @@ class Hand:
         self.awake.set()
         self.engine = Hashing(crew.made)
         host = LoopHost(self.engine, slots, crew.step_s)
-        session = Session(_FreezableLink(self._theirs, self.awake), host, weights_already_loaded, heartbeat_s=0.5)
+        session = WorkerLink(_FreezableLink(self._theirs, self.awake), host, weights_already_loaded, heartbeat_s=0.5)
         hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease())
         self._before = set(crew.dispatch.members.all)
         self.attended = asyncio.create_task(crew.dispatch.attend(self._ours, hello))

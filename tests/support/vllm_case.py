@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from windfall.engine.vllm import vllm_factory
+from windfall.engine.vllm import factory as vllm_factory
 from windfall.link.messages import EngineSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

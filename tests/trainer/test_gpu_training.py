@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from windfall import algorithms
-from windfall.engine.joined_weights import adjacent
+from windfall.engine.module_weights import adjacent
 from windfall.models import attention
 from windfall.recipe.file import parse_recipe
 from windfall.trainer.model import activation_memory, layers, llama

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.support.small_models import build
-from windfall.engine.torch import engine as torch_engine
+from windfall.engine.module_weights import copy_weights
 from windfall.link import messages as m
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.types import Lease
 from windfall.weights.merged import AdapterPair, merge
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient
 
 
 def test_worker_merges_every_version_and_copies_the_base_once(
@@ -30,9 +30,9 @@ def test_worker_merges_every_version_and_copies_the_base_once(
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    agent = Agent("http://x", "token", name="w", lease=Lease(), puller=puller, build=lambda spec: (None, 0))
+    client = ControllerClient("http://x", "token", name="w", lease=Lease(), puller=puller, build=lambda spec: (None, 0))
     session: Any = SimpleNamespace(held=(-1, ""))
-    agent._session = session
+    client._worker_link = session
     written: list[str] = []
     names = {t.data_ptr(): name for name, t in model.state_dict().items()}
     real = torch.Tensor.copy_
@@ -47,12 +47,12 @@ def test_worker_merges_every_version_and_copies_the_base_once(
             for layer in adapters.layers.values():
                 layer.lora_B.add_(0.1 * torch.randn(layer.lora_B.shape))
         made = s.publisher.publish(version, adapters.tensors(), base=base, scale=adapters.scale)
-        pulled = agent._pull(m.Load(version=version, digest=made.digest, url=s.url), threading.Event())
+        pulled = client._pull(m.Load(version=version, digest=made.digest, url=s.url), threading.Event())
         assert pulled.tensors is not None
         written.clear()
         session.held = (-1, "")  # as a session does until the swap is complete
         if not fails:
-            torch_engine.copy_weights(model, version, pulled.tensors)
+            copy_weights(model, version, pulled.tensors)
             session.held = (version, made.digest)
         return pulled.bytes
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.small_models import build
-from windfall.engine.torch.engine import copy_weights
+from windfall.engine.module_weights import copy_weights
 from windfall.errors import WindfallError
 from windfall.weights import merged
 from windfall.weights.merged import AdapterPair, MergedWeights

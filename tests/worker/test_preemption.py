@@ -17,7 +17,6 @@ from aiohttp import web
 from tests.support import quiet_loop
 from tests.support.hostile.metadata_services import (
     ACTION,
-    ADVICE,
     CLOUDS,
     EVENTS,
     POLL_S,
@@ -46,7 +45,6 @@ def test_aws_notice_is_reported_once() -> None:
             cloud.warn()
             (notice,) = await watch_task.expect(1)
             assert notice.source == "aws"
-            assert not notice.advice
             assert notice.left_s == pytest.approx(120, abs=3)
             assert "terminate" in notice.detail
             assert len(cloud.tokens) == 1
@@ -84,8 +82,7 @@ def test_state_is_reset_after_a_failure(name: str) -> None:
         cloud, asked = CLOUDS[name](), list[str]()
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            if request.path != ADVICE:
-                asked.append(request.path_qs.partition("&")[0])
+            asked.append(request.path_qs.partition("&")[0])
             broken = request.path == WARNED_AT[name] and len(asked) == 2
             return web.Response(status=400) if broken else await cloud(request)
 
@@ -107,26 +104,6 @@ def test_aws_token_is_renewed_before_it_expires(monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(0.7)
         assert len(cloud.tokens) == 2
         assert cloud.refused == 0
-
-    quiet_loop.run(run())
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_aws_rebalance_is_advice_and_delays_nothing(broken: bool) -> None:
-    async def run() -> None:
-        cloud = Aws()
-
-        async def handler(request: web.Request) -> web.StreamResponse:
-            if broken and request.path == ADVICE:
-                return web.Response(status=500)
-            return await cloud(request)
-
-        async with serve(handler) as url, Watch({"aws": url}) as watch_task:
-            cloud.advice = {"noticeTime": "2020-10-26T15:21:17Z"}
-            notices = await watch_task.expect(0 if broken else 1)
-            assert all(t.advice and t.left_s is None and "rebalance" in t.detail for t in notices)
-            cloud.warn()
-            assert not (await watch_task.expect(1 if broken else 2))[-1].advice
 
     quiet_loop.run(run())
 
@@ -306,7 +283,7 @@ def test_sigterm_causes_one_notice_and_no_exit() -> None:
 import asyncio, os, signal
 from windfall.worker.preemption import on_sigterm
 async def run():
-    on_sigterm(asyncio.get_running_loop(), lambda n: print(n.source, n.left_s, n.advice, flush=True))
+    on_sigterm(asyncio.get_running_loop(), lambda n: print(n.source, n.left_s, flush=True))
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.05)
@@ -314,4 +291,4 @@ async def run():
 asyncio.run(run())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert (done.stdout.splitlines(), done.returncode) == (["sigterm None False", "alive"], 0), done.stderr
+    assert (done.stdout.splitlines(), done.returncode) == (["sigterm None", "alive"], 0), done.stderr

@@ -19,7 +19,7 @@ from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.memory import pair
-from windfall.worker import session, startup
+from windfall.worker import startup, worker_link
 from windfall.worker.preemption import PreemptionNotice
 
 
@@ -99,7 +99,7 @@ def test_worker_warned_while_the_engine_is_built_exits(tmp_path: Path) -> None:
             w = start()
             w.may_build.clear()
             await s.until(lambda: w.builds and s.state("w"), "it builds")
-            w.agent.warned(PreemptionNotice(source="aws", left_s=120.0, detail="terminate"))
+            w.client.warned(PreemptionNotice(source="aws", left_s=120.0, detail="terminate"))
             began = time.monotonic()
             assert await w.ends() == 0
             assert time.monotonic() - began < 20.0
@@ -119,24 +119,24 @@ def test_unexpected_build_error_is_raised(tmp_path: Path) -> None:
 
 
 def test_engine_that_is_never_built_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "BUILD_S", 0.1)
+    monkeypatch.setattr(worker_link, "BUILD_S", 0.1)
     may_build = threading.Event()
 
     def make() -> tuple[Any, int]:
         assert may_build.wait(WAIT_S)
         return Hashing(), 4
 
-    def pull(load: m.Load, give_up: threading.Event) -> session.PulledWeights:
-        return session.PulledWeights(digest=load.digest, tensors={})
+    def pull(load: m.Load, give_up: threading.Event) -> worker_link.PulledWeights:
+        return worker_link.PulledWeights(digest=load.digest, tensors={})
 
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
         host = EngineThread(None, make=make)
         host.start()
         assert (host.built, host.stats().running) == (False, 0)
-        serving = asyncio.create_task(session.Session(theirs, host, pull, heartbeat_s=5.0).serve())
+        serving = asyncio.create_task(worker_link.WorkerLink(theirs, host, pull, heartbeat_s=5.0).serve())
         await ours.send(m.Load(version=1, digest="d1", url=""))
-        with pytest.raises(session.Stalled, match=r"waited 0\.1 s for the engine to be built"):
+        with pytest.raises(worker_link.Stalled, match=r"waited 0\.1 s for the engine to be built"):
             await asyncio.wait_for(serving, WAIT_S)
         may_build.set()
         await asyncio.to_thread(host.close)

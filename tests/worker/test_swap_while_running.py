@@ -23,7 +23,7 @@ from windfall.engine.torch.engine import TorchEngine
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
 from windfall.types import Request, Sampling
-from windfall.worker.session import PulledWeights, Session, Stalled
+from windfall.worker.worker_link import PulledWeights, Stalled, WorkerLink
 
 WAIT_S = 60.0
 DEPTH = 64
@@ -168,7 +168,7 @@ async def worker(models: list[Any], *, stalled_s: float = 1e9, breaks_at: int = 
     host, pulls = EngineThread(e, 16), Pulls(models)
     host.start()
     controller = Controller(ours, models, pulls)
-    session = Session(theirs, host, pulls, heartbeat_s=0.02, stalled_s=stalled_s)
+    session = WorkerLink(theirs, host, pulls, heartbeat_s=0.02, stalled_s=stalled_s)
     reading, serving = asyncio.create_task(controller.read()), asyncio.create_task(session.serve())
     try:
         pulls.allow(0)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from windfall.controller.cost import prices
-from windfall.engine.vllm import vllm_factory
+from windfall.engine.vllm import factory as vllm_factory
 from windfall.errors import WindfallError
 from windfall.providers.kubernetes.section import Kubernetes
 from windfall.providers.ray.section import Ray

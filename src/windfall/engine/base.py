@@ -1,32 +1,21 @@
-"""The Engine protocol: requests in, a stream of tokens out. It imports no torch, because the controller uses it."""
+"""The Engine interface: requests in, a stream of tokens out. It imports no torch, because the controller uses it."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from windfall.types import Chunk, Request
+from windfall.errors import WindfallError
+from windfall.types import Capabilities, Chunk, Request
+
+MAX_KEPT_SHARE = 0.25
+"""Weights with an adapter that are larger than this share of the free memory are freed while they are not used. Smaller
+ones are kept: if they get other addresses, an engine must capture its graphs again."""
 
 
-class Engine(Protocol):
-    """A generator of tokens. `tests/engine/test_contract.py` defines what every implementation must do.
-
-    An engine may also have `capabilities` (types.Capabilities), `limit`, the longest sequence in tokens that fits,
-    `counters`, and for sessions with several turns (engine/retention.py): `forget`, which drops what is kept for a
-    session, and `take_dropped`, which returns the sessions whose kept pages were dropped since the last call.
-    """
-
-    version: int
-
-    def add(self, request: Request) -> None: ...
-    def cancel(self, id: str) -> None: ...
-    def step(self) -> list[Chunk]: ...
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None: ...
-    def __len__(self) -> int: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Counters:
     steps: int = 0  # model steps since the start
     rows: int = 0  # tokens computed since the start, in prefill and decode
@@ -37,5 +26,78 @@ class Counters:
     hits: int = 0  # those of them that found tokens in the prefix cache
     kept_sessions: int = 0  # sessions that keep pages now, while their environment works
     kept_tokens: int = 0  # tokens in these pages
-    preemptions: int = 0
+    evictions: int = 0  # times that a running response lost its pages to others, since the start
     waiting: int = 0  # responses that are waiting for room now
+
+
+class Engine(Protocol):
+    """A generator of tokens. `tests/engine/test_contract.py` defines what every implementation must do."""
+
+    capabilities = Capabilities()
+    version = 0
+    """Version of the weights. They are unset until the first swap, unless the engine was built with a model."""
+    limit = 0
+    """Tokens of the longest sequence, prompt included, that fits. 0: unknown."""
+    waiting = False
+    """Whether the engine waits for a trainer that shares its weights. This is not a fault."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of responses whose last token has not been returned."""
+
+    @property
+    def counters(self) -> Counters:
+        return Counters()
+
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """Begin a response, between two steps. Raises WindfallError if the request is invalid or does not fit."""
+
+    @abstractmethod
+    def cancel(self, id: str) -> None:
+        """Stop a response and return no more chunks of it. An unknown id is not an error: it may just have finished."""
+
+    @abstractmethod
+    def step(self) -> list[Chunk]:
+        """Compute, and return new tokens, at most one chunk for every response. All chunks have the same version."""
+
+    @abstractmethod
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+        """Use `weights` from now on (None: the engine has them already). Running responses keep their tokens and are
+        prefilled again. After a WindfallError nothing has changed; after any other error the weights may be mixed."""
+
+    def forget(self, session: str) -> None:
+        """Drop what is kept for the next turn of a session. Not every engine keeps anything."""
+
+    def take_dropped(self) -> tuple[str, ...]:
+        """Sessions whose kept pages were dropped since the last call. Can be called from any thread."""
+        return ()
+
+    def sleep(self) -> None:
+        """Free the memory that the next step can allocate again. Responses keep their tokens."""
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping is inconsistent."""
+
+    def close(self) -> None:
+        """End the processes of the engine, if it has any. It cannot be used any more."""
+
+
+def check_request(request: Request, vocabulary: int, limit: int) -> None:
+    """Raise WindfallError for a request that is invalid or that does not fit into an engine of this size."""
+    where = f"request {request.id}"
+    if not request.prompt or min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        raise WindfallError(f"the prompt must be 1 or more token ids below {vocabulary}", where=where)
+    if request.max_tokens < 1 or request.position < 0:
+        raise WindfallError("max_tokens must be at least 1 and position at least 0", where=where)
+    s = request.sampling
+    if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0):
+        raise WindfallError(f"needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, but got {s}", where=where)
+    if len(request.prompt) + request.max_tokens > limit:
+        need = f"{len(request.prompt)} prompt tokens + {request.max_tokens} new tokens"
+        fix = "Raise engine.kv_tokens, or lower rollout.max_tokens."
+        raise WindfallError(f"{need} do not fit into a KV cache of {limit} tokens", where=where, fix=fix)
+
+
+def duplicate_id(request: Request) -> WindfallError:
+    return WindfallError("this id is already being generated", where=f"request {request.id}")

@@ -5,20 +5,22 @@ Rules that always hold (`check()`):
 - a block that a tenant gets after another tenant had it is *dirty* until its memory is cleared;
 - a tenant with priority is refused a block only if it holds all of them itself.
 
-A tenant registers three functions: `idle` counts its blocks that hold nothing in use; `trim` gives back up to n of
-these; `yield_blocks` gives back n blocks at any price, or all. The last is only called on behalf of a tenant with
-priority, and of tenants that join as a last resort only when the others have nothing left. The tenant that is called
-must not be in the middle of a step.
+A tenant with priority may make others give up blocks in use (`BlockTenant.yield_blocks`); those that are a last resort
+only when the others have nothing left. The tenant that is called must not be in the middle of a step.
 
-Low blocks are used first. So the last ones are often free, and a tenant can `reserve` them as one range; `vacate` gives
-back the blocks of a range that hold nothing in use.
+Low blocks are used first. So the last ones are often free, and a tenant can `reserve` them as one range.
+
+`TenantPages` are the pages of one tenant's KV cache, carved from its blocks. A page's number is that of its first
+granule in the memory, so the pages of a tenant are not consecutive.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from windfall.engine.pages import Key, Pages
 
 GRANULES_PER_PAGE = 16
 """Granules of a page of the tenant for which the layout was made."""
@@ -60,45 +62,53 @@ def layout(total_bytes: int, page_bytes: int, *, block_bytes: int = 64 << 20, le
     return BlockLayout(count=max(1, total_bytes // (granules * granule)), granules=granules, granule_bytes=granule)
 
 
-@dataclass(kw_only=True, slots=True)
-class _Tenant:
-    priority: bool
-    last_resort: bool
-    idle: Callable[[], int]
-    trim: Callable[[int], int]
-    yield_blocks: Callable[[int], int]
-    vacate: Callable[[frozenset[int], bool], bool]
-    blocks: set[int] = field(default_factory=set)
+class BlockTenant:
+    """What holds blocks. Unless it says otherwise, it gives up none of them."""
+
+    tenant = ""
+    """Its name."""
+    priority = False
+    last_resort = False
+
+    def idle_blocks(self) -> int:
+        """Number of its blocks that hold nothing in use."""
+        return 0
+
+    def trim(self, count: int) -> int:
+        """Give back up to `count` blocks that hold nothing in use. Returns how many."""
+        return 0
+
+    def yield_blocks(self, count: int) -> int:
+        """Give back `count` blocks at any price, or all. Returns how many."""
+        return 0
+
+    def vacate(self, blocks: frozenset[int], dry: bool) -> bool:
+        """Give these blocks back unless one is in use, and return whether that was done. `dry`: whether it would be."""
+        return False
 
 
-class Blocks:
+class MemoryBlocks:
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
         self._free = list(range(layout.count))  # a heap
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, BlockTenant] = {}
+        self._owned: dict[str, set[int]] = {}
         self._last_owner: list[str] = [""] * layout.count
         self.dirty: set[int] = set()
         """Blocks that hold another tenant's data. The owner of the memory clears them before the next step."""
         self.moves = 0
         """Number of blocks that went from one tenant to another."""
 
-    def join(
-        self, tenant: str, *, priority: bool = False, last_resort: bool = False, idle: Callable[[], int] = lambda: 0,
-        trim: Callable[[int], int] = lambda n: 0, yield_blocks: Callable[[int], int] = lambda n: 0,
-        vacate: Callable[[frozenset[int], bool], bool] = lambda blocks, dry: False,
-    ) -> None:  # fmt: skip
-        """`vacate(blocks, dry)` gives these blocks back unless one is in use, and says whether it did; `dry`: whether
-        it would."""
-        assert tenant not in self._tenants, f"{tenant} is a tenant already"
-        self._tenants[tenant] = _Tenant(
-            priority=priority, last_resort=last_resort, idle=idle, trim=trim, yield_blocks=yield_blocks, vacate=vacate
-        )
+    def join(self, tenant: BlockTenant) -> None:
+        assert tenant.tenant not in self._tenants, f"{tenant.tenant} is a tenant already"
+        self._tenants[tenant.tenant] = tenant
+        self._owned[tenant.tenant] = set()
 
     def leave(self, tenant: str) -> None:
         """The tenant is gone, and all its blocks are free."""
-        for block in sorted(self._tenants[tenant].blocks):
+        for block in sorted(self._owned[tenant]):
             self.give_back(tenant, block)
-        del self._tenants[tenant]
+        del self._tenants[tenant], self._owned[tenant]
 
     @property
     def free(self) -> int:
@@ -106,13 +116,13 @@ class Blocks:
 
     def available(self, tenant: str) -> int:
         """Blocks that `claim` could return, one after another."""
-        return self.free + sum(other.idle() for name, other in self._tenants.items() if name != tenant)
+        return self.free + sum(other.idle_blocks() for name, other in self._tenants.items() if name != tenant)
 
     def held(self, tenant: str) -> int:
-        return len(self._tenants[tenant].blocks) if tenant in self._tenants else 0
+        return len(self._owned.get(tenant, ()))
 
     def of(self, tenant: str) -> frozenset[int]:
-        return frozenset(self._tenants[tenant].blocks)
+        return frozenset(self._owned[tenant])
 
     def claim(self, tenant: str) -> int | None:
         """A free block, or one that another tenant does not use. None if there is none."""
@@ -134,7 +144,7 @@ class Blocks:
     def reserve(self, tenant: str, count: int) -> bool:
         """Take the last `count` blocks: all of them, or none if one is in use."""
         wanted = frozenset(range(self.layout.count - count, self.layout.count))
-        owners = [(t, wanted & t.blocks) for t in self._tenants.values() if wanted & t.blocks]
+        owners = [(self._tenants[name], wanted & own) for name, own in self._owned.items() if wanted & own]
         if count > self.layout.count or not all(t.vacate(held, True) for t, held in owners):
             return False
         for t, held in owners:
@@ -151,7 +161,7 @@ class Blocks:
         return self._own(tenant, heapq.heappop(self._free))
 
     def _own(self, tenant: str, block: int) -> int:
-        self._tenants[tenant].blocks.add(block)
+        self._owned[tenant].add(block)
         if self._last_owner[block] not in ("", tenant):
             self.dirty.add(block)
             self.moves += 1
@@ -159,12 +169,170 @@ class Blocks:
         return block
 
     def give_back(self, tenant: str, block: int) -> None:
-        self._tenants[tenant].blocks.remove(block)
+        self._owned[tenant].remove(block)
         heapq.heappush(self._free, block)
 
     def check(self) -> None:
         """Raise AssertionError unless the rules above hold."""
-        held = [b for t in self._tenants.values() for b in t.blocks]
+        held = [b for own in self._owned.values() for b in own]
         assert sorted([*held, *self._free]) == list(range(self.layout.count)), "a block has two owners or none"
-        for name, tenant in self._tenants.items():
-            assert all(self._last_owner[b] == name for b in tenant.blocks), f"a block of {name} has another owner"
+        for name, own in self._owned.items():
+            assert all(self._last_owner[b] == name for b in own), f"a block of {name} has another owner"
+
+
+class TenantPages(Pages, BlockTenant):
+    """As `Pages`, with these additions:
+
+    - `allocate` first uses the tenant's own free pages, then claims a block, within `limit`, then evicts a cached page.
+      A tenant with priority at last takes a block that another tenant uses;
+    - a block of which no page is held may be given back at any time: its cached pages are forgotten (`trim`);
+    - a tenant without priority can be made to give up blocks in use (`yield_blocks`): `evict` is called with the pages
+      of such a block, and must release all of them."""
+
+    def __init__(
+        self, blocks: MemoryBlocks, tenant: str, *, page_bytes: int, size: int, priority: bool = False
+    ) -> None:
+        """`page_bytes`: bytes of a page of `size` tokens over all layers."""
+        layout = blocks.layout
+        super().__init__(layout.count * layout.granules, size)
+        self._blocks = blocks
+        self.tenant = tenant
+        self.priority = priority
+        self._page_granules = layout.page_granules(page_bytes)
+        self.per_block = layout.pages(page_bytes)
+        self._unused = []
+        self._held_in = [0] * layout.count  # held pages in each block
+        self._held_blocks = 0
+        self.limit = layout.count
+        """Upper limit for the blocks that this tenant may own."""
+        self.waste = 1.0 - self.per_block * page_bytes / layout.block_bytes
+        """Share of a block that no page uses."""
+        self.evict: Callable[[frozenset[int]], None] = lambda pages: None
+        blocks.join(self)
+
+    # Amounts.
+
+    @property
+    def capacity(self) -> int:
+        """Pages in all blocks together."""
+        return self._blocks.layout.count * self.per_block
+
+    @property
+    def free(self) -> int:
+        """Pages that can be allocated now, without preempting a sequence of this tenant."""
+        owned, layout = self._blocks.held(self.tenant), self._blocks.layout
+        more = layout.count - owned if self.priority else min(self._blocks.available(self.tenant), self.limit - owned)
+        return super().free + max(0, more) * self.per_block
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks with at least one held page."""
+        return self._held_blocks
+
+    @property
+    def owned_blocks(self) -> int:
+        return self._blocks.held(self.tenant)
+
+    def idle_blocks(self) -> int:
+        return self.owned_blocks - self.held_blocks
+
+    def block_of(self, page: int) -> int:
+        return page // self._blocks.layout.granules
+
+    def pages_of(self, block: int) -> range:
+        first, step = block * self._blocks.layout.granules, self._page_granules
+        return range(first, first + self.per_block * step, step)
+
+    # Allocation.
+
+    def allocate(self) -> int | None:
+        page = self._allocate()
+        if page is not None:
+            self._hold(page)
+        return page
+
+    def _hold(self, page: int) -> None:
+        block = self.block_of(page)
+        self._held_blocks += self._held_in[block] == 0
+        self._held_in[block] += 1
+
+    def _allocate(self) -> int | None:
+        if not self._unused and self.per_block and self.owned_blocks < self.limit:
+            self._grant(self._blocks.claim(self.tenant))
+        page = super().allocate()
+        if page is None and self.priority and self.per_block:
+            self._grant(self._blocks.take(self.tenant))
+            page = super().allocate()
+        return page
+
+    def _grant(self, block: int | None) -> None:
+        if block is not None:
+            self._unused.extend(reversed(self.pages_of(block)))
+
+    def find(self, key: Key) -> int | None:
+        page = super().find(key)
+        if page is not None and self._references[page] == 1:
+            self._hold(page)
+        return page
+
+    def release(self, pages: Iterable[int]) -> None:
+        pages = list(pages)
+        super().release(pages)
+        for page in pages:
+            if self._references[page] == 0:
+                block = self.block_of(page)
+                self._held_in[block] -= 1
+                self._held_blocks -= self._held_in[block] == 0
+
+    def clear_cache(self) -> None:
+        super().clear_cache()
+        self.trim(self._blocks.layout.count)
+
+    # Giving back.
+
+    def trim(self, count: int) -> int:
+        idle = [b for b in sorted(self._blocks.of(self.tenant)) if not self._held_in[b]][:count]
+        if idle:
+            self._drop(idle)
+        return len(idle)
+
+    def vacate(self, blocks: frozenset[int], dry: bool) -> bool:
+        if any(self._held_in[b] for b in blocks):
+            return False
+        if not dry:
+            self._drop(sorted(blocks))
+        return True
+
+    def _drop(self, blocks: Sequence[int]) -> None:
+        gone = {page for block in blocks for page in self.pages_of(block)}
+        for page in gone & self._cached.keys():
+            del self._by_key[self._cached.pop(page)]
+            self._key[page] = None
+        self._unused = [page for page in self._unused if page not in gone]
+        for block in blocks:
+            self._blocks.give_back(self.tenant, block)
+
+    def yield_blocks(self, count: int) -> int:
+        """Idle blocks come first, then those with the fewest held pages, whose holders are evicted."""
+        before = self.owned_blocks
+        wanted = min(count, before)
+        self.trim(wanted)
+        while before - self.owned_blocks < wanted:
+            block = min(self._blocks.of(self.tenant), key=lambda b: (self._held_in[b], b))
+            self.evict(frozenset(page for page in self.pages_of(block) if self._references[page]))
+            assert not self._held_in[block], f"{self.tenant} did not release the pages of block {block}"
+            self.trim(wanted - (before - self.owned_blocks))
+        return before - self.owned_blocks
+
+    def leave(self) -> None:
+        """Give back everything at once. This object is useless after that."""
+        self._blocks.leave(self.tenant)
+
+    def _owned(self) -> set[int]:
+        return {page for block in self._blocks.of(self.tenant) for page in self.pages_of(block)}
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        super().check(held)
+        held_in = [sum(self._references[p] > 0 for p in self.pages_of(b)) for b in range(self._blocks.layout.count)]
+        assert held_in == self._held_in, "the counts of held pages are wrong"
+        assert self._held_blocks == sum(n > 0 for n in held_in), "the count of held blocks is wrong"

@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from windfall.engine.base import Engine
+from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
 from windfall.link.messages import Rejected, Released, Stats, Tokens, Work
 from windfall.types import Capabilities, Chunk, Request
@@ -46,14 +46,18 @@ class EngineThread:
     def __init__(self, engine: Engine | None, slots: int = 0, *, make: Make | None = None) -> None:
         """Takes an engine, or `make`, which builds it in the engine's thread."""
         assert (engine is None) == (make is not None), "give an engine, or a function that makes one"
-        self._engine, self.slots, self._make = engine, slots, make
+        self._engine = engine
+        self.slots = slots
+        self._make = make
         self.failed: BaseException | None = None
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._emit: Emit = lambda message: None
         self._running: set[int] = set()
-        self._paused = self._mixed = False
+        self._paused = False
+        self._mixed = False
         """`_mixed`: a swap has failed, and the weights may be a mix of two versions."""
-        self._generated = self._steps = 0
+        self._generated = 0
+        self._steps = 0
         self._stepped_s = time.monotonic()
         """When the last step ended, or when the engine last got something to do."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -76,17 +80,17 @@ class EngineThread:
     @property
     def longest(self) -> int:
         """Maximum number of tokens of one response, including its prompt, that fit into the engine; 0 if unknown."""
-        return getattr(self._engine, "limit", 0)
+        return 0 if self._engine is None else self._engine.limit
 
     @property
     def capabilities(self) -> Capabilities:
         """What the engine can do. Nothing is known of it until it is built."""
-        return getattr(self._engine, "capabilities", Capabilities())
+        return Capabilities() if self._engine is None else self._engine.capabilities
 
     @property
     def waiting_for_trainer(self) -> bool:
         """Whether the engine waits for the trainer that shares its weights. This may take any length of time."""
-        return bool(getattr(self._engine, "waiting", False))
+        return self._engine is not None and self._engine.waiting
 
     # Orders
 
@@ -94,7 +98,8 @@ class EngineThread:
     def attach(self, emit: Emit) -> None:
         """Begin a new link: drop all running responses, and send frames to `emit` from now on."""
         self._drop_all()
-        self._emit, self._paused = emit, False
+        self._emit = emit
+        self._paused = False
 
     @order
     def detach(self) -> None:
@@ -118,9 +123,8 @@ class EngineThread:
     @order
     def forget(self, sessions: tuple[str, ...]) -> None:
         """Drop what is kept for the next turns of these sessions."""
-        forget = getattr(self.engine, "forget", lambda session: None)  # not every engine keeps pages
         for session in sessions:
-            forget(session)
+            self.engine.forget(session)
 
     @order
     def swap(
@@ -157,19 +161,25 @@ class EngineThread:
         engine = self._engine
         running = 0 if engine is None else len(engine)
         step_due = running > 0 and not self._paused and not self.waiting_for_trainer
-        counters = getattr(engine, "counters", None)
+        counters = Counters() if engine is None else engine.counters
         return Stats(
-            running=running, made=self._generated, steps=self._steps,
+            running=running,
+            made=self._generated,
+            steps=self._steps,
             idle_s=time.monotonic() - self._stepped_s if step_due else 0.0,
-            preemptions=getattr(counters, "preemptions", 0), waiting=getattr(counters, "waiting", 0),
-            reused_tokens=getattr(counters, "reused_tokens", 0), prefilled=getattr(counters, "prefilled", 0),
-            lookups=getattr(counters, "lookups", 0), hits=getattr(counters, "hits", 0),
-            kept_sessions=getattr(counters, "kept_sessions", 0), kept_tokens=getattr(counters, "kept_tokens", 0),
-        )  # fmt: skip
+            evictions=counters.evictions,
+            waiting=counters.waiting,
+            reused_tokens=counters.reused_tokens,
+            prefilled=counters.prefilled,
+            lookups=counters.lookups,
+            hits=counters.hits,
+            kept_sessions=counters.kept_sessions,
+            kept_tokens=counters.kept_tokens,
+        )
 
     def take_dropped(self) -> tuple[str, ...]:
         """Sessions whose kept pages were dropped since the last call. Can be called from any thread."""
-        return getattr(self._engine, "take_dropped", tuple)()
+        return () if self._engine is None else self._engine.take_dropped()
 
     # The methods below run in the thread.
 
@@ -177,7 +187,9 @@ class EngineThread:
         try:
             if self._make is not None:
                 engine, self.slots = self._make()
-                self._engine, self._make = engine, None  # last, because `built` is true from now on
+                # last, because `built` is true from now on
+                self._engine = engine
+                self._make = None
             while True:
                 idle = self._idle()
                 try:
@@ -231,10 +243,16 @@ class EngineThread:
 def request_of(work: Work) -> Request:
     """The request of an engine. Its id is the handle of the work."""
     return Request(
-        id=str(work.handle), prompt=tuple(array("I", work.prompt)), seed=work.seed, position=work.position,
-        max_tokens=work.max_tokens, sampling=work.sampling, stop=frozenset(work.stop), session=work.session,
+        id=str(work.handle),
+        prompt=tuple(array("I", work.prompt)),
+        seed=work.seed,
+        position=work.position,
+        max_tokens=work.max_tokens,
+        sampling=work.sampling,
+        stop=frozenset(work.stop),
+        session=work.session,
         keep_s=work.keep_s,
-    )  # fmt: skip
+    )
 
 
 def tokens_frame(chunks: list[Chunk]) -> Tokens:

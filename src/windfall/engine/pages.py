@@ -28,7 +28,8 @@ def key_of(parent: Key, tokens: Sequence[int]) -> Key:
 
 class Pages:
     def __init__(self, count: int, size: int) -> None:
-        self.count, self.size = count, size
+        self.count = count
+        self.size = size
         self._references = [0] * count
         self._key: list[Key | None] = [None] * count
         self._by_key: dict[Key, int] = {}
@@ -90,6 +91,10 @@ class Pages:
         self._by_key.clear()
         self._key = [None] * self.count
 
+    def _owned(self) -> set[int]:
+        """The pages that can be held."""
+        return set(range(self.count))
+
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the rules above hold, given the pages of every live sequence."""
         count = [0] * self.count
@@ -98,9 +103,10 @@ class Pages:
             for page in pages:
                 count[page] += 1
         assert count == self._references, "reference counts are wrong: a page leaked or was freed early"
-        unheld = {p for p in range(self.count) if count[p] == 0}
+        held_pages = {page for page in range(self.count) if count[page]}
         free = [*self._unused, *self._cached]
         assert len(free) == len(set(free)), "a page is in the free lists twice"
-        assert set(free) == unheld, "the free pages are not exactly those that no sequence holds"
+        assert set(free) == self._owned() - held_pages, "the free pages are not exactly those that no sequence holds"
+        assert held_pages <= self._owned(), "a held page belongs to another owner"
         assert {k: p for p, k in enumerate(self._key) if k is not None} == self._by_key, "keys and pages disagree"
         assert all(self._key[p] is not None for p in self._cached) and all(self._key[p] is None for p in self._unused)

@@ -50,7 +50,8 @@ class _Kept:
 
 class Retention:
     def __init__(self, pages: Pages, *, share: float = 0.0, clock: Callable[[], float] = lambda: 0.0) -> None:
-        self._pages, self._clock = pages, clock
+        self._pages = pages
+        self._clock = clock
         self._most = int(share * pages.capacity)
         self._kept: dict[str, _Kept] = {}
         self._holders: Counter[int] = Counter()

@@ -1,48 +1,74 @@
-"""Decides which tokens run in the next step. Pure: sequences in, rows out; no tensors, no clock.
+"""Decides what runs next: which prompts, which rows, how many decode steps. Pure: no tensors, no clock.
 
-A sequence is WAITING (no pages) or RUNNING (it has pages, and some or all of its tokens are computed). Each step first
-gives rows to the running sequences, oldest first, then admits waiting ones, all within one budget of rows:
+A sequence is WAITING (no slot, no pages) or RUNNING. A running one is first prefilled, in chunks, and then decodes: it
+has a row in every burst of steps until all tokens that it may generate have been launched. The host plans ahead:
+`_planned` tokens of a slot will be in the KV cache when all launches have run, and it has pages for all of them.
 
-- a sequence with one token left to compute decodes: it gets one row, whose logits give the next token;
-- a sequence with more tokens left is prefilled in chunks as large as the budget allows; only its last row samples;
-- the pages of a session whose environment works are kept within a budget (retention.py), and dropped if a running
-  sequence needs them;
-- when no page is free, the youngest running sequence is preempted: it returns to the head of the waiting queue and is
-  prefilled again later. It keeps its tokens, and sampling depends on (seed, position), so only the timing changes.
+- a burst has `burst` steps, but only one while prompts wait for room in a launch, and fewer if pages run out;
+- with `one_batch`, prefill and decode are one forward pass: a launch has one step, a prefilled sequence decodes in the
+  next launch, and nothing is in flight when a launch is planned. Otherwise the prefill comes before the burst;
+- launches run in order, so the next launch may use pages that the host has freed, even if the device still writes
+  discarded tokens to them;
+- when there are no pages for even one step, the launches in flight are collected first, because a response may have
+  ended in them; then the youngest running sequence is evicted: it returns to the head of the waiting queue and is
+  prefilled again later. It keeps its tokens, and sampling depends on (seed, position), so only the timing changes;
+- pages are registered by the tokens they hold. Those of a prefill are registered when it is planned: siblings in the
+  same launch may use them, because every layer writes all keys and values before it reads any. Other pages are
+  registered when their sequence releases them;
+- the pages of a session whose environment works are kept within a budget (retention.py);
+- rows that share the pages of their prompt are adjacent, and form prefix groups where that pays off (cuda/splits.py).
 
-Rules (`check()`): a running sequence holds exactly the pages that its computed tokens need, plus those of its rows in
-flight; a waiting one holds none; waiting sequences stay in order of arrival.
+Rules (`check()`): a running sequence holds exactly the pages that its planned tokens need; a waiting one holds none; a
+slot has one sequence; the host state has the pages of every slot.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from windfall.engine.base import Counters
 from windfall.engine.pages import ROOT, Key, Pages, key_of
 from windfall.engine.retention import Retention
 from windfall.types import Request
+
+if TYPE_CHECKING:
+    from windfall.engine.cuda.host_state import HostState
+    from windfall.engine.cuda.splits import PrefixSharing
+
+NO_GROUPS = np.zeros((0, 3), np.int32)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
-    tokens: list[int]
+    tokens: list[int]  # all tokens known to the host: the prompt, and the generated tokens that were collected
     generated: int = 0
-    computed: int = 0  # the first `computed` tokens have their keys and values in `pages`
+    slot: int = -1  # -1: the sequence is waiting
+    prefilled: int = 0  # number of leading tokens whose keys and values were launched or found in the prefix cache
     pages: list[int] = field(default_factory=list)
-    keys: list[Key] = field(default_factory=list)  # keys of the full pages that are registered so far
+    keys: list[Key] = field(default_factory=list)  # keys of full pages, computed from `tokens` when needed
+    finished: bool = False  # the response has ended or was canceled: further tokens from the device are discarded
 
     @property
     def position(self) -> int:
         """Index of the next token within the response."""
         return self.request.position + self.generated
 
+    def key(self, n: int, size: int) -> Key:
+        while len(self.keys) <= n:
+            k = len(self.keys)
+            parent = self.keys[-1] if k else ROOT
+            self.keys.append(key_of(parent, self.tokens[k * size : (k + 1) * size]))
+        return self.keys[n]
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRows:
-    """Tokens `start` to `stop` of a sequence run in this step. `samples`: the last one's logits give a new token."""
+    """Tokens `start` to `stop` of a sequence run in a launch. `samples`: the last one's logits give a new token."""
 
     sequence: Sequence
     start: int
@@ -50,13 +76,57 @@ class ScheduledRows:
     samples: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One launch: a prefill of all chunks in one flat batch, then `steps` decode steps with one row per sequence."""
+
+    prefill: list[ScheduledRows]
+    rows: list[Sequence]  # The decoding sequences. Siblings are adjacent.
+    slots: np.ndarray  # the slots of `rows`
+    steps: int
+    longest: int  # upper limit for the tokens that a row reads by itself, without the shared prefix of its group
+    prefix_groups: np.ndarray  # (G, 3): first row, number of rows and shared tokens of each group
+    shape: tuple[int, int, bool]  # rows of a step, prefill included; tokens that they attend to; whether it prefills
+
+
 class Scheduler:
-    def __init__(self, pages: Pages, *, max_running: int, max_rows: int, retention: Retention | None = None) -> None:
-        self.pages, self.max_running, self.max_rows = pages, max_running, max_rows
+    def __init__(
+        self,
+        pages: Pages,
+        *,
+        slots: int,
+        max_rows: int,
+        burst: int = 1,
+        one_batch: bool = False,
+        retention: Retention | None = None,
+        host_state: HostState | None = None,
+        sharing: PrefixSharing | None = None,
+    ) -> None:
+        """`slots`: sequences that run at once, at most `max_rows`. `host_state`: gets the pages and parameters of every
+        slot. `sharing`: which rows form prefix groups; None: none do."""
+        self.pages = pages
         self.retention = retention if retention is not None else Retention(pages)
+        self.host_state = host_state
+        self.sharing = sharing
+        self.slots = slots
+        self.max_rows = max_rows
+        self.burst = burst
+        self._one_batch = one_batch
+        self.single_step_with_prefill = False
+        """A launch with a prefill has one decode step: its tokens come sooner, and its time is that of one step."""
         self.running: dict[Sequence, None] = {}  # in order of arrival; a dict, because sequences finish in any order
         self.waiting: deque[Sequence] = deque()
-        self.preemptions = self.reused_tokens = self.lookups = self.hits = 0
+        self.counters = Counters()
+        self._prefilling: dict[Sequence, None] = {}
+        self._free = list(range(slots - 1, -1, -1))
+        self._by_slot: list[Sequence | None] = [None] * slots
+        self._decoding = np.zeros(slots, bool)
+        self._planned = np.zeros(slots, np.int64)
+        self._end = np.zeros(slots, np.int64)
+        self._page_count = np.zeros(slots, np.int64)
+        # Number of full pages of the prompt, and the last of these pages. Siblings have the same values.
+        self._prompt_pages = np.zeros(slots, np.int64)
+        self._prefix_id = np.zeros(slots, np.int64)
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
@@ -64,127 +134,232 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence, *, finished: bool = False) -> None:
-        """Remove a finished or canceled sequence. Its pages are free at once, unless it is a finished turn that asks to
-        keep them."""
-        request = sequence.request
-        if sequence in self.running:
-            del self.running[sequence]
-            if finished and request.session and request.keep_s > 0:
-                full = len(sequence.keys)
-                kept, sequence.pages = sequence.pages[:full], sequence.pages[full:]
-                self.retention.keep(request.session, kept, request.keep_s)
-            self._release(sequence)
-        else:
+    def remove(self, sequence: Sequence, *, ended: bool = False) -> None:
+        """Remove a finished or canceled sequence. Its slot and pages are free at once; if it has ended and asks for it,
+        the full pages are kept for its next turn."""
+        sequence.finished = True
+        if sequence.slot < 0:
             self.waiting.remove(sequence)
+        else:
+            del self.running[sequence]
+            self._release(sequence, keep=ended and bool(sequence.request.session) and sequence.request.keep_s > 0)
 
-    def plan(self, most: int | None = None, *, prefill: bool = True) -> list[ScheduledRows]:
-        """The rows of the next step, at most `most`, without `prefill` only of sequences that decode. Call `complete`
-        with them when they have run."""
-        rows: list[ScheduledRows] = []
-        left = self.max_rows if most is None else min(most, self.max_rows)
-        for sequence in list(self.running):
-            decodes = len(sequence.tokens) - sequence.computed == 1
-            if sequence in self.running and (prefill or decodes):  # or an older sequence has just preempted it
-                left -= self._add_rows(sequence, left, rows, may_preempt=True)
-        room = self.max_running if prefill else 0
-        while left > 0 and self.waiting and len(self.running) < room and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            self.running[sequence] = None
-            count = self._add_rows(sequence, left, rows, may_preempt=False)
-            assert count, "a sequence was admitted without room for it"
-            left -= count
-        return rows
-
-    def complete(self, rows: Iterable[ScheduledRows]) -> None:
-        for r in rows:
-            r.sequence.computed = r.stop
+    def next(
+        self,
+        *,
+        in_flight: bool = False,
+        most_rows: int | None = None,
+        most_steps: int | None = None,
+        may_prefill: bool = True,
+    ) -> Launch | None:
+        """The next launch; None if a launch in flight must be collected first, or if there is no work. `most_rows`:
+        upper limit for the rows of a step and of the prefill together; if fewer than decode, the oldest do."""
+        room = self.max_rows if most_rows is None else min(most_rows, self.max_rows)
+        prefill: list[ScheduledRows] = []
+        if self._one_batch:
+            slots, steps = self._plan_burst(1, may_evict=True, most_rows=most_rows)
+            if may_prefill:
+                prefill, _ = self._plan_prefill(room - len(slots))
+        else:
+            crowded = False
+            if may_prefill:
+                decoding = int((self._decoding & (self._planned < self._end)).sum())
+                prefill, crowded = self._plan_prefill(room - decoding)
+            steps = self.burst if most_steps is None else min(self.burst, most_steps)
+            if crowded or (prefill and self.single_step_with_prefill):
+                steps = 1
+            slots, steps = self._plan_burst(steps, may_evict=not in_flight and not prefill, most_rows=most_rows)
+        if not prefill and not steps:
+            return None
+        rows = [s for n in slots.tolist() if (s := self._by_slot[n])]
+        prefix_groups = self._prefix_groups(slots)
+        alone = self._end[slots]
+        for first, count, tokens in prefix_groups.tolist():
+            alone[first : first + count] -= tokens
+        longest = int(alone.max()) if steps else 0
+        count = len(slots) + sum(p.stop - p.start for p in prefill)
+        context = int(self._planned[slots].sum()) + sum(p.stop for p in prefill)
+        return Launch(
+            prefill=prefill,
+            rows=rows,
+            slots=slots,
+            steps=steps,
+            longest=longest,
+            prefix_groups=prefix_groups,
+            shape=(count, context, bool(prefill)),
+        )
 
     def restart_all(self) -> None:
-        """Send every running sequence back to the waiting queue, oldest first, because the weights have changed."""
-        for sequence in reversed(self.running):
-            self._release(sequence)
+        """Send every running sequence back to the waiting queue, oldest first, because its pages are no longer valid.
+        Call this only while nothing is in flight."""
+        for sequence in reversed(list(self.running)):
+            self._release(sequence, register=False)
             self.waiting.appendleft(sequence)
         self.running.clear()
         self.retention.clear()
         self.pages.clear_cache()
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Admit the sequence if its tokens fit. Its first tokens may be in the prefix cache already."""
-        size, tokens = self.pages.size, sequence.tokens
-        key: Key = ROOT
-        for start in range(0, len(tokens) - size, size):  # the last token is always computed: its logits are needed
-            key = key_of(key, tokens[start : start + size])
-            page = self.pages.find(key)
+    @property
+    def prefilling(self) -> int:
+        """Running sequences that are being prefilled."""
+        return len(self._prefilling)
+
+    @property
+    def prefill_rows(self) -> int:
+        """Rows that are still to be prefilled."""
+        return sum(len(s.tokens) - s.prefilled for s in [*self._prefilling, *self.waiting])
+
+    def _plan_prefill(self, left: int) -> tuple[list[ScheduledRows], bool]:
+        """Chunks of at most `left` rows, and whether more are waiting: then the next launch should come soon."""
+        prefill: list[ScheduledRows] = []
+        for sequence in list(self._prefilling):
+            if left > 0:
+                left -= self._add_chunk(sequence, left, prefill)
+        while left > 0 and self.waiting and self._free and self._admit(self.waiting[0]):
+            left -= self._add_chunk(self.waiting.popleft(), left, prefill)
+        return prefill, left <= 0 and bool(self._prefilling or (self.waiting and self._free))
+
+    def _add_chunk(self, s: Sequence, most: int, prefill: list[ScheduledRows]) -> int:
+        start, stop, size = s.prefilled, min(len(s.tokens), s.prefilled + most), self.pages.size
+        prefill.append(ScheduledRows(s, start, stop, stop == len(s.tokens)))
+        for n in range(start // size, stop // size):
+            self.pages.register(s.pages[n], s.key(n, size))
+        s.prefilled = stop
+        if stop == len(s.tokens):
+            del self._prefilling[s]
+            self._decoding[s.slot] = True
+        return stop - start
+
+    def _admit(self, s: Sequence) -> bool:
+        """Admit the sequence if its tokens and one burst fit. Its first tokens may be in the prefix cache already."""
+        size, have = self.pages.size, len(s.tokens)
+        cached: list[int] = []
+        for n in range((have - 1) // size):  # the last token is always computed, because its logits are needed
+            page = self.pages.find(s.key(n, size))
             if page is None:
                 break
-            sequence.pages.append(page)
-            sequence.keys.append(key)
-        sequence.computed = len(sequence.pages) * size
-        # Keep one page beyond its tokens and one per running sequence free, so that admission rarely causes preemption.
-        need = len(tokens) // size + 1 - len(sequence.pages) + len(self.running)
-        if need > self.pages.free and not self._clear_for(sequence, need):
-            self._release(sequence)
+            cached.append(page)
+        left = s.request.max_tokens - s.generated
+        end = have + left - 1  # the last generated token needs no KV
+        ahead = -(-min(have + self.burst, end) // size)
+        # Keep a burst of every running sequence free, so that admission rarely causes an eviction.
+        need = ahead - len(cached) + len(self.running) * -(-self.burst // size)
+        if need > self.pages.free and not self._clear_for(s, need):
+            self.pages.release(cached)
             return False
-        self.reused_tokens += sequence.computed
-        self.lookups += 1
-        self.hits += sequence.computed > 0
-        self.retention.forget(sequence.request.session)
+        s.pages = cached + self._allocate(-(-have // size) - len(cached))
+        s.prefilled = len(cached) * size
+        s.slot = self._free.pop()
+        self.counters.reused_tokens += s.prefilled
+        self.counters.lookups += 1
+        self.counters.hits += s.prefilled > 0
+        self.retention.forget(s.request.session)
+        self.running[s] = None
+        self._prefilling[s] = None
+        self._by_slot[s.slot] = s
+        self._planned[s.slot] = have
+        self._end[s.slot] = end
+        self._page_count[s.slot] = len(s.pages)
+        # If a response was started elsewhere, its prompt includes the `position` tokens generated there.
+        shared = max(len(s.request.prompt) - s.request.position - 1, 0) // size
+        self._prompt_pages[s.slot] = shared
+        self._prefix_id[s.slot] = s.pages[shared - 1] if shared else self.pages.count + s.slot
+        if self.host_state is not None:
+            self.host_state.assign(s.slot, s.request, length=have - 1, left=left, position=s.position)
+            self.host_state.set_pages(s.slot, 0, s.pages)
         return True
 
-    def _clear_for(self, sequence: Sequence, need: int) -> bool:
+    def _clear_for(self, s: Sequence, need: int) -> bool:
         """Drop kept pages for a waiting sequence, but only if nothing runs: otherwise room comes without that."""
         if self.running:
             return False
-        session = sequence.request.session
-        if not self.retention.make_room(need, spare=session):
-            self.retention.forget(session)  # of no use here: the sequence holds those that it has found
+        if not self.retention.make_room(need, spare=s.request.session):
+            self.retention.forget(s.request.session)  # of no use here: the sequence holds those that it has found
         return need <= self.pages.free
 
-    def _allocate(self, sequence: Sequence, stop: int, *, may_preempt: bool) -> bool:
-        """Allocate pages for the sequence's tokens up to `stop`, if necessary by preempting younger sequences. Returns
-        False if it must not preempt, or if the sequence itself was the youngest and was preempted."""
-        while len(sequence.pages) * self.pages.size < stop:
-            page = self.pages.allocate()
-            if page is not None:
-                sequence.pages.append(page)
-                continue
-            if self.retention.make_room(1):
-                continue
-            if not may_preempt:
-                return False
-            victim, _ = self.running.popitem()
+    def _allocate(self, count: int) -> list[int]:
+        """Pages, after a check that there are enough."""
+        return [p for _ in range(count) if (p := self.pages.allocate()) is not None]
+
+    def _plan_burst(self, most: int, *, may_evict: bool, most_rows: int | None) -> tuple[np.ndarray, int]:
+        """Slots and number of steps, after allocating the pages for them. 0 steps: there are no pages or no rows."""
+        while True:
+            slots = np.flatnonzero(self._decoding & (self._planned < self._end))
+            if not len(slots):
+                return slots, 0
+            if most_rows is not None and len(slots) > most_rows:
+                able = set(slots.tolist())
+                slots = np.array([s.slot for s in self.running if s.slot in able][:most_rows], np.int64)
+            planned, end, held = self._planned[slots], self._end[slots], self._page_count[slots]
+            steps = min(most, int((end - planned).max()))
+            while steps:
+                after = np.minimum(planned + steps, end)
+                more = -(-after // self.pages.size) - held
+                if self.retention.make_room(int(more.sum())):
+                    self._planned[slots] = after
+                    self._extend(slots[more > 0].tolist(), more[more > 0].tolist())
+                    return slots[np.argsort(self._prefix_id[slots], kind="stable")], steps
+                steps //= 2
+            if not may_evict:
+                return slots[:0], 0
+            victim = next(reversed(self.running))
+            del self.running[victim]
             self._release(victim)
             self.waiting.appendleft(victim)
-            self.preemptions += 1
-            if victim is sequence:
-                return False
-        return True
+            self.counters.evictions += 1
 
-    def _add_rows(self, sequence: Sequence, most: int, rows: list[ScheduledRows], *, may_preempt: bool) -> int:
-        """Add at most `most` rows and return their number; 0 if there are no pages. Pages that they fill are registered
-        now: a sibling admitted later in the same step may use them, because every layer writes the keys and values of
-        all rows before any row reads them."""
-        size, stop = self.pages.size, min(len(sequence.tokens), sequence.computed + most)
-        if not most or not self._allocate(sequence, stop, may_preempt=may_preempt):
-            return 0
-        while (len(sequence.keys) + 1) * size <= stop:
-            n = len(sequence.keys)
-            key = key_of(sequence.keys[-1] if n else ROOT, sequence.tokens[n * size : (n + 1) * size])
-            self.pages.register(sequence.pages[n], key)
-            sequence.keys.append(key)
-        rows.append(ScheduledRows(sequence, sequence.computed, stop, stop == len(sequence.tokens)))
-        return stop - sequence.computed
+    def _prefix_groups(self, slots: np.ndarray) -> np.ndarray:
+        if self.sharing is None or self.host_state is None:
+            return NO_GROUPS
+        prompt_pages = self._prompt_pages[slots]
+        table = self.host_state.page_tables(slots, int(prompt_pages.max(initial=0)))
+        return self.sharing.find_groups(self._prefix_id[slots], prompt_pages, table, self.pages.size)
 
-    def _release(self, sequence: Sequence) -> None:
-        self.pages.release(sequence.pages)
-        sequence.pages, sequence.keys, sequence.computed = [], [], 0
+    def _extend(self, slots: list[int], more: list[int]) -> None:
+        for slot, count in zip(slots, more, strict=True):
+            s = self._by_slot[slot]
+            assert s is not None
+            new = self._allocate(count)
+            if self.host_state is not None:
+                self.host_state.set_pages(slot, len(s.pages), new)
+            s.pages += new
+            self._page_count[slot] = len(s.pages)
+
+    def _release(self, s: Sequence, *, register: bool = True, keep: bool = False) -> None:
+        """Free slot and pages. `register`: leave full pages in the prefix cache; the newest token is in no page yet.
+        `keep`: keep these pages for the next turn."""
+        if register:
+            known = min(s.prefilled, len(s.tokens)) if s in self._prefilling else len(s.tokens) - 1
+            full = known // self.pages.size
+            for n in range(full):
+                self.pages.register(s.pages[n], s.key(n, self.pages.size))
+            if keep:
+                kept, s.pages = s.pages[:full], s.pages[full:]
+                self.retention.keep(s.request.session, kept, s.request.keep_s)
+        self.pages.release(s.pages)
+        self._prefilling.pop(s, None)
+        self._by_slot[s.slot] = None
+        self._decoding[s.slot] = False
+        self._free.append(s.slot)
+        s.slot = -1
+        s.pages = []
+        s.prefilled = 0
 
     def check(self) -> None:
+        size = self.pages.size
         for s in self.running:
-            need = -(-s.computed // self.pages.size)
-            assert len(s.pages) == need, f"{s.request.id} holds {len(s.pages)} pages for {s.computed} tokens"
-            assert s.computed < len(s.tokens), f"{s.request.id} has nothing to compute"
+            assert self._by_slot[s.slot] is s, f"{s.request.id} is not in its slot"
+            pages = -(-self._planned[s.slot] // size)
+            assert len(s.pages) == self._page_count[s.slot] == pages, f"{s.request.id} has a wrong number of pages"
+            assert len(s.tokens) - 1 <= self._planned[s.slot] <= self._end[s.slot], f"{s.request.id}: wrong plan"
+            assert (s in self._prefilling) == (not self._decoding[s.slot]), f"{s.request.id} must prefill or decode"
+            if self.host_state is not None:
+                table = self.host_state.page_tables(np.array([s.slot]), len(s.pages))[0]
+                assert table.tolist() == s.pages, f"{s.request.id}: page table differs"
         for s in self.waiting:
-            assert not s.pages and s.computed == 0, f"{s.request.id} is waiting but holds pages"
+            assert s.slot == -1 and not s.pages, f"{s.request.id} is waiting but holds pages"
+        used = [n for n, s in enumerate(self._by_slot) if s]
+        assert len(used) == len(self.running), "slots and running sequences disagree"
+        assert sorted(used + self._free) == list(range(self.slots)), "a slot is lost, or free and used"
+        assert self._prefilling.keys() <= self.running.keys(), "a sequence prefills but is not running"
         self.pages.check([*(s.pages for s in self.running), *self.retention.held()])

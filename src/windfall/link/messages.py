@@ -228,7 +228,7 @@ class Stats(Message, frozen=True, tag=16):
     made: int  # tokens generated
     steps: int  # engine steps
     idle_s: float  # seconds since the last engine step while the engine has work; 0 while it has none
-    preemptions: int = 0  # responses that the engine evicted from its KV cache and must prefill again
+    evictions: int = 0  # responses that the engine evicted from its KV cache and must prefill again
     reused_tokens: int = 0  # tokens that were not prefilled because the prefix cache had them
     waiting: int = 0  # responses among `running` that the engine has no room for at present
     loading: Literal["", "pull", "build", "swap"] = ""  # what a load waits for: bytes, building the engine, the swap

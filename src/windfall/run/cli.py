@@ -25,7 +25,7 @@ from windfall.run.commands.recipes import new
 from windfall.run.commands.recipes import recipe as recipe_keys
 
 if TYPE_CHECKING:
-    from windfall.engine.engine_choice import EngineName
+    from windfall.engine.choice import EngineName
 
 
 class _Commands(TyperGroup):

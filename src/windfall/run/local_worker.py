@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from windfall import devices
-from windfall.engine.engine_factory import build_engine
+from windfall.engine.factory import build_engine
 from windfall.engine.group.group import EngineGroup
 from windfall.link import tls
 from windfall.link.messages import EngineSpec
@@ -27,7 +27,6 @@ from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWei
 from windfall.trainer.own_engine.trainer_turn import TrainerTurn
 from windfall.trainer.ranks.process import RankPart, cpu_threads
 from windfall.types import LOCAL, Lease
-from windfall.worker.agent import Agent
 
 
 def make(part: RankPart, secret: str, where: Callable[[], str]) -> OwnEngine:
@@ -59,7 +58,7 @@ class LocalWorker:
         def build(spec: EngineSpec) -> tuple[Any, int]:
             try:
                 self._engine, slots = self.build(spec, trainer)
-            except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
+            except Exception as e:  # fault boundary: for some of these the worker is only refused, without the reason
                 failed.append(e)
                 raise
             return self._engine, slots
@@ -68,7 +67,7 @@ class LocalWorker:
         lease = Lease(kind="reserved", device=device, price_usd_per_h=fleet.trainer_price_usd_per_h)
         while True:
             await trainer.connected.wait()
-            agent = Agent(
+            client = ControllerClient(
                 address,
                 self._secret,
                 name=LOCAL,
@@ -79,7 +78,7 @@ class LocalWorker:
                 address=self._where,
                 ssl=tls.client_context(address, pinned=fleet.tls_cert),
             )
-            code = await agent.run()
+            code = await client.run()
             if failed:
                 raise failed[0]
             if code != 1:

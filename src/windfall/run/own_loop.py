@@ -24,7 +24,7 @@ from windfall.controller.policy import FleetPolicy
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.engine.engine_factory import build_engine
+from windfall.engine.factory import build_engine
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -36,10 +36,10 @@ from windfall.recipe.sections import Recipe
 from windfall.run.commands.in_process import in_process_worker
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.agent import TrainerAgent
-from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
 from windfall.trainer.derived import derive, fingerprint, spec, text_for
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
 from windfall.training import CheckpointState
-from windfall.worker.session import PulledWeights
+from windfall.worker.worker_link import PulledWeights
 
 SECRET = "one process"
 """Both ends of the trainer's link are in this process."""

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from windfall import algorithms
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.models import load
 from windfall.recipe.file import load_recipe
 from windfall.trainer import checkpoint
@@ -70,5 +70,5 @@ def _import_modules() -> None:
 
 def build_empty(where: Path) -> None:
     """Build the model in this folder without its weights, and load its tokenizer."""
-    engine_factory.build_full_model(json.loads((where / "config.json").read_text()), "float32", "meta")
+    factory.build_full_model(json.loads((where / "config.json").read_text()), "float32", "meta")
     load.load_tokenizer(str(where))

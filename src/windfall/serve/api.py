@@ -40,7 +40,7 @@ from windfall.controller.gateway.protocol import MAX_ECHO, ApiError, CallOptions
 from windfall.controller.gateway.server import CLOSE_S, Choice, Gateway
 from windfall.controller.gateway.session import GatewaySession
 from windfall.models.chat import Chat
-from windfall.serve import metrics, request_fields, sampling_options
+from windfall.serve import metrics, request_fields
 from windfall.serve.call_sampler import CallSampler, RequestChat, RequestState, ServedModel
 from windfall.serve.host import Host
 
@@ -64,10 +64,18 @@ _state: ContextVar[RequestState] = ContextVar("request")
 
 class ServeApi(Gateway):
     def __init__(
-        self, host: Host, tokenizer: Any, chat: Chat | None, stop: frozenset[int], *, served: ServedModel,
+        self,
+        host: Host,
+        tokenizer: Any,
+        chat: Chat | None,
+        stop: frozenset[int],
+        *,
+        served: ServedModel,
         limits: ServeLimits | None = None,
-    ) -> None:  # fmt: skip
-        self._host, self.served, self._limits = host, served, limits or ServeLimits()
+    ) -> None:
+        self._host = host
+        self.served = served
+        self._limits = limits or ServeLimits()
         self._in_flight = 0
         self.write_s = self._limits.write_s
         self.draining = ""
@@ -135,7 +143,7 @@ class ServeApi(Gateway):
             what = f"there is no model {model[:MAX_ECHO]!r}; this is {self.served.model!r}"
             raise ApiError(404, what, code="model_not_found", param="model")
         state = _state.get()
-        state.sampling = sampling_options.read(body)
+        state.sampling = request_fields.sampling_options(body)
         if chat and state.chat is not None:
             state.chat.set_variables(request_fields.template_variables(body))
         options = protocol.options(body, chat=chat, most=MAX_CHOICES)

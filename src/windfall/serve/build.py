@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from windfall.devices import choose_matmul_library
-from windfall.engine import blocks, engine_factory
+from windfall.engine import blocks, factory
+from windfall.engine.paged import PagedEngine
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec
 from windfall.serve.host import ROLLOUT, SERVING, WEIGHTS, Host
 from windfall.serve.slo import Objectives
+
+if TYPE_CHECKING:
+    from windfall.engine.cuda.ready_weights import ReadyWeights
+    from windfall.engine.torch.arena import Tail
 
 EngineKind = Literal["auto", "graph"]
 """`graph`: GraphEngine on every device, for tests without a GPU."""
@@ -32,9 +38,16 @@ LEAST_BLOCKS = 32
 
 def serving_spec(model: Any, dtype: str, *, context: int, max_running: int, kv_tokens: int) -> EngineSpec:
     return EngineSpec(
-        model_config=model.config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=kv_tokens, page_size=16,
-        max_running=max_running, max_rows=2048, deterministic=False, longest=context, wanted=max_running,
-    )  # fmt: skip
+        model_config=model.config.to_json_string(use_diff=False),
+        dtype=dtype,
+        kv_tokens=kv_tokens,
+        page_size=16,
+        max_running=max_running,
+        max_rows=2048,
+        deterministic=False,
+        longest=context,
+        wanted=max_running,
+    )
 
 
 def build_host(
@@ -52,11 +65,11 @@ def build_host(
     from windfall.engine.torch.arena import Arena
 
     tell("comparing the engine with transformers on a small model of this kind ...")
-    engine_factory.self_test(spec, device, model)
+    factory.self_test(spec, device, model)
     if device == "cpu":
         choose_matmul_library(model, deterministic=False)
-    token_bytes = engine_factory.token_bytes(model)
-    running, kv_tokens = engine_factory.engine_sizes(spec, token_bytes, device, share)
+    token_bytes = factory.token_bytes(model)
+    running, kv_tokens = factory.engine_sizes(spec, token_bytes, device, share)
     layout = blocks.layout(kv_tokens * token_bytes, spec.page_size * token_bytes, least_blocks=LEAST_BLOCKS)
     arena = Arena(layout, device)
     on_gpu = "; compiling kernels and capturing CUDA graphs" if device.startswith("cuda") else ""
@@ -72,22 +85,12 @@ def build_rollout(host: Host, spec: EngineSpec, device: str, *, engine: EngineKi
     host.arena.use_device()
     if spec.engine == "vllm":
         raise WindfallError("a lender runs windfall's engine, and the run asks for vLLM", where="engine.name")
-    model, ready, tail = _rollout_model(host, spec, device, engine)
-    try:
-        return _rollout_engine(host, spec, device, engine, model, ready, tail)
-    except BaseException:  # the blocks must be free whatever happened
-        if tail is not None:
-            host.call(tail.leave).result()
-        raise
-
-
-def _rollout_engine(
-    host: Host, spec: EngineSpec, device: str, engine: EngineKind, model: Any, ready: Any, tail: Any
-) -> tuple[Any, int]:  # fmt: skip
-    engine_factory.self_test(spec, device, model)
-    token_bytes = engine_factory.token_bytes(model)
-    kv = host.call(lambda: host.arena.join(ROLLOUT, token_bytes=token_bytes, page_size=spec.page_size)).result()
-    try:
+    with contextlib.ExitStack() as undo:  # the blocks must be free whatever happens
+        model, ready, tail = _rollout_model(host, spec, device, engine, undo)
+        factory.self_test(spec, device, model)
+        token_bytes = factory.token_bytes(model)
+        kv = host.call(lambda: host.arena.join(ROLLOUT, token_bytes=token_bytes, page_size=spec.page_size)).result()
+        undo.callback(lambda: host.call(kv.leave).result())
         room = int(kv.pages.capacity * LENT_SHARE) * spec.page_size
         if room < spec.longest:
             what = f"the lent KV cache has room for {room} tokens, and one response may have {spec.longest}"
@@ -95,14 +98,15 @@ def _rollout_engine(
         running = min(spec.max_running or spec.wanted, 256)  # how many fit is reported all the time (capacity.py)
         made = _engine(spec, model, kv, device, running, engine, keep_share=spec.keep_share)
         made.limit = min(made.limit, room)
-        made.ready_weights, made.weight_blocks = ready, tail
-    except BaseException:  # the blocks must be free whatever happened
-        host.call(kv.leave).result()
-        raise
+        made.ready_weights = ready
+        made.weight_blocks = tail
+        undo.pop_all()
     return made, running
 
 
-def _rollout_model(host: Host, spec: EngineSpec, device: str, engine: EngineKind) -> tuple[Any, Any, Any]:
+def _rollout_model(
+    host: Host, spec: EngineSpec, device: str, engine: EngineKind, undo: contextlib.ExitStack
+) -> tuple[Any, ReadyWeights | None, Tail | None]:
     """The run's model without weights, the host memory from which it gets them (None: it gets them directly), and the
     blocks in which it has them (None: memory of its own, because there are too few blocks)."""
     import torch
@@ -111,23 +115,20 @@ def _rollout_model(host: Host, spec: EngineSpec, device: str, engine: EngineKind
     from windfall.engine.cuda.ready_weights import ReadyWeights, weight_bytes
 
     fields = json.loads(spec.model_config)
-    on_gpu = device.startswith("cuda") and engine_factory.cuda_engine_disabled(spec) is None
-    if (on_gpu or engine == "graph") and skeleton.unsupported_reason(fields) is None:
-        dtype = getattr(torch, spec.dtype)
-        nbytes = weight_bytes(fields, dtype)
-        check_room(nbytes, "cpu")
-        tail = host.call(lambda: _weight_blocks(host, nbytes)).result()
-        try:
-            if tail is None:
-                check_room(nbytes, device)
-            ready = ReadyWeights(fields, dtype=dtype, device=device, memory=None if tail is None else tail.memory)
-        except BaseException:  # the blocks must be free whatever happened
-            if tail is not None:
-                host.call(tail.leave).result()
-            raise
-        return ready.model, ready, tail
-    check_room(engine_factory.model_bytes(fields, spec.dtype), device)
-    return engine_factory.build_full_model(fields, spec.dtype, device), None, None
+    on_gpu = device.startswith("cuda") and factory.cuda_engine_disabled(spec) is None
+    if not (on_gpu or engine == "graph") or skeleton.unsupported_reason(fields) is not None:
+        check_room(factory.model_bytes(fields, spec.dtype), device)
+        return factory.build_full_model(fields, spec.dtype, device), None, None
+    dtype = getattr(torch, spec.dtype)
+    nbytes = weight_bytes(fields, dtype)
+    check_room(nbytes, "cpu")
+    tail = host.call(lambda: _weight_blocks(host, nbytes)).result()
+    if tail is None:
+        check_room(nbytes, device)
+    else:
+        undo.callback(lambda: host.call(tail.leave).result())
+    ready = ReadyWeights(fields, dtype=dtype, device=device, memory=None if tail is None else tail.memory)
+    return ready.model, ready, tail
 
 
 def check_room(nbytes: int, device: str) -> None:
@@ -139,7 +140,7 @@ def check_room(nbytes: int, device: str) -> None:
         raise WindfallError(what, where="windfall serve --lend", fix=fix)
 
 
-def _weight_blocks(host: Host, nbytes: int) -> Any:
+def _weight_blocks(host: Host, nbytes: int) -> Tail | None:
     """Blocks for the weights, if they leave most of the blocks that a rollout may have to its KV cache."""
     from windfall.engine.torch.arena import Tail
 
@@ -160,12 +161,16 @@ def _weight_blocks(host: Host, nbytes: int) -> Any:
 
 def _engine(
     spec: EngineSpec, model: Any, kv: Any, device: str, running: int, engine: EngineKind, *, keep_share: float
-) -> Any:  # fmt: skip
+) -> PagedEngine:
     """GraphEngine where it runs this model, with all its graphs; otherwise TorchEngine."""
-    on_gpu = device.startswith("cuda") and engine_factory.cuda_engine_refusal(spec, model) is None
+    on_gpu = device.startswith("cuda") and factory.cuda_engine_refusal(spec, model) is None
     how: dict[str, Any] = {
-        "kv_tokens": 0, "max_running": running, "max_rows": spec.max_rows, "keep_share": keep_share, "kv": kv
-    }  # fmt: skip
+        "kv_tokens": 0,
+        "max_running": running,
+        "max_rows": spec.max_rows,
+        "keep_share": keep_share,
+        "kv": kv,
+    }
     if on_gpu or engine == "graph":
         from windfall.engine.cuda.engine import GraphEngine
         from windfall.engine.cuda.splits import PrefixSharing

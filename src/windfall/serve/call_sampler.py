@@ -12,9 +12,8 @@ from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.session import GatewaySession
 from windfall.errors import WindfallError
 from windfall.models.chat import Chat, Message, normalize
-from windfall.serve import sampling_options
 from windfall.serve.host import Host
-from windfall.serve.sampling_options import SamplingOptions
+from windfall.serve.request_fields import SamplingOptions, choice_seed
 from windfall.types import Chunk, Finish, Request
 
 
@@ -72,8 +71,13 @@ class RequestChat(Chat):
 class CallSampler:
     def __init__(self, host: Host, served: ServedModel, stop: frozenset[int], state: RequestState, number: int) -> None:
         """`number`: number of the choice among those of its prompt. It decides the seed."""
-        self.model, self.context, self.vocabulary = served.model, served.context, served.vocabulary
-        self._host, self._stop, self._state, self._number = host, stop, state, number
+        self.model = served.model
+        self.context = served.context
+        self.vocabulary = served.vocabulary
+        self._host = host
+        self._stop = stop
+        self._state = state
+        self._number = number
 
     def retract(self, request: TurnRequest, keep: int) -> None:
         """Nothing is kept of a call that was canceled: `sample` has canceled its request."""
@@ -89,10 +93,13 @@ class CallSampler:
                 loop.call_soon_threadsafe(arrived.put_nowait, what)
 
         asked = Request(
-            id=request.session, prompt=request.prompt, seed=sampling_options.choice_seed(options.seed, self._number),
-            max_tokens=request.max_tokens, sampling=options.sampling,
+            id=request.session,
+            prompt=request.prompt,
+            seed=choice_seed(options.seed, self._number),
+            max_tokens=request.max_tokens,
+            sampling=options.sampling,
             stop=frozenset() if options.ignore_eos else self._stop,
-        )  # fmt: skip
+        )
         self._host.submit(asked, listen, arrival_s=self._state.arrival_s)
         finish: Finish | None = None
         tokens, logprobs, known = list[int](), list[float](), 0

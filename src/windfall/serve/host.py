@@ -15,7 +15,6 @@ steps (`call`, `submit`, `cancel`). Rules:
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import sys
 import threading
@@ -23,27 +22,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from windfall.engine.blocks import TenantPages
+from windfall.engine.paged import PagedEngine
 from windfall.engine.torch.arena import Arena
 from windfall.errors import WindfallError
 from windfall.serve.memory_policy import MemoryPolicy, MemoryState
 from windfall.serve.metrics import Metric, ServeMetrics
-from windfall.serve.slo import (
-    Objectives,
-    RolloutLoad,
-    ServingLoad,
-    credit_s,
-    objective_slack_s,
-    rows_allowed,
-    slack_s,
-    steps_allowed,
-)
+from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, objective_slack_s, steps_allowed
 from windfall.serve.step_time import StepShape, StepTime
 from windfall.types import Chunk, Request
-
-if TYPE_CHECKING:
-    from windfall.serve.rollout_tenant import RolloutTenant
 
 SERVING, ROLLOUT, WEIGHTS = "serving", "rollout", "rollout weights"
 LAUNCH_S = 0.02
@@ -60,6 +49,33 @@ Listener = Callable[[Chunk | WindfallError], None]
 """Called in the host's thread with every chunk of a request, or with the reason why it was not accepted."""
 
 
+class Tenant(Protocol):
+    """The second tenant, as the host sees it (rollout_tenant.py)."""
+
+    evicted: int
+    """Number of responses that ever lost their pages."""
+
+    @property
+    def engine(self) -> PagedEngine: ...
+    @property
+    def pages(self) -> TenantPages: ...
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to launch or to collect."""
+        ...
+
+    def turn(self) -> None:
+        """Run its orders and at most one launch."""
+
+    def leave_memory(self) -> None:
+        """Give all blocks back."""
+
+    def give_up_weights(self) -> None:
+        """Serving gets the blocks of the weights now."""
+
+    def fail(self, error: BaseException) -> None: ...
+
+
 @dataclass(slots=True)
 class _Running:
     """A serving request that has not ended."""
@@ -74,15 +90,26 @@ class _Running:
 
 class Host:
     def __init__(
-        self, engine: Any, arena: Arena, objectives: Objectives, *, max_rows: int,
+        self,
+        engine: PagedEngine,
+        arena: Arena,
+        objectives: Objectives,
+        *,
+        max_rows: int,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`engine`: the engine of serving, whose pages are in the arena. `max_rows`: rows of its largest step."""
-        self.engine, self.arena, self.objectives, self._max_rows = engine, arena, objectives, max_rows
+        assert engine.kv is not None, "the pages of serving are in the arena"
+        self.engine = engine
+        self._pages = engine.kv.pages
+        self.arena = arena
+        self.objectives = objectives
+        self._max_rows = max_rows
         self.policy = MemoryPolicy(arena.blocks.layout.count)
-        self.serving_time, self.rollout_time = StepTime(), StepTime()
+        self.serving_time = StepTime()
+        self.rollout_time = StepTime()
         self.metrics = ServeMetrics()
-        self.rollout: RolloutTenant | None = None
+        self.rollout: Tenant | None = None
         self.failed: BaseException | None = None
         self.slack_s = 0.0
         """The slack before the last rollout step, or before the last decision that it must wait."""
@@ -188,7 +215,7 @@ class Host:
         """Run all orders; wait for one if there is nothing to do. False: the host is closed."""
         while True:
             try:
-                lends = self.rollout is not None and (self.rollout.runnable or self.rollout.unread)
+                lends = self.rollout is not None and self.rollout.busy
                 idle = not len(self.engine) and not lends
                 if idle:
                     order = self._orders.get(timeout=LOOK_S if self.rollout is not None else None)
@@ -203,18 +230,17 @@ class Host:
                 return True
 
     def _turn(self) -> None:
-        tenant = self.rollout
         if len(self.engine):
             self._step_serving()
         tenant = self.rollout  # serving may have taken the memory of its weights
         if tenant is not None:
             began_s = self._clock()
-            self._contain(tenant, lambda: self._step_rollout(tenant))
+            self._contain(tenant)
             self._count_lent(self._clock() - began_s)
 
-    def _contain(self, tenant: RolloutTenant, function: Callable[[], None]) -> None:
+    def _contain(self, tenant: Tenant) -> None:
         try:
-            function()
+            tenant.turn()
         except Exception as e:  # fault boundary: serving goes on without the rollout
             self.drop_rollout(tenant)
             tenant.fail(e)
@@ -288,126 +314,89 @@ class Host:
 
     # The rollout.
 
-    def adopt(self, tenant: RolloutTenant) -> None:
+    def adopt(self, tenant: Tenant) -> None:
         assert self.rollout is None, "there is a rollout tenant already"
-        self.rollout, self.rollout_time = tenant, StepTime()
+        self.rollout = tenant
+        self.rollout_time = StepTime()
         self.begin_step()
 
-    def drop_rollout(self, tenant: RolloutTenant) -> None:
+    def drop_rollout(self, tenant: Tenant) -> None:
         """The tenant is gone: its blocks are free."""
         if self.rollout is tenant:
             self.rollout = None
             tenant.pages.evict = lambda pages: None
             with contextlib.suppress(Exception):  # the device may be what failed
-                tenant.finish_launches()
+                tenant.engine.finish_launches()
             tenant.leave_memory()
 
     def begin_step(self) -> None:
         """A step of the run begins: compute the rollout's budget from what serving holds."""
-        self.policy.begin_step(self._unlent)
+        self.policy.begin_step(self.unlent)
         if self.rollout is not None:
             self.rollout.pages.limit = self.policy.budget
-
-    def _step_rollout(self, tenant: RolloutTenant) -> None:
-        if not tenant.run_orders():
-            return
-        tenant.restore_weights(self._clock())
-        self._limit_memory(tenant)
-        if self.policy.thaw(self._unlent, self._clock()):
-            tenant.pages.limit = self.policy.budget
-        tenant.report(self._clock())
-        rows, steps, prefill = self._lend(tenant) if tenant.runnable else (0, 1, False)
-        if rows or tenant.unread:  # launches in flight are collected in any case: their time is counted here
-            began_s, short = self._clock(), bool(len(self.engine))
-            made = tenant.advance(rows, steps, depth=AHEAD, short=short, prefill=prefill)
-            took_s = tenant.device_s or self._clock() - began_s
-            self.rollout_time.observe(StepShape(*tenant.last_step), took_s / tenant.last_steps)
-            self.metrics.rollout_seconds += took_s
-            self.metrics.rollout_tokens += made
-        self.metrics.returned("memory", tenant.return_evicted())
-        for why, count in tenant.return_starved(self._clock()).items():
-            self.metrics.returned(why, count)
-
-    def _lend(self, tenant: RolloutTenant) -> tuple[int, int, bool]:
-        """Rows and steps of the next rollout launch, and whether it may prefill. 0 rows: it must wait."""
-        now_s = self._clock()
-        serving, lent = self._serving_load(now_s), tenant.load(now_s)
-        self.slack_s = slack_s(serving, self.objectives, self.serving_time, now_s)
-        growing = self.slack_s == credit_s(serving, self.objectives) < math.inf
-        ahead_s = serving.rollout_ahead_s
-        rows = rows_allowed(
-            self.slack_s, self.objectives, self.rollout_time, lent, growing=growing, ahead_s=ahead_s
-        )  # fmt: skip
-        self.metrics.rollout_steps += rows > 0
-        self.metrics.rollout_waits += rows == 0
-        decoding = lent.running - lent.prefilling
-        most_s, shape = min(self.slack_s, self.objectives.idle_s), (min(rows, decoding), lent.context)
-        steps = steps_allowed(most_s, LAUNCH_S, self.rollout_time, *shape, tenant.burst)
-        return rows, steps, rows > decoding
 
     def slack_now(self, now_s: float) -> float:
         """The smallest slack of the objectives. Credit is left out: it limits how often the rollout has a step, not how
         many responses such a step can have."""
-        return objective_slack_s(self._serving_load(now_s), self.objectives, self.serving_time, now_s)
+        return objective_slack_s(self.serving_load(now_s), self.objectives, self.serving_time, now_s)
 
     @property
     def serving_use(self) -> float:
         """Share of the KV memory that serving holds."""
-        return self.engine.kv.pages.held_blocks / self.arena.blocks.layout.count
-
-    def _limit_memory(self, tenant: RolloutTenant) -> None:
-        pages = tenant.pages
-        excess = self.policy.observe(self._unlent, pages.owned_blocks)
-        pages.limit = self.policy.budget
-        if excess:
-            pages.yield_blocks(excess)
-            self.policy.observe(self._unlent, pages.owned_blocks)
+        return self._pages.held_blocks / self.arena.blocks.layout.count
 
     @property
-    def _unlent(self) -> int:
+    def unlent(self) -> int:
         """Blocks that the rollout's KV cache cannot have: those of serving, and of the rollout's weights."""
-        return self.engine.kv.pages.held_blocks + self.arena.blocks.held(WEIGHTS)
+        return self._pages.held_blocks + self.arena.blocks.held(WEIGHTS)
 
     def may_restore(self, blocks: int) -> bool:
         """Whether the rollout's weights may have this many blocks again."""
-        return self.policy.has_room(self._unlent + blocks)
+        return self.policy.has_room(self.unlent + blocks)
 
     def _serving_shape(self) -> tuple[int, int]:
         """Rows of a decode step of serving, and the tokens that they attend to."""
         lengths = [len(s.tokens) for s in self.engine.sequences if s.pages]
         return len(lengths), sum(lengths)
 
-    def _serving_load(self, now_s: float) -> ServingLoad:
+    def serving_load(self, now_s: float) -> ServingLoad:
         waiting, last_tokens_s, lent_s, context = [], [], [], 0
         for s in self.engine.sequences:
             request = self._requests[s.request.id]
             if request.tokens == 0:
-                waiting.append((request.arrival_s, len(s.tokens) - s.computed))
-                if s.computed == len(s.tokens):  # its first token is in flight: what is launched now comes after it
+                waiting.append((request.arrival_s, len(s.tokens) - s.prefilled))
+                if s.prefilled == len(s.tokens):  # its first token is in flight: what is launched now comes after it
                     lent_s.append((0.0, 0.0))
             else:
                 last_tokens_s.append(request.last_s)
                 lent_s.append((now_s - request.first_s, request.lent_s))
                 context += len(s.tokens)
         return ServingLoad(
-            waiting=tuple(waiting), last_tokens_s=tuple(last_tokens_s), lent_s=tuple(lent_s), context=context,
-            max_rows=self._max_rows, serving_ahead_s=ahead_s(self.engine, self.serving_time),
+            waiting=tuple(waiting),
+            last_tokens_s=tuple(last_tokens_s),
+            lent_s=tuple(lent_s),
+            context=context,
+            max_rows=self._max_rows,
+            serving_ahead_s=ahead_s(self.engine, self.serving_time),
             rollout_ahead_s=ahead_s(self.rollout.engine, self.rollout_time) if self.rollout is not None else 0.0,
-        )  # fmt: skip
+        )
 
 
 def _engine_failed() -> WindfallError:
     return WindfallError("the engine has failed", fix="Try again: the server restarts.")
 
 
-def ahead_s(engine: Any, time: StepTime) -> float:
+def ahead_s(engine: PagedEngine, time: StepTime) -> float:
     """Predicted time of the launches in flight."""
     return sum(time.upper_s(*shape) * steps for shape, steps in engine.launched)
 
 
-def rollout_load(engine: Any) -> RolloutLoad:
+def rollout_load(engine: PagedEngine) -> RolloutLoad:
     running = [s for s in engine.sequences if s.pages]
     return RolloutLoad(
-        running=len(running), waiting=len(engine) - len(running), context=sum(len(s.tokens) for s in running),
-        prefilling=engine.prefilling, prefill=engine.prefill_rows,
-    )  # fmt: skip
+        running=len(running),
+        waiting=len(engine) - len(running),
+        context=sum(len(s.tokens) for s in running),
+        prefilling=engine.prefilling,
+        prefill=engine.prefill_rows,
+    )

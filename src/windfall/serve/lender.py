@@ -1,11 +1,11 @@
-"""Lends the host to a run: a worker's agent with a `borrowed` lease, whose engine is the rollout tenant of the host.
+"""Lends the host to a run: a worker with a `borrowed` lease, whose engine is the rollout tenant of the host.
 
-    Lender.run ──▶ token ──▶ Agent ──▶ (run) ... drained, or the tenant failed ──▶ wait ──▶ token ──▶ another Agent ...
+    Lender.run ──▶ token ──▶ ControllerClient ──▶ (run) ... drained, or the tenant failed ──▶ wait ──▶ begin again
                                └──▶ refused: as above, but after a longer time if this run never fitted
 
 A server outlives the runs that it lends to. After a crash, the next run at the same address may train another model or
-have another token: the agent is refused, and the next one begins with neither model nor engine. The token is read when
-an agent starts; a token file that does not exist yet is awaited, while serving goes on. The agent reconnects without
+have another token: the client is refused, and the next one begins with neither model nor engine. The token is read when
+a client starts; a token file that does not exist yet is awaited, while serving goes on. The client reconnects without
 end while there is no controller. It keeps the engine and its weights meanwhile, but no response: these are continued
 elsewhere, and their pages are free.
 """
@@ -18,6 +18,7 @@ import math
 import ssl as tls
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from windfall.errors import WindfallError
@@ -26,33 +27,39 @@ from windfall.serve.build import build_rollout
 from windfall.serve.host import Host
 from windfall.serve.rollout_tenant import RolloutTenant
 from windfall.types import Lease
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient, WeightPuller
 from windfall.worker.preemption import PreemptionNotice
 
 RETRY_S = 10.0
-"""Seconds between the end of one agent and the start of the next."""
+"""Seconds between the end of one client and the start of the next."""
 REFUSED = 3
-"""Exit status of an agent that the run has refused for good."""
+"""Exit status of a client that the run has refused for good."""
 REFUSED_S = 300.0
 """Seconds until the next attempt if the run cannot use this server at all, or does not accept its token."""
 PATIENCE_S = math.inf
 """The service outlives any outage of the run."""
 
 
+@dataclass(eq=False)
 class Lender:
-    def __init__(
-        self, host: Host, url: str, token: Callable[[], str], *, name: str, device: str, puller: Callable[[str], Any],
-        lease_device: str = "", region: str = "", ssl: tls.SSLContext | None = None, retry_s: float = RETRY_S,
-        refused_s: float = REFUSED_S,
-        say: Callable[[str], None] = lambda line: print(f"lend: {line}", file=sys.stderr, flush=True),
-    ) -> None:  # fmt: skip
-        """`token` returns the run's token, or raises WindfallError while there is none; it is called in a thread.
-        `puller` makes a weights.pull.Puller for every agent, given the token. `lease_device`: name of the device in the
-        lease."""
-        self._host, self._url, self._read_token, self._name, self._device = host, url, token, name, device
-        self._puller, self._ssl, self._retry_s, self._refused_s, self._say = puller, ssl, retry_s, refused_s, say
-        self._lease = Lease(kind="borrowed", device=lease_device or device, region=region)
-        self._agent: Agent | None = None
+    host: Host
+    url: str
+    token: Callable[[], str]
+    """Returns the run's token, or raises WindfallError while there is none. Called in a thread."""
+    name: str
+    device: str
+    puller: Callable[[str], WeightPuller]
+    """Makes a weights.pull.Puller for every client, given the token."""
+    lease_device: str = ""
+    """Name of the device in the lease; empty: as `device`."""
+    ssl: tls.SSLContext | None = None
+    retry_s: float = RETRY_S
+    refused_s: float = REFUSED_S
+    say: Callable[[str], None] = lambda line: print(f"lend: {line}", file=sys.stderr, flush=True)
+
+    def __post_init__(self) -> None:
+        self._lease = Lease(kind="borrowed", device=self.lease_device or self.device)
+        self._client: ControllerClient | None = None
         self._tenant: RolloutTenant | None = None
         self._leaving = asyncio.Event()
         self.tenants = 0
@@ -64,41 +71,50 @@ class Lender:
         while not self._leaving.is_set():
             self._tenant = None
             try:
-                token = await asyncio.to_thread(self._read_token)
+                token = await asyncio.to_thread(self.token)
             except (WindfallError, OSError) as e:
                 if str(e) != waiting:  # print repeats once
                     waiting = str(e)
-                    self._say(f"waiting for the run's token: {e}")
-                await self._pause(self._retry_s)
+                    self.say(f"waiting for the run's token: {e}")
+                await self._pause(self.retry_s)
                 continue
-            agent = self._agent = Agent(
-                self._url, token, name=self._name, lease=self._lease, puller=self._puller(token), build=self._build,
-                ssl=self._ssl, patience_s=PATIENCE_S, host=self._make_tenant, lends=True, say=self._say,
-            )  # fmt: skip
+            client = self._client = ControllerClient(
+                self.url,
+                token,
+                name=self.name,
+                lease=self._lease,
+                puller=self.puller(token),
+                build=self._build,
+                ssl=self.ssl,
+                patience_s=PATIENCE_S,
+                host=self._make_tenant,
+                lends=True,
+                say=self.say,
+            )
             try:
-                code = await agent.run()
+                code = await client.run()
             except Exception as e:  # fault boundary: serving goes on whatever happens to the lender
-                self._say(f"{type(e).__name__}: {e}")
+                self.say(f"{type(e).__name__}: {e}")
                 code = 1
                 if self._tenant is not None:  # its memory must be free before the next one is made
                     self._tenant.close(0.0)
             finally:
-                self._agent = None
+                self._client = None
             if code == REFUSED and not (self._tenant is not None and self._tenant.built):
                 what = "the run does not take this worker; serving goes on without lending"
-                self._say(f"{what}; the next attempt is in {self._refused_s:g} s, or when the token has changed")
+                self.say(f"{what}; the next attempt is in {self.refused_s:g} s, or when the token has changed")
                 await self._pause_refused(token)
             else:
-                await self._pause(self._retry_s)
+                await self._pause(self.retry_s)
 
     async def _pause_refused(self, token: str) -> None:
         """Wait for a long time, unless there is another token: that of the next run, or the right one."""
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + self._refused_s
+        end_s = loop.time() + self.refused_s
         while not self._leaving.is_set() and (left_s := end_s - loop.time()) > 0:
-            await self._pause(min(self._retry_s, left_s))
+            await self._pause(min(self.retry_s, left_s))
             with contextlib.suppress(WindfallError, OSError):  # the next attempt says what is wrong with the file
-                if await asyncio.to_thread(self._read_token) != token:
+                if await asyncio.to_thread(self.token) != token:
                     return
 
     async def _pause(self, seconds: float) -> None:
@@ -109,15 +125,15 @@ class Lender:
     def leave(self, why: str) -> None:
         """Tell the run that this worker leaves soon, so that it takes its responses back. `run` ends then."""
         self._leaving.set()
-        if self._agent is not None:
-            self._agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail=why))
+        if self._client is not None:
+            self._client.warned(PreemptionNotice(source="sigterm", left_s=None, detail=why))
 
     def _make_tenant(self, make: Callable[[], tuple[Any, int]]) -> RolloutTenant:
         self.tenants += 1
-        self._tenant = RolloutTenant(self._host, make=make)
+        self._tenant = RolloutTenant(self.host, make=make)
         return self._tenant
 
     def _build(self, spec: m.EngineSpec) -> tuple[Any, int]:
         if self._tenant is not None:
             self._tenant.response_tokens = spec.longest
-        return build_rollout(self._host, spec, self._device)
+        return build_rollout(self.host, spec, self.device)

@@ -15,7 +15,6 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
 from windfall import devices
 from windfall.defaults import KV_SHARE
@@ -31,6 +30,7 @@ from windfall.serve.lender import Lender
 from windfall.serve.slo import Objectives
 from windfall.trainer.derived import text_for
 from windfall.weights.pull import Puller
+from windfall.worker.process import is_address
 
 LEAVE_S = 5.0
 """Time limit for returning the run's responses at the end (seconds)."""
@@ -85,9 +85,10 @@ def main(options: ServeOptions) -> None:
     )
     host = build.build_host(spec, model, device, options.objectives, share=options.memory, tell=_tell)
     served = ServedModel(
-        model=options.name or options.model, context=min(longest, host.engine.limit),
+        model=options.name or options.model,
+        context=min(longest, host.engine.limit),
         vocabulary=model.get_input_embeddings().num_embeddings,
-    )  # fmt: skip
+    )
     chat = Chat(tokenizer, stop) if getattr(tokenizer, "chat_template", None) else None
     limits = ServeLimits(api_key=options.api_key, max_requests=options.max_requests)
     api = ServeApi(host, tokenizer, chat, stop, served=served, limits=limits)
@@ -96,10 +97,15 @@ def main(options: ServeOptions) -> None:
         lender: Lender | None = None
         if options.lend:
             lender = Lender(
-                host, options.lend, lambda: invitation.token(options.token), device=device,
-                name=f"{socket.gethostname()}-{os.getpid()}", lease_device=devices.describe(device), ssl=context,
+                host,
+                options.lend,
+                lambda: invitation.token(options.token),
+                device=device,
+                name=f"{socket.gethostname()}-{os.getpid()}",
+                lease_device=devices.describe(device),
+                ssl=context,
                 puller=lambda token: Puller(key=auth.weights_key(token), ssl=context),
-            )  # fmt: skip
+            )
         return await serve(host, api, options, lender)
 
     async def run_and_exit() -> NoReturn:
@@ -114,19 +120,6 @@ def main(options: ServeOptions) -> None:
 def _tell(line: str) -> None:
     """Say what the start of the server is doing. Standard output has the address of the server as its first line."""
     print(line, file=sys.stderr, flush=True)
-
-
-def is_address(url: str) -> bool:
-    """Whether this is the URL of a host.
-
-    >>> [is_address(url) for url in ("http://10.0.0.5:8765", "10.0.0.5:8765", "http://", "http://a:port")]
-    [True, False, False, False]
-    """
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        return False
 
 
 def check_address(host: str, port: int) -> None:
@@ -174,8 +167,9 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
     slo = options.objectives
     print(
         f"serving {api.served.model} at http://{options.host}:{port}/v1 "
-        f"(TTFT {slo.ttft_s * 1000:g} ms, TPOT {slo.tpot_s * 1000:g} ms)", flush=True,
-    )  # fmt: skip
+        f"(TTFT {slo.ttft_s * 1000:g} ms, TPOT {slo.tpot_s * 1000:g} ms)",
+        flush=True,
+    )
     if not api.has_key and options.host not in LOOPBACK:
         print(f"warning: every client that reaches {options.host} may use this server; set --api-key", file=sys.stderr)
     lending: asyncio.Task[Any] | None = asyncio.create_task(lender.run()) if lender is not None else None

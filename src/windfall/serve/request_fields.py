@@ -1,4 +1,4 @@
-"""Which fields a serving request may have. Plain data in and out.
+"""Which fields a serving request may have, and how they want its tokens sampled. Plain data in and out.
 
 Rules:
 - A field that would change the answer is honored or refused with status 400, never ignored. A value that has no effect
@@ -8,15 +8,20 @@ Rules:
 - A tool cannot be forced: `tool_choice` "required" and a named tool are refused. A promise that the answer is a call of
   a certain tool needs decoding that is constrained by a grammar, as vLLM, SGLang and llama.cpp have it, and windfall's
   engines sample from the model's distribution only. To offer the tools and hope would break the promise silently.
+- No value of any field may raise an error other than ApiError: all requests share an engine.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from windfall.controller.gateway.protocol import MAX_ECHO, ApiError
 from windfall.errors import nearest
+from windfall.types import Sampling
 
 BOTH = frozenset({
     "model", "stream", "stream_options", "n", "stop", "max_tokens", "max_completion_tokens", "temperature", "top_p",
@@ -31,28 +36,30 @@ NO_EFFECT = frozenset({
 })  # fmt: skip
 """Fields that say who asks, or how to be faster: they do not change the answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
-    "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
+    "min_p": (0,), "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
     "bad_words": ([],), "allowed_token_ids": ([],), "structured_outputs": (), "guided_json": (), "guided_regex": (),
     "guided_choice": (), "guided_grammar": (), "length_penalty": (1,), "prompt_logprobs": (0,), "functions": ([],),
     "function_call": ("none",), "modalities": (["text"],), "audio": (), "store": (False,), "reasoning_effort": (),
     "verbosity": ("medium",), "web_search_options": (), "moderation": (), "chat_template": (), "documents": ([],),
-    "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "include_stop_str_in_output": (False,), "skip_special_tokens": (False,), "truncate_prompt_tokens": (),
-    "thinking_token_budget": (),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (False,), "truncate_prompt_tokens": (), "thinking_token_budget": (),
 }  # fmt: skip
 """Fields that are not supported, and the values that have no effect."""
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 """`include_obfuscation` adds random text against those who watch the sizes of packets; without it, nothing is missing.
 """
 RESERVED = frozenset({
-    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize", "padding",
-    "continue_final_message", "truncation", "max_length", "tokenizer_kwargs", "self",
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
+    "padding", "continue_final_message", "truncation", "max_length", "tokenizer_kwargs", "self",
 })  # fmt: skip
 """Arguments of transformers' `apply_chat_template` that are not variables of the template."""
 MAX_LOGPROBS = 1
 """Upper limit for `logprobs` of a completion. The engine knows the log-prob of the sampled token only, so 1 gives the
 same as 0: `top_logprobs` is null."""
+MAX_SEED = 1 << 63
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy. Logits divided by a tiny number would be infinite."""
 
 
 def check(body: Mapping[str, Any], *, chat: bool) -> None:
@@ -145,3 +152,58 @@ def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str | int | float | None):
             raise ApiError(400, "a variable must be text, a number, true or false", param=param)
     return dict(given)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    sampling: Sampling
+    seed: int | None
+    ignore_eos: bool
+
+
+def sampling_options(body: Mapping[str, Any]) -> SamplingOptions:
+    """The options of a request.
+
+    >>> sampling_options({"temperature": 0, "seed": 7}).sampling
+    Sampling(temperature=0.0, top_p=1.0, top_k=0)
+    """
+    top_k = _number(body, "top_k", 0, -1, 1 << 31)
+    seed = body.get("seed")
+    if seed is not None and (type(seed) is not int or not -MAX_SEED <= seed < MAX_SEED):
+        raise ApiError(400, "seed must be an integer of 64 bits", param="seed")
+    ignore_eos = body.get("ignore_eos")
+    if ignore_eos not in (None, True, False):
+        raise ApiError(400, "ignore_eos must be true or false", param="ignore_eos")
+    top_p = _number(body, "top_p", 1.0, 0.0, 1.0)
+    if top_p == 0.0:
+        raise ApiError(400, "top_p must be above 0", param="top_p")
+    temperature = _number(body, "temperature", 1.0, 0.0, 100.0)
+    temperature = temperature if temperature >= GREEDY_BELOW else 0.0
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=max(0, int(top_k)))
+    return SamplingOptions(
+        sampling=sampling, seed=None if seed is None else seed % (1 << 64), ignore_eos=bool(ignore_eos)
+    )
+
+
+def choice_seed(seed: int | None, number: int) -> int:
+    """The seed of one of several choices: `number` counts those of one prompt. With a seed of the request it is always
+    the same, and choice 0 is the answer that the request has without `n`. Without one it is random.
+
+    A sum of seed and number would give requests with neighboring seeds the same choices.
+    """
+    if seed is None:
+        return secrets.randbits(63)
+    if number == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest())
+
+
+def _number(body: Mapping[str, Any], name: str, default: float, least: float, most: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ApiError(400, f"{name} must be a number", param=name)
+    if not least <= value <= most:  # also NaN
+        raise ApiError(400, f"{name} must be between {least:g} and {most:g}", param=name)
+    return float(value)

@@ -1,6 +1,6 @@
 """The rollout tenant: an EngineThread without a thread of its own. The host runs its orders and its steps.
 
-    session ── orders ──▶ (host's thread) run_orders, advance ── frames ──▶ forwarder's thread ──▶ session
+    link ── orders ──▶ (host's thread) turn: orders, memory, one launch ── frames ──▶ forwarder's thread ──▶ link
 
 Rules:
 - the engine is built, and weights are copied, in other threads: the host never waits for them;
@@ -28,15 +28,17 @@ from typing import Any
 
 import msgspec
 
+from windfall.engine.blocks import TenantPages
 from windfall.engine.engine_thread import Emit, EngineThread, Make, order
-from windfall.engine.tenant_pages import TenantPages
-from windfall.engine.torch.engine import copy_weights
+from windfall.engine.module_weights import copy_weights
+from windfall.engine.paged import PagedEngine
+from windfall.engine.scheduler import Sequence
 from windfall.errors import WindfallError
 from windfall.link.messages import Released, Stats
 from windfall.serve.capacity import CapacityMeter
-from windfall.serve.host import Host, rollout_load
-from windfall.serve.slo import RolloutLoad, rows_allowed
-from windfall.types import Chunk
+from windfall.serve.host import AHEAD, LAUNCH_S, Host, rollout_load
+from windfall.serve.slo import RolloutLoad, credit_s, rows_allowed, slack_s, steps_allowed
+from windfall.serve.step_time import StepShape
 
 STARVED_S = 2.0
 PREFILL_S = 0.5
@@ -94,7 +96,9 @@ class RolloutTenant(EngineThread):
         waking = self._orders = _WakingQueue()
         waking.wake = host.wake
         self._forwarder: _Forwarder | None = None
-        self._swapping = self._loading = self._closed = False
+        self._swapping = False
+        self._loading = False
+        self._closed = False
         """`_loading`: new weights are being copied to host memory. `_swapping`: the engine's weights change."""
         self._swaps = 0
         self.weightless_s: float | None = None
@@ -134,7 +138,7 @@ class RolloutTenant(EngineThread):
             assert self._make is not None
             engine, self.slots = self._make()
             self._host.call(lambda: self._built(engine)).result()
-        except BaseException as e:  # fault boundary: this is the only way in which the agent learns of the error
+        except BaseException as e:  # fault boundary: this is the only way in which the worker learns of the error
             self.failed = e
             self._on_failure()
 
@@ -144,7 +148,8 @@ class RolloutTenant(EngineThread):
     def attach(self, emit: Emit) -> None:
         self._drop_all()
         self._forwarder = _Forwarder(emit)
-        self._emit, self._paused = self._forwarder.put, False
+        self._emit = self._forwarder.put
+        self._paused = False
         self._reported_s = -math.inf
         self._host.begin_step()
 
@@ -164,14 +169,15 @@ class RolloutTenant(EngineThread):
         if weights is None:
             self._copied(version, done, None)
             return
-        engine: Any = self.engine
-        ready = getattr(engine, "ready_weights", None)
+        engine = self.engine
+        ready = engine.ready_weights
         if ready is None:
             self._in_thread(lambda: copy_weights(engine.model, version, weights), version, done)
             return
 
         self._swaps += 1
-        number, self._loading = self._swaps, True
+        number = self._swaps
+        self._loading = True
 
         def load() -> None:
             """To host memory first: the tenant steps with the old weights meanwhile."""
@@ -180,12 +186,12 @@ class RolloutTenant(EngineThread):
                 pass  # the version before this one must be on the device before it is overwritten in host memory
             try:
                 ready.load(version, weights)
-            except Exception as e:  # fault boundary: the session reports it to the controller
+            except Exception as e:  # fault boundary: the link reports it to the controller
                 error = e
             self._orders.put(lambda: activate(error))
 
         def activate(error: BaseException | None) -> None:
-            if number != self._swaps:  # a session after this one loads another version into the same memory
+            if number != self._swaps:  # a link after this one loads another version into the same memory
                 done(error or WindfallError(f"version {version} was replaced while it was loaded"))
                 return
             self._loading = False
@@ -196,29 +202,25 @@ class RolloutTenant(EngineThread):
 
         threading.Thread(target=load, name="rollout weights", daemon=True).start()
 
-    def _in_thread(
-        self, copy: Callable[[], None], version: int, done: Callable[[BaseException | None], None]
-    ) -> None:  # fmt: skip
+    def _in_thread(self, copy: Callable[[], None], version: int, done: Callable[[BaseException | None], None]) -> None:
         """Change the engine's weights in a thread. The tenant does not step meanwhile, and serving does."""
-        self.finish_launches()
+        self.engine.finish_launches()
         self._swapping = True
-
-        engine: Any = self.engine
-        tail = getattr(engine, "weight_blocks", None)
+        tail, ready = self.engine.weight_blocks, self.engine.ready_weights
         if tail is not None and not tail.take():  # the version is in host memory, and is activated later
             self.weightless_s = self.weightless_s or time.monotonic()
             self._copied(version, done, None)
             return
         self.weightless_s = None
-        if tail is not None:
-            engine.ready_weights.interrupted.clear()
+        if ready is not None:
+            ready.interrupted.clear()
         self._copying.acquire()  # released by the thread: until then, `give_up_weights` waits
 
         def run() -> None:
             error: BaseException | None = None
             try:
                 copy()
-            except Exception as e:  # fault boundary: the session reports it to the controller
+            except Exception as e:  # fault boundary: the link reports it to the controller
                 error = e
             finally:
                 self._copying.release()
@@ -233,7 +235,7 @@ class RolloutTenant(EngineThread):
             self.engine.swap(version)
             self._mixed = False
             self._host.begin_step()
-            self.report(time.monotonic(), at_once=True)
+            self._report(time.monotonic(), at_once=True)
         elif not isinstance(error, WindfallError):  # else nothing has changed
             self._mixed = True
         done(error)
@@ -249,32 +251,30 @@ class RolloutTenant(EngineThread):
         self._host.adopt(self)
 
     def leave_memory(self) -> None:
-        """Give all blocks back."""
-        engine: Any = self.engine
-        engine.kv.leave()
-        tail = getattr(engine, "weight_blocks", None)
-        if tail is not None:
-            engine.ready_weights.interrupted.set()
+        if self.engine.kv is not None:
+            self.engine.kv.leave()
+        tail, ready = self.engine.weight_blocks, self.engine.ready_weights
+        if tail is not None and ready is not None:
+            ready.interrupted.set()
             with self._copying:
                 tail.leave()
 
     def give_up_weights(self) -> None:
-        """Serving gets the blocks of the weights now."""
-        engine: Any = self.engine
-        engine.ready_weights.interrupted.set()  # a copy in progress ends within milliseconds
+        if self.engine.ready_weights is not None:
+            self.engine.ready_weights.interrupted.set()  # a copy in progress ends within milliseconds
         with self._copying:
             self.weightless_s = time.monotonic()
-        self._cancel(list(engine.sequences))
+        self._cancel(self.engine.sequences)
 
-    def restore_weights(self, now_s: float) -> None:
+    def _restore_weights(self, now_s: float) -> None:
         """Activate the weights again if there is room for them."""
-        engine: Any = self.engine
-        if self.weightless_s is None or self._swapping or self._loading or not engine.ready_weights.loaded:
+        ready, tail = self.engine.ready_weights, self.engine.weight_blocks
+        if self.weightless_s is None or self._swapping or self._loading or ready is None or tail is None:
             return
-        if now_s < self.weightless_s + RESTORE_S or not self._host.may_restore(engine.weight_blocks.count):
+        if not ready.loaded or now_s < self.weightless_s + RESTORE_S or not self._host.may_restore(tail.count):
             return
         self.weightless_s = now_s  # if the blocks are in use, the next attempt comes later
-        self._in_thread(engine.ready_weights.activate, engine.version, lambda error: None)
+        self._in_thread(ready.activate, self.engine.version, lambda error: None)
 
     def _leave(self) -> None:
         self._closed = True
@@ -289,64 +289,45 @@ class RolloutTenant(EngineThread):
         self._on_failure()
 
     @property
+    def engine(self) -> PagedEngine:
+        assert isinstance(self._engine, PagedEngine), "orders wait until the engine is built"
+        return self._engine
+
+    @property
     def pages(self) -> TenantPages:
-        engine: Any = self.engine
-        return engine.kv.pages
+        assert self.engine.kv is not None, "the pages of a tenant are in the arena"
+        return self.engine.kv.pages
 
     @property
-    def last_step(self) -> tuple[int, int, bool]:
-        engine: Any = self.engine
-        return engine.last_step
+    def busy(self) -> bool:
+        return self._runnable or self.engine.unread
 
     @property
-    def last_steps(self) -> int:
-        engine: Any = self.engine
-        return engine.last_steps
-
-    @property
-    def device_s(self) -> float | None:
-        engine: Any = self.engine
-        return engine.device_s
-
-    @property
-    def burst(self) -> int:
-        engine: Any = self.engine
-        return engine.burst
-
-    @property
-    def in_flight(self) -> bool:
-        engine: Any = self.engine
-        return engine.in_flight
-
-    @property
-    def unread(self) -> bool:
-        """Whether the engine has tokens, or launches in flight, that were not collected."""
-        engine: Any = self.engine
-        return engine.unread
-
-    def finish_launches(self) -> None:
-        """Wait until the device has run all launches of this tenant."""
-        engine: Any = self.engine
-        if engine.in_flight:
-            engine.finish_launches()
-
-    @property
-    def runnable(self) -> bool:
+    def _runnable(self) -> bool:
         return not self._idle() and (self._forwarder is None or self._forwarder.unsent < MAX_UNSENT)
 
     def _idle(self) -> bool:
         return self._swapping or self.weightless_s is not None or super()._idle()
 
-    def load(self, now_s: float) -> RolloutLoad:
-        load = rollout_load(self.engine)
-        if not load.prefill:
-            self._prompts_wait_s = None
-        elif self._prompts_wait_s is None:
-            self._prompts_wait_s = now_s
-        waited_s = 0.0 if self._prompts_wait_s is None else now_s - self._prompts_wait_s
-        return replace(load, prefill_due=waited_s % (2 * PREFILL_S) >= PREFILL_S)
+    def turn(self) -> None:
+        host, engine, clock = self._host, self.engine, self._host.now_s
+        if not self._run_orders():
+            return
+        self._restore_weights(clock())
+        self._limit_memory()
+        self._report(clock())
+        rows, steps, prefill = self._next_launch() if self._runnable else (0, 1, False)
+        if rows or engine.unread:  # launches in flight are collected in any case: their time is counted here
+            began_s = clock()
+            self._advance(rows, steps, prefill)
+            took_s = engine.device_s or clock() - began_s
+            host.rollout_time.observe(StepShape(*engine.last_step), took_s / engine.last_steps)
+            host.metrics.rollout_seconds += took_s
+        handles, self._evicted = self._evicted, []
+        host.metrics.returned("memory", self._return(handles))
+        self._return_starved(clock())
 
-    def run_orders(self) -> bool:
+    def _run_orders(self) -> bool:
         """Run all orders. False: the tenant is closed."""
         with contextlib.suppress(queue.Empty):
             while True:
@@ -355,25 +336,55 @@ class RolloutTenant(EngineThread):
                     given()
         return not self._closed
 
-    def advance(
-        self, rows: int, steps: int = 1, *, depth: int = 1, short: bool = True, prefill: bool = True
-    ) -> int:  # fmt: skip
-        """Launch at most this many steps, of at most this many rows each, or nothing with 0 rows; `depth` launches may
-        be in flight. `short`: a launch with a prefill has only one step. `prefill`: prompts may be computed. Returns
-        the number of new tokens."""
-        engine: Any = self.engine
+    def _limit_memory(self) -> None:
+        host, policy = self._host, self._host.policy
+        excess = policy.observe(host.unlent, self.pages.owned_blocks)
+        self.pages.limit = policy.budget
+        if excess:
+            self.pages.yield_blocks(excess)
+            policy.observe(host.unlent, self.pages.owned_blocks)
+        if policy.thaw(host.unlent, host.now_s()):
+            self.pages.limit = policy.budget
+
+    def _next_launch(self) -> tuple[int, int, bool]:
+        """Rows and steps of the next launch, and whether it may prefill. 0 rows: it must wait."""
+        host, now_s = self._host, self._host.now_s()
+        serving, lent = host.serving_load(now_s), self._load(now_s)
+        slack = host.slack_s = slack_s(serving, host.objectives, host.serving_time, now_s)
+        growing = slack == credit_s(serving, host.objectives) < math.inf
+        ahead_s = serving.rollout_ahead_s
+        rows = rows_allowed(slack, host.objectives, host.rollout_time, lent, growing=growing, ahead_s=ahead_s)
+        host.metrics.rollout_steps += rows > 0
+        host.metrics.rollout_waits += rows == 0
+        decoding = lent.running - lent.prefilling
+        most_s, shape = min(slack, host.objectives.idle_s), (min(rows, decoding), lent.context)
+        steps = steps_allowed(most_s, LAUNCH_S, host.rollout_time, *shape, self.engine.burst)
+        return rows, steps, rows > decoding
+
+    def _load(self, now_s: float) -> RolloutLoad:
+        load = rollout_load(self.engine)
+        if not load.prefill:
+            self._prompts_wait_s = None
+        elif self._prompts_wait_s is None:
+            self._prompts_wait_s = now_s
+        waited_s = 0.0 if self._prompts_wait_s is None else now_s - self._prompts_wait_s
+        return replace(load, prefill_due=waited_s % (2 * PREFILL_S) >= PREFILL_S)
+
+    def _advance(self, rows: int, steps: int, prefill: bool) -> None:
+        """Launch at most this many steps, of at most this many rows each, or nothing with 0 rows."""
+        engine = self.engine
         if rows and prefill:
             self._prompts_wait_s = None
         before, began_s = self._generated, time.monotonic()
-        engine.depth = depth
-        engine.prefill_alone(short)
-        chunks: list[Chunk] = engine.step(rows, steps, prefill)
+        engine.depth = AHEAD
+        engine.prefill_alone(len(self._host.engine) > 0)
+        chunks = engine.step(rows, steps, prefill)
         if self._meter is not None:
             self._meter.stepped(time.monotonic() - began_s)
         self._stepped(chunks)
-        return self._generated - before
+        self._host.metrics.rollout_tokens += self._generated - before
 
-    def report(self, now_s: float, *, at_once: bool = False) -> None:
+    def _report(self, now_s: float, *, at_once: bool = False) -> None:
         """Measure the capacity every `LOOK_S`, and report it every `REPORT_S`."""
         if not at_once and now_s < self._measured_s + LOOK_S:
             return
@@ -400,49 +411,45 @@ class RolloutTenant(EngineThread):
             self._emit(self._meter.report(slots=slots, state=host.policy.state, slack_s=slack_s))
 
     def _evict(self, pages: frozenset[int]) -> None:
-        engine: Any = self.engine
+        engine = self.engine
         self._cancel([s for s in engine.sequences if not pages.isdisjoint(s.pages)])
         engine.evict_kept(pages)
 
-    def _cancel(self, sequences: list[Any]) -> None:
-        engine: Any = self.engine
+    def _cancel(self, sequences: list[Sequence]) -> None:
+        engine = self.engine
         for s in sequences:
             engine.cancel(s.request.id)
             self._evicted.append(int(s.request.id))
             self.evicted += 1
 
-    def return_evicted(self) -> int:
-        """Return the responses that lost their pages to the controller. Returns how many."""
-        handles, self._evicted = self._evicted, []
-        return self._return(handles)
-
-    def return_starved(self, now_s: float) -> dict[str, int]:
-        """Return the responses that have waited too long. Returns how many, by what they have waited for."""
+    def _return_starved(self, now_s: float) -> None:
+        """Return the responses that have waited too long for memory or for compute."""
         if now_s < self._looked_s + LOOK_S:
-            return {}
+            return
         self._looked_s = now_s
-        engine: Any = self.engine
+        engine = self.engine
         if self._idle() and self.weightless_s is None:
             self._without_pages_s.clear()
-            return {}
+            return
         sequences, why = engine.sequences, "memory"
         if time.monotonic() - self._stepped_s > STARVED_S:
             starved = [s.request.id for s in sequences]
             if self.weightless_s is None:
-                why, self._rests_until_s = "compute", now_s + REST_S
+                why = "compute"
+                self._rests_until_s = now_s + REST_S
         else:
             before = self._without_pages_s
             self._without_pages_s = {s.request.id: before.get(s.request.id, now_s) for s in sequences if not s.pages}
             starved = [id for id, since_s in self._without_pages_s.items() if now_s - since_s > STARVED_S]
         for id in starved:
             engine.cancel(id)
-        return {why: self._return([int(id) for id in starved])}
+        self._host.metrics.returned(why, self._return([int(id) for id in starved]))
 
     def _return(self, handles: list[int]) -> int:
         given = tuple(h for h in handles if h in self._running)
         self._running.difference_update(given)
         if given:
-            self.report(time.monotonic(), at_once=True)  # otherwise the controller might assign them here again
+            self._report(time.monotonic(), at_once=True)  # otherwise the controller might assign them here again
             self._emit(Released(handles=given))
         return len(given)
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from windfall.engine import engine_factory
-from windfall.engine.engine_factory import MAX_KEPT_SHARE
+from windfall.engine import factory
+from windfall.engine.base import MAX_KEPT_SHARE
 from windfall.engine.selftest import verdict
 from windfall.envs.hosting import recipe_host
 from windfall.envs.prompt_lengths import agent_prompts, fit, is_agent, prompt_lengths
@@ -84,7 +84,7 @@ def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
 
     fields = json.loads(engine.model_config)
     selftest.check_trainer(fields, device=device, longest=engine.longest, names=model.state_dict())
-    found = engine_factory.self_test(engine, device, model)
+    found = factory.self_test(engine, device, model)
     verdict.check_weights(model)
     return msgspec.structs.replace(engine, checked=(found,))
 

@@ -15,7 +15,6 @@ import asyncio
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -42,17 +41,19 @@ class PreemptionNotice:
     left_s: float | None
     """Seconds until the machine is taken, or None if unknown."""
     detail: str
-    advice: bool = False
-    """True if the machine is only at risk, and its preemption is not decided."""
 
 
 OnNotice = Callable[[PreemptionNotice], None]
 
 
 async def watch(
-    on_notice: OnNotice, *, clouds: Sequence[str] | Literal["auto"], base_urls: Mapping[str, str] | None = None,
-    poll_s: float = 2.0, timeout_s: float = 1.0,
-) -> None:  # fmt: skip
+    on_notice: OnNotice,
+    *,
+    clouds: Sequence[str] | Literal["auto"],
+    base_urls: Mapping[str, str] | None = None,
+    poll_s: float = 2.0,
+    timeout_s: float = 1.0,
+) -> None:
     """Watch until cancelled. With "auto", one probe finds the services that exist; if there are none, it returns."""
     names = list(SERVICES) if clouds == "auto" else list(dict.fromkeys(clouds))
     for name in names:
@@ -127,7 +128,9 @@ class _Service:
     source: ClassVar[str]
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str, timeout_s: float) -> None:
-        self._session, self._base_url, self._timeout_s = session, base_url, timeout_s
+        self._session = session
+        self._base_url = base_url
+        self._timeout_s = timeout_s
 
     async def probe(self) -> None:
         """Raise unless the service of this cloud answers."""
@@ -167,10 +170,6 @@ class _AwsAction(msgspec.Struct, frozen=True, kw_only=True):
     time: str = ""
 
 
-class _AwsAdvice(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    notice_time: str
-
-
 class _Aws(_Service):
     """IMDSv2: needs a token, which is valid for six hours. 404 means that no event is planned."""
 
@@ -182,17 +181,12 @@ class _Aws(_Service):
         await self._renew()
 
     async def poll(self) -> list[tuple[str, PreemptionNotice]]:
-        events: list[tuple[str, PreemptionNotice]] = []
-        if body := await self._get("/latest/meta-data/spot/instance-action"):
-            action = msgspec.json.decode(body, type=_AwsAction)
-            detail = f"spot instance-action {action.action[:40]} at {action.time[:40]}"
-            events.append((detail, PreemptionNotice(source="aws", left_s=left_s(action.time), detail=detail)))
-        with suppress(Exception):  # fault boundary: a failure to get the advice must not delay the notice
-            if body := await self._get("/latest/meta-data/events/recommendations/rebalance"):
-                at = msgspec.json.decode(body, type=_AwsAdvice).notice_time
-                detail = f"rebalance recommended at {at[:40]}"
-                events.append((detail, PreemptionNotice(source="aws", left_s=None, detail=detail, advice=True)))
-        return events
+        body = await self._get("/latest/meta-data/spot/instance-action")
+        if body is None:
+            return []
+        action = msgspec.json.decode(body, type=_AwsAction)
+        detail = f"spot instance-action {action.action[:40]} at {action.time[:40]}"
+        return [(detail, PreemptionNotice(source="aws", left_s=left_s(action.time), detail=detail))]
 
     async def _get(self, path: str) -> bytes | None:
         if asyncio.get_running_loop().time() >= self._renew_at_s:

@@ -1,4 +1,4 @@
-"""The worker process: from its command line to a running agent."""
+"""The worker process: from its command line to a running client."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ import msgspec
 
 from windfall import errors
 from windfall.devices import describe, restrict, visible_gpus
-from windfall.engine import engine_choice, engine_factory
-from windfall.engine.engine_choice import EngineName
-from windfall.engine.vllm import installed, vllm_factory
+from windfall.engine import choice, factory
+from windfall.engine.choice import EngineName
+from windfall.engine.vllm import factory as vllm_factory
+from windfall.engine.vllm import installed
 from windfall.errors import WindfallError
 from windfall.link import auth, invitation, tls
 from windfall.link import messages as m
 from windfall.types import Lease
 from windfall.weights.pull import Puller
 from windfall.worker import preemption
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient
 from windfall.worker.startup import StartupThread, check_device, detect_device
 
 
-def _is_address(url: str) -> bool:
+def is_address(url: str) -> bool:
+    """Whether this is the URL of a host.
+
+    >>> [is_address(url) for url in ("http://10.0.0.5:8765", "10.0.0.5:8765", "http://", "http://a:port")]
+    [True, False, False, False]
+    """
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -63,14 +69,26 @@ def devices_held(device: str, tensor_parallel: int) -> str:
 
 
 def main(
-    url: str, token: str, *, name: str, kind: Any, device: str, region: str, price_usd_per_h: float, threads: int,
-    share: float, clouds: str, ca: Path | None, patience_s: float, engine: EngineName = "auto",
+    url: str,
+    token: str,
+    *,
+    name: str,
+    kind: Any,
+    device: str,
+    region: str,
+    price_usd_per_h: float,
+    threads: int,
+    share: float,
+    clouds: str,
+    ca: Path | None,
+    patience_s: float,
+    engine: EngineName = "auto",
     tensor_parallel: int = 1,
-) -> None:  # fmt: skip
-    """Join a run and work for it; exits the process with the agent's status. `token`: the run's token, or the file that
+) -> None:
+    """Join a run and work for it; exits the process. `token`: the run's token, or the file that
     holds it. `share`: share of the free memory for the KV cache. `engine`: which engine; "auto" leaves it to the run.
     `tensor_parallel`: number of GPUs that the engine spans."""
-    if not _is_address(url):
+    if not is_address(url):
         what = f"{url!r} is not the address of a controller"
         raise WindfallError(what, where="--join", fix="Give http://HOST:PORT.")
     context = tls.client_context(url, ca=ca, pinned=os.environ.get("WINDFALL_TLS_PIN", ""))
@@ -90,32 +108,37 @@ def main(
         found = start.chosen_device()
         if glanced is not None:
             check_device(glanced, found)
-        choice = engine_choice.choose(spec, found, asked=engine, tensor_parallel=tensor_parallel)
-        print(choice, file=sys.stderr, flush=True)
-        if choice.name == "vllm":
+        chosen = choice.choose(spec, found, asked=engine, tensor_parallel=tensor_parallel)
+        print(chosen, file=sys.stderr, flush=True)
+        if chosen.name == "vllm":
             built, slots, took = vllm_factory.build(spec, found, share=share, tensor_parallel=tensor_parallel)
         else:
-            built, slots, took = engine_factory.build_engine_timed(spec, found, share=share)
+            built, slots, took = factory.build_engine_timed(spec, found, share=share)
         start.took = msgspec.structs.replace(start.took, build_s=took.build_s, warm_s=took.warm_s)
         return built, slots
 
     async def run() -> int:
-        agent = Agent(
-            url, token, name=name or f"{socket.gethostname()}-{os.getpid()}", lease=lease,
+        client = ControllerClient(
+            url,
+            token,
+            name=name or f"{socket.gethostname()}-{os.getpid()}",
+            lease=lease,
             build=build_engine,
             puller=Puller(key=auth.weights_key(token), ssl=context, shared=tensor_parallel > 1),
-            boot=lambda: start.took, ssl=context, patience_s=patience_s,
-        )  # fmt: skip
+            boot=lambda: start.took,
+            ssl=context,
+            patience_s=patience_s,
+        )
         loop = asyncio.get_running_loop()
-        preemption.on_sigterm(loop, agent.warned)
+        preemption.on_sigterm(loop, client.warned)
         interrupt = preemption.PreemptionNotice(source="ctrl-c", left_s=None, detail="interrupted by the user")
 
         def leave() -> None:
             loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends the process at once
-            agent.warned(interrupt)
+            client.warned(interrupt)
 
         loop.add_signal_handler(signal.SIGINT, leave)
-        return await agent.run("auto" if clouds == "auto" else () if clouds == "none" else clouds.split(","))
+        return await client.run("auto" if clouds == "auto" else () if clouds == "none" else clouds.split(","))
 
     async def run_and_exit() -> NoReturn:
         """Exit the process from inside the loop: `asyncio.run` would wait without limit for a thread that pulls

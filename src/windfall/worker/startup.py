@@ -105,6 +105,7 @@ def check_device(detected: tuple[str, str], chosen: str) -> None:
     """Raise unless torch uses the detected device, which the lease names."""
     if detected[0] != chosen:
         raise WindfallError(
-            f"the driver reports {detected[1]}, but torch cannot use it", where="--device",
+            f"the driver reports {detected[1]}, but torch cannot use it",
+            where="--device",
             fix="Install a torch that matches the driver, or use --device cpu.",
-        )  # fmt: skip
+        )

@@ -31,7 +31,7 @@ from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling import placement
 from windfall.controller.scheduling.members import WorkerState
 from windfall.types import Sampling
-from windfall.worker.session import PulledWeights
+from windfall.worker.worker_link import PulledWeights
 
 
 def assert_uninterrupted(s: Scene, *, exact: bool = True) -> None:

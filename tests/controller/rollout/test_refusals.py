@@ -15,7 +15,7 @@ from windfall.controller.rollout import refusals
 from windfall.controller.rollout.refusals import REFUSALS, REFUSED_S, Refusals
 from windfall.controller.rollout.stream import Rollout
 from windfall.controller.scheduling.members import Member, Members, WorkerState
-from windfall.engine.engine_factory import engine_sizes
+from windfall.engine.factory import engine_sizes
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
 from windfall.recipe.sections import RolloutSection as Options
@@ -53,7 +53,7 @@ def test_run_ends_with_the_reason_when_every_worker_refuses(tmp_path: Path, monk
     async def main() -> None:
         async with opened(tmp_path) as (site, start):
             first, second = refusing(start(name="a")), start(name="b")
-            second._build = second.agent._build = lambda spec: engine_sizes(spec, 10**15, "cpu", 0.4)
+            second._build = second.client.build = lambda spec: engine_sizes(spec, 10**15, "cpu", 0.4)
             began = time.monotonic()
             with pytest.raises(WindfallError) as caught:
                 await groups(rollout_of(site))

@@ -30,7 +30,7 @@ from windfall.link.memory import pair
 from windfall.recipe.sections import RolloutSection as Options
 from windfall.run.commands.in_process import weights_already_loaded
 from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn
-from windfall.worker.session import Session
+from windfall.worker.worker_link import WorkerLink
 
 
 class Fixed:
@@ -64,7 +64,7 @@ async def worker(dispatch: Dispatch, step_s: float, *, name: str) -> AsyncIterat
     hello = messages.Hello(
         protocol=messages.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease(kind="reserved", device="here")
     )
-    session = Session(theirs, host, weights_already_loaded, heartbeat_s=0.5)
+    session = WorkerLink(theirs, host, weights_already_loaded, heartbeat_s=0.5)
     work = (dispatch.attend(ours, hello), session.serve(), host.live(awake))
     tasks = [asyncio.create_task(it) for it in work]
     try:

@@ -113,12 +113,12 @@ def test_response_resumes_from_any_token(case: Case) -> None:
 
 
 @pytest.mark.parametrize("burst", [1, 3, 8, 20])
-def test_preempted_requests_generate_the_same_tokens(case: Case, burst: int) -> None:
+def test_evicted_requests_generate_the_same_tokens(case: Case, burst: int) -> None:
     asked = [replace(r, prompt=r.prompt[:6], max_tokens=60) for r in requests(10)]  # small at first, then they grow
     roomy = drain(case.engine(), asked)
     tight = case.engine(kv_tokens=224, max_rows=40, burst=burst)
     crowded = drain(tight, asked)
-    assert tight.counters.preemptions > 0
+    assert tight.counters.evictions > 0
     for r in asked:
         case.same(r, crowded[r.id], roomy[r.id])
 
@@ -177,7 +177,7 @@ def test_prefix_groups_survive_preemption_cancel_swap_and_sleep(case: Case) -> N
     out += [c for _ in range(6) for c in e.step()]
     e.sleep()
     out += [c for chunks in drain(e).values() for c in chunks]
-    assert e.counters.preemptions > 0
+    assert e.counters.evictions > 0
     assert len({str(prefix_groups) for prefix_groups in seen}) > 4
     for r in asked:
         if r.id != "3":

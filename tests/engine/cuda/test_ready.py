@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.small_models import SHAPE, VOCABULARY, drain, requests, tokens
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.engine.cuda import reference, rotary, skeleton
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
@@ -206,25 +206,25 @@ def spec(fields: dict[str, Any], **options: Any) -> EngineSpec:
 def test_skeleton_is_built_only_for_the_graph_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(factory.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(skeleton, "ModelSkeleton", lambda fields, **how: ("bare", how["device"]))
-    monkeypatch.setattr(engine_factory, "build_full_model", lambda fields, dtype, device: ("whole", device))
+    monkeypatch.setattr(factory, "build_full_model", lambda fields, dtype, device: ("whole", device))
     fields = sent_fields(configuration("qwen3"))
-    assert engine_factory.build_model(spec(fields), "cuda") == ("bare", "cuda")
-    assert engine_factory.build_model(spec(fields), "cpu") == ("whole", "cpu")
-    assert engine_factory.build_model(spec(fields, deterministic=True), "cuda") == ("whole", "cuda")
+    assert factory.build_model(spec(fields), "cuda") == ("bare", "cuda")
+    assert factory.build_model(spec(fields), "cpu") == ("whole", "cpu")
+    assert factory.build_model(spec(fields, deterministic=True), "cuda") == ("whole", "cuda")
     assert not capsys.readouterr().err
-    assert engine_factory.build_model(spec({**fields, "hidden_act": "gelu"}), "cuda") == ("whole", "cuda")
+    assert factory.build_model(spec({**fields, "hidden_act": "gelu"}), "cuda") == ("whole", "cuda")
     assert "gelu" in capsys.readouterr().err
-    monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: None)
-    assert engine_factory.build_model(spec(fields), "cuda") == ("whole", "cuda")
+    monkeypatch.setattr(factory.importlib.util, "find_spec", lambda name: None)
+    assert factory.build_model(spec(fields), "cuda") == ("whole", "cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("name", MODELS)
 def test_skeleton_generates_the_same_as_transformers_module_on_a_gpu(name: str) -> None:
     theirs, asked = whole(name), requests(4, temperature=0.0)
-    engine, _ = engine_factory.build_engine(spec(sent_fields(theirs.config)), "cuda")
+    engine, _ = factory.build_engine(spec(sent_fields(theirs.config)), "cuda")
     assert isinstance(engine.model, skeleton.ModelSkeleton)
     engine.swap(1, theirs.state_dict())
     other = GraphEngine(theirs.to("cuda"), kv_tokens=512, max_running=4, max_rows=64, version=1)

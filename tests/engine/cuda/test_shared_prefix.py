@@ -3,7 +3,7 @@ compared with the reference, in Triton's interpreter (TRITON_INTERPRET=1) or on 
 
 Where a group reads a shared prefix, the page tables of its other rows point to a page of NaN. So a row that reads a
 shared page itself is detected. Not covered: speed (`benchmarks/engine/gpu_kernels.py`), and random runs of an engine
-(test_plan.py)."""
+(test_schedule.py)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Ll
 from tests.support.small_models import MODELS, SHAPE, build, drain, requests, tokens
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.engine_factory import build_engine, build_model, build_uninitialized
+from windfall.engine.factory import build_engine, build_model, build_uninitialized
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
 from windfall.weights.publish import Publisher

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +22,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.engine import test_contract as contract
 from tests.support.continuation import versions, weights
 from tests.support.engine_groups import WAIT_S, Case, Made, asked, check, cpu_s, spec_of, wait_for
-from tests.support.small_models import build, drain, engine, tokens
+from tests.support.small_models import build, drain, engine, requests, tokens
 from windfall.engine.base import Counters
 from windfall.engine.engine_thread import EngineThread
 from windfall.engine.group import child as children
 from windfall.engine.group import group as groups
 from windfall.engine.group import messages
 from windfall.errors import WindfallError
+from windfall.link.messages import Work, columns
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine
 from windfall.trainer.own_engine.trainer_turn import TrainerTurn
+from windfall.types import Chunk
 from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, MergedWeights
 from windfall.weights.publish import Publisher
 from windfall.weights.shared import OpenVersion
@@ -51,13 +54,16 @@ def test_contract_of_engines(contracts: Any, models: list[Any]) -> None:
     contracts.test_greedy_equals_transformers_generate(plain, model, True)
     contracts.test_logprobs_agree_with_transformers(plain, model, True, 0.7)
     contracts.test_response_ends_with_its_stop_token(model)
+    wanted = requests(3, longest=20)
+    expected = {id: tokens(chunks) for id, chunks in drain(engine(model, deterministic=True), wanted).items()}
+    contracts.check_every_method(contracts.engine(model, deterministic=True), expected)
 
 
 @pytest.mark.slow
 def test_contract_under_pressure(contracts: Any, models: list[Any]) -> None:
     """The engines of the children are those of engine/test_contract.py, and test_children_lost.py cancels."""
     contracts.test_cancel_at_any_token_frees_pages_and_does_not_affect_others(models[0], True)
-    contracts.test_preempted_requests_generate_the_same_tokens(models[0], True)
+    contracts.test_evicted_requests_generate_the_same_tokens(models[0], True)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,7 @@ def test_same_weights_are_not_copied_again(case: Case, models: list[Any], monkey
     e.swap(1)
     case.publish(2, models[1].state_dict())
     e.swap(2)
-    assert [(m.version, m.shared is None) for m in sent if isinstance(m, groups.m.Load)] == [
+    assert [(m.version, m.shared is None) for m in sent if isinstance(m, groups.m.LoadVersion)] == [
         (1, True), (1, True), (2, False), (2, False)
     ]  # fmt: skip
 
@@ -267,7 +273,7 @@ def test_adapters_are_merged_and_small_weights_stay(
         e.swap(version)
     made.finish(e)
     assert {c.version for chunks in made.values() for c in chunks} == {0, 1, 2}
-    assert [m.shared is None for m in sent if isinstance(m, groups.m.Load) and m.version == 0] == [True, True]
+    assert [m.shared is None for m in sent if isinstance(m, groups.m.LoadVersion) and m.version == 0] == [True, True]
     check(wanted, made, merged)
 
 
@@ -286,7 +292,7 @@ def test_large_weights_with_an_adapter_are_freed(
         child = children.EngineChild(theirs)
         child._handle(messages.Build(spec=spec_of(models[0]), device="cpu", share=0.1, threads=0))
         for order in range(2):
-            child._handle(messages.Load(order=order, version=0, shared=shared.shared))
+            child._handle(messages.LoadVersion(order=order, version=0, shared=shared.shared))
             assert all(torch.equal(weight, wanted[name]) for name, weight in child._engine.model.state_dict().items())
             assert child._sleep() is False
             assert child._memory is not None
@@ -362,12 +368,26 @@ def test_group_behind_the_thread_of_an_engine(case: Case, models: list[Any]) -> 
     assert errors.get(timeout=WAIT_S) is None
     assert (host.slots, host.longest) == (32, 4095)
     wanted, made = asked(6, tokens=60), Made()
-    host.add([messages.work_of(int(r.id), r) for r in wanted])
+    host.add(
+        Work(
+            handle=int(r.id), prompt=array("I", r.prompt).tobytes(), position=r.position, seed=r.seed,
+            max_tokens=r.max_tokens, sampling=r.sampling, stop=tuple(r.stop),
+        )
+        for r in wanted
+    )  # fmt: skip
 
     def take(count: int) -> None:
         for _ in range(count):
-            for handle, chunk in messages.chunks_of(frames.get(timeout=WAIT_S), {int(r.id): r.id for r in wanted}):
-                made.setdefault(str(handle), []).append(chunk)
+            frame = frames.get(timeout=WAIT_S)
+            for n, (handle, position, token, logprob) in enumerate(
+                zip(frame.handles, frame.positions, *columns(frame), strict=True)
+            ):
+                finish = frame.finished.get(n)
+                chunk = Chunk(
+                    id=str(handle), position=position, tokens=(token,), logprobs=(logprob,), version=frame.version,
+                    finish=finish,
+                )  # fmt: skip
+                made.setdefault(chunk.id, []).append(chunk)
 
     take(10)
     os.kill(case.pids()[1], signal.SIGKILL)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from windfall.engine.base import Counters
-from windfall.engine.engine_thread import request_of, tokens_frame
 from windfall.engine.group import messages as m
-from windfall.engine.group.state import Child, ChildState, PlacedResponse, add_counters
+from windfall.engine.group.group import Child, ChildState, PlacedResponse, add_counters
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Request, Sampling
 
@@ -19,8 +16,8 @@ CHUNKS = [
 
 def test_messages_are_cut_out_of_any_pieces() -> None:
     sent = [
-        m.Hello(child=3, secret="s"), m.Stepped(frame=tokens_frame(CHUNKS), counters=Counters(steps=4)),
-        m.Stepped(frame=None, counters=Counters()), m.Done(order=8), m.Failed(what="x" * 1000),
+        m.ChildHello(child=3, secret="s"), m.Stepped(chunks=CHUNKS, counters=Counters(steps=4)),
+        m.Stepped(chunks=[], counters=Counters()), m.OrderDone(order=8), m.ChildError(what="x" * 1000),
     ]  # fmt: skip
     data = b"".join(map(m.encode, sent))
     for size in (1, 3, 100, len(data)):
@@ -29,32 +26,26 @@ def test_messages_are_cut_out_of_any_pieces() -> None:
         assert got == sent
 
 
-def test_chunks_survive_the_way() -> None:
-    frame = tokens_frame(CHUNKS)
-    assert list(m.chunks_of(frame, {7: "7", 9: "9"})) == list(zip((7, 9), CHUNKS, strict=True))
-    assert list(m.chunks_of(frame, {9: "other"})) == [(9, replace(CHUNKS[1], id="other"))], "the other one was canceled"
-
-
 def test_requests_survive_the_way() -> None:
     request = Request(
         id="12", prompt=(1, 2, 3), seed=5, max_tokens=9, position=4, sampling=Sampling(temperature=0.5, top_k=3),
         stop=frozenset({2, 7}),
     )  # fmt: skip
-    assert request_of(m.work_of(12, request)) == request
+    assert list(m.Receiver(m.ToChild).messages(m.encode(m.Add(request=request)))) == [m.Add(request=request)]
 
 
 def test_errors_survive_the_way() -> None:
-    error = m.Failed(what="no room", where="fleet.local", fix="Lower it.", for_user=True).error()
+    error = m.ChildError(what="no room", where="fleet.local", fix="Lower it.", for_user=True).error()
     assert isinstance(error, WindfallError)
     assert (error.what, error.where, error.fix) == ("no room", "fleet.local", "Lower it.")
-    assert isinstance(m.Failed(what="KeyError: x").error(), m.ChildFailed)
+    assert isinstance(m.ChildError(what="KeyError: x").error(), m.ChildFailed)
     assert m.decode_hello(b"\x01") is None
 
 
 def test_rest_of_a_response_continues_after_its_tokens() -> None:
     request = Request(id="a", prompt=(1, 2), seed=5, max_tokens=9, position=4)
     rest = PlacedResponse(request, 1, tokens=[8, 9]).rest()
-    assert (rest.prompt, rest.position, rest.max_tokens) == ((1, 2, 8, 9), 6, 7)
+    assert (rest.id, rest.prompt, rest.position, rest.max_tokens) == ("1", (1, 2, 8, 9), 6, 7)
 
 
 def test_counters_of_a_dead_child_are_kept() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.hostile import models as hostile
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.engine.selftest import judge, verdict
 from windfall.errors import WindfallError
 from windfall.recipe.file import parse_recipe
@@ -29,7 +29,7 @@ def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]
     """Run the check. Returns the class names of the tested engines."""
     monkeypatch.setattr(verdict, "_run_once", lambda key, checked, test: test(judge) and key)
     spec = derived.spec(parse_recipe({}, where="here"), a.config(), "bfloat16", a.longest)
-    model, kinds = engine_factory.build_full_model(_shrink_fields(a), "bfloat16", "cuda"), []
+    model, kinds = factory.build_full_model(_shrink_fields(a), "bfloat16", "cuda"), []
     real = judge.judge_engine
 
     def watched(config: Any, make: Any, **how: Any) -> Any:
@@ -41,7 +41,7 @@ def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]
         return real(config, noted, **how)
 
     monkeypatch.setattr(judge, "judge_engine", watched)
-    engine_factory.self_test(spec, "cuda", model)
+    factory.self_test(spec, "cuda", model)
     return kinds
 
 

@@ -16,7 +16,7 @@ import torch
 from model_families import families
 
 from tests.support.hostile import models as hostile
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.engine.selftest import judge, shrink, verdict
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
@@ -163,7 +163,7 @@ def test_worker_refuses_a_model_that_its_engine_computes_wrongly(kind: str, said
     spec = derived.spec(recipe, hostile.Architecture(kind=kind).config(), "float32", 100)
     assert not spec.checked
     with pytest.raises(WindfallError, match=said):
-        engine_factory.build_engine(spec, "cpu")
+        factory.build_engine(spec, "cpu")
 
 
 def test_the_self_test_takes_two_seconds_and_is_bounded_for_large_models() -> None:
@@ -217,7 +217,7 @@ def test_passed_check_is_remembered_and_sent_to_workers(tmp_path: Path) -> None:
 def test_longrope_engine_is_limited_to_the_tested_length() -> None:
     a = hostile.Architecture(kind="phi3", fields=hostile.LONG)
     recipe = parse_recipe({"engine": {"kv_tokens": 8192}}, where="here")
-    engine, _ = engine_factory.build_engine(derived.spec(recipe, a.config(), "float32", 100), "cpu")
+    engine, _ = factory.build_engine(derived.spec(recipe, a.config(), "float32", 100), "cpu")
     assert engine.limit == 4096
 
 

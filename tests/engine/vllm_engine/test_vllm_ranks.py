@@ -23,7 +23,7 @@ if __name__ == "__main__":
     from tests.support import vllm_case
     from tests.support.small_models import drain, logprobs, requests, tokens
     from windfall.shared_tensors import BufferTensors, TensorFile
-    from windfall.engine.vllm import vllm_factory
+    from windfall.engine.vllm import factory as vllm_factory
     models = vllm_case.versions("llama", 2)
     spec = vllm_case.spec_of(models[0])
     e = vllm_factory.build(spec, vllm_case.DEVICE, tensor_parallel=2, eager=True)[0]

@@ -56,7 +56,7 @@ def test_small_kv_cache_makes_responses_wait(simulated: Simulated) -> None:
     def watch(s: Simulation) -> None:
         def look() -> None:
             stats = [m.stats for m in s.dispatch.members.here() if m.stats is not None and m.name != "local"]
-            most.extend((w.waiting, w.preemptions) for w in stats)
+            most.extend((w.waiting, w.evictions) for w in stats)
             asyncio.get_running_loop().call_later(0.1, look)
 
         look()

@@ -14,7 +14,7 @@ from tests.support import quiet_loop
 from windfall.worker.preemption import PreemptionNotice, watch
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-ACTION, ADVICE = "/latest/meta-data/spot/instance-action", "/latest/meta-data/events/recommendations/rebalance"
+ACTION = "/latest/meta-data/spot/instance-action"
 PREEMPTED, EVENTS = "/computeMetadata/v1/instance/preempted", "/metadata/scheduledevents"
 WARNED_AT = {"aws": ACTION, "gcp": PREEMPTED, "azure": EVENTS}
 POLL_S, TIMEOUT_S = 0.02, 0.15
@@ -42,7 +42,6 @@ class Aws:
 
     def __init__(self) -> None:
         self.action: dict[str, Any] | None = None
-        self.advice: dict[str, Any] | None = None
         self.tokens: list[str] = []
         self.refused = 0
 
@@ -60,7 +59,7 @@ class Aws:
         if not self.tokens or request.headers.get("X-aws-ec2-metadata-token") != self.tokens[-1]:
             self.refused += 1
             return web.Response(status=401)
-        said = {ACTION: self.action, ADVICE: self.advice}.get(request.path)
+        said = self.action if request.path == ACTION else None
         return web.Response(status=404, text="<html>") if said is None else web.json_response(said)
 
     def expire(self) -> None:

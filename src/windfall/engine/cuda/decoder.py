@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from windfall.engine.cuda import rotary, skeleton
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans
-from windfall.engine.joined_weights import join
+from windfall.engine.module_weights import join
 from windfall.errors import WindfallError
 
 SUPPORTED = tuple(skeleton.ARCHITECTURES.values())
@@ -71,16 +71,20 @@ class DecoderLayer:
 class Decoder:
     def __init__(self, model: Any, ops: Any) -> None:
         config = model.config
-        self.model, self.ops = model, ops
-        self.device, self.dtype = model.device, model.dtype
+        self.model = model
+        self.ops = ops
+        self.device = model.device
+        self.dtype = model.dtype
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
         self.head = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.scale, self.eps = self.head**-0.5, config.rms_norm_eps
+        self.scale = self.head**-0.5
+        self.eps = config.rms_norm_eps
         with torch.no_grad():
             self.layers = [_layer(block, config) for block in model.model.layers]
         self.embedding = model.model.embed_tokens.weight.data
-        self.last_norm, self.lm_head = model.model.norm.weight.data, model.lm_head.weight.data
+        self.last_norm = model.model.norm.weight.data
+        self.lm_head = model.lm_head.weight.data
         self._addresses = [p.data_ptr() for p in model.parameters()]
         self.cos = self.sin = torch.empty(0, self.head, dtype=self.dtype, device=self.device)
 
@@ -119,9 +123,8 @@ class Decoder:
 
         def attend(n: int, w: DecoderLayer, qkv: Tensor) -> Tensor:
             return self.ops.rope_store_and_decode(
-                qkv, rows, positions, state, pool, n, self.cos, self.sin, w.q_norm, w.k_norm, self.eps, self.heads,
-                self.scale, w.window, splits, prefix_groups,
-            )  # fmt: skip
+                qkv, rows, positions, state, pool, n, *self._rotation(w), self.scale, w.window, splits, prefix_groups
+            )
 
         return self._run(F.embedding(ids, self.embedding), attend, None)
 
@@ -129,13 +132,15 @@ class Decoder:
         """Logits (W, V) of the rows `wanted`, from the tokens of `spans`."""
 
         def attend(n: int, w: DecoderLayer, qkv: Tensor) -> Tensor:
-            q = self.ops.rope_and_store(
-                qkv, spans.row_slot, spans.row_position, state, pool, n, self.cos, self.sin, w.q_norm, w.k_norm,
-                self.eps, self.heads, self.kv_heads,
-            )  # fmt: skip
+            at = (spans.row_slot, spans.row_position)
+            q = self.ops.rope_and_store(qkv, *at, state, pool, n, *self._rotation(w), self.kv_heads)
             return self.ops.prefill_attention(q, spans, state, pool, n, self.scale, w.window)
 
         return self._run(F.embedding(ids, self.embedding), attend, wanted)
+
+    def _rotation(self, w: DecoderLayer) -> tuple[Any, ...]:
+        """Arguments of the kernels that normalize and rotate queries and keys."""
+        return self.cos, self.sin, w.q_norm, w.k_norm, self.eps, self.heads
 
     def _run(self, x: Tensor, attend: Callable[[int, DecoderLayer, Tensor], Tensor], wanted: Tensor | None) -> Tensor:
         ops, eps, residual, last = self.ops, self.eps, None, len(self.layers) - 1
@@ -170,11 +175,20 @@ def _layer(block: Any, config: Any) -> DecoderLayer:
     qkv, qkv_bias = _join(a.q_proj, a.k_proj, a.v_proj)
     gate_up, gate_up_bias = _join(mlp.gate_proj, mlp.up_proj)
     return DecoderLayer(
-        input_norm=block.input_layernorm.weight.data, qkv=qkv, qkv_bias=qkv_bias, q_norm=norms[0], k_norm=norms[1],
-        out=a.o_proj.weight.data, out_bias=_bias(a.o_proj), mlp_norm=block.post_attention_layernorm.weight.data,
-        gate_up=gate_up, gate_up_bias=gate_up_bias, down=mlp.down_proj.weight.data, down_bias=_bias(mlp.down_proj),
+        input_norm=block.input_layernorm.weight.data,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        out=a.o_proj.weight.data,
+        out_bias=_bias(a.o_proj),
+        mlp_norm=block.post_attention_layernorm.weight.data,
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=mlp.down_proj.weight.data,
+        down_bias=_bias(mlp.down_proj),
         window=window,
-    )  # fmt: skip
+    )
 
 
 def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:

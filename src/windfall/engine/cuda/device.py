@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +24,8 @@ from torch import Tensor
 from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.graphs import GraphKey, Graphs, batch_for
 from windfall.engine.cuda.host_state import HostState
-from windfall.engine.cuda.plan import Launch, PrefillChunk
-from windfall.engine.cuda.state import STOPS, DeviceState, KVPool, PrefixGroups, SharedPool, Spans
+from windfall.engine.cuda.state import DTYPES, STOPS, DeviceState, KVPool, PrefixGroups, SharedPool, Spans
+from windfall.engine.scheduler import Launch, ScheduledRows
 
 if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
@@ -60,19 +60,25 @@ class PendingLaunch:
 
 class DeviceRunner:
     def __init__(
-        self, decoder: Decoder, host_state: HostState, *, pages: int, page_size: int, burst: int,
+        self,
+        decoder: Decoder,
+        host_state: HostState,
+        *,
+        pages: int,
+        page_size: int,
+        burst: int,
         kv: TenantKV | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`kv`: memory that other engines share; otherwise the pool has its own."""
-        self.decoder, self.host_state, self.burst = decoder, host_state, burst
+        self.decoder = decoder
+        self.host_state = host_state
+        self.burst = burst
         self.device = decoder.device
         shape: dict[str, Any] = {"layers": len(decoder.layers), "kv_heads": decoder.kv_heads, "head": decoder.head}
         if kv is not None:
             self.pool: KVPool = SharedPool(kv, **shape, dtype=decoder.dtype)
         else:
-            self.pool = KVPool(
-                **shape, pages=pages, page_size=page_size, dtype=decoder.dtype, device=str(self.device)
-            )  # fmt: skip
+            self.pool = KVPool(**shape, pages=pages, page_size=page_size, dtype=decoder.dtype, device=str(self.device))
         # The position of a finished response is one token past its end.
         decoder.build_rotary_tables(host_state.pages_each * page_size + 2)
         self.buffer = torch.from_numpy(host_state.data.copy()).to(self.device)
@@ -120,9 +126,7 @@ class DeviceRunner:
             event = torch.cuda.Event(enable_timing=True, blocking=True)
             event.record()
         launch_s = time.monotonic() - began_s
-        return PendingLaunch(
-            work=work, version=version, sampled=sampled, began=began, event=event, launch_s=launch_s
-        )  # fmt: skip
+        return PendingLaunch(work=work, version=version, sampled=sampled, began=began, event=event, launch_s=launch_s)
 
     def graph_key(self, work: Launch) -> GraphKey:
         truncate = any(truncates(s.request.sampling) for s in work.rows)
@@ -190,16 +194,24 @@ class DeviceRunner:
         first, count, tokens, shared = [self._no_groups] * 4 if dry else self._prefix_groups
         n = key.prefix_groups
         return PrefixGroups(
-            first=first[:n], count=count[:n], tokens=tokens[:n], shared_tokens=shared[: key.batch],
+            first=first[:n],
+            count=count[:n],
+            tokens=tokens[:n],
+            shared_tokens=shared[: key.batch],
             splits=key.prefix_splits,
-        )  # fmt: skip
+        )
 
-    def _prefill(self, prefill: list[PrefillChunk], arrays: list[Tensor], out: Tensor) -> None:
+    def _prefill(self, prefill: list[ScheduledRows], arrays: list[Tensor], out: Tensor) -> None:
         ids, row_slot, row_position, slot, first, count, start, wanted, slots = arrays
         spans = Spans(
-            slot=slot, first=first, count=count, start=start, row_slot=row_slot, row_position=row_position,
+            slot=slot,
+            first=first,
+            count=count,
+            start=start,
+            row_slot=row_slot,
+            row_position=row_position,
             longest=max(p.stop - p.start for p in prefill),
-        )  # fmt: skip
+        )
         logits = self.decoder.prefill(ids, spans, self.state, self.pool, wanted)
         if len(slots):
             tokens, bits = out[0, : len(slots)], out[1, : len(slots)]
@@ -237,19 +249,17 @@ def section(buffer: Tensor, host_state: HostState, name: str, dtype: torch.dtype
 def state_views(buffer: Tensor, host_state: HostState) -> tuple[DeviceState, Tensor, Tensor]:
     """The state, the rows of a step, and the ring row of its tokens, all as views of `buffer`."""
 
-    def part(name: str, dtype: torch.dtype = torch.int32) -> Tensor:
-        return section(buffer, host_state, name, dtype)
-
-    state = DeviceState(
-        last=part("last"), length=part("length"), left=part("left"), position=part("position"),
-        seed=part("seed", torch.int64), temperature=part("temperature", torch.float32), top_k=part("top_k"),
-        top_p=part("top_p", torch.float32), stop=part("stop").view(-1, STOPS),
-        table=part("table").view(-1, host_state.pages_each),
-    )  # fmt: skip
-    return state, part("rows"), part("ring_row", torch.int64)
+    parts = {
+        field.name: section(buffer, host_state, field.name, DTYPES.get(field.name, torch.int32))
+        for field in fields(DeviceState)
+    }
+    parts["stop"] = parts["stop"].view(-1, STOPS)
+    parts["table"] = parts["table"].view(-1, host_state.pages_each)
+    rows, ring_row = section(buffer, host_state, "rows"), section(buffer, host_state, "ring_row", torch.int64)
+    return DeviceState(**parts), rows, ring_row
 
 
-def prefill_arrays(prefill: Sequence[PrefillChunk]) -> list[np.ndarray]:
+def prefill_arrays(prefill: Sequence[ScheduledRows]) -> list[np.ndarray]:
     """A prefill as arrays: the tokens, slots and positions of the rows; slot, first row, row count and start of the
     chunks; the rows whose logits are needed, and the slots of these rows."""
     if not prefill:
@@ -261,6 +271,5 @@ def prefill_arrays(prefill: Sequence[PrefillChunk]) -> list[np.ndarray]:
     ids = np.array([t for p in prefill for t in p.sequence.tokens[p.start : p.stop]], np.int32)
     position = np.arange(len(ids), dtype=np.int32) - np.repeat(first - start, count)
     sampled = samples == 1
-    return [
-        ids, np.repeat(slot, count), position, slot, first, count, start, (first + count - 1)[sampled], slot[sampled],
-    ]  # fmt: skip
+    rows = [ids, np.repeat(slot, count), position]
+    return [*rows, slot, first, count, start, (first + count - 1)[sampled], slot[sampled]]

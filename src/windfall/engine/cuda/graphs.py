@@ -47,7 +47,8 @@ class GraphKey(NamedTuple):
 class Graphs:
     def __init__(self, step: Callable[[GraphKey, bool], None], device: torch.device) -> None:
         """`step(key, dry)` runs one step on the current stream. `dry`: with padding rows only."""
-        self._step, self._device = step, device
+        self._step = step
+        self._device = device
         self._captured: dict[GraphKey, Any] = {}
         self._memory: Any = None
         self._side: Any = None  # the stream for all captures: cuBLAS allocates memory for every stream it is used on

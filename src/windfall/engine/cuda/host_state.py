@@ -18,7 +18,9 @@ ALIGN = 128  # every section starts at a multiple of this many values, like a se
 
 class HostState:
     def __init__(self, *, slots: int, pages_each: int, batch: int, stops: int) -> None:
-        self.slots, self.pages_each, self.stops = slots, pages_each, stops
+        self.slots = slots
+        self.pages_each = pages_each
+        self.stops = stops
         s = slots + 1  # the last one is the padding slot
         self.sizes = {
             "last": s, "length": s, "left": s, "position": s, "seed": 2 * s, "temperature": s, "top_k": s, "top_p": s,

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from windfall.engine.cuda.skeleton import ModelSkeleton
-from windfall.engine.torch.engine import copy_weights
+from windfall.engine.module_weights import copy_weights
 from windfall.errors import WindfallError
 
 ALIGN = 512
@@ -43,7 +43,9 @@ class _Carver:
     """Makes tensors that lie one after another in a range of bytes. Without a range it only counts."""
 
     def __init__(self, dtype: torch.dtype, memory: Tensor | None = None) -> None:
-        self._dtype, self._memory, self.used = dtype, memory, 0
+        self._dtype = dtype
+        self._memory = memory
+        self.used = 0
 
     def __call__(self, shape: tuple[int, ...]) -> Tensor:
         start, size = self.used, torch.Size(shape).numel() * self._dtype.itemsize
@@ -84,7 +86,8 @@ class ReadyWeights:
 
     def load(self, version: int, weights: Mapping[str, Any]) -> None:
         with self._lock:
-            before, self.loaded = self.loaded, False
+            before = self.loaded
+            self.loaded = False
             try:
                 copy_weights(self._in_host, version, weights)
             except WindfallError:  # nothing has changed

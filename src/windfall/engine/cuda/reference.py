@@ -53,9 +53,20 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_and_store(
-    qkv: Tensor, slots: Tensor, positions: Tensor, state: DeviceState, pool: KVPool, layer: int, cos: Tensor,
-    sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, kv_heads: int,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    state: DeviceState,
+    pool: KVPool,
+    layer: int,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    heads: int,
+    kv_heads: int,
+) -> Tensor:
     """Normalize queries and keys if norm weights are given, rotate them, and store keys and values in the pool. Returns
     the queries (T, heads, head)."""
     head = qkv.shape[-1] // (heads + 2 * kv_heads)
@@ -85,9 +96,16 @@ def _data(pool: KVPool) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor, rows: Tensor, state: DeviceState, pool: KVPool, layer: int, scale: float, window: int | None,
-    splits: int, prefix_groups: PrefixGroups | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    rows: Tensor,
+    state: DeviceState,
+    pool: KVPool,
+    layer: int,
+    scale: float,
+    window: int | None,
+    splits: int,
+    prefix_groups: PrefixGroups | None = None,
+) -> Tensor:
     """Attend one query per row to tokens 0 to `length` of its slot. The result is zero for rows of inactive slots.
     Without a window, the rows of a prefix group read the shared prefix from the pages of the group's first row."""
     del splits  # they do not change the sum
@@ -118,10 +136,23 @@ def _use_shared_prefix(table: Tensor, prefix_groups: PrefixGroups, size: int) ->
 
 
 def rope_store_and_decode(
-    qkv: Tensor, rows: Tensor, positions: Tensor, state: DeviceState, pool: KVPool, layer: int, cos: Tensor,
-    sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, scale: float,
-    window: int | None, splits: int, prefix_groups: PrefixGroups | None = None,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: DeviceState,
+    pool: KVPool,
+    layer: int,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    heads: int,
+    scale: float,
+    window: int | None,
+    splits: int,
+    prefix_groups: PrefixGroups | None = None,
+) -> Tensor:
     """`rope_and_store`, then `decode_attention`. `positions` come from `decode_inputs`."""
     q = rope_and_store(
         qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.kv_heads

@@ -117,9 +117,13 @@ class ModelSkeleton(nn.Module):
     """Takes the place of transformers' module of the class `architecture`. It cannot be called."""
 
     def __init__(
-        self, config: Mapping[str, Any], *, dtype: torch.dtype, device: str,
+        self,
+        config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        device: str,
         empty: Callable[[tuple[int, ...]], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`empty`: makes an uninitialized tensor of a shape; by default, each gets memory of its own."""
         super().__init__()
         self.architecture = ARCHITECTURES[config["model_type"]]
@@ -175,6 +179,8 @@ class ModelSkeleton(nn.Module):
         gate, up = self._linears(hidden, (c.intermediate_size, c.intermediate_size), mlp_bias)
         (down,) = self._linears(c.intermediate_size, (hidden,), mlp_bias)
         return NamedModules(
-            self_attn=attention, mlp=NamedModules(gate_proj=gate, up_proj=up, down_proj=down),
-            input_layernorm=Norm(self._empty(hidden)), post_attention_layernorm=Norm(self._empty(hidden)),
-        )  # fmt: skip
+            self_attn=attention,
+            mlp=NamedModules(gate_proj=gate, up_proj=up, down_proj=down),
+            input_layernorm=Norm(self._empty(hidden)),
+            post_attention_layernorm=Norm(self._empty(hidden)),
+        )

@@ -12,7 +12,7 @@ Rules:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
 
+DTYPES = {"seed": torch.int64, "temperature": torch.float32, "top_p": torch.float32}
+"""Of the tensors of a DeviceState that are not int32."""
 STOPS = 8  # upper limit for the stop tokens of a response that the device checks
 
 
@@ -36,8 +38,12 @@ class KVPool:
         self, *, layers: int, pages: int, page_size: int, kv_heads: int, head: int, dtype: torch.dtype, device: str
     ) -> None:
         self.shape = (layers, 2, pages + 1, kv_heads, page_size, head)
-        self.page_size, self.kv_heads, self.head = page_size, kv_heads, head
-        self.scratch, self.dtype, self.device = pages, dtype, device
+        self.page_size = page_size
+        self.kv_heads = kv_heads
+        self.head = head
+        self.scratch = pages
+        self.dtype = dtype
+        self.device = device
         self.page_stride = kv_heads * page_size * head
         self.value_offset = (pages + 1) * self.page_stride
         self.base = torch.zeros(1, dtype=torch.int64, device=device)
@@ -69,11 +75,16 @@ class SharedPool(KVPool):
 
     def __init__(self, kv: TenantKV, *, layers: int, kv_heads: int, head: int, dtype: torch.dtype) -> None:
         size = kv.pages.size
-        self.page_size, self.kv_heads, self.head, self.dtype = size, kv_heads, head, dtype
-        self.scratch, self.device = kv.scratch, str(kv.device)
+        self.page_size = size
+        self.kv_heads = kv_heads
+        self.head = head
+        self.dtype = dtype
+        self.scratch = kv.scratch
+        self.device = str(kv.device)
         self.data = kv.layers_view(layers, kv_heads, head, dtype)
         self.shape = tuple(self.data.shape)
-        self.value_offset, self.page_stride = self.data.stride(1), self.data.stride(2)
+        self.value_offset = self.data.stride(1)
+        self.page_stride = self.data.stride(2)
         self.base = torch.full((1,), self.data.data_ptr(), dtype=torch.int64, device=kv.device)
 
     def allocate(self) -> None:
@@ -101,16 +112,19 @@ class DeviceState:
     @staticmethod
     def new(slots: int, pages_each: int, device: str) -> DeviceState:
         """Initial state for `slots` responses, each of at most `pages_each` pages."""
-
-        def full(value: float, dtype: torch.dtype, *more: int) -> Tensor:
-            return torch.full((slots + 1, *more), value, dtype=dtype, device=device)
-
-        i32 = torch.int32
+        initial = {"temperature": 1.0, "top_p": 1.0, "stop": -1}
+        columns = {"stop": (STOPS,), "table": (pages_each,)}
         return DeviceState(
-            last=full(0, i32), length=full(0, i32), left=full(0, i32), position=full(0, i32),
-            seed=full(0, torch.int64), temperature=full(1.0, torch.float32), top_k=full(0, i32),
-            top_p=full(1.0, torch.float32), stop=full(-1, i32, STOPS), table=full(0, i32, pages_each),
-        )  # fmt: skip
+            **{
+                field.name: torch.full(
+                    (slots + 1, *columns.get(field.name, ())),
+                    initial.get(field.name, 0),
+                    dtype=DTYPES.get(field.name, torch.int32),
+                    device=device,
+                )
+                for field in fields(DeviceState)
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,10 @@ import traceback
 from typing import Any
 
 from windfall import devices
-from windfall.engine import engine_factory
-from windfall.engine.engine_thread import request_of, tokens_frame
+from windfall.engine import factory
+from windfall.engine.base import MAX_KEPT_SHARE
 from windfall.engine.group import messages as m
-from windfall.engine.weight_memory import WeightMemory
+from windfall.engine.module_weights import WeightMemory
 from windfall.errors import WindfallError, last_line
 from windfall.free_memory import free_bytes
 from windfall.weights.manifest import Manifest, decode
@@ -37,28 +37,31 @@ def main() -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"\0{address}")
         child = EngineChild(connection)
-        child.send(m.Hello(child=int(number), secret=os.environ.pop(SECRET)))
+        child.send(m.ChildHello(child=int(number), secret=os.environ.pop(SECRET)))
         try:
             child.run()
         except (ConnectionError, EOFError):  # the group is gone
             return 0
         except WindfallError as e:
-            child.send(m.Failed(what=e.what, where=e.where, fix=e.fix, for_user=True))
+            child.send(m.ChildError(what=e.what, where=e.where, fix=e.fix, for_user=True))
         except Exception as e:  # fault boundary: the group reports the error, and the log has the traceback
             traceback.print_exc()
-            child.send(m.Failed(what=last_line(e)))
+            child.send(m.ChildError(what=last_line(e)))
     return 1
 
 
 class EngineChild:
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._receiver = connection, m.Receiver(m.ToChild)
+        self._connection = connection
+        self._receiver = m.Receiver(m.ToChild)
         self._engine: Any = None
         self._memory: WeightMemory | None = None
         self._reader = SharedReader()
         self._synchronize: Any = lambda: None
-        self._granted, self._has_weights = 0, False
-        self._device, self._base = "cpu", ""
+        self._granted = 0
+        self._has_weights = False
+        self._device = "cpu"
+        self._base = ""
         """`_base`: digest of the base in the engine, if an adapter is merged into it."""
 
     def send(self, message: object) -> None:
@@ -82,35 +85,36 @@ class EngineChild:
     def _step(self) -> None:
         chunks = self._engine.step()
         self._granted -= 1
-        self.send(m.Stepped(frame=tokens_frame(chunks) if chunks else None, counters=self._engine.counters))
+        self.send(m.Stepped(chunks=chunks, counters=self._engine.counters))
 
     def _handle(self, message: object) -> None:
         match message:
             case m.Add():
-                self._engine.add(request_of(message.work))
-            case m.Cancel():
+                self._engine.add(message.request)
+            case m.CancelResponse():
                 self._engine.cancel(str(message.handle))
             case m.Grant():
                 self._granted += message.steps
-            case m.Pause():
+            case m.PauseSteps():
                 self._granted = 0
                 self._synchronize()
-                self.send(m.Done(order=message.order))
-            case m.Load():
+                self.send(m.OrderDone(order=message.order))
+            case m.LoadVersion():
                 self._load(message)
             case m.Sleep():
-                self.send(m.Done(order=message.order, kept_weights=self._sleep()))
+                self.send(m.OrderDone(order=message.order, kept_weights=self._sleep()))
             case m.Build():
                 self._build(message)
 
     def _build(self, message: m.Build) -> None:
         device, _ = devices.resolve(message.device, "auto", message.threads)
         self._device = device
-        self._engine, slots = engine_factory.build_engine(message.spec, device, share=message.share)
+        self._engine, slots = factory.build_engine(message.spec, device, share=message.share)
         if device == "cuda":
             import torch
 
-            self._synchronize, self._reader = torch.cuda.synchronize, SharedReader(pin=True)
+            self._synchronize = torch.cuda.synchronize
+            self._reader = SharedReader(pin=True)
         model = self._engine.model
         self._memory = WeightMemory(model)
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -118,7 +122,7 @@ class EngineChild:
             m.Built(slots=slots, limit=self._engine.limit, vocabulary=vocabulary, engine=self._engine.capabilities)
         )
 
-    def _load(self, message: m.Load) -> None:
+    def _load(self, message: m.LoadVersion) -> None:
         assert self._memory is not None, "Build comes first"
         self._memory.allocate()
         shared = message.shared
@@ -126,20 +130,20 @@ class EngineChild:
             weights = None if shared is None else self._reader.weights(shared, loaded_base=self._base)
             self._engine.swap(message.version, weights)
         except WindfallError as e:
-            self.send(m.Refused(order=message.order, why=str(e)))
+            self.send(m.VersionRefused(order=message.order, why=str(e)))
             return
         self._synchronize()  # the publisher may overwrite the buffer once this is answered
         self._has_weights = True
         if shared is not None:
             self._base = decode(shared.manifest, Manifest).base
-        self.send(m.Done(order=message.order))
+        self.send(m.OrderDone(order=message.order))
 
     def _sleep(self) -> bool:
         """Free the memory. Returns whether the weights were kept."""
         assert self._memory is not None, "Build comes first"
         self._engine.sleep()
         self._has_weights = False
-        if self._base and self._memory.nbytes <= engine_factory.MAX_KEPT_SHARE * free_bytes(self._device):
+        if self._base and self._memory.nbytes <= MAX_KEPT_SHARE * free_bytes(self._device):
             return True
         self._memory.free()
         self._base = ""

@@ -25,21 +25,20 @@ thread; `pause` and `sleep` also by another, but not at the same time as `step` 
 
 from __future__ import annotations
 
+import enum
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from windfall.devices import Place
-from windfall.engine.base import Counters
+from windfall.engine.base import Counters, Engine, check_request, duplicate_id
 from windfall.engine.group import messages as m
 from windfall.engine.group.processes import MODULES, EngineProcesses
-from windfall.engine.group.state import Child, ChildState, PlacedResponse, add_counters
-from windfall.engine.torch.engine import check_request
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
 from windfall.types import Capabilities, Chunk, Request
@@ -61,17 +60,113 @@ LATE_CHECK_S = 1.0
 MAX_FAILURES = 4
 
 
-class EngineGroup:
+class ChildState(enum.Enum):
+    DOWN = "down"
+    UP = "up"
+    BUILDING = "building"
+    BUILT = "built"
+
+
+@dataclass(eq=False, slots=True)
+class PlacedResponse:
+    request: Request
+    handle: int
+    tokens: list[int] = field(default_factory=list)
+    """Tokens that have arrived; `step` may not have returned all of them yet."""
+    ended: bool = False
+    """Whether the last token has arrived."""
+
+    def rest(self) -> Request:
+        """What a child must generate. It keeps nothing for a next turn, which may go to another child."""
+        r, done = self.request, len(self.tokens)
+        return replace(
+            r,
+            id=str(self.handle),
+            prompt=r.prompt + tuple(self.tokens),
+            position=r.position + done,
+            max_tokens=r.max_tokens - done,
+            session="",
+            keep_s=0.0,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Child:
+    number: int
+    state: ChildState = ChildState.DOWN
+    built: m.Built = field(default_factory=lambda: m.Built(slots=0, limit=0, vocabulary=0))
+    """The limits that it reported when it last built its engine."""
+    digest: str = ""
+    """Digest of the weights in its engine; empty if it has none, or parts of two versions."""
+    held: OpenVersion | None = None
+    """The version as which it uses these weights; None if it cannot make a step with them."""
+    asleep: bool = False
+    granted: int = 0
+    unread: int = 0
+    """Frames that `step` has not returned yet."""
+    order: int = 0
+    """Number of the order that it has not answered yet; 0 if none."""
+    loading: OpenVersion | None = None
+    responses: dict[int, PlacedResponse] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+    earlier: Counters = field(default_factory=Counters)
+    """Sums of the processes before this one."""
+    since_s: float = 0.0
+    """When it began what it does, or last made a step (monotonic clock, seconds)."""
+    failures: int = 0
+    """Ends in a row without a token in between."""
+    error: Exception | None = None
+    """What it reported before it ended."""
+    killed: bool = False
+    """Whether the group has killed it, and has not yet learned of its end."""
+
+    @property
+    def ready(self) -> bool:
+        return self.state is ChildState.BUILT
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.granted or self.order) or self.state is ChildState.BUILDING
+
+    def reset(self) -> None:
+        """The process is gone."""
+        self.earlier = replace(add_counters(self.earlier, self.counters), waiting=0)
+        self.state = ChildState.DOWN
+        self.counters = Counters()
+        self.error = None
+        self.digest = ""
+        self.held = None
+        self.asleep = False
+        self.loading = None
+        self.granted = 0
+        self.order = 0
+        self.responses = {}
+
+
+def add_counters(a: Counters, b: Counters) -> Counters:
+    return Counters(**{f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(Counters)})
+
+
+class EngineGroup(Engine):
     def __init__(
-        self, places: Sequence[Place], source: Source, *, folder: Path, share: float = 0.3, threads: int = 0,
+        self,
+        places: Sequence[Place],
+        source: Source,
+        *,
+        folder: Path,
+        share: float = 0.3,
+        threads: int = 0,
         modules: Sequence[str] = MODULES,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start the fork server; `build` starts the children. `places`: one for each child. `source`: has the
         weights that the children load. `folder`: for the children's logs. `share`: share of the free memory for each
         KV cache. `threads`: CPU threads of each child. `modules`: what to import before the children are forked."""
         self.version = 0
-        self._places, self._share, self._threads, self._say = places, share, threads, say
+        self._places = places
+        self._share = share
+        self._threads = threads
+        self._say = say
         self._source = source
         self._spec: EngineSpec | None = None
         self._children = [Child(n) for n in range(len(places))]
@@ -81,8 +176,11 @@ class EngineGroup:
         """Frames that `step` has not returned yet, each with its child and its version."""
         self._target: OpenVersion | None = None
         """The version that the children load."""
-        self._awake = self._swapping = self._starting = False
-        self._refused, self._withdrawn = "", False
+        self._awake = False
+        self._swapping = False
+        self._starting = False
+        self._refused = ""
+        self._withdrawn = False
         """Why the last load failed: the weights do not fit, or were overwritten meanwhile."""
         self._failure: BaseException | None = None
         self._broken = False
@@ -125,7 +223,9 @@ class EngineGroup:
             if not self._broken:
                 self._failure = None
             self._raise_failure()
-            self._spec, self._starting, self._awake = spec, True, True
+            self._spec = spec
+            self._starting = True
+            self._awake = True
             self._forget()
             for child in self._children:
                 child.failures = 0
@@ -142,7 +242,7 @@ class EngineGroup:
     def add(self, request: Request) -> None:
         with self._changed:
             if request.id in self._responses:
-                raise WindfallError("this id is already being generated", where=f"request {request.id}")
+                raise duplicate_id(request)
             check_request(request, max(c.built.vocabulary for c in self._children), self.limit)
             response = self._responses[request.id] = PlacedResponse(request, self._number())
             self._place(response)
@@ -155,7 +255,7 @@ class EngineGroup:
                 self._unplaced.pop(response.handle, None)
                 for child in self._children:
                     if child.responses.pop(response.handle, None):
-                        self._send(child, m.Cancel(handle=response.handle))
+                        self._send(child, m.CancelResponse(handle=response.handle))
 
     def step(self) -> list[Chunk]:
         """Tokens that have arrived since the last call; waits up to STEP_WAIT_S for the first."""
@@ -176,10 +276,13 @@ class EngineGroup:
         with self._changed:
             self._raise_failure()
             target = OpenVersion(self._source, version)
-            before, self._target, self._swapping = self._target, target, True
+            before = self._target
+            self._target = target
+            self._swapping = True
             try:
                 self._quiet(building=False)
-                self._refused, self._withdrawn = "", False
+                self._refused = ""
+                self._withdrawn = False
                 self._wake_up()
                 self._wait(self._settled, SWAP_S, f"load version {version}")
                 if self._refused:
@@ -195,7 +298,8 @@ class EngineGroup:
                     before.close()
                 raise
             finally:
-                self._refused, self._swapping = "", False
+                self._refused = ""
+                self._swapping = False
             self.version = version
             if before is not None:
                 before.close()
@@ -213,7 +317,8 @@ class EngineGroup:
             for child in self._children:
                 if child.ready and not child.asleep:
                     self._order(child, lambda number: m.Sleep(order=number))
-                    child.held, child.asleep = None, True
+                    child.held = None
+                    child.asleep = True
             self._wait_until_answered()
 
     def close(self) -> None:
@@ -247,16 +352,20 @@ class EngineGroup:
                 return
             match message:
                 case m.Built():
-                    it.state, it.built, it.asleep = ChildState.BUILT, message, False
+                    it.state = ChildState.BUILT
+                    it.built = message
+                    it.asleep = False
                     for response in list(self._unplaced.values()):
                         self._place(response)
                 case m.Stepped():
                     self._stepped(it, message)
-                case m.Done():
+                case m.OrderDone():
                     self._answered(it, message)
-                case m.Refused():
-                    it.order, it.loading, self._refused = 0, None, message.why
-                case m.Failed():
+                case m.VersionRefused():
+                    it.order = 0
+                    it.loading = None
+                    self._refused = message.why
+                case m.ChildError():
                     it.error = message.error()
             self._advance(it)
             self._changed.notify_all()
@@ -268,7 +377,8 @@ class EngineGroup:
 
     def on_failure(self, error: BaseException) -> None:
         with self._changed:
-            self._failure, self._broken = error, True
+            self._failure = error
+            self._broken = True
             for child in self._children:
                 child.reset()
             self._changed.notify_all()
@@ -286,7 +396,8 @@ class EngineGroup:
             return
         if child.state is ChildState.UP:
             child.since_s = time.monotonic()
-            child.state, device = ChildState.BUILDING, self._places[child.number].device
+            child.state = ChildState.BUILDING
+            device = self._places[child.number].device
             self._send(child, m.Build(spec=self._spec, device=device, share=self._share, threads=self._threads))
         if not child.ready or self._target is None:
             return
@@ -305,21 +416,27 @@ class EngineGroup:
             self._overwritten()
             return
         held = child.digest == target.digest
-        child.loading, child.asleep = target, False
+        child.loading = target
+        child.asleep = False
         shared = None if held else target.shared
-        self._order(child, lambda number: m.Load(order=number, version=target.version, shared=shared))
+        self._order(child, lambda number: m.LoadVersion(order=number, version=target.version, shared=shared))
 
-    def _answered(self, child: Child, done: m.Done) -> None:
+    def _answered(self, child: Child, done: m.OrderDone) -> None:
         assert done.order == child.order, f"child {child.number} answered order {done.order}, not {child.order}"
-        child.order, child.granted, loading = 0, 0, child.loading
+        child.order = 0
+        child.granted = 0
+        loading = child.loading
         if child.asleep and not done.kept_weights:
             child.digest = ""
         if loading is not None:
-            child.loading, child.digest, child.held = None, "", None
+            child.loading = None
+            child.digest = ""
+            child.held = None
             if loading is not self._target:  # it may have been closed before the child opened it
                 return
             if loading.intact():
-                child.digest, child.held = loading.digest, loading
+                child.digest = loading.digest
+                child.held = loading
             else:
                 self._overwritten()
 
@@ -343,21 +460,23 @@ class EngineGroup:
 
     def _stepped(self, child: Child, message: m.Stepped) -> None:
         child.granted -= 1
-        child.since_s, child.counters = time.monotonic(), message.counters
-        if message.frame is None:
+        child.since_s = time.monotonic()
+        child.counters = message.counters
+        if not message.chunks:
             return
         chunks: list[tuple[PlacedResponse, Chunk]] = []
-        ids = {handle: response.request.id for handle, response in child.responses.items()}  # without canceled ones
-        for handle, chunk in m.chunks_of(message.frame, ids):
-            response = child.responses[handle]
+        for chunk in message.chunks:
+            response = child.responses.get(int(chunk.id))
+            if response is None:  # it was canceled
+                continue
             response.tokens += chunk.tokens
             if chunk.finish:
                 response.ended = True
-                del child.responses[handle]
-            chunks.append((response, chunk))
+                del child.responses[response.handle]
+            chunks.append((response, replace(chunk, id=response.request.id)))
         child.failures = 0
         child.unread += 1
-        self._arrived.append((child, message.frame.version, chunks))
+        self._arrived.append((child, message.chunks[0].version, chunks))
 
     def _take(self) -> list[Chunk]:
         """All chunks that have arrived, up to a change of the version."""
@@ -384,7 +503,7 @@ class EngineGroup:
         self._unplaced.pop(response.handle, None)
         child = max(built, key=lambda c: c.built.slots - len(c.responses))
         child.responses[response.handle] = response
-        self._send(child, m.Add(work=m.work_of(response.handle, response.rest())))
+        self._send(child, m.Add(request=response.rest()))
         self._advance(child)
 
     def _lose(self, child: Child, why: str) -> None:
@@ -413,7 +532,8 @@ class EngineGroup:
 
     def _kill(self, child: Child) -> None:
         """Kill the child, which is then started again. Its responses continue elsewhere."""
-        lost, child.killed = list(child.responses.values()), True
+        lost = list(child.responses.values())
+        child.killed = True
         self._processes.kill(child.number)
         child.reset()
         for response in lost:
@@ -422,8 +542,10 @@ class EngineGroup:
     def _forget(self) -> None:
         """Forget all responses and the version."""
         for child in self._children:
-            child.responses, child.unread = {}, 0
-        self._responses, self._unplaced = {}, {}
+            child.responses = {}
+            child.unread = 0
+        self._responses = {}
+        self._unplaced = {}
         self._arrived.clear()
         self._set_target(None)
 
@@ -432,7 +554,7 @@ class EngineGroup:
         self._awake = False
         for child in self._children:
             if child.granted and not child.order:
-                self._order(child, lambda number: m.Pause(order=number))
+                self._order(child, lambda number: m.PauseSteps(order=number))
         self._wait_until_answered(building=building)
 
     def _wait_until_answered(self, *, building: bool = True) -> None:
@@ -462,7 +584,8 @@ class EngineGroup:
             self._changed.wait(left_s)
 
     def _order(self, child: Child, make: Callable[[int], object]) -> None:
-        child.order, child.since_s = self._number(), time.monotonic()
+        child.order = self._number()
+        child.since_s = time.monotonic()
         self._send(child, make(child.order))
 
     def _number(self) -> int:

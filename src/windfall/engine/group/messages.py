@@ -1,24 +1,23 @@
 """The messages between an engine group and its child processes: msgpack, each after its length in four bytes.
 
-    group ──▶ child    Build, Add, Cancel, Grant, Pause, Load, Sleep
-    child ──▶ group    Hello, Built, Stepped, Done, Refused, Failed
+    group ──▶ child    Build, Add, CancelResponse, Grant, PauseSteps, LoadVersion, Sleep
+    child ──▶ group    ChildHello, Built, Stepped, OrderDone, VersionRefused, ChildError
 
-Pause, Load and Sleep have an order number; the child answers each with Done, or Load with Refused. A request is known
-by its handle, a number that is never used again. These messages stay on one machine and between processes of one
-program, so they have no version.
+PauseSteps, LoadVersion and Sleep have an order number; the child answers each with OrderDone, or LoadVersion with
+VersionRefused. The id of a request is its handle, a number that is never used again. These messages stay on one machine
+and between processes of one program, so they have no version.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from windfall.engine.base import Counters
 from windfall.errors import WindfallError
-from windfall.link.messages import EngineSpec, Message, Tokens, Work, columns
+from windfall.link.messages import EngineSpec, Message
 from windfall.types import Capabilities, Chunk, Request
 from windfall.weights.shared import SharedVersion
 
@@ -35,10 +34,10 @@ class Build(Message, frozen=True, tag=1):
 
 
 class Add(Message, frozen=True, tag=2):
-    work: Work
+    request: Request
 
 
-class Cancel(Message, frozen=True, tag=3):
+class CancelResponse(Message, frozen=True, tag=3):
     handle: int
 
 
@@ -48,13 +47,13 @@ class Grant(Message, frozen=True, tag=4):
     steps: int
 
 
-class Pause(Message, frozen=True, tag=5):
-    """Make no more steps: what was granted is void. Done follows the last Stepped."""
+class PauseSteps(Message, frozen=True, tag=5):
+    """Make no more steps: what was granted is void. OrderDone follows the last Stepped."""
 
     order: int
 
 
-class Load(Message, frozen=True, tag=6):
+class LoadVersion(Message, frozen=True, tag=6):
     """Copy these weights into the engine, which has none while it sleeps, and use them from now on as this version."""
 
     order: int
@@ -69,7 +68,7 @@ class Sleep(Message, frozen=True, tag=7):
     order: int
 
 
-class Hello(Message, frozen=True, tag=11):
+class ChildHello(Message, frozen=True, tag=11):
     """The first message on a connection."""
 
     child: int  # number of the child in its group
@@ -86,23 +85,23 @@ class Built(Message, frozen=True, tag=12):
 class Stepped(Message, frozen=True, tag=13):
     """The child has made one of the granted steps."""
 
-    frame: Tokens | None  # None: the step returned no tokens
+    chunks: list[Chunk]
     counters: Counters
 
 
-class Done(Message, frozen=True, tag=14):
+class OrderDone(Message, frozen=True, tag=14):
     order: int
     kept_weights: bool = False  # whether the engine has its weights still, after Sleep
 
 
-class Refused(Message, frozen=True, tag=15):
+class VersionRefused(Message, frozen=True, tag=15):
     """The weights do not fit the model. The engine has not changed."""
 
     order: int
     why: str
 
 
-class Failed(Message, frozen=True, tag=16):
+class ChildError(Message, frozen=True, tag=16):
     """The engine cannot be built, or raised an error. The child exits after this message."""
 
     what: str
@@ -120,8 +119,8 @@ class ChildFailed(Exception):
     """A child process of the group failed, with an error that is not the user's."""
 
 
-ToChild = Build | Add | Cancel | Grant | Pause | Load | Sleep
-FromChild = Hello | Built | Stepped | Done | Refused | Failed
+ToChild = Build | Add | CancelResponse | Grant | PauseSteps | LoadVersion | Sleep
+FromChild = ChildHello | Built | Stepped | OrderDone | VersionRefused | ChildError
 
 
 def encode(message: object) -> bytes:
@@ -133,7 +132,8 @@ class Receiver:
     """Cuts a stream of bytes into messages."""
 
     def __init__(self, kind: Any) -> None:
-        self._decoder, self._data = msgspec.msgpack.Decoder(kind), bytearray()
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._data = bytearray()
 
     def messages(self, data: bytes) -> Iterator[object]:
         """The messages that are complete with these bytes."""
@@ -147,31 +147,9 @@ class Receiver:
             yield message
 
 
-def decode_hello(data: bytes) -> Hello | None:
+def decode_hello(data: bytes) -> ChildHello | None:
     """The first message on a connection; None if it is anything else."""
     try:
-        return msgspec.msgpack.decode(data, type=Hello)
+        return msgspec.msgpack.decode(data, type=ChildHello)
     except msgspec.MsgspecError:
         return None
-
-
-def work_of(handle: int, request: Request) -> Work:
-    return Work(
-        handle=handle, prompt=array("I", request.prompt).tobytes(), position=request.position, seed=request.seed,
-        max_tokens=request.max_tokens, sampling=request.sampling, stop=tuple(request.stop),
-    )  # fmt: skip
-
-
-def chunks_of(frame: Tokens, ids: Mapping[int, str]) -> Iterator[tuple[int, Chunk]]:
-    """The chunks of a frame, each with its handle. `ids`: of the responses, by handle; others are left out."""
-    tokens, logprobs = columns(frame)
-    at = 0
-    for n, (handle, position) in enumerate(zip(frame.handles, frame.positions, strict=True)):
-        end = at + (frame.counts[n] if frame.counts else 1)
-        if handle in ids:
-            chunk = Chunk(
-                id=ids[handle], position=position, tokens=tuple(tokens[at:end]), logprobs=tuple(logprobs[at:end]),
-                version=frame.version, finish=frame.finished.get(n),
-            )  # fmt: skip
-            yield handle, chunk
-        at = end

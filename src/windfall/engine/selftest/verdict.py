@@ -22,7 +22,6 @@ from typing import Any
 
 import xxhash
 
-import windfall
 from windfall.engine.selftest import shrink
 from windfall.errors import WindfallError
 from windfall.models.load import cache_folder
@@ -104,8 +103,8 @@ def config_of(fields: Fields) -> Any:
 @cache
 def _versions() -> tuple[str, ...]:
     """Versions of torch and transformers, and a hash of windfall's code, which may change without a new version."""
-    root, digest = Path(windfall.__file__).parent, xxhash.xxh3_64()
-    for path in sorted(p for part in ("engine", "trainer", "worker") for p in (root / part).rglob("*.py")):
+    root, digest = Path(__file__).parents[2], xxhash.xxh3_64()
+    for path in sorted(p for part in ("engine", "models", "trainer") for p in (root / part).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest(), *(metadata.version(name) for name in ("torch", "transformers"))
 

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from windfall.engine.blocks import BlockLayout, Blocks
-from windfall.engine.tenant_pages import TenantPages
+from windfall.engine.blocks import BlockLayout, BlockTenant, MemoryBlocks, TenantPages
 from windfall.errors import WindfallError
 
 TAIL_ALIGN = 512
@@ -38,7 +37,8 @@ class _Shape(Protocol):
 
 class Arena:
     def __init__(self, layout: BlockLayout, device: Any = "cpu") -> None:
-        self.blocks, self._layout = Blocks(layout), layout
+        self.blocks = MemoryBlocks(layout)
+        self._layout = layout
         self.memory = torch.zeros((layout.count + TENANTS) * layout.block_bytes, dtype=torch.uint8, device=device)
         self._scratch: list[str] = [""] * TENANTS
 
@@ -105,48 +105,54 @@ class Arena:
             torch.cuda.set_device(self.memory.device)
 
 
-class Tail:
+class Tail(BlockTenant):
     """The last blocks of an arena as one range of bytes, for something that is not a KV cache: the weights of a model.
     They are the last that a tenant with priority takes."""
+
+    last_resort = True
 
     def __init__(self, arena: Arena, tenant: str, nbytes: int, give_up: Callable[[], None]) -> None:
         """`give_up` is called before the blocks go to a tenant with priority."""
         layout = arena.blocks.layout
-        self._arena, self._tenant, self._give_up = arena, tenant, give_up
+        self._arena = arena
+        self.tenant = tenant
+        self._give_up = give_up
         self.count = -(-(nbytes + TAIL_ALIGN) // layout.block_bytes)
         start = max(0, layout.count - self.count) * layout.block_bytes
         start += -(arena.memory.data_ptr() + start) % TAIL_ALIGN
         self.memory = arena.memory[start : start + nbytes]
-        arena.blocks.join(tenant, last_resort=True, yield_blocks=self._yield)
+        arena.blocks.join(self)
 
     @property
     def held(self) -> bool:
-        return self._arena.blocks.held(self._tenant) > 0
+        return self._arena.blocks.held(self.tenant) > 0
 
     def take(self) -> bool:
         """Take the blocks, unless one is in use. Their memory is cleared, in the order of the current stream."""
-        taken = self.held or self._arena.blocks.reserve(self._tenant, self.count)
+        taken = self.held or self._arena.blocks.reserve(self.tenant, self.count)
         self._arena.clear_moved()
         return taken
 
-    def _yield(self, count: int) -> int:
+    def yield_blocks(self, count: int) -> int:
         del count
         if not self.held:
             return 0
         self._give_up()
-        for block in sorted(self._arena.blocks.of(self._tenant)):
-            self._arena.blocks.give_back(self._tenant, block)
+        for block in sorted(self._arena.blocks.of(self.tenant)):
+            self._arena.blocks.give_back(self.tenant, block)
         return self.count
 
     def leave(self) -> None:
-        self._arena.blocks.leave(self._tenant)
+        self._arena.blocks.leave(self.tenant)
 
 
 class TenantKV:
     """What an engine needs to keep its KV cache in an arena."""
 
     def __init__(self, arena: Arena, pages: TenantPages, *, scratch: int) -> None:
-        self._arena, self.pages, self.scratch = arena, pages, scratch
+        self._arena = arena
+        self.pages = pages
+        self.scratch = scratch
 
     def views(self, shapes: Sequence[_Shape], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         return self._arena.views(shapes, dtype, self.pages.size)

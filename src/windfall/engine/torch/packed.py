@@ -56,10 +56,9 @@ class Packed:
                 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
                 return cast(Any, torch.autograd.grad(self._padded(q, k, v, scale, window), (q, k, v), grad))
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state for dropout, which is off
-        return torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, sums, self.ends, self.ends, self._longest, self._longest, 0.0, True, unused, unused,
-            **self._options(scale, window),
-        )  # fmt: skip
+        tensors = (grad, q, k, v, out, sums, self.ends, self.ends)
+        rest = (self._longest, self._longest, 0.0, True, unused, unused)
+        return torch.ops.aten._flash_attention_backward(*tensors, *rest, **self._options(scale, window))
 
     def _options(self, scale: float, window: int | None) -> dict[str, Any]:
         if window is None or window >= self._longest:

@@ -44,9 +44,13 @@ class Runner:
         self, model: Any, *, pages: int, page_size: int, deterministic: bool, kv: TenantKV | None = None
     ) -> None:
         """`kv`: memory that another engine shares; by default, the runner allocates its own."""
-        self.model, self.size, self.deterministic, self._kv = model, page_size, deterministic, kv
+        self.model = model
+        self.size = page_size
+        self.deterministic = deterministic
+        self._kv = kv
         self.scratch = pages if kv is None else kv.scratch
-        self.device, self._shapes = model.device, cache_shapes(model)
+        self.device = model.device
+        self._shapes = cache_shapes(model)
         self.pools: list[tuple[Tensor, Tensor]] | None = None
         self.allocate()
 

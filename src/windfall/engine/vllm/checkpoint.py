@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from windfall.errors import WindfallError
+from windfall.engine.module_weights import check_weights
 
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
@@ -28,26 +28,21 @@ class WeightShapes:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        self.config, self.architecture = config, type(model).__name__
+        self.config = config
+        self.architecture = type(model).__name__
         state = model.state_dict()
         self.shapes = {name: t.shape for name, t in state.items()}
-        self.tied = self.shapes.keys() - {name for name, _ in model.named_parameters()} - {
-            name for name, _ in model.named_buffers()
-        }  # fmt: skip
+        self.tied = (
+            self.shapes.keys()
+            - {name for name, _ in model.named_parameters()}
+            - {name for name, _ in model.named_buffers()}
+        )
         self.parameters = sum(p.numel() for p in model.parameters())
         self.vocabulary = model.get_input_embeddings().num_embeddings
 
     def check(self, version: int, weights: Mapping[str, Any]) -> None:
         """Raise WindfallError unless these weights are those of the model."""
-        shape = getattr(weights, "shape", lambda name: weights[name].shape)
-        unknown, missing = weights.keys() - self.shapes.keys(), self.shapes.keys() - weights.keys() - self.tied
-        if unknown or missing:
-            names, how = sorted(unknown or missing), "unknown" if unknown else "missing"
-            what = f"{len(names)} tensors such as {names[0]!r} are {how}"
-            raise WindfallError(f"version {version} does not fit the model: {what}")
-        wrong = [name for name in weights if shape(name) != self.shapes[name]]
-        if wrong:
-            raise WindfallError(f"version {version} does not fit the model: {wrong[0]!r} has the wrong shape")
+        check_weights(version, weights, self.shapes, self.tied)
 
 
 def config_json(fields: Mapping[str, Any], architecture: str) -> str:

@@ -17,7 +17,7 @@ Rules:
 - A response ends with a stop token or after `max_tokens` tokens, as in every engine. `limit` keeps requests away from
   vLLM's own limit on the length of a sequence.
 - The engine refuses top-p and top-k where vLLM's log-probs would be those after the cut, and temperatures that vLLM
-  would raise. A worker checks the run's parameters as soon as it has built its engine (vllm_factory.py) and is refused
+  would raise. A worker checks the run's parameters as soon as it has built its engine (vllm/factory.py) and is refused
   with the reason; otherwise `add` would reject one response after the other.
 - The ranks are processes that end with this one, however it ends (extension.py).
 """
@@ -30,16 +30,15 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from windfall.engine.base import Counters
-from windfall.engine.torch.engine import check_request
+from windfall.engine.base import Counters, Engine, check_request, duplicate_id
 from windfall.engine.vllm import installed, sampling
 from windfall.engine.vllm.checkpoint import WeightShapes, config_json
 from windfall.errors import WindfallError
-from windfall.shared_tensors import SharedTensors, TensorFile
+from windfall.shared_tensors import BufferTensors, SharedTensors, TensorFile
 from windfall.types import Capabilities, Chunk, Finish, Request, Sampling
 
 EXTENSION = "windfall.engine.vllm.extension.Extension"
@@ -57,32 +56,66 @@ class _Running:
     generated: int = 0
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     def __init__(
-        self, fields: Mapping[str, Any], *, dtype: str, device: str, kv_tokens: int, max_running: int, max_rows: int,
-        token_bytes: int, tensor_parallel: int = 1, gpu_share: float = 0.9, version: int = 0, own_sampler: bool = True,
-        eager: bool = False, shapes: WeightShapes | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        fields: Mapping[str, Any],
+        *,
+        dtype: str,
+        device: str,
+        kv_tokens: int,
+        max_running: int,
+        max_rows: int,
+        token_bytes: int,
+        tensor_parallel: int = 1,
+        gpu_share: float = 0.9,
+        version: int = 0,
+        own_sampler: bool = True,
+        eager: bool = False,
+        shapes: WeightShapes | None = None,
+    ) -> None:
         """`fields`: the model's configuration. The weights are unset until the first swap. `token_bytes`: bytes of KV
         cache per token on each rank. `gpu_share`: share of the GPU's memory that vLLM may plan with. `own_sampler`:
         use windfall's sampler where vLLM's is not exact. `eager`: capture no graphs."""
         found = installed.check(device)
         installed.prepare()
-        from vllm import LLMEngine  # pyright: ignore
+        from vllm import EngineArgs, LLMEngine  # pyright: ignore
         from vllm.compilation import monitor  # pyright: ignore
 
         # An earlier engine of this process may have left graph capture switched off: model runner V1 switches it on and
         # off around its own capture, and V2 relies on it being on.
         monitor.set_cudagraph_capturing_enabled(True)
-        self.version, self.shapes = version, shapes or WeightShapes(fields)
+        on_cpu = device == "cpu"
+        block = 128 if on_cpu else 16  # tokens in a block of the KV cache
+        eager = eager or on_cpu
+        options: dict[str, Any] = {} if on_cpu else {"gpu_memory_utilization": gpu_share}
+        if max_running > GRAPH_ROWS and not eager:
+            options["max_cudagraph_capture_size"] = max_running
+        if tensor_parallel > 1:
+            options["distributed_executor_backend"] = "mp"
+        self.version = version
+        self.shapes = shapes or WeightShapes(fields)
         self._folder = Path(tempfile.mkdtemp(prefix="windfall-vllm-"))
         (self._folder / "config.json").write_text(config_json(fields, self.shapes.architecture))
         try:
-            arguments = _arguments(
-                str(self._folder), dtype=dtype, device=device, max_running=max_running, max_rows=max_rows,
-                kv_bytes=kv_tokens * token_bytes, tensor_parallel=tensor_parallel,
-                gpu_share=gpu_share, eager=eager or device == "cpu", block_bytes=_block(device) * token_bytes,
-            )  # fmt: skip
+            arguments = EngineArgs(
+                model=str(self._folder),
+                dtype=dtype,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                seed=0,
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls=EXTENSION,
+                disable_log_stats=True,
+                kv_cache_memory_bytes=max(kv_tokens, MIN_BLOCKS * block) * token_bytes,
+                max_model_len=-1,
+                max_num_seqs=max_running,
+                max_num_batched_tokens=max(max_rows, max_running),
+                enforce_eager=eager,
+                tensor_parallel_size=tensor_parallel,
+                **options,
+            )
             self._vllm = LLMEngine.from_engine_args(arguments)
         except (ValueError, RuntimeError, NotImplementedError) as e:
             why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
@@ -104,7 +137,7 @@ class VllmEngine:
         self._ids: dict[str, str] = {}
         """From windfall's id to vLLM's."""
         self._numbers = itertools.count()
-        self._steps = self._generated = self._reused = 0
+        self._counters = Counters()
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -112,13 +145,11 @@ class VllmEngine:
     @property
     def counters(self) -> Counters:
         counts = self._core.engine_core.scheduler.get_request_counts()
-        return Counters(
-            steps=self._steps, generated=self._generated, reused_tokens=self._reused, waiting=counts[1],
-        )  # fmt: skip
+        return replace(self._counters, waiting=counts[1])
 
     def add(self, request: Request) -> None:
         if request.id in self._ids:
-            raise WindfallError("this id is already being generated", where=f"request {request.id}")
+            raise duplicate_id(request)
         check_request(request, self.shapes.vocabulary, self.limit)
         self.check_sampling(request.sampling, where=f"request {request.id}")
         params = sampling.sampling_params(request, own=self._own)
@@ -145,13 +176,13 @@ class VllmEngine:
         if not self._ids:
             return []
         outputs = self._core.get_output().outputs
-        self._steps += 1
+        self._counters.steps += 1
         return [c for c in map(self._chunk, outputs) if c is not None]
 
     def _chunk(self, output: Any) -> Chunk | None:
         state = self._running.get(output.request_id)
         if output.prefill_stats is not None:
-            self._reused += output.prefill_stats.num_cached_tokens
+            self._counters.reused_tokens += output.prefill_stats.num_cached_tokens
         tokens = output.new_token_ids
         if state is None or (not tokens and output.finish_reason is None):
             return None
@@ -161,12 +192,16 @@ class VllmEngine:
             del self._running[output.request_id], self._ids[state.request.id]
         position = state.request.position + state.generated
         state.generated += len(tokens)
-        self._generated += len(tokens)
+        self._counters.generated += len(tokens)
         logprobs = output.new_logprobs.logprobs
         return Chunk(
-            id=state.request.id, position=position, tokens=tuple(tokens), version=self.version, finish=finish,
+            id=state.request.id,
+            position=position,
+            tokens=tuple(tokens),
+            version=self.version,
+            finish=finish,
             logprobs=tuple(logprobs[:, 0].tolist()) if len(tokens) > 1 else (float(logprobs[0, 0]),),
-        )  # fmt: skip
+        )
 
     def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         """Use `weights` from now on (None: the engine has them already). Running responses keep their tokens and are
@@ -181,7 +216,7 @@ class VllmEngine:
         owned: TensorFile | None = None
         source: SharedTensors | Mapping[str, Any] = weights
         if self.capabilities.tensor_parallel > 1:
-            source = getattr(weights, "shared", None) or (owned := TensorFile(weights)).shared
+            source = weights.shared if isinstance(weights, BufferTensors) else (owned := TensorFile(weights)).shared
         try:
             missing = self._vllm.collective_rpc("windfall_load", args=(source,))
         finally:
@@ -208,10 +243,17 @@ def _core_request(id: str, request: Request, params: Any) -> Any:
     from vllm.v1.engine import EngineCoreRequest  # pyright: ignore
 
     return EngineCoreRequest(
-        request_id=id, prompt_token_ids=list(request.prompt), mm_features=None, sampling_params=params,
-        pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None, data_parallel_rank=None,
+        request_id=id,
+        prompt_token_ids=list(request.prompt),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
         external_req_id=id,
-    )  # fmt: skip
+    )
 
 
 def _finish(output: Any, request: Request) -> Finish:
@@ -219,28 +261,3 @@ def _finish(output: Any, request: Request) -> Finish:
     if reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended request {request.id} with {reason!r}")
     return "stop" if reason == "stop" else "length"
-
-
-def _block(device: str) -> int:
-    """Tokens in a block of the KV cache."""
-    return 128 if device == "cpu" else 16
-
-
-def _arguments(
-    folder: str, *, dtype: str, device: str, kv_bytes: int, block_bytes: int, max_running: int, max_rows: int,
-    tensor_parallel: int, gpu_share: float, eager: bool,
-) -> Any:  # fmt: skip
-    from vllm import EngineArgs  # pyright: ignore
-
-    options: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": gpu_share}
-    if device != "cpu" and max_running > GRAPH_ROWS and not eager:
-        options["max_cudagraph_capture_size"] = max_running
-    if tensor_parallel > 1:
-        options["distributed_executor_backend"] = "mp"
-    return EngineArgs(
-        model=folder, dtype=dtype, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm", seed=0,
-        logprobs_mode="processed_logprobs", worker_extension_cls=EXTENSION, disable_log_stats=True,
-        kv_cache_memory_bytes=max(kv_bytes, MIN_BLOCKS * block_bytes), max_model_len=-1, max_num_seqs=max_running,
-        max_num_batched_tokens=max(max_rows, max_running), enforce_eager=eager, tensor_parallel_size=tensor_parallel,
-        **options,
-    )  # fmt: skip

@@ -41,9 +41,13 @@ def sampling_params(request: Request, *, own: bool) -> Any:
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore
 
     common: dict[str, Any] = {
-        "max_tokens": request.max_tokens, "stop_token_ids": sorted(request.stop), "ignore_eos": True,
-        "detokenize": False, "logprobs": 0, "output_kind": RequestOutputKind.DELTA,
-    }  # fmt: skip
+        "max_tokens": request.max_tokens,
+        "stop_token_ids": sorted(request.stop),
+        "ignore_eos": True,
+        "detokenize": False,
+        "logprobs": 0,
+        "output_kind": RequestOutputKind.DELTA,
+    }
     if own:
         s = request.sampling
         facts = (request.seed, request.position, len(request.prompt), (s.temperature, s.top_p, s.top_k))
@@ -59,14 +63,16 @@ def check_sampling(s: Sampling, *, own: bool, where: str) -> None:
     if s.top_p < 1.0 or s.top_k > 0:
         raise WindfallError(
             f"vLLM's model runner V2 reports log-probs after top-p and top-k cuts, windfall needs those before: "
-            f"top_p is {s.top_p:g}, top_k is {s.top_k}", where=where,
+            f"top_p is {s.top_p:g}, top_k is {s.top_k}",
+            where=where,
             fix=f"Set rollout.top_p = 1 and rollout.top_k = 0, {OTHER_WAYS}",
-        )  # fmt: skip
+        )
     if 0 < s.temperature < MIN_TEMPERATURE:
         raise WindfallError(
-            f"vLLM would sample with temperature {MIN_TEMPERATURE:g} instead of {s.temperature:g}", where=where,
+            f"vLLM would sample with temperature {MIN_TEMPERATURE:g} instead of {s.temperature:g}",
+            where=where,
             fix=f"Set the temperature to 0 (greedy) or to {MIN_TEMPERATURE:g} or more, {OTHER_WAYS}",
-        )  # fmt: skip
+        )
 
 
 class WindfallSampler(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""A worker in the process of the controller: the usual session and engine thread, over a link in memory."""
+"""A worker in the process of the controller: the usual WorkerLink and engine thread, over a link in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import pair
 from windfall.types import Lease
-from windfall.worker.session import Pull, PulledWeights, Session
+from windfall.worker.worker_link import Pull, PulledWeights, WorkerLink
 
 
 def weights_already_loaded(load: m.Load, stop: object) -> PulledWeights:
@@ -26,16 +26,16 @@ def weights_already_loaded(load: m.Load, stop: object) -> PulledWeights:
 async def in_process_worker(
     dispatch: Dispatch, engine: Engine, slots: int, *, name: str = "local", pull: Pull = weights_already_loaded,
     heartbeat_s: float = 0.5, on_failure: Callable[[BaseException | None], None] = lambda error: None,
-) -> AsyncIterator[Session]:  # fmt: skip
+) -> AsyncIterator[WorkerLink]:  # fmt: skip
     """While this context is open, `engine` generates for `dispatch`."""
     ours, theirs = pair("controller", name)
     loop, host = asyncio.get_running_loop(), EngineThread(engine, slots)
     host.start(lambda: loop.call_soon_threadsafe(on_failure, host.failed) and None)
-    session = Session(theirs, host, pull, heartbeat_s=heartbeat_s)
+    worker = WorkerLink(theirs, host, pull, heartbeat_s=heartbeat_s)
     hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease(kind="reserved", device="here"))
-    tasks = [asyncio.create_task(dispatch.attend(ours, hello)), asyncio.create_task(session.serve())]
+    tasks = [asyncio.create_task(dispatch.attend(ours, hello)), asyncio.create_task(worker.serve())]
     try:
-        yield session
+        yield worker
     finally:
         await ours.close("over")
         with contextlib.suppress(LinkClosed):

@@ -19,7 +19,7 @@ from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import describe_passes
 from windfall.controller.rollout.stream import Rollout, seed_of
 from windfall.controller.step_batch import Scores, describe_scores
-from windfall.engine.engine_factory import build_engine
+from windfall.engine.factory import build_engine
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
 from windfall.envs.hosting import evaluation_data, recipe_host

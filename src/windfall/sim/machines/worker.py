@@ -202,7 +202,7 @@ class SimWorker:
             building = self._first_swap is not None and now < self._built_s
             self._send(
                 m.Stats(running=len(d), made=self._sent_tokens, steps=self._steps, idle_s=0.0,
-                        preemptions=d.preemptions, waiting=len(d.waiting),
+                        evictions=d.preemptions, waiting=len(d.waiting),
                         loading="build" if building else "pull" if self._pull is not None else "",
                         pulled_bytes=round(self._pulled_bytes - left), reused_tokens=self._reused,
                         prefilled=self._prefilled, lookups=self._lookups, hits=self._hits,

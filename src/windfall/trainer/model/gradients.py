@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from windfall.engine.joined_weights import adjacent
+from windfall.engine.module_weights import adjacent
 
 
 class Gradients:

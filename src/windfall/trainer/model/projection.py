@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
-from windfall.engine.joined_weights import adjacent, join
+from windfall.engine.module_weights import adjacent, join
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.lora import LoraLinear
 

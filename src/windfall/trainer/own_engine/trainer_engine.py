@@ -28,8 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from windfall.engine.base import Counters, Engine
-from windfall.engine.engine_factory import MAX_KEPT_SHARE
+from windfall.engine.base import MAX_KEPT_SHARE, Counters, Engine
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.trainer.own_engine.trainer_turn import EnginesTurn
@@ -39,7 +38,7 @@ WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""
 
 
-class TrainerEngine:
+class TrainerEngine(Engine):
     """An engine whose module is changed by the trainer, which holds `lock` while it does so."""
 
     def __init__(
@@ -60,7 +59,7 @@ class TrainerEngine:
         self._published = published
         self._merged = merged
         self._stale = True
-        self._sleep: Callable[[], None] | None = getattr(engine, "sleep", None) if share_memory else None
+        self._share_memory = share_memory
         self.waiting = False
         """Whether the engine waits for the trainer or for a Load of its new weights. This is not a fault."""
 
@@ -74,15 +73,15 @@ class TrainerEngine:
 
     @property
     def counters(self) -> Counters:
-        return getattr(self._engine, "counters", Counters())
+        return self._engine.counters
 
     @property
     def capabilities(self) -> Capabilities:
-        return getattr(self._engine, "capabilities", Capabilities())
+        return self._engine.capabilities
 
     @property
     def limit(self) -> int:
-        return getattr(self._engine, "limit", 0)
+        return self._engine.limit
 
     def __len__(self) -> int:
         return len(self._engine)
@@ -97,10 +96,10 @@ class TrainerEngine:
 
     def forget(self, session: str) -> None:
         with self._orders_lock:
-            getattr(self._engine, "forget", lambda session: None)(session)
+            self._engine.forget(session)
 
     def take_dropped(self) -> tuple[str, ...]:
-        return getattr(self._engine, "take_dropped", tuple)()
+        return self._engine.take_dropped()
 
     def step(self) -> list[Chunk]:
         self.waiting = True
@@ -144,9 +143,9 @@ class TrainerEngine:
 
     def make_room(self) -> None:
         """Free the memory that the engine does not need during training. The caller must hold `lock`."""
-        if self._sleep is not None:
+        if self._share_memory:
             with self._orders_lock:
-                self._sleep()
+                self._engine.sleep()
                 merged = self._merged
                 if merged is not None and merged.nbytes > MAX_KEPT_SHARE * free_bytes(merged.module.device):
                     merged.free()
@@ -170,3 +169,6 @@ class TrainerWeights:
 
     def tensors(self) -> None:
         return None
+
+    def base_tensors(self) -> Mapping[str, Any]:
+        raise NotImplementedError("the engine merges the trainer's adapter by itself")

@@ -5,7 +5,7 @@ _send       waits for: frames of the engine's thread   a bounded number is queue
 _beat       waits for: the next heartbeat
 _load       waits for: the weights (in a thread), then the engine, if it is still being built
                                                        canceled when another version is requested; if any of its parts
-                                                       is stuck, the session ends with Stalled
+                                                       is stuck, serving ends with Stalled
 
 Rules of a load:
 - The engine goes on with the old weights during the pull, and if the load fails.
@@ -64,21 +64,34 @@ Pull = Callable[[m.Load, threading.Event], PulledWeights]
 """Pulls weights; blocks, so it runs in a thread. The event asks it to give up. It may raise any Exception."""
 
 
-class Session:
+class WorkerLink:
     def __init__(
-        self, link: Link, host: EngineThread, pull: Pull, *, heartbeat_s: float, stalled_s: float = math.inf,
-        boot: Callable[[], m.LoadTimes] = m.LoadTimes, pulled_bytes: Callable[[], int] = lambda: 0,
-    ) -> None:  # fmt: skip
+        self,
+        link: Link,
+        host: EngineThread,
+        pull: Pull,
+        *,
+        heartbeat_s: float,
+        stalled_s: float = math.inf,
+        boot: Callable[[], m.LoadTimes] = m.LoadTimes,
+        pulled_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         """`boot` returns how long the start took; it is called when the weights are in the engine. `pulled_bytes`
         returns how many bytes of weights this process has received."""
-        self.link, self.host, self._pull, self._boot, self._pulled_bytes = link, host, pull, boot, pulled_bytes
-        self._heartbeat_s, self._stalled_s = heartbeat_s, stalled_s
+        self.link = link
+        self.host = host
+        self._pull = pull
+        self._boot = boot
+        self._pulled_bytes = pulled_bytes
+        self._heartbeat_s = heartbeat_s
+        self._stalled_s = stalled_s
         self.held: tuple[int, str] = (-1, "")
         """Version and digest of the weights in the engine."""
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[object] = asyncio.Queue()
         self._room = threading.Semaphore(MAX_QUEUED_FRAMES)
-        self._over, self._left_sent = threading.Event(), asyncio.Event()
+        self._over = threading.Event()
+        self._left_sent = asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._requested: m.Load | None = None
         self._give_up = threading.Event()
@@ -87,7 +100,7 @@ class Session:
         self._pull_progress = (0, self._loop.time())
         """Bytes of weights received, and when that number last changed or a pull began (loop time, seconds)."""
         self._stuck: asyncio.Future[str] = self._loop.create_future()
-        """Never has a result; its error ends the session."""
+        """Never has a result; its error ends `serve`."""
 
     async def serve(self) -> str:
         """Returns why the controller drained this worker. Raises LinkClosed if the link ended without a Drain."""
@@ -190,7 +203,8 @@ class Session:
         self._requested = load
         self._give_up.set()
         self._give_up = threading.Event()
-        before, self._loading = self._loading, None
+        before = self._loading
+        self._loading = None
         self._loading = asyncio.create_task(self._load(load, self._give_up, before))
 
     async def _load(self, load: m.Load, give_up: threading.Event, before: asyncio.Task[None] | None) -> None:
@@ -247,10 +261,17 @@ class Session:
             now = time.monotonic()
             parts = msgspec.structs.replace(self._boot(), pull_s=pulled - started, swap_s=now - swapping)
             self.say(
-                m.Loaded(version=load.version, digest=weights.digest, slots=self.host.slots, s=now - started,
-                         pulled_bytes=weights.bytes, parts=parts, longest=self.host.longest,
-                         engine=self.host.capabilities)
-            )  # fmt: skip
+                m.Loaded(
+                    version=load.version,
+                    digest=weights.digest,
+                    slots=self.host.slots,
+                    s=now - started,
+                    pulled_bytes=weights.bytes,
+                    parts=parts,
+                    longest=self.host.longest,
+                    engine=self.host.capabilities,
+                )
+            )
             done.set_result(None)
 
         def swapped(error: BaseException | None) -> None:

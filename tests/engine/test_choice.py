@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from windfall.engine import engine_choice, engine_factory
+from windfall.engine import choice, factory
 from windfall.engine.vllm import installed
 from windfall.engine.vllm.installed import Installed
 from windfall.errors import WindfallError
@@ -36,7 +36,7 @@ def has(monkeypatch: pytest.MonkeyPatch, found: Installed | None) -> None:
 def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with triton."""
     disabled = lambda spec: "run.deterministic is set" if spec.deterministic else None  # noqa: E731
-    monkeypatch.setattr(engine_factory, "cuda_engine_disabled", disabled)
+    monkeypatch.setattr(factory, "cuda_engine_disabled", disabled)
 
 
 @pytest.mark.parametrize(
@@ -53,31 +53,31 @@ def test_automatic_choice(
     monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], device: str, found: Installed | None, name: str, why: str
 ) -> None:
     has(monkeypatch, found)
-    choice = engine_choice.choose(spec(model), device)
-    assert choice.name == name
-    assert why in str(choice)
+    chosen = choice.choose(spec(model), device)
+    assert chosen.name == name
+    assert why in str(chosen)
 
 
 def test_deterministic_runs_use_windfalls_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, Installed("vllm", "0.24.0"))
-    assert engine_choice.choose(spec({"model_type": "phi3"}, deterministic=True), "cuda").name == "windfall"
+    assert choice.choose(spec({"model_type": "phi3"}, deterministic=True), "cuda").name == "windfall"
     with pytest.raises(WindfallError, match=r"run\.deterministic"):
-        engine_choice.choose(spec(deterministic=True), "cuda", asked="vllm")
+        choice.choose(spec(deterministic=True), "cuda", asked="vllm")
 
 
 def test_option_of_the_worker_comes_before_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, Installed("vllm", "0.26.0"))
-    assert str(engine_choice.choose(spec(engine="vllm"), "cuda")) == "engine: vllm (engine.name is 'vllm')"
-    assert engine_choice.choose(spec(engine="vllm"), "cuda", asked="windfall").name == "windfall"
-    assert engine_choice.choose(spec(engine="windfall"), "cuda", asked="vllm").name == "vllm"
+    assert str(choice.choose(spec(engine="vllm"), "cuda")) == "engine: vllm (engine.name is 'vllm')"
+    assert choice.choose(spec(engine="vllm"), "cuda", asked="windfall").name == "windfall"
+    assert choice.choose(spec(engine="windfall"), "cuda", asked="vllm").name == "vllm"
 
 
 def test_several_gpus_need_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, Installed("vllm", "0.24.0"))
-    choice = engine_choice.choose(spec(), "cuda", tensor_parallel=4)
-    assert (choice.name, "4 GPUs" in choice.why) == ("vllm", True)
+    chosen = choice.choose(spec(), "cuda", tensor_parallel=4)
+    assert (chosen.name, "4 GPUs" in chosen.why) == ("vllm", True)
     with pytest.raises(WindfallError, match="one device") as refused:
-        engine_choice.choose(spec(engine="windfall"), "cuda", tensor_parallel=4)
+        choice.choose(spec(engine="windfall"), "cuda", tensor_parallel=4)
     assert "--engine vllm" in (refused.value.fix or "")
 
 
@@ -98,7 +98,7 @@ def test_missing_or_other_version_is_refused_with_the_extra(
 ) -> None:
     has(monkeypatch, found)
     with pytest.raises(WindfallError) as refused:
-        engine_choice.choose(spec(engine="vllm"), device)
+        choice.choose(spec(engine="vllm"), device)
     assert why in str(refused.value)
     assert extra in (refused.value.fix or "")
 
@@ -109,5 +109,5 @@ def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> No
     assert installed.unsupported_reason("cuda") is None
     tested = version in ("0.23.0", "0.26.0+cu129")
     note = f"; vllm {version} has not been tested with windfall (tested: 0.23, 0.26)"
-    choice = engine_choice.choose(spec(engine="vllm"), "cuda")
-    assert choice.why == "engine.name is 'vllm'" + ("" if tested else note)
+    chosen = choice.choose(spec(engine="vllm"), "cuda")
+    assert chosen.why == "engine.name is 'vllm'" + ("" if tested else note)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.listening_controller import episode, expected, opened
 from windfall.controller.scheduling.members import WorkerState
-from windfall.worker import agent as agents
+from windfall.worker import controller_client
 from windfall.worker.preemption import PreemptionNotice
 
 
@@ -19,8 +19,7 @@ def test_warned_worker_hands_over_and_leaves(tmp_path: Path) -> None:
             w, e = start(), episode("1/0", max_tokens=150)
             s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
-            w.agent.warned(PreemptionNotice(source="aws", left_s=None, detail="rebalance", advice=True))
-            w.agent.warned(PreemptionNotice(source="aws", left_s=None, detail="spot instance-action terminate"))
+            w.client.warned(PreemptionNotice(source="aws", left_s=None, detail="spot instance-action terminate"))
             assert await w.ends() == 0
             assert "warned by aws: spot instance-action terminate" in w.said
             await s.until(lambda: s.state("w") is WorkerState.GONE, "the controller knows")
@@ -41,7 +40,7 @@ def test_worker_warned_early_gets_work_until_its_last_seconds(tmp_path: Path, mo
             w, e, other = start(), episode("1/0", max_tokens=5000), episode("2/0")
             s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
-            w.agent.warned(PreemptionNotice(source="gcp", left_s=1.0, detail="preempted"))
+            w.client.warned(PreemptionNotice(source="gcp", left_s=1.0, detail="preempted"))
             await s.until(lambda: s.named("worker_warned"), "the controller knows")
             assert s.state("w") is WorkerState.READY
             s.dispatch.open(other, s.listener)
@@ -64,7 +63,7 @@ def test_without_migration_a_warned_worker_gets_no_work_it_cannot_finish(tmp_pat
             s.dispatch._migration = False
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
-            w.agent.warned(PreemptionNotice(source="gcp", left_s=30.0, detail="preempted"))
+            w.client.warned(PreemptionNotice(source="gcp", left_s=30.0, detail="preempted"))
             await s.until(lambda: s.state("w") is WorkerState.DRAINING, "the controller knows")
 
     asyncio.run(main())
@@ -77,7 +76,7 @@ def test_worker_warned_without_a_link_exits(tmp_path: Path) -> None:
             await s.port.close()
             w = start(url)
             await asyncio.sleep(0.05)
-            w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
+            w.client.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
             assert await w.ends() == 0
 
     asyncio.run(main())
@@ -90,10 +89,10 @@ def test_warned_worker_reconnects_if_enough_time_is_left(tmp_path: Path, left_s:
         async with opened(tmp_path) as (s, start):
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
-            w.agent.warned(PreemptionNotice(source="azure", left_s=left_s, detail="Preempt"))
+            w.client.warned(PreemptionNotice(source="azure", left_s=left_s, detail="Preempt"))
             await s.until(lambda: s.named("worker_warned"), "the controller knows")
             await s.dispatch._outbox._links["w"].close("a glitch")
-            if left_s < agents.LEAVE_S:
+            if left_s < controller_client.LEAVE_S:
                 assert await w.ends() == 0
                 assert len(s.hellos) == 1
                 return
@@ -112,8 +111,8 @@ def test_worker_warned_while_disconnected_reconnects_if_enough_time_is_left(
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
             await s.dispatch._outbox._links["w"].close("a glitch")
-            await s.until(lambda: w.agent._session is None, "it has no link")
-            w.agent.warned(PreemptionNotice(source="azure", left_s=left_s, detail="Preempt"))
+            await s.until(lambda: w.client._worker_link is None, "it has no link")
+            w.client.warned(PreemptionNotice(source="azure", left_s=left_s, detail="Preempt"))
             if left_s is None:
                 assert await w.ends() == 0
                 assert s.named("worker_warned") == []
@@ -125,14 +124,14 @@ def test_worker_warned_while_disconnected_reconnects_if_enough_time_is_left(
 
 
 def test_worker_leaves_if_the_controller_ignores_the_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "LEAVE_S", 0.2)
+    monkeypatch.setattr(controller_client, "LEAVE_S", 0.2)
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             monkeypatch.setattr(s.dispatch, "_warned", lambda member, notice: None)
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
-            w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
+            w.client.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
             assert await w.ends() == 0
 
     asyncio.run(main())
@@ -146,12 +145,12 @@ def test_second_warning_that_leaves_less_time_counts(tmp_path: Path) -> None:
             w, e = start(), episode("1/0", max_tokens=5000)
             s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
-            w.agent.warned(PreemptionNotice(source="aws", left_s=120.0, detail="terminate"))
+            w.client.warned(PreemptionNotice(source="aws", left_s=120.0, detail="terminate"))
             await s.until(lambda: s.named("worker_warned"), "the controller knows")
-            w.agent.warned(PreemptionNotice(source="aws", left_s=300.0, detail="terminate, later"))
+            w.client.warned(PreemptionNotice(source="aws", left_s=300.0, detail="terminate, later"))
             before = len(e.tokens)
             await s.until(lambda: len(e.tokens) > before + 20, "it works on")
-            w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
+            w.client.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
             assert await w.ends() == 0
             assert w.said[-1] == "drained: warned"
             await s.until(lambda: s.state("w") is WorkerState.GONE, "the controller knows")

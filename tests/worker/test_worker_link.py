@@ -20,7 +20,7 @@ from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine
 from windfall.types import Request, Sampling
-from windfall.worker.session import MAX_QUEUED_FRAMES, PulledWeights, Session, Stalled
+from windfall.worker.worker_link import MAX_QUEUED_FRAMES, PulledWeights, Stalled, WorkerLink
 
 WAIT_S = 10.0
 
@@ -74,7 +74,7 @@ class Pulls:
 class Rig:
     """The controller's side of the link."""
 
-    def __init__(self, link: MemoryLink, session: Session, engine: Small, pulls: Pulls) -> None:
+    def __init__(self, link: MemoryLink, session: WorkerLink, engine: Small, pulls: Pulls) -> None:
         self.link, self.session, self.engine, self.pulls = link, session, engine, pulls
         self.beats = 0
 
@@ -102,7 +102,7 @@ async def serving(depth: int = 256, heartbeat_s: float = 5.0) -> AsyncIterator[t
     engine, pulls = Small(), Pulls()
     host = EngineThread(engine, 4)
     host.start()
-    session = Session(theirs, host, pulls, heartbeat_s=heartbeat_s)
+    session = WorkerLink(theirs, host, pulls, heartbeat_s=heartbeat_s)
     serve = asyncio.create_task(session.serve())
     try:
         yield Rig(ours, session, engine, pulls), serve
@@ -353,7 +353,7 @@ def test_stuck_engine_ends_the_session() -> None:
         engine = Stuck()
         host = EngineThread(engine, slots=4)
         host.start()
-        session = Session(theirs, host, Pulls(), heartbeat_s=0.05, stalled_s=0.3)
+        session = WorkerLink(theirs, host, Pulls(), heartbeat_s=0.05, stalled_s=0.3)
         serving = asyncio.create_task(session.serve())
         await ours.send(assign(1))
         with pytest.raises(Stalled, match="no engine step for 0 s, with 1 responses running"):
@@ -366,7 +366,7 @@ def test_stuck_engine_ends_the_session() -> None:
 
 def test_swap_that_hangs_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier version retried it twelve times as a failed load, while the machine was paid and sent heartbeats."""
-    monkeypatch.setattr("windfall.worker.session.SWAP_S", 0.2)
+    monkeypatch.setattr("windfall.worker.worker_link.SWAP_S", 0.2)
 
     class Hangs(Small):
         free = threading.Event()
@@ -379,7 +379,7 @@ def test_swap_that_hangs_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> No
         engine = Hangs()
         host = EngineThread(engine, slots=4)
         host.start()
-        serving = asyncio.create_task(Session(theirs, host, Pulls(), heartbeat_s=0.05).serve())
+        serving = asyncio.create_task(WorkerLink(theirs, host, Pulls(), heartbeat_s=0.05).serve())
         await ours.send(load(1))
         with pytest.raises(Stalled, match=r"waited 0\.2 s for the engine to load version 1"):
             await asyncio.wait_for(serving, WAIT_S)
@@ -390,7 +390,7 @@ def test_swap_that_hangs_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_swap_that_waits_for_the_trainer_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.worker.session.SWAP_S", 0.1)
+    monkeypatch.setattr("windfall.worker.worker_link.SWAP_S", 0.1)
 
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
@@ -399,7 +399,7 @@ def test_swap_that_waits_for_the_trainer_is_not_stuck(monkeypatch: pytest.Monkey
         host.start()
         pulls = Pulls()
         pulls.tensors = None
-        serving = asyncio.create_task(Session(theirs, host, pulls, heartbeat_s=5.0).serve())
+        serving = asyncio.create_task(WorkerLink(theirs, host, pulls, heartbeat_s=5.0).serve())
         with lock:  # the trainer saves a checkpoint
             await ours.send(load(1))
             await asyncio.sleep(0.5)
@@ -415,7 +415,7 @@ def test_swap_that_waits_for_the_trainer_is_not_stuck(monkeypatch: pytest.Monkey
 
 
 def test_pull_without_a_byte_or_an_error_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.worker.session.PULL_S", 0.4)
+    monkeypatch.setattr("windfall.worker.worker_link.PULL_S", 0.4)
     free, pulled = threading.Event(), [0]
 
     def pull(load: m.Load, give_up: threading.Event) -> PulledWeights:
@@ -427,7 +427,7 @@ def test_pull_without_a_byte_or_an_error_ends_the_session(monkeypatch: pytest.Mo
         ours, theirs = pair("controller", "worker")
         host = EngineThread(Small(), slots=4)
         host.start()
-        session = Session(theirs, host, pull, heartbeat_s=0.05, pulled_bytes=lambda: pulled[0])
+        session = WorkerLink(theirs, host, pull, heartbeat_s=0.05, pulled_bytes=lambda: pulled[0])
         serving = asyncio.create_task(session.serve())
         await ours.send(load(1))
         heard: list[m.Stats] = []
@@ -459,14 +459,14 @@ def test_longest_response_is_reported_with_the_weights() -> None:
 
 
 def test_stuck_engine_does_not_prevent_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.worker.session.LEAVE_S", 0.2)
+    monkeypatch.setattr("windfall.worker.worker_link.LEAVE_S", 0.2)
 
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
         engine = Stuck()
         host = EngineThread(engine, slots=4)
         host.start()
-        serving = asyncio.create_task(Session(theirs, host, Pulls(), heartbeat_s=0.05).serve())
+        serving = asyncio.create_task(WorkerLink(theirs, host, Pulls(), heartbeat_s=0.05).serve())
         await ours.send(assign(1))
         await asyncio.sleep(0.1)
         await ours.send(m.Drain(why="enough"))

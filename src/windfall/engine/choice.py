@@ -1,8 +1,8 @@
 """Which engine a worker builds, and why: windfall's own or vLLM. Imports neither torch nor vLLM.
 
     --engine of the worker, else engine.name of the recipe
-        "windfall"  GraphEngine on a GPU if it supports the model, else TorchEngine   (engine_factory.py)
-        "vllm"      VllmEngine, or an error that says what is missing                 (vllm_factory.py)
+        "windfall"  GraphEngine on a GPU if it supports the model, else TorchEngine   (factory.py)
+        "vllm"      VllmEngine, or an error that says what is missing                 (vllm/factory.py)
         "auto"      the first that applies:
             --tensor-parallel above 1                        vllm: windfall's engines run on one device
             run.deterministic, or a CPU                      windfall
@@ -19,7 +19,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.engine.vllm import installed
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
@@ -59,7 +59,7 @@ def _automatic(spec: EngineSpec, device: str) -> EngineChoice:
         return EngineChoice("windfall", "run.deterministic is set")
     if not device.startswith("cuda"):
         return EngineChoice("windfall", "there is no GPU")
-    slow = engine_factory.cuda_engine_disabled(spec) or _unsupported(spec)
+    slow = factory.cuda_engine_disabled(spec) or _unsupported(spec)
     if slow is None:
         return EngineChoice("windfall", "its GPU engine runs this model")
     missing = installed.unsupported_reason(device)

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from windfall.devices import gpu_memory_lock
-from windfall.engine.engine_factory import engine_sizes
+from windfall.engine.factory import engine_sizes
 from windfall.engine.vllm import installed
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
@@ -43,10 +43,19 @@ def build(
         # All ranks have the same share of every token, so the sizes of one rank are those of all.
         running, kv_tokens = engine_sizes(spec, token_bytes, device, share * max(0.0, 1 - weights / max(free, 1)))
         engine = VllmEngine(
-            fields, dtype=spec.dtype, device=device, kv_tokens=kv_tokens, max_running=running, max_rows=spec.max_rows,
-            token_bytes=token_bytes, tensor_parallel=tensor_parallel, version=version, shapes=shapes,
-            gpu_share=_gpu_share(device, weights + kv_tokens * token_bytes), **options,
-        )  # fmt: skip
+            fields,
+            dtype=spec.dtype,
+            device=device,
+            kv_tokens=kv_tokens,
+            max_running=running,
+            max_rows=spec.max_rows,
+            token_bytes=token_bytes,
+            tensor_parallel=tensor_parallel,
+            version=version,
+            shapes=shapes,
+            gpu_share=_gpu_share(device, weights + kv_tokens * token_bytes),
+            **options,
+        )
     try:
         for wanted in spec.samplings:
             engine.check_sampling(wanted, where="rollout or eval")

@@ -15,7 +15,7 @@ from windfall.controller.scheduling.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.link import handshake
 from windfall.processes.handle import EXIT_NO_CONTROLLER
-from windfall.worker.agent import Agent
+from windfall.worker.controller_client import ControllerClient
 
 
 def test_worker_joins_pulls_and_generates(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_lost_link_costs_only_a_reconnect(tmp_path: Path) -> None:
             w, e = start(), episode("1/0", max_tokens=200)
             s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 20, "it is under way")
-            before, made, host = len(e.tokens), sum(w.engine.made.values()), w.agent._host
+            before, made, host = len(e.tokens), sum(w.engine.made.values()), w.client._host
             began = time.monotonic()
             await s.dispatch._outbox._links["w"].close("a glitch")
             await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is back")
@@ -49,7 +49,7 @@ def test_lost_link_costs_only_a_reconnect(tmp_path: Path) -> None:
             assert e.tokens.tolist() == expected(e)
             assert s.state("w") is WorkerState.GONE
             assert len(w.builds) == 1, "the engine is not built again"
-            assert w.agent._host is host
+            assert w.client._host is host
             assert w.puller.bytes_received == 100, "the weights are not pulled again"
             assert (s.hellos[1].model, s.hellos[1].version, s.hellos[1].digest) == ("model-1", 0, "d0")
             again = sum(w.engine.made.values()) - len(e.tokens)
@@ -191,19 +191,19 @@ def test_temporarily_refused_worker_retries(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_worker_that_is_too_slow_for_the_handshake_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shake_hands = Agent._handshake
+    shake_hands = ControllerClient._handshake
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
 
-            async def too_late_once(agent: Agent, link: Any) -> Any:
+            async def too_late_once(client: ControllerClient, link: Any) -> Any:
                 if not s.named("refused"):
                     await s.until(lambda: s.named("refused"), "the controller waits no longer")
                     monkeypatch.setattr(handshake, "TIMEOUT_S", 60.0)
-                return await shake_hands(agent, link)
+                return await shake_hands(client, link)
 
             monkeypatch.setattr(handshake, "TIMEOUT_S", 0.2)
-            monkeypatch.setattr(Agent, "_handshake", too_late_once)
+            monkeypatch.setattr(ControllerClient, "_handshake", too_late_once)
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
             assert [r["why"] for r in s.named("refused")] == ["no hello within 0.2 s"]

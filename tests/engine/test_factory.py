@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig
 
 from windfall import devices
-from windfall.engine import engine_factory
+from windfall.engine import factory
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
 from windfall.trainer.own_engine.interface import run_beside
@@ -42,34 +42,34 @@ def spec(**changed: Any) -> EngineSpec:
 def test_cache_uses_only_its_share_of_free_memory(
     monkeypatch: pytest.MonkeyPatch, free_tokens: int, share: float, kv_tokens: int
 ) -> None:
-    monkeypatch.setattr(engine_factory, "free_bytes", lambda device: free_tokens * TOKEN_BYTES)
-    assert engine_factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", share) == (8, kv_tokens)
+    monkeypatch.setattr(factory, "free_bytes", lambda device: free_tokens * TOKEN_BYTES)
+    assert factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", share) == (8, kv_tokens)
 
 
 def test_room_for_less_than_one_response_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_factory, "free_bytes", lambda device: 100 * TOKEN_BYTES)
+    monkeypatch.setattr(factory, "free_bytes", lambda device: 100 * TOKEN_BYTES)
     with pytest.raises(WindfallError, match="room for 50 tokens; one response may have 64") as e:
-        engine_factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", 0.5)
+        factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", 0.5)
     assert e.value.where == "fleet.worker_memory"
-    assert engine_factory.engine_sizes(spec(kv_tokens=48), TOKEN_BYTES, "cpu", 0.5) == (8, 48)  # somebody has said so
+    assert factory.engine_sizes(spec(kv_tokens=48), TOKEN_BYTES, "cpu", 0.5) == (8, 48)  # somebody has said so
 
 
 def test_out_of_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
 
-    monkeypatch.setattr(engine_factory, "_build_engine", full)
+    monkeypatch.setattr(factory, "_build_engine", full)
     with pytest.raises(WindfallError, match="not enough memory for the engine: CUDA out of memory") as e:
-        engine_factory.build_engine(spec(), "cuda")
+        factory.build_engine(spec(), "cuda")
     assert "fewer workers" in str(e.value.fix)
 
 
 def test_prompt_longer_than_those_of_the_first_tasks_fits() -> None:
     """The controller knows lengths only from the first tasks. The limit is the size of the cache or of the model."""
-    model = engine_factory.build_full_model(CONFIG.to_dict(), "float32", "cpu")
+    model = factory.build_full_model(CONFIG.to_dict(), "float32", "cpu")
     for kv_tokens, limit in ((2048, 2047), (65_536, 4111)):
         how = {"kv_tokens": kv_tokens, "page_size": 16, "max_running": 4, "max_rows": 64, "version": 0}
-        assert engine_factory._graph_engine(spec(), model, how).limit == limit
+        assert factory._graph_engine(spec(), model, how).limit == limit
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A worker: connects to the controller, authenticates, builds the engine, serves, and reconnects when the link ends.
 
-    dial ──▶ Challenge ──▶ Hello ──▶ Welcome ──▶ session: pull the weights ──▶ Loaded, serve ──▶ dial again, or exit
+    dial ──▶ Challenge ──▶ Hello ──▶ Welcome ──▶ pull the weights ──▶ Loaded, serve ──▶ dial again, or exit
                               │          └─ once ─▶ build the engine ──▶┘
                               └───▶ Refused: exit (or retry later)
 
@@ -21,8 +21,9 @@ import ssl as tls
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -38,9 +39,10 @@ from windfall.link.socket import Dialer, SocketLink
 from windfall.processes import process
 from windfall.processes.handle import EXIT_NO_CONTROLLER
 from windfall.types import Capabilities, Lease
+from windfall.weights.manifest import Manifest
 from windfall.weights.merged import MergedWeights
 from windfall.worker import preemption
-from windfall.worker.session import PulledWeights, Session, Stalled
+from windfall.worker.worker_link import PulledWeights, Stalled, WorkerLink
 
 REFUSAL_REPORT_S = 0.5
 """Seconds in which to report to the controller that this worker cannot run the model."""
@@ -50,28 +52,55 @@ REFUSED_FAILURES = 2
 """A temporary refusal counts as at most this many failures, so that the next attempt comes after about 0.5 s."""
 
 
-class Agent:
-    def __init__(
-        self, url: str, token: str, *, name: str, lease: Lease, puller: Any,
-        build: Callable[[m.EngineSpec], tuple[Any, int]], boot: Callable[[], m.LoadTimes] = m.LoadTimes,
-        ssl: tls.SSLContext | None = None, patience_s: float = 300.0, model: str = "",
-        address: Callable[[], str] | None = None, lends: bool = False,
-        host: Callable[[Make], EngineThread] = lambda make: EngineThread(None, make=make),
-        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-    ) -> None:  # fmt: skip
-        """`build` returns (engine, slots), and runs in the engine's thread while the weights are pulled. `puller`: a
-        weights.pull.Puller. `boot`: how long imports and building took. `address`: the controller's present URL.
-        `host` makes the thread, or whatever stands for it, in which the engine runs. `lends`: as in Hello."""
-        self._dialer = Dialer(url, "/worker", m.ToWorker, ssl=ssl)
-        self._token, self._name, self._lease, self._say = token, name, lease, say
-        self._build, self._puller, self._patience_s = build, puller, patience_s
-        self._model, self._address, self._new_host, self._lends = model, address, host, lends
+class WeightPuller(Protocol):
+    """Where the weights come from: a weights.pull.Puller, or the trainer of this process."""
+
+    bytes_received: int
+
+    def pull(self, url: str, version: int, digest: str, *, stop: threading.Event) -> Manifest:
+        """Get this version. Raises any error if that fails."""
+        ...
+
+    def tensors(self) -> Mapping[str, Any] | None:
+        """The weights that were pulled last, or their adapter; None: the engine shares them."""
+        ...
+
+    def base_tensors(self) -> Mapping[str, Any]:
+        """The base of the adapter that was pulled last."""
+        ...
+
+
+@dataclass(eq=False)
+class ControllerClient:
+    url: str
+    token: str
+    name: str
+    lease: Lease
+    puller: WeightPuller
+    build: Callable[[m.EngineSpec], tuple[Any, int]]
+    """Returns (engine, slots). Runs in the engine's thread while the weights are pulled."""
+    boot: Callable[[], m.LoadTimes] = m.LoadTimes
+    """How long imports and building took."""
+    ssl: tls.SSLContext | None = None
+    patience_s: float = 300.0
+    model: str = ""
+    """Name of the model that the engine was built for."""
+    address: Callable[[], str] | None = None
+    """The controller's present URL."""
+    lends: bool = False
+    """As in Hello."""
+    host: Callable[[Make], EngineThread] = lambda make: EngineThread(None, make=make)
+    """Makes the thread, or whatever stands for it, in which the engine runs."""
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+
+    def __post_init__(self) -> None:
+        self._dialer = Dialer(self.url, "/worker", m.ToWorker, ssl=self.ssl)
         self._host: EngineThread | None = None
-        self._boot, self._boot_reported = boot, False
+        self._boot_reported = False
         self._held: tuple[int, str] = (-1, "")
         self._last_pull = ("", "")
         """Digest of the weights pulled last, and of their base. If they are in the engine, so is that base."""
-        self._session: Session | None = None
+        self._worker_link: WorkerLink | None = None
         self._refused = False
         """True if this worker cannot run the model. It reports that to the controller and exits."""
         self._notice: m.Notice | None = None
@@ -97,7 +126,7 @@ class Agent:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
-            if self._host is not None:  # another agent may use the same engine after this one
+            if self._host is not None:  # another client may use the same engine after this one
                 self._host.close(0.0)
             await self._dialer.close()
 
@@ -108,19 +137,18 @@ class Agent:
 
     def warned(self, notice: preemption.PreemptionNotice) -> None:
         """The machine will be preempted: report it to the controller, which drains this worker in time."""
-        self._say(f"warned by {notice.source}: {notice.detail}")
-        if notice.advice:
-            return
+        self.say(f"warned by {notice.source}: {notice.detail}")
         loop, left_s = asyncio.get_running_loop(), notice.left_s or 0.0
         message = m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail)
         built = self._host is not None and self._host.built
-        if not built or (self._session is None and left_s < LEAVE_S):
+        if not built or (self._worker_link is None and left_s < LEAVE_S):
             self._finish(0)  # there is nothing to hand over, or no link on which to report the notice in time
             return
         if time.monotonic() + left_s < self._preempted_at_s:
-            self._notice, self._preempted_at_s = message, time.monotonic() + left_s
-        if self._session is not None:  # otherwise the next session sends it
-            self._session.say(message)
+            self._notice = message
+            self._preempted_at_s = time.monotonic() + left_s
+        if self._worker_link is not None:  # otherwise the next link sends it
+            self._worker_link.say(message)
         loop.call_later(left_s + LEAVE_S, self._finish, 0)
 
     def _finish(self, code: int) -> None:
@@ -131,41 +159,41 @@ class Agent:
         """Connect and serve, one link after another. Returns the exit status."""
         alone_s, failures, last_line = time.monotonic(), 0, ""
         while True:
-            if self._address is not None:
-                self._dialer.url = self._address()
+            if self.address is not None:
+                self._dialer.url = self.address()
             try:
                 link = await self._dialer.dial(handshake.TIMEOUT_S)
                 try:
                     welcome = await self._handshake(link)
                     failures = 0
                     why = await self._serve_link(link, welcome)
-                    self._say(f"drained: {why}")
+                    self.say(f"drained: {why}")
                     return 0
                 finally:
                     alone_s = time.monotonic()
                     await link.close()
             except JoinRefused as e:
                 if not e.again:
-                    self._say(f"refused: {e}")
+                    self.say(f"refused: {e}")
                     return 3
                 if (line := f"refused for now: {e}") != last_line:  # print repeats once
                     last_line = line
-                    self._say(line)
+                    self.say(line)
                 failures = min(failures, REFUSED_FAILURES)
             except Stalled as e:
-                self._say(str(e))
+                self.say(str(e))
                 return 1
             except LinkClosed as e:
                 if self._refused or time.monotonic() + LEAVE_S > self._preempted_at_s:
-                    self._say(f"no link: {e}; leaving")
+                    self.say(f"no link: {e}; leaving")
                     return 3 if self._refused else 0
                 if str(e) != last_line:
                     last_line = str(e)
-                    limit = "" if math.isinf(self._patience_s) else f" for up to {self._patience_s:g} s"
-                    self._say(f"no link: {e}; reconnecting{limit}")  # the error begins with the address
-            if time.monotonic() - alone_s > self._patience_s:
-                self._say(
-                    f"waited {self._patience_s:g} s for a controller at {self._dialer.url}; leaving. Check that the "
+                    limit = "" if math.isinf(self.patience_s) else f" for up to {self.patience_s:g} s"
+                    self.say(f"no link: {e}; reconnecting{limit}")  # the error begins with the address
+            if time.monotonic() - alone_s > self.patience_s:
+                self.say(
+                    f"waited {self.patience_s:g} s for a controller at {self._dialer.url}; leaving. Check that the "
                     "run is in progress (`windfall top RUN`), that --join is the address it showed at its start, and "
                     "that no firewall is in between; then start this worker again, or give a longer --patience"
                 )
@@ -177,36 +205,48 @@ class Agent:
     async def _handshake(self, link: SocketLink) -> m.Welcome:
         version, digest = self._held
         hello = functools.partial(
-            m.Hello, name=self._name, lease=self._lease, model=self._model, version=version, digest=digest,
-            age_s=process.age_s(), engine=self._host.capabilities if self._host else Capabilities(),
-            lends=self._lends,
-        )  # fmt: skip
+            m.Hello,
+            name=self.name,
+            lease=self.lease,
+            model=self.model,
+            version=version,
+            digest=digest,
+            age_s=process.age_s(),
+            engine=self._host.capabilities if self._host else Capabilities(),
+            lends=self.lends,
+        )
         try:
-            return await handshake.join(link, handshake.WORKER, self._token, hello)
+            return await handshake.join(link, handshake.WORKER, self.token, hello)
         except handshake.ControllerUnverified as e:
             raise JoinRefused(str(e), again=False) from e
 
     async def _serve_link(self, link: SocketLink, welcome: m.Welcome) -> str:
         """Serve one link until it ends. Returns why the controller drained this worker."""
         host = self._host or self._make_host(welcome)
-        session = self._session = Session(
-            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s,
-            boot=self._report_boot, pulled_bytes=lambda: getattr(self._puller, "bytes_received", 0),
-        )  # fmt: skip
-        session.held = self._held
+        worker_link = self._worker_link = WorkerLink(
+            link,
+            host,
+            self._pull,
+            heartbeat_s=welcome.heartbeat_s,
+            stalled_s=welcome.stalled_s,
+            boot=self._report_boot,
+            pulled_bytes=lambda: self.puller.bytes_received,
+        )
+        worker_link.held = self._held
         if self._notice is not None:
             left_s = max(0.0, self._preempted_at_s - time.monotonic())
-            session.say(msgspec.structs.replace(self._notice, left_s=left_s))
-        self._say(f"joined as {welcome.worker}")
+            worker_link.say(msgspec.structs.replace(self._notice, left_s=left_s))
+        self.say(f"joined as {welcome.worker}")
         try:
-            return await session.serve()
+            return await worker_link.serve()
         finally:
-            self._held, self._session = session.held, None
+            self._held = worker_link.held
+            self._worker_link = None
 
     def _make_host(self, welcome: m.Welcome) -> EngineThread:
-        """Start building the engine. This continues if the link ends; meanwhile the session pulls the weights."""
-        self._model = welcome.model
-        host = self._host = self._new_host(lambda: self._build(welcome.engine))
+        """Start building the engine. This continues if the link ends; meanwhile the link pulls the weights."""
+        self.model = welcome.model
+        host = self._host = self.host(lambda: self.build(welcome.engine))
         loop = asyncio.get_running_loop()
         host.start(lambda: loop.call_soon_threadsafe(self._engine_failed) and None)
         return host
@@ -216,34 +256,34 @@ class Agent:
         if self._boot_reported:
             return m.LoadTimes()
         self._boot_reported = True
-        return msgspec.structs.replace(self._boot(), age_s=process.age_s())
+        return msgspec.structs.replace(self.boot(), age_s=process.age_s())
 
     def _engine_failed(self) -> None:
         assert self._host is not None
         error = self._host.failed
         if self._host.built:
-            self._say(f"the engine failed: {type(error).__name__}: {error}")
+            self.say(f"the engine failed: {type(error).__name__}: {error}")
             self._finish(1)
         elif isinstance(error, WindfallError):
-            self._say(f"refused: {error}")
+            self.say(f"refused: {error}")
             self._refused = True
-            if self._session is not None:  # report it to the run, because the log of a lost worker is rarely read
-                self._session.say(m.Left(why=str(error), refused=True))
+            if self._worker_link is not None:  # report it to the run, because the log of a lost worker is rarely read
+                self._worker_link.say(m.Left(why=str(error), refused=True))
             asyncio.get_running_loop().call_later(REFUSAL_REPORT_S, self._finish, 3)
         elif error is not None and not self._end.done():
             self._end.set_exception(error)  # an unexpected error
 
     def _pull(self, load: m.Load, give_up: threading.Event) -> PulledWeights:
         """Runs in a thread. The tensors are views of the puller's buffer; the engine copies them before its reuse."""
-        before = self._puller.bytes_received
-        session = self._session
-        held = session is not None and session.held[1] == load.digest  # held by the engine, not only by the puller
-        manifest = self._puller.pull(self._weights_url(load.url), load.version, load.digest, stop=give_up)
-        received = self._puller.bytes_received - before
-        tensors = None if held else self._puller.tensors()
+        before = self.puller.bytes_received
+        in_engine = None if self._worker_link is None else self._worker_link.held[1]  # not only in the puller
+        held = in_engine == load.digest
+        manifest = self.puller.pull(self._weights_url(load.url), load.version, load.digest, stop=give_up)
+        received = self.puller.bytes_received - before
+        tensors = None if held else self.puller.tensors()
         if tensors is not None and manifest.base:  # they are an adapter
-            loaded = session is not None and self._last_pull == (session.held[1], manifest.base)
-            tensors = MergedWeights(self._puller.base_tensors(), tensors, manifest.scale, base_is_loaded=loaded)
+            loaded = self._last_pull == (in_engine, manifest.base)
+            tensors = MergedWeights(self.puller.base_tensors(), tensors, manifest.scale, base_is_loaded=loaded)
         self._last_pull = (manifest.digest, manifest.base)
         return PulledWeights(digest=manifest.digest, tensors=tensors, bytes=received)
 

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from tests.support.small_models import build
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import HostState
-from windfall.engine.cuda.plan import DeviceSequence as Running
-from windfall.engine.cuda.plan import Launch
 from windfall.engine.cuda.splits import PrefixSharing
+from windfall.engine.scheduler import Launch
+from windfall.engine.scheduler import Sequence as Running
 from windfall.types import Chunk, Request
 
 VOCABULARY = 40
@@ -169,7 +169,7 @@ class EngineRun:
 
     def __init__(self, **options: Any) -> None:
         self.engine = GraphEngine(model(), **{"sharing": EAGER, **options})
-        plan = self.engine._plan
+        plan = self.engine._scheduler
         emulated: Any = Emulated(plan.host_state, plan.pages.count, plan.pages.size, plan.sharing)
         self.engine._device = emulated
         self.asked: dict[str, Request] = {}
@@ -245,7 +245,7 @@ def test_every_response_is_returned_once_and_complete(
         run.step()
     assert run.ended | run.canceled == run.asked.keys()
     assert run.engine.step() == []  # pending launches have only discarded tokens
-    assert run.engine._plan.pages.free == pages
+    assert run.engine._scheduler.pages.free == pages
     assert run.engine.counters.generated >= sum(len(s) for s in run.said.values())
 
 
@@ -255,7 +255,7 @@ def test_every_response_is_returned_once_and_complete(
     burst=st.integers(1, 6), rows=st.integers(2, 12), late=st.integers(0, 8),
 )  # fmt: skip
 def test_sequences_grow_until_no_page_is_left(lengths: list[Any], burst: int, rows: int, late: int) -> None:
-    """Short at first, so that many are admitted; then most of them must be preempted."""
+    """Short at first, so that many are admitted; then most of them must be evicted."""
     run = EngineRun(kv_tokens=44, page_size=4, max_running=8, max_rows=rows, burst=burst)
     for n, (prompt, most) in enumerate(lengths):
         run.add(prompt=prompt, seed=n, max_tokens=min(most, run.engine.limit - len(prompt)))
@@ -266,24 +266,24 @@ def test_sequences_grow_until_no_page_is_left(lengths: list[Any], burst: int, ro
     assert run.ended == run.asked.keys()
 
 
-def test_youngest_sequence_is_preempted_when_no_page_is_left() -> None:
+def test_youngest_sequence_is_evicted_when_no_page_is_left() -> None:
     run = EngineRun(kv_tokens=44, page_size=4, max_running=8, max_rows=64, burst=3)
     for n in range(8):
         run.add(prompt=(3 + n, 4), seed=n, max_tokens=30)
     while len(run.engine):
         run.step()
-    assert run.engine.counters.preemptions >= 6
+    assert run.engine.counters.evictions >= 6
     assert [len(said) for said in run.said.values()] == [30] * 8
 
 
-def test_pending_launch_is_collected_before_any_preemption() -> None:
+def test_pending_launch_is_collected_before_any_eviction() -> None:
     """The first response ends in a pending launch when the second one needs a page: then a page is free."""
     run = EngineRun(kv_tokens=24, page_size=4, max_running=2, max_rows=64, burst=4)
     run.add(prompt=(3, 4, 5, 6), seed=1, max_tokens=9)
     run.add(prompt=(7, 4, 5, 6), seed=2, max_tokens=19)
     while len(run.engine):
         run.step()
-    assert run.engine.counters.preemptions == 0
+    assert run.engine.counters.evictions == 0
 
 
 @pytest.mark.parametrize("most", [1, 20])
@@ -306,8 +306,8 @@ def test_only_changes_are_uploaded_and_at_most_two_launches_are_pending() -> Non
     run.step()
     run.step()
     sent = []
-    take_changes = run.engine._plan.host_state.take_changes
-    run.engine._plan.host_state.take_changes = lambda: sent.append(took := take_changes()) or took
+    take_changes = run.engine._scheduler.host_state.take_changes
+    run.engine._scheduler.host_state.take_changes = lambda: sent.append(took := take_changes()) or took
     for _ in range(4):
         run.step()
         assert len(run.engine._pending) == 1

@@ -20,10 +20,6 @@ from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec, LoadTimes
 from windfall.models import load
 
-MAX_KEPT_SHARE = 0.25
-"""Merged copies that are larger than this share of the free memory are freed during training. Smaller ones are kept: if
-they get other addresses, the engine must capture its graphs again."""
-
 
 def build_model(spec: EngineSpec, device: str) -> Any:
     """Build a module without meaningful weights. If `GraphEngine` will run it, only the weight skeleton is built."""
@@ -117,9 +113,10 @@ def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) 
     if fits < spec.longest:
         raise WindfallError(
             f"the KV cache may use {share:.0%} of the {free / 2**30:.1f} GiB that are free on {device}, which is room "
-            f"for {fits} tokens; one response may have {spec.longest}", where="fleet.worker_memory",
+            f"for {fits} tokens; one response may have {spec.longest}",
+            where="fleet.worker_memory",
             fix="Raise it, run fewer workers on this machine, or lower rollout.max_tokens.",
-        )  # fmt: skip
+        )
     return running, fits
 
 
@@ -156,9 +153,13 @@ def _build_engine(spec: EngineSpec, device: str, given: Any, share: float, versi
     with gpu_memory_lock(device):
         running, kv_tokens = engine_sizes(spec, token_bytes(model), device, share)
         how: dict[str, Any] = {
-            "kv_tokens": kv_tokens, "page_size": spec.page_size, "max_running": running, "max_rows": spec.max_rows,
-            "version": version, "keep_share": spec.keep_share,
-        }  # fmt: skip
+            "kv_tokens": kv_tokens,
+            "page_size": spec.page_size,
+            "max_running": running,
+            "max_rows": spec.max_rows,
+            "version": version,
+            "keep_share": spec.keep_share,
+        }
         engine = _graph_engine(spec, model, how) if why is None else None
     if engine is not None:
         built_s = time.monotonic()
@@ -193,9 +194,14 @@ def self_test(spec: EngineSpec, device: str, model: Any) -> str:
         return TorchEngine(small, **how, deterministic=spec.deterministic)
 
     return verdict.check_engine(
-        json.loads(spec.model_config), make, device=device, longest=spec.longest, deterministic=spec.deterministic,
-        names=model.state_dict(), checked=spec.checked,
-    )  # fmt: skip
+        json.loads(spec.model_config),
+        make,
+        device=device,
+        longest=spec.longest,
+        deterministic=spec.deterministic,
+        names=model.state_dict(),
+        checked=spec.checked,
+    )
 
 
 def _graph_engine(spec: EngineSpec, model: Any, how: dict[str, Any]) -> Any:

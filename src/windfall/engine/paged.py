@@ -1,0 +1,196 @@
+"""What windfall's own engines have in common: sequences, a scheduler, and pages that sequences and engines share.
+
+    engine.add(request)        at any time between two steps
+    chunks = engine.step()     launches the next work and returns new tokens
+    engine.cancel(id)          frees its pages at once; no more chunks are returned for it
+    engine.swap(version, ...)  sets new weights between two steps; running responses continue with them
+    engine.sleep()             frees the memory of the KV cache until the next step that has work
+    engine.forget(session)     drops the pages that are kept for the next turn of this session
+
+An engine shares the model with its creator. It never waits for anything but the device and starts no thread: that is
+left to the worker around it. It reads the clock only to decide which kept pages to drop first.
+
+A server that lends its GPU runs two such engines in turn (serve/host.py). Their pages are in one memory (`kv`), and the
+limits of `step` decide how long one of them has the device.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from windfall.engine.base import Counters, Engine, check_request, duplicate_id
+from windfall.engine.module_weights import copy_weights
+from windfall.engine.scheduler import Scheduler
+from windfall.engine.scheduler import Sequence as SequenceState
+from windfall.types import Chunk, Finish, Request
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from windfall.engine.cuda.ready_weights import ReadyWeights
+    from windfall.engine.torch.arena import Tail, TenantKV
+
+Shape = tuple[int, int, bool]
+"""Rows of a step, the tokens that they attend to, and whether it has a prefill."""
+
+
+class PagedEngine(Engine):
+    burst = 1
+    """Upper limit for the decode steps of a launch."""
+    depth = 1
+    """Upper limit for the launches in flight. 1: `step` returns the tokens of its own launch."""
+    last_step: Shape = (0, 0, False)
+    """Shape of a step of the launch whose tokens were returned last. 0 rows: no launch, or one whose steps differ."""
+    last_steps = 1
+    """Number of steps of that launch."""
+    device_s: float | None = None
+    """How long the device took for that launch (seconds); None: no launch, or it is not known."""
+    ready_weights: ReadyWeights | None = None
+    """Host memory from which the weights get to the device; None: they are copied there directly."""
+    weight_blocks: Tail | None = None
+    """The blocks of shared memory in which the weights are; None: they have memory of their own."""
+
+    def __init__(self, model: Any, scheduler: Scheduler, *, version: int, limit: int, kv: TenantKV | None) -> None:
+        """`kv`: pages in memory that another engine shares."""
+        self.model = model
+        self.version = version
+        self.limit = limit
+        self.kv = kv
+        self._scheduler = scheduler
+        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._sequences: dict[str, SequenceState] = {}
+        self._counters = scheduler.counters
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def counters(self) -> Counters:
+        s = self._scheduler
+        kept = {"kept_sessions": len(s.retention), "kept_tokens": s.retention.page_count * s.pages.size}
+        return replace(self._counters, waiting=len(s.waiting), **kept)
+
+    def add(self, request: Request) -> None:
+        if request.id in self._sequences:
+            raise duplicate_id(request)
+        check_request(request, self._vocabulary, self.limit)
+        sequence = self._sequences[request.id] = SequenceState(request, list(request.prompt))
+        self._scheduler.add(sequence)
+
+    def cancel(self, id: str) -> None:
+        sequence = self._sequences.pop(id, None)
+        if sequence is not None:
+            self._scheduler.remove(sequence)
+
+    @abstractmethod
+    def step(self, most_rows: int | None = None, most_steps: int | None = None, prefill: bool = True) -> list[Chunk]:
+        """Launch at most `most_steps` decode steps, of at most `most_rows` rows each, prefill included. 0 rows: launch
+        nothing, and return the tokens of the oldest launch in flight. `prefill`: whether prompts may be computed."""
+
+    def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
+        """Add generated tokens to a sequence. The last one may end it."""
+        request, position = s.request, s.request.position + s.generated
+        s.tokens += tokens
+        s.generated += len(tokens)
+        self._counters.generated += len(tokens)
+        finish: Finish | None = None
+        if tokens[-1] in request.stop:
+            finish = "stop"
+        elif s.generated == request.max_tokens:
+            finish = "length"
+        if finish:
+            del self._sequences[request.id]
+            self._scheduler.remove(s, ended=True)
+        return Chunk(
+            id=request.id,
+            position=position,
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            version=version,
+            finish=finish,
+        )
+
+    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Use `weights` from now on (None: the shared model was changed in place). No cached page of the old version is
+        reused."""
+        self.finish_launches()
+        if weights is not None:
+            copy_weights(self.model, version, weights)
+        self.version = version
+        self._scheduler.restart_all()
+
+    def forget(self, session: str) -> None:
+        self._scheduler.retention.forget(session)
+
+    def take_dropped(self) -> tuple[str, ...]:
+        return self._scheduler.retention.take_dropped()
+
+    @property
+    @abstractmethod
+    def asleep(self) -> bool: ...
+
+    @abstractmethod
+    def _free_memory(self) -> None:
+        """Return the memory of the KV cache to the device. The contents are lost."""
+
+    def sleep(self) -> None:
+        """Free the memory of the KV cache until the next step that has work. Responses keep their tokens, and are
+        prefilled again."""
+        if not self.asleep:
+            self.finish_launches()
+            self._scheduler.restart_all()
+            self._free_memory()
+
+    # For a server that runs two engines in turn.
+
+    @property
+    def sequences(self) -> list[SequenceState]:
+        """All responses in the order in which they are computed. For reading only."""
+        return [*self._scheduler.running, *self._scheduler.waiting]
+
+    @property
+    def prefill_rows(self) -> int:
+        """Rows that are still to be prefilled."""
+        return self._scheduler.prefill_rows
+
+    @property
+    def prefilling(self) -> int:
+        """Running responses that are being prefilled."""
+        return self._scheduler.prefilling
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the device may still run a launch."""
+        return False
+
+    @property
+    def unread(self) -> bool:
+        """Whether there may be tokens that `step` has not returned: of launches in flight, or of finished ones."""
+        return False
+
+    @property
+    def launched(self) -> Sequence[tuple[Shape, int]]:
+        """For the launches in flight, the shapes of their steps, and the number of such steps."""
+        return ()
+
+    def finish_launches(self) -> None:
+        """Wait until the device has run all launches. The next steps return their tokens."""
+
+    def prefill_alone(self, alone: bool) -> None:
+        """Whether a launch with a prefill has only one decode step: its tokens come sooner. The default with `kv`."""
+        self._scheduler.single_step_with_prefill = alone
+
+    def evict_kept(self, pages: frozenset[int]) -> None:
+        """Release these pages of sessions that keep them: another engine takes their memory."""
+        self._scheduler.retention.evict(pages)
+
+    def check(self) -> None:
+        self._scheduler.check()
+        live = {id(s) for s in self.sequences}
+        assert live == {id(s) for s in self._sequences.values()}, "sequences and schedule disagree"
+        assert not any(s.finished for s in self._sequences.values()), "a finished sequence was not removed"

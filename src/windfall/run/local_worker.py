@@ -27,6 +27,7 @@ from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWei
 from windfall.trainer.own_engine.trainer_turn import TrainerTurn
 from windfall.trainer.ranks.process import RankPart, cpu_threads
 from windfall.types import LOCAL, Lease
+from windfall.worker.controller_client import ControllerClient
 
 
 def make(part: RankPart, secret: str, where: Callable[[], str]) -> OwnEngine:

@@ -32,11 +32,12 @@ import numpy as np
 import torch
 from model_families import configuration, families
 
-from windfall.engine.selftest import compare, determinism, judge
+from windfall.engine.selftest import determinism, judge
 from windfall.engine.selftest.small_model import build_small_model
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.models import attention
+from windfall.trainer import selftest
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.logprobs import Learner
 from windfall.types import Request, Sampling
@@ -67,7 +68,7 @@ def row_of(name: str, kind: str, fields: dict[str, Any], longest: int) -> Row:
     """The results of the same functions that the commands call."""
     row = Row(name=name)
     try:
-        found = judge.judge_trainer(configuration(kind, fields), device="cpu", longest=longest)
+        found = selftest.judge_trainer(configuration(kind, fields), device="cpu", longest=longest)
         row.trainer, row.trainer_ok = f"{found.nats:.0e}, {found.gradient:.0e}", True
     except WindfallError as e:
         row.trainer = reason(e)
@@ -181,7 +182,7 @@ def drain(engine: Any, asked: list[Request]) -> dict[str, tuple[list[int], list[
 def gradient_faults(plain: Any, ours: Any) -> list[str]:
     """Compare the trainer's gradient along a random direction in each weight with a finite difference in float64."""
     rng, vocabulary = np.random.default_rng(6), plain.get_input_embeddings().num_embeddings
-    samples = [compare.random_sample(rng, vocabulary, n, first) for n, first in ((28, 5), (14, 1))]
+    samples = [selftest.random_sample(rng, vocabulary, n, first) for n, first in ((28, 5), (14, 1))]
     weights = [rng.normal(size=len(s.targets)) for s in samples]
     gradients = Gradients(ours)
     learner = Learner(ours, gradients, say=lambda line: None)

@@ -21,7 +21,7 @@ from windfall.types import Capabilities, Lease, Sampling
 KINDS: list[Any] = [k for k in vars(m).values() if isinstance(k, type) and issubclass(k, m.Message) and k != m.Message]
 UNIONS = {
     "FromWorker": m.FromWorker, "ToWorker": m.ToWorker, "FromTrainer": m.FromTrainer, "ToTrainer": m.ToTrainer,
-    "FromMachine": m.FromMachine, "ToMachine": m.ToMachine,
+    "FromRank": m.FromRank, "ToRank": m.ToRank,
 }  # fmt: skip
 NUMBER = st.integers(-(2**63), 2**63 - 1)
 TEXT, BYTES = st.text(max_size=20), st.binary(max_size=20)

@@ -66,6 +66,22 @@ def test_links_and_named_files_exist() -> None:
     assert not missing
 
 
+def test_every_name_in_the_architecture_page_exists() -> None:
+    """`file:name` stands for a function, a class or a constant at the top level of the file."""
+    missing = list[str]()
+    for file, name in re.findall(r"`(src/[\w./]+\.py):(\w+)`", (ROOT / "docs" / "architecture.md").read_text()):
+        text = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
+        if not re.search(rf"^(class |def |async def )?{name}\b", text, re.MULTILINE):
+            missing.append(f"{file}:{name}")
+    assert not missing
+
+
+def test_every_package_has_its_line_in_the_architecture_page() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    top = [p.parent.name for p in (ROOT / "src" / "windfall").glob("*/__init__.py")]
+    assert not [name for name in top if f"`{name}/" not in text]
+
+
 def test_every_make_target_in_the_readme_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z0-9]+)", (ROOT / "README.md").read_text())) <= targets

@@ -26,7 +26,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 def program(**changes: Any) -> AgentProgram:
-    return AgentProgram(**{"function": "launched:act", "directory": str(Path(__file__).parent), **changes})
+    return AgentProgram(**{"function": "tests.support.launched_agents:act", **changes})
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

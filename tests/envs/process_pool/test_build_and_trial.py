@@ -121,7 +121,7 @@ def test_environment_that_can_be_built_only_once_fails_later_calls(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "once.py").write_text(
-        "import os\nfrom hostile.environments import Leaves\n"
+        "import os\nfrom tests.support.hostile.environments import Leaves\n"
         "class Env(Leaves):\n    def __init__(self, seed):\n        super().__init__(seed)\n        os.mkdir('was')\n"
     )
 

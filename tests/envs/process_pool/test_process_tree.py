@@ -79,7 +79,7 @@ def test_kill_9_of_the_parent_leaves_nothing(env: str, tmp_path: Path) -> None:
 import asyncio
 from tests.support.hostile.pool_calls import *
 async def main():
-    async with hosting("hostile.environments:{env}", file={str(path)!r}, wait_s=1e6) as pool:
+    async with hosting("tests.support.hostile.environments:{env}", file={str(path)!r}, wait_s=1e6) as pool:
         print(pool._children[0].process._process.pid, flush=True)
         await ask(pool, 1, limit_s=600.0)
 asyncio.run(main())

@@ -20,7 +20,7 @@ from windfall.types import Feedback, Task, Turn
 
 
 def factory(env: type) -> str:
-    return f"hostile.environments:{env.__name__}"
+    return f"tests.support.hostile.environments:{env.__name__}"
 
 
 class Sound:

@@ -62,7 +62,7 @@ LAYERS = [
 TO_REMOVE = {
     ("controller", "page"), ("controller", "run"), 
     ("engine", "trainer"), ("run", "page"), ("run", "plan"), ("run", "serve"),
-    ("processes", "providers"), ("run", "sim"), ("run_folder", "envs"), ("trainer", "controller"), ("trainer", "run"),
+    ("run", "sim"), ("run_folder", "envs"), ("trainer", "controller"), ("trainer", "run"),
     
 }  # fmt: skip
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.

@@ -23,7 +23,7 @@ from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
 from windfall.processes.handle import Handle
 from windfall.providers.base import OnEvent, Provider, Spawn
-from windfall.providers.local import LocalProvider
+from windfall.providers.slots import SlotProvider
 from windfall.providers.trace import Change
 from windfall.providers.trace_provider import TraceProvider
 from windfall.types import Lease
@@ -34,7 +34,7 @@ Make = Callable[..., Provider]
 
 
 def _local(spawn: Spawn, *, on_event: OnEvent, workers: int = 3) -> Provider:
-    return LocalProvider(spawn, workers, on_event=on_event, grace_s=0.5)
+    return SlotProvider(spawn, workers, on_event=on_event, grace_s=0.5)
 
 
 def _trace(spawn: Spawn, *, on_event: OnEvent, workers: int = 3) -> Provider:

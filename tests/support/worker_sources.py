@@ -21,14 +21,15 @@ from tests.support.stand_ins import kubernetes
 from windfall.processes import process
 from windfall.processes.handle import Handle
 from windfall.providers.base import OnEvent, Provider
+from windfall.providers.job_queue import JobProvider
 from windfall.providers.kubernetes.credentials import Credentials
 from windfall.providers.kubernetes.manifests import KubernetesOptions, RunNames, deployment
 from windfall.providers.kubernetes.provider import KubernetesProvider
-from windfall.providers.local import LocalProvider
 from windfall.providers.ray.provider import RayClient, RayOptions, RayProvider
-from windfall.providers.skypilot.provider import SkyPilotProvider, SkyPilotQueue
+from windfall.providers.skypilot.provider import SkyPilotQueue
 from windfall.providers.skypilot.task import SkyPilotOptions
-from windfall.providers.slurm.provider import SlurmProvider, SlurmQueue
+from windfall.providers.slots import SlotProvider
+from windfall.providers.slurm.provider import SlurmQueue
 from windfall.providers.slurm.script import SlurmOptions
 from windfall.providers.worker_command import WorkerCommand
 from windfall.types import Lease
@@ -117,7 +118,7 @@ class LocalSource:
             env = {"PATH": workers.path, "WINDFALL_TOKEN": TOKEN}
             return await process.start(name=name, argv=argv, env=env, log=folder / "workers" / f"{name}.log")
 
-        yield LocalProvider(spawn, count, on_event=on_event, grace_s=2.0)
+        yield SlotProvider(spawn, count, on_event=on_event, grace_s=2.0)
 
 
 class SlurmSource:
@@ -133,7 +134,7 @@ class SlurmSource:
                 asked, COMMAND, label="windfall-test", folder=folder / "workers", url=url,
                 secrets={"WINDFALL_TOKEN": TOKEN},
             )  # fmt: skip
-            yield SlurmProvider(queue, COMMAND, count, poll_s=0.2, grace_s=5.0, on_event=on_event)
+            yield JobProvider(queue, COMMAND.lease, count, poll_s=0.2, grace_s=5.0, on_event=on_event)
 
 
 class SkySource:
@@ -147,7 +148,7 @@ class SkySource:
                 options, COMMAND, label="windfall-test", folder=folder / "workers", url=url,
                 secrets={"WINDFALL_TOKEN": TOKEN},
             )  # fmt: skip
-            yield SkyPilotProvider(queue, COMMAND, count, on_event=on_event, poll_s=0.2, grace_s=5.0)
+            yield JobProvider(queue, COMMAND.lease, count, on_event=on_event, poll_s=0.2, grace_s=5.0)
 
 
 class KubernetesSource:

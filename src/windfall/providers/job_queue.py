@@ -1,7 +1,7 @@
 """Workers as jobs of a batch system: submitted, watched by polling, and ended by the system's own commands.
 
-    SlotProvider ── spawn(name) ──▶ JobSpawner ── submit(names) ──▶ JobQueue (Slurm, SkyPilot)
-                                        └──── states() every poll_s ────┘
+    JobProvider ── spawn(name) ──▶ JobSpawner ── submit(names) ──▶ JobQueue (Slurm, SkyPilot)
+                                       └──── states() every poll_s ────┘
 
 - Workers that are wanted at the same time are submitted together.
 - A waiting job counts as started: the system decides when it runs.
@@ -25,8 +25,8 @@ from typing import Any, Protocol, Self
 from windfall import backoff
 from windfall.errors import WindfallError, report_failure
 from windfall.processes.handle import Handle
-from windfall.processes.restart import RestartDelay
 from windfall.providers.base import OnEvent, ignore_event
+from windfall.providers.slots import SlotProvider
 from windfall.types import Lease
 
 GATHER_S = 0.1
@@ -53,6 +53,9 @@ class Job:
 class JobQueue(Protocol):
     """The commands of a batch system. OSError: may work later. WindfallError: a person must fix it."""
 
+    name: str
+    prefix: str
+    """How the names of its workers begin."""
     together: bool
     """Whether several workers are one submission."""
 
@@ -121,10 +124,10 @@ class JobSpawner:
         self._unsure = False
         """A submission has failed, so there may be jobs that are not known here."""
 
-    def restart_delay(self) -> RestartDelay:
+    def restart_delay(self) -> backoff.RestartDelay:
         """The back-off between two jobs of a slot. Its times are multiples of the time between two queries, because the
         age of a job is not known more exactly."""
-        return RestartDelay(first_s=self._poll_s, young_s=15 * self._poll_s, limit_s=30 * self._poll_s)
+        return backoff.RestartDelay(first_s=self._poll_s, young_s=15 * self._poll_s, limit_s=30 * self._poll_s)
 
     async def __aenter__(self) -> Self:
         await self._cancel_leftovers()
@@ -262,3 +265,20 @@ class JobSpawner:
         if code is not None:
             del self._watched[id]
             watched.handle.ended(code)
+
+
+class JobProvider(SlotProvider):
+    def __init__(
+        self, queue: JobQueue, terms: Lease, count: int, *, poll_s: float, grace_s: float,
+        on_event: OnEvent = ignore_event,
+    ) -> None:  # fmt: skip
+        self.name = queue.name
+        self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
+        super().__init__(
+            self._jobs.spawn, count, terms=terms, on_event=on_event, grace_s=grace_s, prefix=queue.prefix,
+            delay=self._jobs.restart_delay, patient=True,
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        async with self._jobs:
+            await super().run()

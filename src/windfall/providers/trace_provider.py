@@ -3,7 +3,7 @@
 - When a node comes up in the trace, a worker is started: `n3.1`, then `n3.2` the next time. When the node goes down,
   the worker's process group gets SIGKILL, after SIGTERM and `notice_s` seconds if `notice_s` is not 0. Times are those
   of the trace divided by `speedup`, counted from the call to `run`.
-- A worker that dies by itself while its node is up is restarted (restart.py says when).
+- A worker that dies by itself while its node is up is restarted (slots.py says when).
 - After the last change, the nodes that are up stay up.
 """
 
@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 
 from windfall.errors import WindfallError
-from windfall.processes.restart import GRACE_S, RestartingNodes
 from windfall.providers.base import OnEvent, Spawn, ignore_event
+from windfall.providers.slots import GRACE_S, RestartingNodes
 from windfall.providers.trace_formats import Change, check
 from windfall.types import Lease
 

@@ -37,7 +37,7 @@ from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
 from windfall.processes.handle import Handle
 from windfall.providers.base import Provider
-from windfall.providers.local import LocalProvider
+from windfall.providers.slots import SlotProvider
 from windfall.providers.trace_provider import TraceProvider
 from windfall.recipe import Recipe
 from windfall.run import liveness, worker_sources
@@ -244,7 +244,7 @@ class Supervisor:
         names = {w["worker"].partition("#")[0] for w in (snapshot or {}).get("workers", []) if w["state"] != "gone"}
         own = {source: {name for name in names if p.owns(name)} for source, p in self._scaled.items()}
         for source, wanted in self._autoscaler.update(snapshot, own, time.monotonic()).items():
-            where = "on this machine" if source == LocalProvider.name else f"from {source}"
+            where = "on this machine" if source == SlotProvider.name else f"from {source}"
             self._console.notice(f"scaling to {wanted} workers {where}, by prices and measured rates")
             self._scaled[source].target(wanted)
 
@@ -294,8 +294,8 @@ class Supervisor:
         )
         if f.workers:
             terms = Lease(kind=f.kind, price_usd_per_h=f.price_usd_per_h)
-            local = LocalProvider(spawn, f.workers, terms=terms, on_event=self._on_provider_event)
-            self._scaled[LocalProvider.name] = local
+            local = SlotProvider(spawn, f.workers, terms=terms, on_event=self._on_provider_event)
+            self._scaled[SlotProvider.name] = local
         providers = list(self._scaled.values())
         if t.nodes:
             terms = Lease(kind="spot", price_usd_per_h=t.price_usd_per_h)

@@ -23,17 +23,18 @@ from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.link import invitation, tls
 from windfall.providers.base import OnEvent, Provider
+from windfall.providers.job_queue import JobProvider
 from windfall.providers.kubernetes import credentials
 from windfall.providers.kubernetes.manifests import TLS_FOLDER, KubernetesOptions, RunNames, manifests
 from windfall.providers.kubernetes.provider import KubernetesProvider
-from windfall.providers.local import LocalProvider
 from windfall.providers.ray import provider as ray_provider
 from windfall.providers.ray.provider import RayClient, RayOptions, RayProvider
 from windfall.providers.skypilot import provider as skypilot_provider
-from windfall.providers.skypilot.provider import SkyPilotProvider, SkyPilotQueue
+from windfall.providers.skypilot.provider import SkyPilotQueue
 from windfall.providers.skypilot.task import SkyPilotOptions, task
+from windfall.providers.slots import SlotProvider
 from windfall.providers.slurm import provider as slurm_provider
-from windfall.providers.slurm.provider import SlurmProvider, SlurmQueue
+from windfall.providers.slurm.provider import SlurmQueue
 from windfall.providers.slurm.script import SlurmOptions, script
 from windfall.providers.worker_command import WorkerCommand, run_label, secrets
 from windfall.recipe import Recipe
@@ -151,14 +152,21 @@ def _provider(
             queue = SlurmQueue(
                 _options(SlurmOptions, section), worker, label=label, folder=workers, url=url, secrets=environment
             )
-            return SlurmProvider(
-                queue, worker, section.workers, poll_s=section.poll_s, grace_s=grace_s, on_event=on_event
+            return JobProvider(
+                queue, worker.lease, section.workers, poll_s=section.poll_s, grace_s=grace_s, on_event=on_event
             )
         case SkyPilot():
             sky = SkyPilotQueue(
                 _options(SkyPilotOptions, section), worker, label=label, folder=workers, url=url, secrets=environment
             )
-            return SkyPilotProvider(sky, worker, section.workers, on_event=on_event)
+            return JobProvider(
+                sky,
+                worker.lease,
+                section.workers,
+                poll_s=skypilot_provider.POLL_S,
+                grace_s=skypilot_provider.CANCEL_S,
+                on_event=on_event,
+            )
         case Kubernetes():
             found = credentials.find(section.kubeconfig, section.server, section.token_file)
             return KubernetesProvider(
@@ -184,7 +192,7 @@ def autoscaler(recipe: Recipe, *, elsewhere: bool = True) -> Autoscaler:
     }
     if f.workers:
         price = f.price_usd_per_h or None
-        sources[LocalProvider.name] = ScaledSource(count=f.workers, max_count=f.workers_max, usd_per_h=price)
+        sources[SlotProvider.name] = ScaledSource(count=f.workers, max_count=f.workers_max, usd_per_h=price)
     return Autoscaler(sources, cooldown_s=f.cooldown_s, max_usd_per_h=f.max_usd_per_h, keep_one=not f.local)
 
 

@@ -4,7 +4,7 @@
                                                                  └─ child 1 ...
 
 - The thread runs an event loop, which starts the fork server at once and the children after `start`. A child that ends
-  is started again, with a delay if it has not lived long (processes/restart.py).
+  is started again, with a delay if it has not lived long (backoff.py).
 - All of them die with the thread, and so with the process, however it ends (processes/fork_client.py).
 - `on_up`, `on_message` and `on_down` are called in the thread, for one child in this order: up, messages, down. All
   messages that a child has sent before its end are delivered.
@@ -23,13 +23,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from windfall.backoff import RestartDelay
 from windfall.devices import Place
 from windfall.engine.group import messages as m
 from windfall.engine.group.child import SECRET
 from windfall.errors import describe_exit, run_until_first
 from windfall.processes.fork_client import ForkClient
 from windfall.processes.handle import Handle
-from windfall.processes.restart import RestartDelay
 
 MODULES = ("windfall.engine.torch.engine", "windfall.engine.torch.runner")
 """Modules that the fork server imports besides those of child.py."""

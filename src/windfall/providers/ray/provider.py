@@ -2,7 +2,7 @@
 
     supervisor ── RayProvider ── RayClient ══ JSON lines ══ driver.py ── Ray ── WorkerActor ── worker process
 
-- A lost node ends its workers. They are restarted with a growing delay (restart.py) wherever Ray finds room.
+- A lost node ends its workers. They are restarted with a growing delay (slots.py) wherever Ray finds room.
 - If the driver process dies, or Ray ends it because the cluster is gone, its workers count as lost. The next start of a
   worker starts another driver.
 - Ray knows nothing of the run. Workers dial the controller as from anywhere.
@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from windfall.backoff import RestartDelay
 from windfall.errors import WindfallError, install_command
 from windfall.processes import process
 from windfall.processes.handle import Handle
-from windfall.processes.restart import RestartDelay
 from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.slots import SlotProvider
 from windfall.providers.worker_command import WorkerCommand

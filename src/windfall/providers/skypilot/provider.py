@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from windfall.processes.handle import EXIT_REFUSED
-from windfall.providers.base import OnEvent, ignore_event
-from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, JobSpawner, command
+from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, command
 from windfall.providers.skypilot.task import SkyPilotOptions, task
-from windfall.providers.slots import SlotProvider
 from windfall.providers.worker_command import TLS_PIN, TOKEN, WorkerCommand
 
 FIX = "Install it in an environment of its own: pipx install skypilot; then: sky check"
 POLL_S = 20.0
 """Seconds between two queries: each takes SkyPilot several seconds."""
+CANCEL_S = 60.0
+"""Seconds that a canceled job may take to end before it is canceled again."""
 CANCELING = "CANCELLING"
 """As SkyPilot spells it."""
 LAUNCH_TIMEOUT_S = 1200.0
@@ -41,6 +41,8 @@ WAITING = {"PENDING", "SUBMITTED", "STARTING", "RECOVERING"}
 
 
 class SkyPilotQueue:
+    name = "skypilot"
+    prefix = "sky"
     together = False
 
     def __init__(
@@ -160,21 +162,3 @@ def _exit_code(status: str) -> int | None:
         case _ if status.startswith("FAILED"):
             return EXIT_REFUSED
     return None
-
-
-class SkyPilotProvider(SlotProvider):
-    name = "skypilot"
-
-    def __init__(
-        self, queue: SkyPilotQueue, worker: WorkerCommand, count: int, *, on_event: OnEvent = ignore_event,
-        poll_s: float = POLL_S, grace_s: float = 60.0,
-    ) -> None:  # fmt: skip
-        self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
-        super().__init__(
-            self._jobs.spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="sky",
-            delay=self._jobs.restart_delay, patient=True,
-        )  # fmt: skip
-
-    async def run(self) -> None:
-        async with self._jobs:
-            await super().run()

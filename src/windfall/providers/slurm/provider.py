@@ -13,9 +13,8 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from windfall.providers.base import OnEvent, ignore_event
-from windfall.providers.job_queue import Job, JobSpawner, command
-from windfall.providers.slots import SlotProvider, slot_of
+from windfall.providers.job_queue import Job, command
+from windfall.providers.slots import slot_of
 from windfall.providers.slurm.script import SlurmOptions, script
 from windfall.providers.worker_command import WorkerCommand
 
@@ -27,6 +26,8 @@ LOST = {"NODE_FAIL", "PREEMPTED"}
 
 
 class SlurmQueue:
+    name = "slurm"
+    prefix = "slurm"
     together = True
 
     def __init__(
@@ -102,21 +103,3 @@ def _exit_code(state: str, code: str) -> int:
     if state in ("COMPLETED", "FAILED"):
         return -number if number else status
     return -signal.SIGKILL
-
-
-class SlurmProvider(SlotProvider):
-    name = "slurm"
-
-    def __init__(
-        self, queue: SlurmQueue, worker: WorkerCommand, count: int, *, poll_s: float, grace_s: float,
-        on_event: OnEvent = ignore_event,
-    ) -> None:  # fmt: skip
-        self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
-        super().__init__(
-            self._jobs.spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="slurm",
-            delay=self._jobs.restart_delay, patient=True,
-        )  # fmt: skip
-
-    async def run(self) -> None:
-        async with self._jobs:
-            await super().run()

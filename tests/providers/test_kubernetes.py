@@ -26,12 +26,13 @@ from windfall.events.log import read
 from windfall.providers.kubernetes import api, credentials
 from windfall.providers.kubernetes.api import ApiServer
 from windfall.providers.kubernetes.credentials import Credentials
-from windfall.providers.kubernetes.manifests import KubernetesOptions, RunNames, deployment, manifests
+from windfall.providers.kubernetes.manifests import RunNames, deployment, manifests
 from windfall.providers.kubernetes.provider import KubernetesProvider
+from windfall.recipe.worker_sources import Kubernetes
 from windfall.run import worker_sources
 
 NAMES = RunNames(run="Demo_1")
-OPTIONS = KubernetesOptions(
+OPTIONS = Kubernetes(
     image="windfall:1", drain_s=30.0, node_selector={"cloud.google.com/gke-spot": "true"},
     tolerations=[{"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"}],
     storage_class="fast", trainer_node_selector={"pool": "reserved"},
@@ -96,7 +97,7 @@ def test_manifests_are_valid_by_the_published_schemas(version: str) -> None:
 
 def serve(tmp_path: Path, use: Any) -> Any:
     async def main() -> Any:
-        objects = deployment(KubernetesOptions(image="x", drain_s=1.0), COMMAND, names=NAMES, url="http://h:1")
+        objects = deployment(Kubernetes(image="x", drain_s=1.0), COMMAND, names=NAMES, url="http://h:1")
         workers = Workers(tmp_path, DRAINING)
         async with Cluster(objects, token="t", secrets={NAMES.secret: TOKEN}, path=workers.path) as cluster:
             return await use(cluster, workers)

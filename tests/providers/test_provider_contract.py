@@ -21,7 +21,7 @@ from tests.support.recorded_events import RecordedEvents
 from windfall.errors import WindfallError
 from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, Provider, Spawn
 from windfall.providers.slots import SlotProvider
 from windfall.providers.trace import Change
@@ -59,7 +59,7 @@ def spawning(request: pytest.FixtureRequest, tmp_path: Path, toy_env: dict[str, 
             log = tmp_path / "workers" / f"{name}.log"
             if request.param == "fork server":
                 return await client.start(name=name, argv=["x", code], env=toy_env, log=log)
-            return await process.start(name=name, argv=[sys.executable, "-S", "-c", code], env=toy_env, log=log)
+            return process.start(name=name, argv=[sys.executable, "-S", "-c", code], env=toy_env, log=log)
 
         async with client:
             yield spawn

@@ -16,7 +16,7 @@ import pytest
 from windfall.backoff import RestartDelay
 from windfall.errors import WindfallError
 from windfall.processes import process
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.providers.slots import SlotProvider
 from windfall.providers.trace import Change, synthetic
 from windfall.providers.trace_provider import TraceProvider
@@ -37,7 +37,7 @@ class Recorder:
     async def spawn(self, name: str, lease: Lease) -> Handle:
         self.leases.append(lease)
         argv = [sys.executable, "-S", "-c", SLEEP]
-        return await process.start(name=name, argv=argv, env={"PATH": "/bin"}, log=self.folder / f"{name}.log")
+        return process.start(name=name, argv=argv, env={"PATH": "/bin"}, log=self.folder / f"{name}.log")
 
     def __call__(self, name: str, /, **fields: Any) -> None:
         self.events.append((time.monotonic() - self.began, name, fields))
@@ -190,7 +190,8 @@ client = ForkClient(entry="toy:main", modules=[], log=Path("fork_server.log"))
 async def spawn(name, lease):
     code = {SLEEP!r}
     argv = ["x", code] if {how!r} == "fork server" else [sys.executable, "-S", "-c", code]
-    start = client.start if {how!r} == "fork server" else process.start
+    async def start(**how):
+        return await client.start(**how) if {how!r} == "fork server" else process.start(**how)
     handle = await start(name=name, argv=argv, env=dict(os.environ), log=Path(name + ".log"))
     print(handle.pid, flush=True)
     return handle

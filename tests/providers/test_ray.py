@@ -20,7 +20,8 @@ from tests.support.worker_sources import COMMAND, TOKEN, RaySource, Workers, run
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.providers.ray import provider as ray_provider
-from windfall.providers.ray.provider import RayClient, RayOptions, RayProvider
+from windfall.providers.ray.provider import RayClient, RayProvider
+from windfall.recipe.worker_sources import Ray
 
 RECIPE = """
 [run]
@@ -131,7 +132,7 @@ def test_pending_worker_starts_on_a_new_node_and_a_lost_driver_is_replaced(tmp_p
     nodes = len(four_nodes.worker_nodes)
 
     async def main() -> None:
-        client = RayClient(RayOptions(address=four_nodes.address, cpus=1.0), log=tmp_path / "ray.log")
+        client = RayClient(Ray(address=four_nodes.address, cpus=1.0, gpus=0.0), log=tmp_path / "ray.log")
         env = {"WINDFALL_TOKEN": TOKEN, "PYTHONPATH": str(workers.package.parent)}
         provider = RayProvider(client, COMMAND, nodes + 1, url=url, secrets=env, grace_s=2.0, on_event=events)
         async with running(provider):

@@ -15,14 +15,15 @@ from tests.support.recorded_events import RecordedEvents
 from tests.support.worker_sources import COMMAND, DRAINING, TOKEN, SkySource, Workers, running
 from windfall.providers.skypilot import provider
 from windfall.providers.skypilot.provider import parse_queue, parse_states
-from windfall.providers.skypilot.task import SkyPilotOptions, task
+from windfall.providers.skypilot.task import task
 from windfall.providers.worker_command import WorkerCommand
+from windfall.recipe.worker_sources import SkyPilot
 from windfall.run.worker_sources import to_yaml
 from windfall.types import Lease
 
 
 def example(**options: Any) -> dict[str, Any]:
-    asked = SkyPilotOptions(accelerators=["H100:1", "A100-80GB:1"], **options)
+    asked = SkyPilot(accelerators=["H100:1", "A100-80GB:1"], **options)
     return task(asked, COMMAND, url="https://h:8700", worker="sky1.1")
 
 
@@ -33,7 +34,7 @@ def test_spot_with_fallback() -> None:
     assert choices(example()) == [True, True, False, False]
     assert choices(example(fallback=False)) == [True, True]
     reserved = WorkerCommand(lease=Lease(kind="reserved"))
-    assert choices(task(SkyPilotOptions(), reserved, url="u", worker="sky1.1")) == [False]
+    assert choices(task(SkyPilot(), reserved, url="u", worker="sky1.1")) == [False]
     assert "TOKEN" not in json.dumps(example())
 
 

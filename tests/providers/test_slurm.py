@@ -20,13 +20,12 @@ from tests.support.worker_sources import COMMAND, DRAINING, SlurmSource, Workers
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.providers.slurm.provider import parse_states
-from windfall.providers.slurm.script import SlurmOptions, script
+from windfall.providers.slurm.script import script
+from windfall.recipe.worker_sources import Slurm
 
 
 def test_script_is_valid_and_has_no_secret(tmp_path: Path) -> None:
-    options = SlurmOptions(
-        partition="gpu", gpus="h100:1", memory_gib=1.5, setup="module load cuda\n", options=["--nice"]
-    )
+    options = Slurm(partition="gpu", gpus="h100:1", memory_gib=1.5, setup="module load cuda\n", options=["--nice"])
     text = script(
         options, COMMAND, label="windfall-demo", url="https://h:1", workers=["slurm3.2", "slurm1.1", "slurm2.1"],
         log="w/%A_%a.log",
@@ -41,9 +40,9 @@ def test_script_is_valid_and_has_no_secret(tmp_path: Path) -> None:
     assert text.index("#SBATCH --nice") < text.index("module load cuda") < text.index("windfall worker")
     assert text.index("trap ") < text.index("windfall worker")
     with pytest.raises(WindfallError, match="line break"):
-        script(SlurmOptions(options=["--nice\nrm -rf"]), COMMAND, label="x", url="u", workers=["slurm1.1"], log="l")
+        script(Slurm(options=["--nice\nrm -rf"]), COMMAND, label="x", url="u", workers=["slurm1.1"], log="l")
     with pytest.raises(WindfallError, match="line break"):
-        script(SlurmOptions(partition="a\nrm -rf"), COMMAND, label="x", url="u", workers=["slurm1.1"], log="l")
+        script(Slurm(partition="a\nrm -rf"), COMMAND, label="x", url="u", workers=["slurm1.1"], log="l")
 
 
 def test_states_of_squeue() -> None:

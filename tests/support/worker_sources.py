@@ -19,19 +19,18 @@ from typing import Any
 import windfall
 from tests.support.stand_ins import kubernetes
 from windfall.processes import process
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, Provider
 from windfall.providers.job_queue import JobProvider
 from windfall.providers.kubernetes.credentials import Credentials
-from windfall.providers.kubernetes.manifests import KubernetesOptions, RunNames, deployment
+from windfall.providers.kubernetes.manifests import RunNames, deployment
 from windfall.providers.kubernetes.provider import KubernetesProvider
-from windfall.providers.ray.provider import RayClient, RayOptions, RayProvider
+from windfall.providers.ray.provider import RayClient, RayProvider
 from windfall.providers.skypilot.provider import SkyPilotQueue
-from windfall.providers.skypilot.task import SkyPilotOptions
 from windfall.providers.slots import SlotProvider
 from windfall.providers.slurm.provider import SlurmQueue
-from windfall.providers.slurm.script import SlurmOptions
 from windfall.providers.worker_command import WorkerCommand
+from windfall.recipe.worker_sources import Kubernetes, Ray, SkyPilot, Slurm
 from windfall.types import Lease
 
 TOKEN = "0123456789abcdef0123"
@@ -116,7 +115,7 @@ class LocalSource:
         async def spawn(name: str, lease: Lease) -> Handle:
             argv = ["windfall", *COMMAND.arguments(await url(), name)]
             env = {"PATH": workers.path, "WINDFALL_TOKEN": TOKEN}
-            return await process.start(name=name, argv=argv, env=env, log=folder / "workers" / f"{name}.log")
+            return process.start(name=name, argv=argv, env=env, log=folder / "workers" / f"{name}.log")
 
         yield SlotProvider(spawn, count, on_event=on_event, grace_s=2.0)
 
@@ -129,7 +128,7 @@ class SlurmSource:
         self, folder: Path, workers: Workers, on_event: OnEvent, count: int, **options: Any
     ) -> AsyncIterator[Provider]:
         with programs(folder, "slurm", {"sbatch": "sbatch", "squeue": "squeue", "scancel": "scancel"}):
-            asked = SlurmOptions(setup=f"export PATH={workers.path}", gpus="0", **options)
+            asked = Slurm(setup=f"export PATH={workers.path}", gpus="0", **options)
             queue = SlurmQueue(
                 asked, COMMAND, label="windfall-test", folder=folder / "workers", url=url,
                 secrets={"WINDFALL_TOKEN": TOKEN},
@@ -143,7 +142,7 @@ class SkySource:
     @asynccontextmanager
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
         with programs(folder, "sky", {"sky": ""}):
-            options = SkyPilotOptions(setup=f"export PATH={workers.path}", max_restarts=1)
+            options = SkyPilot(setup=f"export PATH={workers.path}", max_restarts=1)
             queue = SkyPilotQueue(
                 options, COMMAND, label="windfall-test", folder=folder / "workers", url=url,
                 secrets={"WINDFALL_TOKEN": TOKEN},
@@ -156,7 +155,7 @@ class KubernetesSource:
 
     @asynccontextmanager
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
-        names, options = RunNames(run="test"), KubernetesOptions(image="windfall", drain_s=2.0)
+        names, options = RunNames(run="test"), Kubernetes(image="windfall", drain_s=2.0)
         objects = deployment(options, COMMAND, names=names, url=await url())
         cluster = kubernetes.Cluster(objects, token="t", secrets={names.secret: TOKEN}, path=workers.path)
         async with cluster:
@@ -172,7 +171,7 @@ class RaySource:
 
     @asynccontextmanager
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
-        client = RayClient(RayOptions(address=os.environ["TEST_RAY_ADDRESS"], cpus=0.25), log=folder / "ray.log")
+        client = RayClient(Ray(address=os.environ["TEST_RAY_ADDRESS"], cpus=0.25, gpus=0.0), log=folder / "ray.log")
         env = {"WINDFALL_TOKEN": TOKEN, "PYTHONPATH": str(workers.package.parent)}
         yield RayProvider(client, COMMAND, count, url=url, secrets=env, grace_s=5.0, on_event=on_event)
 

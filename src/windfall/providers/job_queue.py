@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self
 
 from windfall import backoff
 from windfall.errors import WindfallError, report_failure
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.slots import SlotProvider
 from windfall.types import Lease

@@ -27,7 +27,7 @@ from typing import Self
 
 from windfall.backoff import RestartDelay
 from windfall.errors import WindfallError
-from windfall.processes.handle import EXIT_REFUSED, Handle
+from windfall.processes.process import EXIT_REFUSED, Handle
 from windfall.providers.base import OnEvent, Spawn, ignore_event
 from windfall.types import Lease
 

@@ -35,7 +35,7 @@ from windfall.events import log
 from windfall.link import auth, invitation
 from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.providers.base import Provider
 from windfall.providers.slots import SlotProvider
 from windfall.providers.trace_provider import TraceProvider
@@ -116,7 +116,7 @@ class Supervisor:
         argv = [sys.executable, "-m", "windfall.run.cli", "_controller", str(self.folder)]
 
         async def controller() -> Handle:
-            self._controller = await process.start(
+            self._controller = process.start(
                 name="controller", argv=argv, env=environment, log=self.folder / "controller.log"
             )
             return self._controller

@@ -7,14 +7,13 @@ recipe ──▶ check()      before anything starts: is the system's software i
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import ipaddress
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
@@ -25,17 +24,17 @@ from windfall.link import invitation, tls
 from windfall.providers.base import OnEvent, Provider
 from windfall.providers.job_queue import JobProvider
 from windfall.providers.kubernetes import credentials
-from windfall.providers.kubernetes.manifests import TLS_FOLDER, KubernetesOptions, RunNames, manifests
+from windfall.providers.kubernetes.manifests import TLS_FOLDER, RunNames, manifests
 from windfall.providers.kubernetes.provider import KubernetesProvider
 from windfall.providers.ray import provider as ray_provider
-from windfall.providers.ray.provider import RayClient, RayOptions, RayProvider
+from windfall.providers.ray.provider import RayClient, RayProvider
 from windfall.providers.skypilot import provider as skypilot_provider
 from windfall.providers.skypilot.provider import SkyPilotQueue
-from windfall.providers.skypilot.task import SkyPilotOptions, task
+from windfall.providers.skypilot.task import task
 from windfall.providers.slots import SlotProvider
 from windfall.providers.slurm import provider as slurm_provider
 from windfall.providers.slurm.provider import SlurmQueue
-from windfall.providers.slurm.script import SlurmOptions, script
+from windfall.providers.slurm.script import script
 from windfall.providers.worker_command import WorkerCommand, run_label, secrets
 from windfall.recipe import Recipe
 from windfall.recipe.worker_sources import Kubernetes, Ray, SkyPilot, Slurm, WorkerSource
@@ -43,7 +42,6 @@ from windfall.run.autoscale import Autoscaler, ScaledSource
 from windfall.types import Lease
 
 Url = Callable[[], Awaitable[str]]
-Options = TypeVar("Options", RayOptions, KubernetesOptions, SkyPilotOptions, SlurmOptions)
 PROGRAMS = {"skypilot": ("sky", skypilot_provider.FIX), "slurm": ("sbatch", slurm_provider.FIX)}
 """The program that must be installed for a source, and what to do if it is not."""
 
@@ -144,21 +142,17 @@ def _provider(
     workers, grace_s = folder / "workers", section.drain_s
     match section:
         case Ray():
-            client = RayClient(_options(RayOptions, section), log=folder / "ray_driver.log")
+            client = RayClient(section, log=folder / "ray_driver.log")
             return RayProvider(
                 client, worker, section.workers, url=url, secrets=environment, grace_s=grace_s, on_event=on_event
             )
         case Slurm():
-            queue = SlurmQueue(
-                _options(SlurmOptions, section), worker, label=label, folder=workers, url=url, secrets=environment
-            )
+            queue = SlurmQueue(section, worker, label=label, folder=workers, url=url, secrets=environment)
             return JobProvider(
                 queue, worker.lease, section.workers, poll_s=section.poll_s, grace_s=grace_s, on_event=on_event
             )
         case SkyPilot():
-            sky = SkyPilotQueue(
-                _options(SkyPilotOptions, section), worker, label=label, folder=workers, url=url, secrets=environment
-            )
+            sky = SkyPilotQueue(section, worker, label=label, folder=workers, url=url, secrets=environment)
             return JobProvider(
                 sky,
                 worker.lease,
@@ -212,11 +206,6 @@ def _url_of(section: WorkerSource, url: Url) -> Url:
     return fixed if section.join_url else url
 
 
-def _options(kind: type[Options], section: WorkerSource) -> Options:
-    """What a source needs to know, from the keys of its section with the same names."""
-    return kind(**{f.name: getattr(section, f.name) for f in dataclasses.fields(kind)})
-
-
 # the preview
 
 
@@ -240,22 +229,15 @@ def _preview(recipe: Recipe, name: str, section: WorkerSource) -> str:
     head = f"# {name}: {section.workers} worker{'' if section.workers == 1 else 's'}{at_most}"
     match section:
         case Ray():
-            shown = {"ray.init": {"address": section.address}, "actor": _options(RayOptions, section).of_actor()}
+            shown = {"ray.init": {"address": section.address}, "actor": ray_provider.actor_options(section)}
             line = " ".join(["windfall", *worker.arguments(url, "ray1.1")])
             return f"{head}; one actor each\n{json.dumps(shown, indent=2)}\n# in each actor:\n# {line}\n"
         case Slurm():
             names = [f"slurm{k + 1}.1" for k in range(section.workers)]
-            text = script(
-                _options(SlurmOptions, section),
-                worker,
-                label=label,
-                url=url,
-                workers=names,
-                log="workers/slurm-%A_%a.log",
-            )
+            text = script(section, worker, label=label, url=url, workers=names, log="workers/slurm-%A_%a.log")
             return f"{head}; sbatch with this file\n{text}"
         case SkyPilot():
-            described = task(_options(SkyPilotOptions, section), worker, url=url, worker="sky1.1")
+            described = task(section, worker, url=url, worker="sky1.1")
             line = f"# for each: sky jobs launch --name {label}-sky1-1 --secret WINDFALL_TOKEN sky1.1.yaml"
             return f"{head}\n{line}\n{to_yaml(described)}"
         case Kubernetes():
@@ -279,7 +261,7 @@ def _preview_kubernetes(recipe: Recipe, section: Kubernetes, worker: WorkerComma
     f, names = recipe.fleet, RunNames(run=recipe.run.name)
     certificate = tls.first_certificate(f.tls_cert) if f.tls_cert else ""
     objects = manifests(
-        _options(KubernetesOptions, section), worker, names=names, url=url, recipe=config.dump(recipe_in_pod(recipe)),
+        section, worker, names=names, url=url, recipe=config.dump(recipe_in_pod(recipe)),
         ports=(f.port, f.weights_port), certificate=certificate,
     )  # fmt: skip
     secret = (

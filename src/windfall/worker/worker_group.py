@@ -26,7 +26,7 @@ from windfall import devices, errors
 from windfall.backoff import RestartDelay
 from windfall.errors import WindfallError, describe_exit
 from windfall.processes import process
-from windfall.processes.handle import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
+from windfall.processes.process import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
 
 FINAL = (0, 2, EXIT_REFUSED, EXIT_NO_CONTROLLER)
 """Exit statuses after which a worker is not restarted. 2 is an error that a person must fix."""
@@ -125,7 +125,7 @@ class WorkerGroup:
         argv = [sys.executable, "-m", "windfall.run.cli", "worker", *self._options, "--name", name]
         reading, writing = os.pipe()
         try:
-            handle = process.launch(
+            handle = process.start(
                 name=name, argv=[*argv, "--device", place.device], env=place.environment(self._environment), log=writing
             )
         except OSError as e:  # it may be temporary, for example too many processes

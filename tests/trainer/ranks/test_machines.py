@@ -28,7 +28,7 @@ from windfall.events.log import read
 from windfall.link import auth, handshake, network
 from windfall.link import messages as m
 from windfall.link.socket import Dialer, SocketLink
-from windfall.processes.handle import EXIT_REFUSED, Handle
+from windfall.processes.process import EXIT_REFUSED, Handle
 from windfall.trainer import checkpoint
 from windfall.trainer.ranks import machines as machines_module
 from windfall.trainer.ranks import rank_host

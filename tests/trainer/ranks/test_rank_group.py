@@ -15,7 +15,7 @@ from windfall import recipe as config
 from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.processes import process
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.trainer.ranks import rank_group
 from windfall.trainer.ranks.rank_group import RANK_LOST, RankGroup, rank_places
 
@@ -36,7 +36,7 @@ def test_one_rank_per_gpu() -> None:
 
 async def start(name: str, script: str, folder: Path) -> Handle:
     argv = [sys.executable, "-c", script]
-    return await process.start(name=name, argv=argv, env=dict(os.environ), log=folder / f"{name}.log")
+    return process.start(name=name, argv=argv, env=dict(os.environ), log=folder / f"{name}.log")
 
 
 @pytest.mark.parametrize(

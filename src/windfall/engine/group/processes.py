@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,18 +26,13 @@ from typing import Protocol
 from windfall.backoff import RestartDelay
 from windfall.devices import Place
 from windfall.engine.group import messages as m
-from windfall.engine.group.child import SECRET
 from windfall.errors import describe_exit, run_until_first
 from windfall.processes.fork_client import ForkClient
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 
 MODULES = ("windfall.engine.torch.engine", "windfall.engine.torch.runner")
 """Modules that the fork server imports besides those of child.py."""
-CONNECT_S = 60.0
-"""Time limit for a forked child to connect (seconds)."""
 READ_BYTES = 1 << 20
-
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Callbacks(Protocol):
@@ -55,8 +50,6 @@ class EngineProcesses:
     ) -> None:
         """`folder`: for the logs. `modules`: as for a ForkClient."""
         self._places, self._callbacks, self._folder, self._modules = places, callbacks, folder, modules
-        self._secret, self._address = secrets.token_hex(16), f"windfall-{os.getpid()}-{secrets.token_hex(8)}"
-        self._expected: dict[int, asyncio.Future[Connection]] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._handles: dict[int, Handle] = {}
         self._loop = asyncio.new_event_loop()
@@ -99,8 +92,7 @@ class EngineProcesses:
             log=self._folder / "fork_server.log",
         )  # fmt: skip
         self._folder.mkdir(parents=True, exist_ok=True)
-        server = await asyncio.start_unix_server(self._accept, path=f"\0{self._address}")
-        async with client, server:
+        async with client:
             with contextlib.suppress(OSError):  # it was killed while it started: the first child starts another
                 await client.ready()
             children = (self._keep_running(client, n) for n in range(len(self._places)))
@@ -121,39 +113,24 @@ class EngineProcesses:
 
     async def _run_child(self, client: ForkClient, child: int, name: str) -> str:
         """Run one process. Returns how it ended."""
-        connected = self._expected[child] = asyncio.get_running_loop().create_future()
-        environment = self._places[child].environment({**os.environ, SECRET: self._secret})
-        handle = self._handles[child] = await client.start(
-            name=name, argv=["windfall-engine", self._address, str(child)], env=environment,
-            log=self._folder / f"engine{child}.log",
-        )  # fmt: skip
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            ended = asyncio.ensure_future(handle.wait())
-            await asyncio.wait([connected, ended], timeout=CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
-            if connected.done():
-                reader, self._writers[child] = connected.result()
+            with theirs:
+                handle = self._handles[child] = await client.start(
+                    name=name, argv=["windfall-engine"], env=self._places[child].environment(os.environ),
+                    log=self._folder / f"engine{child}.log", channel=theirs,
+                )  # fmt: skip
+            try:
+                self._writers[child] = writer
                 self._callbacks.on_up(child)
                 await self._read(child, reader)
+            finally:
+                del self._writers[child]
+                code = await handle.terminate(0.0)
         finally:
-            connected.cancel()
-            if writer := self._writers.pop(child, None):
-                writer.close()
-            code = await handle.terminate(0.0)
-        return describe_exit(code)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect a child. Any process of this machine may try, so only one that knows the secret is accepted."""
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                length = int.from_bytes(await reader.readexactly(m.LENGTH_BYTES), "big")
-                hello = m.decode_hello(await reader.readexactly(length)) if length < READ_BYTES else None
-        except (asyncio.IncompleteReadError, TimeoutError, ConnectionError):
-            hello = None
-        expected = self._expected.get(hello.child) if hello else None
-        if hello is None or expected is None or not secrets.compare_digest(hello.secret, self._secret):
             writer.close()
-        elif not expected.done():
-            expected.set_result((reader, writer))
+        return describe_exit(code)
 
     async def _read(self, child: int, reader: asyncio.StreamReader) -> None:
         receiver = m.Receiver(m.FromChild)

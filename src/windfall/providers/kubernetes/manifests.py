@@ -12,11 +12,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from windfall.providers.worker_command import TLS_PIN, TOKEN, WorkerCommand, plain_name
+from windfall.recipe.worker_sources import Kubernetes
 
 GRACE_MARGIN_S = 15
 """Seconds of a pod's grace period beyond the drain."""
@@ -25,25 +25,6 @@ RECIPE_FOLDER = "/recipe"
 TLS_FOLDER = "/tls"
 """Where the pod of the run has its certificate and key, as `tls.crt` and `tls.key`."""
 Manifest = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesOptions:
-    image: str
-    namespace: str = "default"
-    cpus: float = 4.0
-    memory_gib: float = 16.0
-    gpus: int = 1
-    gpu_resource: str = "nvidia.com/gpu"
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: Sequence[Mapping[str, str | int]] = ()
-    priority: int = -10
-    drain_s: float = 30.0
-    trainer_gpus: int = 1
-    trainer_memory_gib: float = 64.0
-    trainer_node_selector: Mapping[str, str] = field(default_factory=dict)
-    storage_gib: int = 200
-    storage_class: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +65,7 @@ class RunNames:
 
 
 def manifests(
-    options: KubernetesOptions, command: WorkerCommand, *, names: RunNames, url: str, recipe: str,
+    options: Kubernetes, command: WorkerCommand, *, names: RunNames, url: str, recipe: str,
     ports: tuple[int, int], certificate: str = "",
 ) -> list[Manifest]:  # fmt: skip
     """All objects of a run. `recipe`: the recipe file as text. `ports`: of the controller and of the weight server."""
@@ -99,7 +80,7 @@ def manifests(
 
 
 def deployment(
-    options: KubernetesOptions, command: WorkerCommand, *, names: RunNames, url: str, certificate: str = ""
+    options: Kubernetes, command: WorkerCommand, *, names: RunNames, url: str, certificate: str = ""
 ) -> Manifest:
     """The workers."""
     container: Manifest = {
@@ -135,7 +116,7 @@ def deployment(
     }
 
 
-def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int, int], *, tls: bool) -> Manifest:
+def _stateful_set(options: Kubernetes, names: RunNames, ports: tuple[int, int], *, tls: bool) -> Manifest:
     run = f"{RUN_FOLDER}/{names.run}"
     start = "\n".join(
         [
@@ -202,7 +183,7 @@ def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int,
     }
 
 
-def _service(options: KubernetesOptions, names: RunNames, ports: tuple[int, int]) -> Manifest:
+def _service(options: Kubernetes, names: RunNames, ports: tuple[int, int]) -> Manifest:
     """Gives the pod of the run its name. Workers must find it before it is ready."""
     return {
         "apiVersion": "v1",
@@ -217,7 +198,7 @@ def _service(options: KubernetesOptions, names: RunNames, ports: tuple[int, int]
     }
 
 
-def _recipe(options: KubernetesOptions, names: RunNames, recipe: str) -> Manifest:
+def _recipe(options: Kubernetes, names: RunNames, recipe: str) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -226,7 +207,7 @@ def _recipe(options: KubernetesOptions, names: RunNames, recipe: str) -> Manifes
     }
 
 
-def _priority_class(options: KubernetesOptions, names: RunNames) -> Manifest:
+def _priority_class(options: Kubernetes, names: RunNames) -> Manifest:
     labels = names.selector("worker")
     return {
         "apiVersion": "scheduling.k8s.io/v1",
@@ -238,7 +219,7 @@ def _priority_class(options: KubernetesOptions, names: RunNames) -> Manifest:
     }
 
 
-def _permissions(options: KubernetesOptions, names: RunNames) -> list[Manifest]:
+def _permissions(options: Kubernetes, names: RunNames) -> list[Manifest]:
     """What the run may do: set the number of its own workers, and see pods."""
     group = "rbac.authorization.k8s.io"
     rules: list[Manifest] = [
@@ -266,7 +247,7 @@ def _permissions(options: KubernetesOptions, names: RunNames) -> list[Manifest]:
     ]
 
 
-def _metadata(options: KubernetesOptions, names: RunNames, role: str, name: str = "") -> Manifest:
+def _metadata(options: Kubernetes, names: RunNames, role: str, name: str = "") -> Manifest:
     return {"name": name or names.app, "namespace": options.namespace, "labels": names.selector(role)}
 
 
@@ -274,7 +255,7 @@ def _token(names: RunNames) -> Manifest:
     return {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": names.secret, "key": "token"}}}
 
 
-def _resources(options: KubernetesOptions, *, cpus: float, memory_gib: float, gpus: int) -> Manifest:
+def _resources(options: Kubernetes, *, cpus: float, memory_gib: float, gpus: int) -> Manifest:
     asked: Manifest = {"cpu": f"{cpus:g}", "memory": f"{round(memory_gib * 1024)}Mi"}
     limits: Manifest = {"memory": asked["memory"], **({options.gpu_resource: str(gpus)} if gpus else {})}
     return {"requests": asked, "limits": limits}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windfall.errors import WindfallError
-from windfall.processes.handle import EXIT_REFUSED
+from windfall.processes.process import EXIT_REFUSED
 from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.kubernetes.api import ApiServer
 from windfall.providers.kubernetes.credentials import Credentials

@@ -19,17 +19,17 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from windfall.backoff import RestartDelay
 from windfall.errors import WindfallError, install_command
 from windfall.processes import process
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.slots import SlotProvider
 from windfall.providers.worker_command import WorkerCommand
+from windfall.recipe.worker_sources import Ray
 from windfall.types import Lease
 
 CONNECT_S = 90.0
@@ -40,31 +40,22 @@ KILL_TIMEOUT_S = 60.0
 """Seconds until a killed worker must be known to have ended. Ray notices the loss of a node after about 20 s."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RayOptions:
-    address: str = "auto"
-    cpus: float = 1.0
-    gpus: float = 0.0
-    resources: Mapping[str, float] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-
-    def of_actor(self) -> dict[str, Any]:
-        """The options of each worker's actor, as Ray names them."""
-        given = {"resources": self.resources, "label_selector": self.labels, "runtime_env": self.runtime_env}
-        return {"num_cpus": self.cpus, "num_gpus": self.gpus, **{k: dict(v) for k, v in given.items() if v}}
-
-
 def check_installed() -> None:
     if importlib.util.find_spec("ray") is None:
         fix = f"Install it: {install_command('ray')}"
         raise WindfallError("Ray is not installed", where="fleet.ray", fix=fix)
 
 
+def actor_options(section: Ray) -> dict[str, Any]:
+    """The options of each worker's actor, as Ray names them."""
+    given = {"resources": section.resources, "label_selector": section.labels, "runtime_env": section.runtime_env}
+    return {"num_cpus": section.cpus, "num_gpus": section.gpus, **{k: v for k, v in given.items() if v}}
+
+
 class RayClient:
     """Starts processes on a Ray cluster. Used as `async with`: the exit ends the driver, and with it all workers."""
 
-    def __init__(self, options: RayOptions, *, log: Path) -> None:
+    def __init__(self, options: Ray, *, log: Path) -> None:
         """`log`: file for the output of the driver."""
         self._options, self._log = options, log
         self._link: asyncio.Task[_Link] | None = None
@@ -85,7 +76,7 @@ class RayClient:
         if self._link is None or (self._link.done() and self._is_lost(self._link)):
             self._link = asyncio.create_task(_Link.open(self._options, self._log))
         link = await asyncio.shield(self._link)
-        return await link.start(name, arguments, env, self._options.of_actor())
+        return await link.start(name, arguments, env, actor_options(self._options))
 
     @staticmethod
     def _is_lost(link: asyncio.Task[_Link]) -> bool:
@@ -102,13 +93,13 @@ class _Link:
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, options: RayOptions, log: Path) -> _Link:
+    async def open(cls, options: Ray, log: Path) -> _Link:
         ours, theirs = socket.socketpair()
         try:
             argv = [sys.executable, "-m", "windfall.providers.ray.driver"]
             # Ray's usage report uses the network at the start; it is off unless the user enables it.
             env = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ}
-            driver = process.launch(
+            driver = process.start(
                 name="ray-driver", argv=argv, env=env, log=log, channel=theirs.fileno(), death=signal.SIGTERM
             )
         finally:

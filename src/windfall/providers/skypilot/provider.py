@@ -21,10 +21,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from windfall.processes.handle import EXIT_REFUSED
+from windfall.processes.process import EXIT_REFUSED
 from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, command
-from windfall.providers.skypilot.task import SkyPilotOptions, task
+from windfall.providers.skypilot.task import task
 from windfall.providers.worker_command import TLS_PIN, TOKEN, WorkerCommand
+from windfall.recipe.worker_sources import SkyPilot
 
 FIX = "Install it in an environment of its own: pipx install skypilot; then: sky check"
 POLL_S = 20.0
@@ -46,7 +47,7 @@ class SkyPilotQueue:
     together = False
 
     def __init__(
-        self, options: SkyPilotOptions, worker: WorkerCommand, *, label: str, folder: Path,
+        self, options: SkyPilot, worker: WorkerCommand, *, label: str, folder: Path,
         url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
     ) -> None:  # fmt: skip
         """`folder`: where the task files go."""

@@ -9,28 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from windfall.processes.handle import EXIT_NO_CONTROLLER
+from windfall.processes.process import EXIT_NO_CONTROLLER
 from windfall.providers.worker_command import TLS_PIN, WorkerCommand
+from windfall.recipe.worker_sources import SkyPilot
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SkyPilotOptions:
-    accelerators: str | Sequence[str] = ()
-    infra: str = ""
-    fallback: bool = True
-    cpus: str = ""
-    image: str = ""
-    setup: str = ""
-    max_restarts: int = 3
-
-
-def task(
-    options: SkyPilotOptions, command: WorkerCommand, *, url: str, worker: str, certificate: str = ""
-) -> dict[str, Any]:
+def task(options: SkyPilot, command: WorkerCommand, *, url: str, worker: str, certificate: str = "") -> dict[str, Any]:
     """The task as SkyPilot reads it from YAML. `worker`: the name of the worker."""
     spot = command.lease.kind == "spot"
     given = {"infra": options.infra, "cpus": options.cpus, "image_id": options.image}

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from windfall.providers.job_queue import Job, command
 from windfall.providers.slots import slot_of
-from windfall.providers.slurm.script import SlurmOptions, script
+from windfall.providers.slurm.script import script
 from windfall.providers.worker_command import WorkerCommand
+from windfall.recipe.worker_sources import Slurm
 
 FIX = "Run windfall on a login node of the cluster, where sbatch works."
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING"}
@@ -31,7 +32,7 @@ class SlurmQueue:
     together = True
 
     def __init__(
-        self, options: SlurmOptions, worker: WorkerCommand, *, label: str, folder: Path,
+        self, options: Slurm, worker: WorkerCommand, *, label: str, folder: Path,
         url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
     ) -> None:  # fmt: skip
         """`folder`: where the script and the logs of workers go."""

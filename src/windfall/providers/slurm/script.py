@@ -11,31 +11,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from windfall.errors import WindfallError
 from windfall.providers.slots import slot_of
 from windfall.providers.worker_command import WorkerCommand
+from windfall.recipe.worker_sources import Slurm
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmOptions:
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    cpus: int = 4
-    gpus: str = "1"
-    memory_gib: float = 0.0
-    time_limit_min: int = 240
-    warning_s: int = 30
-    setup: str = ""
-    options: Sequence[str] = ()
-
-
-def script(
-    options: SlurmOptions, command: WorkerCommand, *, label: str, url: str, workers: Sequence[str], log: str
-) -> str:
+def script(options: Slurm, command: WorkerCommand, *, label: str, url: str, workers: Sequence[str], log: str) -> str:
     """The script for these workers. `log`: file for their output, with Slurm's %A and %a."""
     slots = {slot_of(worker): worker for worker in workers}
     names = " ".join(f"[{slot}]={worker}" for slot, worker in sorted(slots.items()))
@@ -59,7 +42,7 @@ def script(
     return "\n".join(lines) + "\n"
 
 
-def _directives(o: SlurmOptions, label: str, slots: Sequence[int], log: str) -> list[str]:
+def _directives(o: Slurm, label: str, slots: Sequence[int], log: str) -> list[str]:
     given = {
         "job-name": label, "array": _ranges(slots), "partition": o.partition, "account": o.account, "qos": o.qos,
         "constraint": o.constraint, "nodes": "1", "ntasks": "1", "cpus-per-task": str(o.cpus),

@@ -83,7 +83,7 @@ def stand_for_fork_server(path: str, argv: list[str]) -> None:
             fields = {"argv": argv, "env": dict(os.environ), "cwd": os.getcwd(), "python": sys.version}
             connection.sendall(json.dumps(fields).encode() + b"\n")
             answers = _lines(connection)
-            answer = next(answers, {"refused": "it closed the connection"})
+            answer: dict[str, Any] = next(answers, {"refused": "it closed the connection"})
         except OSError as e:
             answer = {"refused": str(e)}
         if "pid" in answer:

@@ -26,9 +26,14 @@ Log = Callable[..., None]
 
 
 def env_host(
-    section: Any, seed: int, *, evaluation: dict[str, Any] | None = None, processes: int = 0,
-    log: Log = lambda name, **fields: None, output: Path | None = None,
-) -> EnvHost:  # fmt: skip
+    section: Any,
+    seed: int,
+    *,
+    evaluation: dict[str, Any] | None = None,
+    processes: int = 0,
+    log: Log = lambda name, **fields: None,
+    output: Path | None = None,
+) -> EnvHost:
     """Create the host. `section` is an env section of windfall.recipe. For agents, it hosts their tasks. `evaluation`:
     a separate data set for the evaluation. `processes`: upper limit for child processes; 0 chooses it. `output`: file
     for what the environment prints; None shows a little of it on standard error."""
@@ -44,14 +49,16 @@ def env_host(
     return EnvPool(section, seed, evaluation=evaluation, processes=processes, log=log, output=output)
 
 
-def recipe_host(
-    recipe: Any, log: Log = lambda name, **fields: None, folder: Path | None = None
-) -> EnvHost:  # fmt: skip
+def recipe_host(recipe: Any, log: Log = lambda name, **fields: None, folder: Path | None = None) -> EnvHost:
     """Create the host for a recipe of windfall.recipe. `folder`: that of the run, which gets the output."""
     return env_host(
-        recipe.env, recipe.run.seed, evaluation=evaluation_data(recipe), processes=recipe.rollout.reward_processes,
-        log=log, output=None if folder is None else folder / OUTPUT,
-    )  # fmt: skip
+        recipe.env,
+        recipe.run.seed,
+        evaluation=evaluation_data(recipe),
+        processes=recipe.rollout.reward_processes,
+        log=log,
+        output=None if folder is None else folder / OUTPUT,
+    )
 
 
 def evaluation_data(recipe: Any) -> dict[str, Any] | None:

@@ -56,10 +56,17 @@ class ForkClient:
     a row, it is restarted without."""
 
     def __init__(
-        self, *, entry: str, modules: Sequence[str], log: Path, env: Mapping[str, str] | None = None,
+        self,
+        *,
+        entry: str,
+        modules: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
         import_timeout_s: float = 180.0,
-    ) -> None:  # fmt: skip
-        self._entry, self._modules, self._log = entry, list(modules), log
+    ) -> None:
+        self._entry = entry
+        self._modules = list(modules)
+        self._log = log
         self._env = {**(os.environ if env is None else env), **fork_server.FORKABLE}
         self._import_timeout_s = import_timeout_s
         self._lost_starts = 0
@@ -167,9 +174,13 @@ class ForkClient:
         run = shlex.split(self._env.get(RUNNER, "-m"))
         argv = [sys.executable, *run, "windfall.processes.fork_server", self._entry, *modules]
         return process.start(
-            name="fork server", argv=argv, env=self._env, log=self._log, channel=connection.fileno(),
+            name="fork server",
+            argv=argv,
+            env=self._env,
+            log=self._log,
+            channel=connection.fileno(),
             death=signal.SIGTERM,
-        )  # fmt: skip
+        )
 
 
 class UserCodeForkClient(ForkClient):
@@ -177,29 +188,43 @@ class UserCodeForkClient(ForkClient):
     reapers (reaper.py). A call that fails is an error. Its output is shown on standard error, up to a limit."""
 
     def __init__(
-        self, *, entry: str, modules: Sequence[str], env: Mapping[str, str], fds: Sequence[int], folder: str,
+        self,
+        *,
+        entry: str,
+        modules: Sequence[str],
+        env: Mapping[str, str],
+        fds: Sequence[int],
+        folder: str,
         import_timeout_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`fds`: file descriptors for the calls. `folder`: the working directory."""
         super().__init__(entry=entry, modules=modules, log=Path(os.devnull), import_timeout_s=import_timeout_s)
-        self._env, self._fds, self._folder = env, fds, folder
+        self._env = env
+        self._fds = fds
+        self._folder = folder
 
     async def _launch(self) -> _Link:
         return await self._launch_with(self._modules)
 
     def _start_server(self, connection: socket.socket, modules: Sequence[str]) -> Handle:
         return reaper.start(
-            "windfall.processes.fork_server:serve_user_code", [connection.fileno(), self._entry, *modules],
-            name="process that starts agents", fds=[connection.fileno(), *self._fds], env=self._env,
+            "windfall.processes.fork_server:serve_user_code",
+            [connection.fileno(), self._entry, *modules],
+            name="process that starts agents",
+            fds=[connection.fileno(), *self._fds],
+            env=self._env,
             folder=self._folder,
-        )  # fmt: skip
+        )
 
 
 class _Link:
     """The connection to one fork server process."""
 
     def __init__(self, server: Handle, connection: socket.socket) -> None:
-        self.server, self.lost, self.result = server, False, None
+        self.server = server
+        self.lost = False
+        self.result: Any = None
+        """Of the last call of the fork server."""
         self._connection = connection
         self._import_error: asyncio.Future[WindfallError | None] = asyncio.get_running_loop().create_future()
         """Resolves when the imports are done. Raises ForkServerLost if the fork server was killed."""

@@ -61,7 +61,8 @@ def channel() -> socket.socket:
 
 class ForkServer:
     def __init__(self, client: socket.socket, *, user_code: bool) -> None:
-        self._client, self._user_code = client, user_code
+        self._client = client
+        self._user_code = user_code
         self._pid = os.getpid()
         self._workers: dict[int, str] = {}
         self._helpers = set(reaper.children_of(self._pid))

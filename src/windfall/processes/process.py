@@ -41,13 +41,21 @@ class Handle:
     """A running process. The code that started the process provides `send`, and calls `ended` once."""
 
     def __init__(
-        self, *, name: str, pid: int, send: Callable[[int], None], kill_timeout_s: float = KILL_TIMEOUT_S,
+        self,
+        *,
+        name: str,
+        pid: int,
+        send: Callable[[int], None],
+        kill_timeout_s: float = KILL_TIMEOUT_S,
         waiting: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`send` sends a signal, given by its number, to the process. `pid`: the process id on the worker's machine, or
         the number of its job. `kill_timeout_s`: seconds to wait for its end after SIGKILL. `waiting`: it does not run
         yet; `runs` will say when it does."""
-        self.name, self.pid, self._send, self._kill_timeout_s = name, pid, send, kill_timeout_s
+        self.name = name
+        self.pid = pid
+        self._send = send
+        self._kill_timeout_s = kill_timeout_s
         self._ran_from: float | None = None if waiting else time.monotonic()
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -130,9 +138,14 @@ def state(pid: int | str) -> list[str]:
 
 
 def start(
-    *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | int, channel: int | None = None,
+    *,
+    name: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log: Path | int,
+    channel: int | None = None,
     death: int = signal.SIGKILL,
-) -> Handle:  # fmt: skip
+) -> Handle:
     """Start the program `argv[0]` with the arguments `argv[1:]`. `log` may be a file descriptor to write to. `channel`
     is a file descriptor to use as standard input and output. `death` is the signal that the process gets when its
     parent dies."""

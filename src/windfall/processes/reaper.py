@@ -47,18 +47,30 @@ Readers = Mapping[int, Callable[[bytes], object]]
 
 
 def start(
-    entry: str, arguments: Sequence[object], *, name: str, env: Mapping[str, str], fds: Sequence[int] = (),
-    python: Sequence[str] = (), folder: str = "", log: Path | None = None,
-) -> Handle:  # fmt: skip
+    entry: str,
+    arguments: Sequence[object],
+    *,
+    name: str,
+    env: Mapping[str, str],
+    fds: Sequence[int] = (),
+    python: Sequence[str] = (),
+    folder: str = "",
+    log: Path | None = None,
+) -> Handle:
     """Start a reaper and below it the program `entry`, given as module:function, with these arguments and the file
     descriptors `fds`. `python`: options of the interpreter. `log`: file for what it prints; None shows a little of it
     on standard error. Killing the handle kills the program and all that it started."""
     words = (os.getpid(), log or output_log.STANDARD_ERROR, entry, *arguments)
     command = [sys.executable, *python, "-c", f"from {__name__} import main; main()", *map(str, words)]
     child = subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, start_new_session=True,
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=fds,
+        start_new_session=True,
         cwd=folder or None,
-    )  # fmt: skip
+    )
     return process.watch(child, name, lambda number: send_signal(child.pid, number))
 
 

@@ -82,9 +82,12 @@ async def command(
     """Run a program and return its output. A program that is missing is a WindfallError, a failure is an OSError."""
     try:
         process = await asyncio.create_subprocess_exec(
-            *argv, env=None if env is None else dict(env), stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            *argv,
+            env=None if env is None else dict(env),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
     except FileNotFoundError as e:
         raise WindfallError(f"program '{argv[0]}' not found", where=where, fix=fix) from e
     try:
@@ -113,7 +116,9 @@ class JobSpawner:
     """Used as `async with`. `spawn` has the interface that providers need."""
 
     def __init__(self, queue: JobQueue, *, poll_s: float, on_event: OnEvent = ignore_event) -> None:
-        self._queue, self._poll_s, self._on_event = queue, poll_s, on_event
+        self._queue = queue
+        self._poll_s = poll_s
+        self._on_event = on_event
         self._wanted: dict[str, asyncio.Future[str]] = {}
         self._submission: asyncio.Task[None] | None = None
         self._watched: dict[str, _Watched] = {}
@@ -269,15 +274,27 @@ class JobSpawner:
 
 class JobProvider(SlotProvider):
     def __init__(
-        self, queue: JobQueue, terms: Lease, count: int, *, poll_s: float, grace_s: float,
+        self,
+        queue: JobQueue,
+        terms: Lease,
+        count: int,
+        *,
+        poll_s: float,
+        grace_s: float,
         on_event: OnEvent = ignore_event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = queue.name
         self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
         super().__init__(
-            self._jobs.spawn, count, terms=terms, on_event=on_event, grace_s=grace_s, prefix=queue.prefix,
-            delay=self._jobs.restart_delay, patient=True,
-        )  # fmt: skip
+            self._jobs.spawn,
+            count,
+            terms=terms,
+            on_event=on_event,
+            grace_s=grace_s,
+            prefix=queue.prefix,
+            delay=self._jobs.restart_delay,
+            patient=True,
+        )
 
     async def run(self) -> None:
         async with self._jobs:

@@ -40,13 +40,24 @@ class RestartingNodes:
     """The nodes of a provider, by name. Used as `async with`: the exit ends all workers and waits for them."""
 
     def __init__(
-        self, spawn: Spawn, *, terms: Lease, on_event: OnEvent, grace_s: float,
-        delay: Callable[[], RestartDelay] = RestartDelay, patient: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        spawn: Spawn,
+        *,
+        terms: Lease,
+        on_event: OnEvent,
+        grace_s: float,
+        delay: Callable[[], RestartDelay] = RestartDelay,
+        patient: bool = False,
+    ) -> None:
         """`delay`: makes the back-off of one node. `patient`: see above."""
         self.patient = patient
-        self.spawn, self.terms, self.on_event, self.grace_s = spawn, terms, on_event, grace_s
-        self.started, self.lost, self.delay = 0, 0, delay
+        self.spawn = spawn
+        self.terms = terms
+        self.on_event = on_event
+        self.grace_s = grace_s
+        self.started = 0
+        self.lost = 0
+        self.delay = delay
         self._nodes: dict[str, _Node] = {}
         self._up: dict[str, _UpPeriod] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -69,7 +80,8 @@ class RestartingNodes:
     def take_down(self, name: str, grace_s: float) -> None:
         """With a grace period the worker can drain. With 0, its process group gets SIGKILL and it counts as lost."""
         period = self._up.pop(name)
-        period.grace_s, period.over = grace_s, True
+        period.grace_s = grace_s
+        period.over = True
         if period.task:
             period.task.cancel()
 
@@ -113,7 +125,8 @@ class _UpPeriod:
 
 class _Node:
     def __init__(self, name: str, nodes: RestartingNodes) -> None:
-        self.name, self.generation = name, 0
+        self.name = name
+        self.generation = 0
         self._nodes = nodes
         self._one_worker = asyncio.Lock()
 
@@ -171,12 +184,20 @@ class SlotProvider(RestartingNodes):
     name = "local"
 
     def __init__(
-        self, spawn: Spawn, count: int, *, terms: Lease = RESERVED, on_event: OnEvent = ignore_event,
-        grace_s: float = GRACE_S, prefix: str = "w", delay: Callable[[], RestartDelay] = RestartDelay,
+        self,
+        spawn: Spawn,
+        count: int,
+        *,
+        terms: Lease = RESERVED,
+        on_event: OnEvent = ignore_event,
+        grace_s: float = GRACE_S,
+        prefix: str = "w",
+        delay: Callable[[], RestartDelay] = RestartDelay,
         patient: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(spawn, terms=terms, on_event=on_event, grace_s=grace_s, delay=delay, patient=patient)
-        self.prefix, self._changed = prefix, asyncio.Event()
+        self.prefix = prefix
+        self._changed = asyncio.Event()
         self.target(count)
 
     def target(self, n: int) -> None:

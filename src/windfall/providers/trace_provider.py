@@ -27,14 +27,23 @@ class TraceProvider(RestartingNodes):
     name = "trace"
 
     def __init__(
-        self, spawn: Spawn, changes: Sequence[Change], *, speedup: float = 1.0, terms: Lease = SPOT,
-        on_event: OnEvent = ignore_event, grace_s: float = GRACE_S, notice_s: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        spawn: Spawn,
+        changes: Sequence[Change],
+        *,
+        speedup: float = 1.0,
+        terms: Lease = SPOT,
+        on_event: OnEvent = ignore_event,
+        grace_s: float = GRACE_S,
+        notice_s: float = 0.0,
+    ) -> None:
         check(changes)
         if not (math.isfinite(speedup) and speedup > 0):
             raise WindfallError(f"the speedup is {speedup}", where="fleet trace", fix="Use a number above 0.")
         super().__init__(spawn, terms=terms, on_event=on_event, grace_s=grace_s)
-        self._changes, self._speedup, self._notice_s = list(changes), speedup, notice_s
+        self._changes = list(changes)
+        self._speedup = speedup
+        self._notice_s = notice_s
 
     def target(self, n: int) -> None:
         """Ignored: the trace decides how many workers run."""

@@ -59,7 +59,9 @@ class Supervisor:
         self, recipe: Recipe, folder: Path, console: Console, places: Sequence[devices.Place] | None = None
     ) -> None:
         """`places`: the GPUs for the workers of this machine; by default, those that the recipe allows."""
-        self.recipe, self.folder, self._console = recipe, folder, console
+        self.recipe = recipe
+        self.folder = folder
+        self._console = console
         self._token = auth.read_token(folder / "token")
         self._end: dict[str, Any] | None = None
         """The event that ended the run."""
@@ -77,9 +79,10 @@ class Supervisor:
         self._places = devices.gpu_places(recipe.run.device) if places is None else places
         f, nodes = recipe.fleet, recipe.trace.nodes
         self._gpus = GpuAssignment(
-            len(self._places), trainer=len(rank_places(recipe, self._places)),
+            len(self._places),
+            trainer=len(rank_places(recipe, self._places)),
             workers=max(f.workers, f.workers_max) + nodes,
-        )  # fmt: skip
+        )
         self._autoscaler = worker_sources.autoscaler(recipe)
         self._problems = liveness.WorkerProblems()
         self._error: WindfallError | None = None
@@ -92,13 +95,13 @@ class Supervisor:
         if self.recipe.fleet.tls_cert:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
         fork_client = ForkClient(
-            entry="windfall.run.cli:main", modules=[f"windfall.run.preload:preload_run:{self.folder}"],
-            log=self.folder / "fork_server.log", env=environment,
-        )  # fmt: skip
+            entry="windfall.run.cli:main",
+            modules=[f"windfall.run.preload:preload_run:{self.folder}"],
+            log=self.folder / "fork_server.log",
+            env=environment,
+        )
         (self.folder / "workers").mkdir(exist_ok=True)
-        async with (
-            self._handling_signals(fork_client), fork_client, self._showing_events(), self._other_machines()
-        ):  # fmt: skip
+        async with self._handling_signals(fork_client), fork_client, self._showing_events(), self._other_machines():
             await self._run_processes(fork_client, environment)
         if self._error is not None:
             raise self._error
@@ -274,9 +277,11 @@ class Supervisor:
                     "--device", "auto" if self.recipe.run.device == "auto" else place.device, "--memory", str(memory),
                 ]  # fmt: skip
                 handle = await fork_client.start(
-                    name=name, argv=argv, env=place.environment(environment),
+                    name=name,
+                    argv=argv,
+                    env=place.environment(environment),
                     log=self.folder / "workers" / f"{name}.log",
-                )  # fmt: skip
+                )
             except BaseException:  # raised again: the place is free for the next worker
                 self._gpus.release(name)
                 raise

@@ -70,7 +70,9 @@ def main(places: Mapping[str, devices.Place], options: Mapping[str, object], *, 
 
 class WorkerGroup:
     def __init__(self, places: Mapping[str, devices.Place], options: Sequence[str], *, name: str, token: str) -> None:
-        self._places, self._options, self._name = places, options, name
+        self._places = places
+        self._options = options
+        self._name = name
         # The token is passed in the environment: every user of the machine can read a command line.
         self._environment = {**os.environ, "WINDFALL_TOKEN": token}
         self._stopping = asyncio.Event()

@@ -49,11 +49,15 @@ class EngineProcesses:
         self, places: Sequence[Place], callbacks: Callbacks, *, folder: Path, modules: Sequence[str] = MODULES
     ) -> None:
         """`folder`: for the logs. `modules`: as for a ForkClient."""
-        self._places, self._callbacks, self._folder, self._modules = places, callbacks, folder, modules
+        self._places = places
+        self._callbacks = callbacks
+        self._folder = folder
+        self._modules = modules
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._handles: dict[int, Handle] = {}
         self._loop = asyncio.new_event_loop()
-        self._wanted, self._closing = asyncio.Event(), asyncio.Event()
+        self._wanted = asyncio.Event()
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
         self._thread.start()
 
@@ -88,9 +92,8 @@ class EngineProcesses:
 
     async def _main(self) -> None:
         client = ForkClient(
-            entry="windfall.engine.group.child:main", modules=self._modules,
-            log=self._folder / "fork_server.log",
-        )  # fmt: skip
+            entry="windfall.engine.group.child:main", modules=self._modules, log=self._folder / "fork_server.log"
+        )
         self._folder.mkdir(parents=True, exist_ok=True)
         async with client:
             with contextlib.suppress(OSError):  # it was killed while it started: the first child starts another
@@ -118,9 +121,12 @@ class EngineProcesses:
         try:
             with theirs:
                 handle = self._handles[child] = await client.start(
-                    name=name, argv=["windfall-engine"], env=self._places[child].environment(os.environ),
-                    log=self._folder / f"engine{child}.log", channel=theirs,
-                )  # fmt: skip
+                    name=name,
+                    argv=["windfall-engine"],
+                    env=self._places[child].environment(os.environ),
+                    log=self._folder / f"engine{child}.log",
+                    channel=theirs,
+                )
             try:
                 self._writers[child] = writer
                 self._callbacks.on_up(child)

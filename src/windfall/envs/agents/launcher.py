@@ -64,9 +64,13 @@ class AgentLauncher:
         self._file.flush()
         module = "windfall.envs.agents.agent_main"
         self._client = UserCodeForkClient(
-            entry=f"{module}:main", modules=[f"{module}:prepare:{self._file.fileno()}"], fds=[self._file.fileno()],
-            env=child_environment(strict=False), folder=program.directory, import_timeout_s=BUILD_S,
-        )  # fmt: skip
+            entry=f"{module}:main",
+            modules=[f"{module}:prepare:{self._file.fileno()}"],
+            fds=[self._file.fileno()],
+            env=child_environment(strict=False),
+            folder=program.directory,
+            import_timeout_s=BUILD_S,
+        )
         self._next_number = 0
         self.hides_files = True
         """Agents cannot read the hidden folders. Known once the launcher has been ready."""
@@ -113,9 +117,7 @@ class AgentLauncher:
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
             with theirs:
-                agent = await self._client.start(
-                    name=name, argv=[name], env={}, log=Path(os.devnull), channel=theirs
-                )  # fmt: skip
+                agent = await self._client.start(name=name, argv=[name], env={}, log=Path(os.devnull), channel=theirs)
             writer.write(json.dumps({"task": dict(task), "variables": dict(variables)}).encode())
             writer.write_eof()
             try:

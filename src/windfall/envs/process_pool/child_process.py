@@ -46,9 +46,13 @@ class ChildProcess:
     ) -> None:
         """`on_line` gets every line, whatever it contains. `strict`: for an environment that ships with windfall.
         `output`: log for what the environment prints; None shows a little of it on standard error."""
-        self._on_line, self._on_end = on_line, on_end
-        self._partial_line, self._partial_bytes, self._unsent = list[bytes](), 0, b""
-        self._record, self._trace = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._on_line = on_line
+        self._on_end = on_end
+        self._partial_line = list[bytes]()
+        self._partial_bytes = 0
+        self._unsent = b""
+        self._record = tempfile.TemporaryFile()  # noqa: SIM115
+        self._trace = tempfile.TemporaryFile()  # noqa: SIM115
         self._record.write(bytes(LAYOUT.size))
         self._record.flush()
         self._link, theirs = socket.socketpair()
@@ -56,9 +60,14 @@ class ChildProcess:
         warnings = ["-W", "ignore"] if strict else []
         with theirs:
             self._process = reaper.start(
-                "windfall.envs.process_pool.child_main:main", fds, name="environment", fds=fds,
-                env=child_environment(strict), python=warnings, log=output,
-            )  # fmt: skip
+                "windfall.envs.process_pool.child_main:main",
+                fds,
+                name="environment",
+                fds=fds,
+                env=child_environment(strict),
+                python=warnings,
+                log=output,
+            )
         self._link.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._link, self._readable)
@@ -103,7 +112,8 @@ class ChildProcess:
         *lines, rest = b"".join(self._partial_line), *(others or [b""])
         for line in lines:
             self._on_line(line)
-        self._partial_line, self._partial_bytes = [rest], len(rest)
+        self._partial_line = [rest]
+        self._partial_bytes = len(rest)
 
     async def _handle_end(self) -> None:
         """The child closed its side of the link, so it has ended or will end soon."""

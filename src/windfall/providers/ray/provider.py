@@ -57,7 +57,8 @@ class RayClient:
 
     def __init__(self, options: Ray, *, log: Path) -> None:
         """`log`: file for the output of the driver."""
-        self._options, self._log = options, log
+        self._options = options
+        self._log = log
         self._link: asyncio.Task[_Link] | None = None
 
     async def __aenter__(self) -> Self:
@@ -87,7 +88,9 @@ class _Link:
     """One driver process."""
 
     def __init__(self, driver: Handle, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._driver, self._reader, self._writer = driver, reader, writer
+        self._driver = driver
+        self._reader = reader
+        self._writer = writer
         self._starting: dict[str, asyncio.Future[Handle]] = {}
         self._running: dict[str, Handle] = {}
         self._reading: asyncio.Task[None] | None = None
@@ -179,9 +182,11 @@ class _Link:
                 )
         elif future is not None and not future.done():
             handle = self._running[name] = Handle(
-                name=name, pid=answer["pid"], send=lambda number: self._send(worker=name, signal=int(number)),
+                name=name,
+                pid=answer["pid"],
+                send=lambda number: self._send(worker=name, signal=int(number)),
                 kill_timeout_s=KILL_TIMEOUT_S,
-            )  # fmt: skip
+            )
             future.set_result(handle)
 
 
@@ -194,10 +199,20 @@ class RayProvider(SlotProvider):
     name = "ray"
 
     def __init__(
-        self, client: RayClient, worker: WorkerCommand, count: int, *, url: Callable[[], Awaitable[str]],
-        secrets: Mapping[str, str], grace_s: float, on_event: OnEvent = ignore_event,
-    ) -> None:  # fmt: skip
-        self._client, self._worker, self._url, self._secrets = client, worker, url, secrets
+        self,
+        client: RayClient,
+        worker: WorkerCommand,
+        count: int,
+        *,
+        url: Callable[[], Awaitable[str]],
+        secrets: Mapping[str, str],
+        grace_s: float,
+        on_event: OnEvent = ignore_event,
+    ) -> None:
+        self._client = client
+        self._worker = worker
+        self._url = url
+        self._secrets = secrets
         super().__init__(
             self._spawn,
             count,

@@ -47,12 +47,22 @@ class SkyPilotQueue:
     together = False
 
     def __init__(
-        self, options: SkyPilot, worker: WorkerCommand, *, label: str, folder: Path,
-        url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
-    ) -> None:  # fmt: skip
+        self,
+        options: SkyPilot,
+        worker: WorkerCommand,
+        *,
+        label: str,
+        folder: Path,
+        url: Callable[[], Awaitable[str]],
+        secrets: Mapping[str, str],
+    ) -> None:
         """`folder`: where the task files go."""
-        self._options, self._worker, self._label = options, worker, label
-        self._folder, self._url, self._secrets = folder.resolve(), url, secrets
+        self._options = options
+        self._worker = worker
+        self._label = label
+        self._folder = folder.resolve()
+        self._url = url
+        self._secrets = secrets
         self._launches = asyncio.Semaphore(LAUNCHES)
         self._doubtful: set[str] = set()
         """Names of jobs whose launch failed, although SkyPilot may still start them."""
@@ -70,9 +80,19 @@ class SkyPilotQueue:
             try:
                 async with self._launches:
                     await _run(
-                        "sky", "jobs", "launch", "--yes", "--detach-run", "--name", job, "--secret", TOKEN, str(path),
-                        env=environment, timeout_s=LAUNCH_TIMEOUT_S,
-                    )  # fmt: skip
+                        "sky",
+                        "jobs",
+                        "launch",
+                        "--yes",
+                        "--detach-run",
+                        "--name",
+                        job,
+                        "--secret",
+                        TOKEN,
+                        str(path),
+                        env=environment,
+                        timeout_s=LAUNCH_TIMEOUT_S,
+                    )
             except OSError:
                 self._doubtful.add(job)
                 if not _live(await self._rows(), job):

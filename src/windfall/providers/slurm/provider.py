@@ -32,19 +32,33 @@ class SlurmQueue:
     together = True
 
     def __init__(
-        self, options: Slurm, worker: WorkerCommand, *, label: str, folder: Path,
-        url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
-    ) -> None:  # fmt: skip
+        self,
+        options: Slurm,
+        worker: WorkerCommand,
+        *,
+        label: str,
+        folder: Path,
+        url: Callable[[], Awaitable[str]],
+        secrets: Mapping[str, str],
+    ) -> None:
         """`folder`: where the script and the logs of workers go."""
-        self._options, self._worker, self._label = options, worker, label
-        self._folder, self._url, self._secrets = folder.resolve(), url, secrets
+        self._options = options
+        self._worker = worker
+        self._label = label
+        self._folder = folder.resolve()
+        self._url = url
+        self._secrets = secrets
         self._submissions = 0
 
     async def submit(self, workers: Sequence[str]) -> Mapping[str, str]:
         text = script(
-            self._options, self._worker, label=self._label, url=await self._url(), workers=workers,
+            self._options,
+            self._worker,
+            label=self._label,
+            url=await self._url(),
+            workers=workers,
             log=str(self._folder / "slurm-%A_%a.log"),
-        )  # fmt: skip
+        )
         self._submissions += 1
         path = self._folder / f"slurm-{self._submissions}.sh"
         path.write_text(text)
@@ -55,9 +69,14 @@ class SlurmQueue:
     async def states(self, ids: Iterable[str]) -> Mapping[str, Job]:
         # By name: squeue fails for a list of ids if one of them has expired.
         out = await _run(
-            "squeue", "--noheader", "--array", "--states=all", f"--name={self._label}", f"--user={getpass.getuser()}",
+            "squeue",
+            "--noheader",
+            "--array",
+            "--states=all",
+            f"--name={self._label}",
+            f"--user={getpass.getuser()}",
             "--Format=ArrayJobID:|,ArrayTaskID:|,State:|,exit_code:|",
-        )  # fmt: skip
+        )
         return parse_states(out)
 
     async def drain(self, id: str, job: Job | None) -> None:

@@ -390,6 +390,15 @@ def test_what_a_worker_leaves_behind_is_killed(
     within(test)
 
 
+def test_variables_that_are_too_large_are_a_user_error(within: Callable[..., None]) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
+        with pytest.raises(WindfallError, match="environment variables of w cannot be sent"):
+            await start("w", "pass", env={"LARGE": "x" * (1 << 20)})
+        assert await (await start("w", "pass", env={"LARGE": "x" * (1 << 16)})).wait() == 0
+
+    within(test)
+
+
 def test_worker_talks_over_the_channel_of_its_request(within: Callable[..., None], tmp_path: Path) -> None:
     code = "from windfall.processes import fork_server; fork_server.channel().sendall(b'hello')"
 

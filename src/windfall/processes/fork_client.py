@@ -262,8 +262,12 @@ class _Link:
             raise WindfallError(f"there is already a worker '{name}'", where="fleet", fix="Use every name once.")
         if self.lost:
             raise ForkServerLost("the fork server has died")
+        try:
+            self._send(request, fds)
+        except OSError as e:
+            what = f"the arguments and environment variables of {name} cannot be sent to the fork server: {e}"
+            raise WindfallError(what, where="fleet", fix="Unset large environment variables.") from e
         requested = self._requested[name] = asyncio.get_running_loop().create_future()
-        self._send(request, fds)
         try:
             # Not wait_for: in Python 3.11 it loses a cancellation that arrives at the same moment as the answer.
             async with asyncio.timeout(FORK_TIMEOUT_S):

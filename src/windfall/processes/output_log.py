@@ -21,11 +21,11 @@ TRIES = 100
 STANDARD_ERROR = "-"
 
 
-class Log(Protocol):
+class OutputLog(Protocol):
     def write(self, data: bytes) -> None: ...
 
 
-def opened(name: str) -> Log:
+def opened(name: str) -> OutputLog:
     """The log in this file, or on standard error for "-"."""
     return ShownOutput() if name == STANDARD_ERROR else OutputFile(name)
 

@@ -450,4 +450,4 @@ class EnvPool(QueueingHost[EnvCall]):
 
 def available_cores() -> int:
     """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))

@@ -130,7 +130,7 @@ class SlurmSource:
         with programs(folder, "slurm", {"sbatch": "sbatch", "squeue": "squeue", "scancel": "scancel"}):
             asked = Slurm(setup=f"export PATH={workers.path}", gpus="0", **options)
             queue = SlurmQueue(
-                asked, COMMAND, label="windfall-test", folder=folder / "workers", url=url,
+                options=asked, worker=COMMAND, label="windfall-test", folder=folder / "workers", url=url,
                 secrets={"WINDFALL_TOKEN": TOKEN},
             )  # fmt: skip
             yield JobProvider(queue, COMMAND.lease, count, poll_s=0.2, grace_s=5.0, on_event=on_event)
@@ -144,7 +144,7 @@ class SkySource:
         with programs(folder, "sky", {"sky": ""}):
             options = SkyPilot(setup=f"export PATH={workers.path}", max_restarts=1)
             queue = SkyPilotQueue(
-                options, COMMAND, label="windfall-test", folder=folder / "workers", url=url,
+                options=options, worker=COMMAND, label="windfall-test", folder=folder / "workers", url=url,
                 secrets={"WINDFALL_TOKEN": TOKEN},
             )  # fmt: skip
             yield JobProvider(queue, COMMAND.lease, count, on_event=on_event, poll_s=0.2, grace_s=5.0)

@@ -20,6 +20,7 @@ import itertools
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 from windfall import backoff
@@ -27,6 +28,7 @@ from windfall.errors import WindfallError, report_failure
 from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.slots import SlotProvider
+from windfall.providers.worker_command import WorkerCommand
 from windfall.types import Lease
 
 GATHER_S = 0.1
@@ -74,6 +76,20 @@ class JobQueue(Protocol):
     async def cancel_leftovers(self) -> int:
         """Cancel all jobs of this run. Returns how many it found; 0: none is left, or all are being canceled."""
         ...
+
+
+@dataclass(kw_only=True, eq=False)
+class QueuedRun:
+    """What the queue of every batch system needs to know about a run."""
+
+    worker: WorkerCommand
+    label: str
+    """The name of its jobs, or how their names begin."""
+    folder: Path
+    """Where the files that are submitted go, and the logs of workers."""
+    url: Callable[[], Awaitable[str]]
+    """Waits for the address of the controller."""
+    secrets: Mapping[str, str]
 
 
 async def command(

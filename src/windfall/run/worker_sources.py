@@ -139,7 +139,7 @@ def _provider(
     recipe: Recipe, section: WorkerSource, folder: Path, worker: WorkerCommand, *, label: str, url: Url,
     environment: dict[str, str], on_event: OnEvent,
 ) -> Provider:  # fmt: skip
-    workers, grace_s = folder / "workers", section.drain_s
+    workers, grace_s = (folder / "workers").resolve(), section.drain_s
     match section:
         case Ray():
             client = RayClient(section, log=folder / "ray_driver.log")
@@ -147,12 +147,16 @@ def _provider(
                 client, worker, section.workers, url=url, secrets=environment, grace_s=grace_s, on_event=on_event
             )
         case Slurm():
-            queue = SlurmQueue(section, worker, label=label, folder=workers, url=url, secrets=environment)
+            queue = SlurmQueue(
+                options=section, worker=worker, label=label, folder=workers, url=url, secrets=environment
+            )
             return JobProvider(
                 queue, worker.lease, section.workers, poll_s=section.poll_s, grace_s=grace_s, on_event=on_event
             )
         case SkyPilot():
-            sky = SkyPilotQueue(section, worker, label=label, folder=workers, url=url, secrets=environment)
+            sky = SkyPilotQueue(
+                options=section, worker=worker, label=label, folder=workers, url=url, secrets=environment
+            )
             return JobProvider(
                 sky,
                 worker.lease,

@@ -17,14 +17,14 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from windfall.processes.process import EXIT_REFUSED
-from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, command
+from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, QueuedRun, command
 from windfall.providers.skypilot.task import task
-from windfall.providers.worker_command import TLS_PIN, TOKEN, WorkerCommand
+from windfall.providers.worker_command import TLS_PIN, TOKEN
 from windfall.recipe.worker_sources import SkyPilot
 
 FIX = "Install it in an environment of its own: pipx install skypilot; then: sky check"
@@ -41,42 +41,27 @@ LAUNCHES = 4
 WAITING = {"PENDING", "SUBMITTED", "STARTING", "RECOVERING"}
 
 
-class SkyPilotQueue:
+@dataclass(kw_only=True, eq=False)
+class SkyPilotQueue(QueuedRun):
     name = "skypilot"
     prefix = "sky"
     together = False
 
-    def __init__(
-        self,
-        options: SkyPilot,
-        worker: WorkerCommand,
-        *,
-        label: str,
-        folder: Path,
-        url: Callable[[], Awaitable[str]],
-        secrets: Mapping[str, str],
-    ) -> None:
-        """`folder`: where the task files go."""
-        self._options = options
-        self._worker = worker
-        self._label = label
-        self._folder = folder.resolve()
-        self._url = url
-        self._secrets = secrets
-        self._launches = asyncio.Semaphore(LAUNCHES)
-        self._doubtful: set[str] = set()
-        """Names of jobs whose launch failed, although SkyPilot may still start them."""
+    options: SkyPilot
+    _launches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LAUNCHES))
+    _doubtful: set[str] = field(default_factory=set)
+    """Names of jobs whose launch failed, although SkyPilot may still start them."""
 
     async def submit(self, workers: Sequence[str]) -> Mapping[str, str]:
-        url = await self._url()
-        ids = {worker: f"{self._label}-{worker.replace('.', '-')}" for worker in workers}
+        url = await self.url()
+        ids = {worker: f"{self.label}-{worker.replace('.', '-')}" for worker in workers}
         for worker, job in ids.items():
             described = task(
-                self._options, self._worker, url=url, worker=worker, certificate=self._secrets.get(TLS_PIN, "")
+                self.options, self.worker, url=url, worker=worker, certificate=self.secrets.get(TLS_PIN, "")
             )
-            path = self._folder / f"{job}.yaml"
+            path = self.folder / f"{job}.yaml"
             path.write_text(json.dumps(described, indent=2))  # JSON is YAML
-            environment = {**os.environ, TOKEN: self._secrets[TOKEN]}
+            environment = {**os.environ, TOKEN: self.secrets[TOKEN]}
             try:
                 async with self._launches:
                     await _run(
@@ -119,7 +104,7 @@ class SkyPilotQueue:
     async def cancel_leftovers(self) -> int:
         rows = await self._rows()
         names = {str(row.get("job_name")) for row in rows}
-        numbers = [n for name in names if name.startswith(f"{self._label}-") for n in _live(rows, name)]
+        numbers = [n for name in names if name.startswith(f"{self.label}-") for n in _live(rows, name)]
         failure: OSError | None = None
         for number in numbers:
             try:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import getpass
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from windfall.providers.job_queue import Job, command
+from windfall.providers.job_queue import Job, QueuedRun, command
 from windfall.providers.slots import slot_of
 from windfall.providers.slurm.script import script
-from windfall.providers.worker_command import WorkerCommand
 from windfall.recipe.worker_sources import Slurm
 
 FIX = "Run windfall on a login node of the cluster, where sbatch works."
@@ -26,43 +25,28 @@ LOST = {"NODE_FAIL", "PREEMPTED"}
 """States of a task whose machine was taken away. With --requeue, Slurm starts it again."""
 
 
-class SlurmQueue:
+@dataclass(kw_only=True, eq=False)
+class SlurmQueue(QueuedRun):
     name = "slurm"
     prefix = "slurm"
     together = True
 
-    def __init__(
-        self,
-        options: Slurm,
-        worker: WorkerCommand,
-        *,
-        label: str,
-        folder: Path,
-        url: Callable[[], Awaitable[str]],
-        secrets: Mapping[str, str],
-    ) -> None:
-        """`folder`: where the script and the logs of workers go."""
-        self._options = options
-        self._worker = worker
-        self._label = label
-        self._folder = folder.resolve()
-        self._url = url
-        self._secrets = secrets
-        self._submissions = 0
+    options: Slurm
+    _submissions: int = 0
 
     async def submit(self, workers: Sequence[str]) -> Mapping[str, str]:
         text = script(
-            self._options,
-            self._worker,
-            label=self._label,
-            url=await self._url(),
+            self.options,
+            self.worker,
+            label=self.label,
+            url=await self.url(),
             workers=workers,
-            log=str(self._folder / "slurm-%A_%a.log"),
+            log=str(self.folder / "slurm-%A_%a.log"),
         )
         self._submissions += 1
-        path = self._folder / f"slurm-{self._submissions}.sh"
+        path = self.folder / f"slurm-{self._submissions}.sh"
         path.write_text(text)
-        out = await _run("sbatch", "--parsable", str(path), env={**os.environ, **self._secrets})
+        out = await _run("sbatch", "--parsable", str(path), env={**os.environ, **self.secrets})
         array = out.strip().partition(";")[0]  # with several clusters: id;cluster
         return {worker: f"{array}_{slot_of(worker)}" for worker in workers}
 
@@ -73,7 +57,7 @@ class SlurmQueue:
             "--noheader",
             "--array",
             "--states=all",
-            f"--name={self._label}",
+            f"--name={self.label}",
             f"--user={getpass.getuser()}",
             "--Format=ArrayJobID:|,ArrayTaskID:|,State:|,exit_code:|",
         )
@@ -89,7 +73,7 @@ class SlurmQueue:
         await _run("scancel", id)
 
     async def cancel_leftovers(self) -> int:
-        await _run("scancel", f"--name={self._label}", f"--user={getpass.getuser()}")
+        await _run("scancel", f"--name={self.label}", f"--user={getpass.getuser()}")
         return 0  # Slurm finds and cancels them in one step
 
 

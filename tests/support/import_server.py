@@ -90,10 +90,16 @@ def stand_for_fork_server(path: str, argv: list[str]) -> None:
             connection.settimeout(None)
             for fd in (0, 1):
                 os.close(fd)  # the connection is that of the fork server
-            signal.signal(signal.SIGTERM, lambda *_: os.kill(answer["pid"], signal.SIGTERM))
+
+            def forward(*_: object) -> None:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(answer["pid"], signal.SIGTERM)
+
+            signal.signal(signal.SIGTERM, forward)
             code = next(answers, {"ended": -signal.SIGKILL})["ended"]
             if code < 0:
-                signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+                if code != -signal.SIGKILL:
+                    signal.signal(-code, signal.SIG_DFL)
                 os.kill(os.getpid(), -code)
             os._exit(code)
     os.write(2, f"The import server {path} is not used: {answer['refused']}\n".encode())

@@ -80,8 +80,10 @@ class EnvPool(QueueingHost[EnvCall]):
         output: Path | None = None,
         log: Callable[..., None] = lambda name, **fields: None,
     ) -> None:
-        """`section` is an env section of windfall.recipe. For `evaluation`, `processes`, `output` and `log` see
-        hosting.py. `max_calls`: upper limit for calls that have begun."""
+        """`section` is an env section of windfall.recipe. `evaluation`: a separate data set for the evaluation.
+        `processes`: upper limit for child processes; 0 chooses it. `max_calls`: upper limit for calls that have begun.
+        `output`: file for what the environment prints; None shows a little of it on standard error. `log` gets the name
+        and the fields of an event."""
         options: dict[str, Any] = envs.section_dict(section) | ({"evaluation": evaluation} if evaluation else {})
         super().__init__(options.get("factory", options["name"]), EnvCall)
         self._strict = not envs.runs_user_code(options)
@@ -327,19 +329,19 @@ class EnvPool(QueueingHost[EnvCall]):
         self._pending.clear()
         self._opening.clear()
 
-    def _kill(self, child: PoolChild, blamed: Sequence[EnvCall] = ()) -> None:
-        """Kill a child. The blamed calls fail, because they took too long; its other calls are sent again."""
+    def _kill(self, child: PoolChild, overdue: Sequence[EnvCall] = ()) -> None:
+        """Kill a child. The overdue calls fail, because they took too long; its other calls are sent again."""
         if child not in self._children:
             return
         self._remove(child)
-        self._send_again([call for call in child.sent.values() if call not in blamed])
+        self._send_again([call for call in child.sent.values() if call not in overdue])
 
         async def kill() -> None:
             stack = ""
             try:
-                stack = await child.process.dump_stack() if blamed else ""
+                stack = await child.process.dump_stack() if overdue else ""
             finally:
-                for call in blamed:
+                for call in overdue:
                     call.fail(timeout_failure(call.name, call.limit_s, call.stack or stack))
                 await child.process.kill()
 

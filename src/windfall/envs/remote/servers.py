@@ -53,7 +53,7 @@ class EnvServers(QueueingHost[RemoteCall]):
         log: Callable[..., None] = lambda name, **fields: None,
         start_s: float = START_S,
     ) -> None:
-        """`section` is an env section of windfall.recipe with `servers`. For `evaluation` and `log` see hosting.py."""
+        """`section` is an env section of windfall.recipe with `servers`. For `evaluation` and `log` see EnvPool."""
         super().__init__(getattr(section, "factory", section.name), RemoteCall)
         self._log = log
         self._start_s = start_s

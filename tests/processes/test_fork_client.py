@@ -353,7 +353,9 @@ def test_invalid_requests_do_not_end_the_fork_server(toy_env: dict[str, str], tm
     argv = [sys.executable, "-m", "windfall.processes.fork_server", "toy:main", "noisy"]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        server = subprocess.Popen(argv, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=toy_env)
+        server = subprocess.Popen(
+            argv, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=toy_env
+        )
     good = {"name": "w", "argv": ["x", "import sys; sys.exit(6)"], "env": {}}
     invalid = ["{", "[]", "7", "{}", '{"signal": 9}', '{"signal": 9, "pid": 1}', json.dumps({**good, "argv": [1]})]
     answers = list[dict[str, Any]]()

@@ -19,7 +19,7 @@ CHUNKS = [
 
 def test_messages_are_cut_out_of_any_pieces() -> None:
     sent = [
-        m.Hello(child=3, secret="s"), m.Stepped(frame=tokens_frame(CHUNKS), counters=Counters(steps=4)),
+        m.Stepped(frame=tokens_frame(CHUNKS), counters=Counters(steps=4)),
         m.Stepped(frame=None, counters=Counters()), m.Done(order=8), m.Failed(what="x" * 1000),
     ]  # fmt: skip
     data = b"".join(map(m.encode, sent))
@@ -48,7 +48,6 @@ def test_errors_survive_the_way() -> None:
     assert isinstance(error, WindfallError)
     assert (error.what, error.where, error.fix) == ("no room", "fleet.local", "Lower it.")
     assert isinstance(m.Failed(what="KeyError: x").error(), m.ChildFailed)
-    assert m.decode_hello(b"\x01") is None
 
 
 def test_rest_of_a_response_continues_after_its_tokens() -> None:

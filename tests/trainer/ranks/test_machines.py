@@ -27,7 +27,7 @@ from windfall.events.log import read
 from windfall.link import auth, handshake, network
 from windfall.link import messages as m
 from windfall.link.socket import Dialer, SocketLink
-from windfall.processes.handle import EXIT_REFUSED, Handle
+from windfall.processes.process import EXIT_REFUSED, Handle
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from windfall.processes.handle import EXIT_NO_CONTROLLER
+from windfall.processes.process import EXIT_NO_CONTROLLER
 from windfall.trainer.ranks import rank_host
 
 

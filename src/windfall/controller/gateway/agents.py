@@ -37,7 +37,7 @@ FILE = "gateway.json"
 UNKNOWN_CONTEXT = 4096
 """Context of a model whose configuration does not name it (tokens)."""
 FILES_PER_AGENT = 3
-"""Open files of the process that starts agents, for each agent."""
+"""Open files of the controller for each agent: that of its process, and its connections to the gateway."""
 OTHER_FILES = 64
 PLAIN = (
     "{% for m in messages %}{{ m.content or '' }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"

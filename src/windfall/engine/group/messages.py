@@ -1,7 +1,7 @@
 """The messages between an engine group and its child processes: msgpack, each after its length in four bytes.
 
     group ──▶ child    Build, Add, Cancel, Grant, Pause, Load, Sleep
-    child ──▶ group    Hello, Built, Stepped, Done, Refused, Failed
+    child ──▶ group    Built, Stepped, Done, Refused, Failed
 
 Pause, Load and Sleep have an order number; the child answers each with Done, or Load with Refused. A request is known
 by its handle, a number that is never used again. These messages stay on one machine and between processes of one
@@ -69,13 +69,6 @@ class Sleep(Message, frozen=True, tag=7):
     order: int
 
 
-class Hello(Message, frozen=True, tag=11):
-    """The first message on a connection."""
-
-    child: int  # number of the child in its group
-    secret: str  # shows that the group started this process
-
-
 class Built(Message, frozen=True, tag=12):
     slots: int  # responses that are decoded at once
     limit: int  # tokens of the longest response, prompt included, that fits
@@ -121,7 +114,7 @@ class ChildFailed(Exception):
 
 
 ToChild = Build | Add | Cancel | Grant | Pause | Load | Sleep
-FromChild = Hello | Built | Stepped | Done | Refused | Failed
+FromChild = Built | Stepped | Done | Refused | Failed
 
 
 def encode(message: object) -> bytes:
@@ -145,14 +138,6 @@ class Receiver:
             message = self._decoder.decode(self._data[LENGTH_BYTES:end])
             del self._data[:end]
             yield message
-
-
-def decode_hello(data: bytes) -> Hello | None:
-    """The first message on a connection; None if it is anything else."""
-    try:
-        return msgspec.msgpack.decode(data, type=Hello)
-    except msgspec.MsgspecError:
-        return None
 
 
 def work_of(handle: int, request: Request) -> Work:

@@ -30,7 +30,7 @@ from windfall.link import auth, handshake, network, tls
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed, clip
 from windfall.link.socket import Port, Route
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.recipe.file import dump_recipe
 from windfall.recipe.sections import Recipe
 

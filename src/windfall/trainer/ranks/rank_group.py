@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from windfall.devices import Place
 from windfall.errors import WindfallError
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.recipe.sections import Recipe
 
 FOLLOW_S = 3.0

@@ -35,7 +35,7 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.socket import Dialer, SocketLink
 from windfall.processes import process
-from windfall.processes.handle import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
+from windfall.processes.process import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.trainer.ranks.machines import MAX_FRAME_BYTES, count_ranks
@@ -228,7 +228,7 @@ class RankHost:
                 argv = [sys.executable, "-m", "windfall.run.cli", "_trainer", str(self._folder)]
                 argv += [str(part) for option in options.items() for part in option]
                 log, env = self._folder / log_name(rank), place.environment(environment)
-                started.append(process.launch(name=f"rank-{rank}", argv=argv, env=env, log=log))
+                started.append(process.start(name=f"rank-{rank}", argv=argv, env=env, log=log))
         except BaseException:  # raised again: no rank may be left
             for handle in started:
                 handle.kill()

@@ -36,7 +36,7 @@ class SocketLink:
         drop: Callable[[], object] = lambda: None,
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        authenticated: Callable[[], object] = lambda: None,
+        authenticated: Callable[[], None] = lambda: None,
     ) -> None:
         """`receives`: the union of the messages that may arrive; `drop` closes the connection without a handshake;
         `max_frame_bytes` limits frames in both directions; `authenticated` lifts the limits of a new peer."""

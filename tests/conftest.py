@@ -18,7 +18,8 @@ import hypothesis
 import pytest
 from _pytest.assertion import rewrite
 
-from windfall.processes import import_server, parent_death
+from tests.support import import_server
+from windfall.processes import fork_client, parent_death
 from windfall.run import cli
 
 SMALL = """
@@ -84,12 +85,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         return
     folder = tempfile.mkdtemp(prefix="windfall-tests-")
-    path = os.environ[import_server.VARIABLE] = f"{folder}/imports"
-    preload = "windfall.run.preload:preload_model:tiny"
-    command = [sys.executable, "-m", "windfall.processes.fork_server", "--listen", path, preload]
+    path = f"{folder}/imports"
+    os.environ[fork_client.RUNNER] = import_server.runner(path)
+    preload = "tests.support.import_server:preload:tiny"
+    command = [sys.executable, "-m", "tests.support.import_server", path, preload]
     server = subprocess.Popen(
         [sys.executable, parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command],
         start_new_session=True,  # Ctrl-C is for the tests; it ends with them
+        cwd=HERE.parent,
     )
 
     def stop() -> None:

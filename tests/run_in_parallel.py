@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from execnet import gateway_io
 
-from windfall.processes import fork_server, import_server
+from windfall.processes import fork_server
 from windfall.processes.parent_death import die_with_parent
 
 LIBRARIES = (
@@ -66,16 +66,16 @@ def main() -> int:
     sys.path[0] = ""  # as with python -m pytest
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     before = dict(os.environ)
-    os.environ.update(import_server.FORKABLE)
+    os.environ.update(fork_server.FORKABLE)
     gc.disable()
     for name in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    for name in set(import_server.FORKABLE) - set(before):
+    for name in set(fork_server.FORKABLE) - set(before):
         del os.environ[name]
-    if fork_server._count_threads() == 1:  # otherwise pytest-xdist starts its processes as usual
+    if fork_server.count_threads() == 1:  # otherwise pytest-xdist starts its processes as usual
         processes = [ForkedProcess() for _ in range(int(count))]
 
         def take(self: Any, args: Any, execmodel: Any) -> None:

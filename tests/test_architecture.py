@@ -60,10 +60,6 @@ LAYERS = [
     {"sim"},
     {"plan"},
 ]
-# Imports that point the wrong way and are still to be removed.
-TO_REMOVE = {
-    ("processes", "providers"),
-}  # fmt: skip
 BESIDE = tuple(name.replace(".", "/") + "/" for name in parts.OWN)
 """Folders of parts: the program works without each of them. A part may import only the parts that it says it needs."""
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
@@ -201,7 +197,7 @@ def test_imports_point_one_way() -> None:
             own, target = part(file), _module(name)
             if not target:
                 wrong.append(f"{file} imports {name}, which is not there")
-            elif own != part(target) and layer[part(target)] >= layer[own] and (own, part(target)) not in TO_REMOVE:
+            elif own != part(target) and layer[part(target)] >= layer[own]:
                 wrong.append(f"{own} is not above {part(target)}, and {file} imports {name}")
     assert not wrong
 

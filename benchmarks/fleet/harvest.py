@@ -199,15 +199,13 @@ async def run_variant(
 
     async def spawn(name: str, lease: Lease) -> Any:
         url = (folders.read_json(folder / "address.json") or {})["url"]
-        return await process.start(
-            name=name, argv=[*this_script, "--worker", url, name], env=env, log=folder / f"{name}.log"
-        )
+        return process.start(name=name, argv=[*this_script, "--worker", url, name], env=env, log=folder / f"{name}.log")
 
-    controller = await process.start(
+    controller = process.start(
         name="controller", argv=[sys.executable, *controller_argv, str(folder)], env=env,
         log=folder / "controller.log",
     )  # fmt: skip
-    trainer = await process.start(
+    trainer = process.start(
         name="trainer", argv=[*this_script, "--trainer", str(folder)], env=env, log=folder / "trainer.log"
     )
     provider = None

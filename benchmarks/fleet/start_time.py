@@ -20,7 +20,7 @@ from pathlib import Path
 
 from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 
 MODULES = ("torch", "transformers")
 WAIT_S = 120.0
@@ -59,7 +59,7 @@ async def measure(repeats: int, folder: Path) -> None:
     times: list[tuple[float, float]] = []
     for n in range(max(1, repeats // 10)):
         requested, log = time.monotonic(), folder / f"fresh{n}.log"
-        handle = await process.start(name=f"fresh{n}", argv=[sys.executable, "-c", code], env=env, log=log)
+        handle = process.start(name=f"fresh{n}", argv=[sys.executable, "-c", code], env=env, log=log)
         times.append(await _measure(handle, requested, log))
     _report("fresh", times)
     log = folder / "fork_server.log"

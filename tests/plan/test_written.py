@@ -94,10 +94,10 @@ def test_a_trainer_on_several_machines_needs_an_address() -> None:
     asked = replace(asked, cluster=replace(asked.cluster, machines=machines))
     best = planner.fixed(asked, "H100", 9, {(kind, 1): 7})
     assert best is not None
-    assert recipe.write(best, asked, None).fleet.host == "10.0.0.5"
+    assert recipe.write(best, asked, Recipe()).fleet.host == "10.0.0.5"
     joining = [line for line in recipe.commands(best) if "windfall trainer --join URL" in line]
     assert [f"--node-rank {n} --nproc-per-node {ranks} " in joining[n] for n, ranks in ((0, 8), (1, 1))] == [True, True]
-    assert recipe.write(best, asked, None).train.ranks == 9
+    assert recipe.write(best, asked, Recipe()).train.ranks == 9
 
 
 def test_workers_of_a_provider_follow_from_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

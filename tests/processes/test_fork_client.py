@@ -1,7 +1,5 @@
 """The fork server: forked workers are like fresh processes, and no process is left behind when another one dies.
 
-Every test runs twice: the fork server is started as a program, or forked by an import server.
-
 The workers here run small pieces of code, except in the test with a real run. `python benchmarks/fleet/start_time.py`
 tests torch in a forked worker.
 """
@@ -13,18 +11,20 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from windfall.errors import WindfallError
 from windfall.processes import fork_client
 from windfall.processes.fork_client import ForkClient, ForkServerLost
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 
 SLEEP = "import time; print('up'); time.sleep(60)"
 FAMILY = (
@@ -50,13 +50,6 @@ print(json.dumps(report))
 print("and this", file=sys.stderr)
 """
 Start = Callable[..., Awaitable[Handle]]
-
-
-@pytest.fixture(autouse=True, params=["started", "forked"])
-def how(request: pytest.FixtureRequest) -> str:
-    if request.param == "forked":
-        request.getfixturevalue("toy_import_server")
-    return request.param
 
 
 @pytest.fixture
@@ -355,22 +348,72 @@ def test_name_is_used_by_one_worker_at_a_time(within: Callable[..., None]) -> No
 
 
 def test_invalid_requests_do_not_end_the_fork_server(toy_env: dict[str, str], tmp_path: Path) -> None:
-    """Talks to the process over pipes, in the format of its docstring."""
+    """Talks to the process in the format of its docstring."""
     (tmp_path / "noisy.py").write_text("print('this must not be mixed with the answers')")
     argv = [sys.executable, "-m", "windfall.processes.fork_server", "toy:main", "noisy"]
-    server = subprocess.Popen(
-        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=toy_env
-    )
-    good = {"name": "w", "argv": ["x", "import sys; sys.exit(6)"], "env": {}, "log": str(tmp_path / "w.log")}
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        server = subprocess.Popen(
+            argv, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=toy_env
+        )
+    good = {"name": "w", "argv": ["x", "import sys; sys.exit(6)"], "env": {}}
     invalid = ["{", "[]", "7", "{}", '{"signal": 9}', '{"signal": 9, "pid": 1}', json.dumps({**good, "argv": [1]})]
-    out, _ = server.communicate("\n".join([*invalid, json.dumps(good)]) + "\n", timeout=20)
-    answers = [json.loads(line) for line in out.splitlines()]
+    answers = list[dict[str, Any]]()
+    with ours, (tmp_path / "w.log").open("wb") as log:
+        ours.settimeout(20)
+        for request in (*invalid, json.dumps(good)):  # the last one lacks its log
+            ours.send(request.encode())
+        socket.send_fds(ours, [json.dumps(good).encode()], [log.fileno()])
+        while not answers or "exit" not in answers[-1]:
+            answers.append(json.loads(ours.recv(1 << 16)))
+    server.wait(timeout=20)
     assert "ready" in answers[0]
     # The request with pid 1 gets no answer: it is valid, but pid 1 is not a worker.
-    assert sum("invalid request" in a.get("error", "") for a in answers) == len(invalid) - 1
+    assert sum("invalid request" in a.get("error", "") for a in answers) == len(invalid)
     assert [a for a in answers if "pid" in a and "exit" not in a]
-    # The input closed immediately, so the worker may have been killed.
-    assert answers[-1]["exit"] in (6, -signal.SIGKILL)
+    assert answers[-1]["exit"] == 6
+
+
+def test_what_a_worker_leaves_behind_is_killed(
+    within: Callable[..., None], tmp_path: Path, gone: Callable[..., bool]
+) -> None:
+    """Also a daemon with a session of its own, and also if the worker is killed."""
+    daemon = FAMILY.replace("60)'])", "60)'], start_new_session=True)")
+
+    async def test(client: ForkClient, start: Start) -> None:
+        assert await (await start("ends", daemon)).wait() == 0
+        worker = await start("killed", daemon + "time.sleep(60)")
+        while "child" not in (tmp_path / "killed.log").read_text():
+            await asyncio.sleep(0.01)
+        worker.kill()
+        assert await worker.wait() == -signal.SIGKILL
+        assert gone([int((tmp_path / f"{name}.log").read_text().split()[0]) for name in ("ends", "killed")])
+
+    within(test)
+
+
+def test_variables_that_are_too_large_are_a_user_error(within: Callable[..., None]) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
+        with pytest.raises(WindfallError, match="environment variables of w cannot be sent"):
+            await start("w", "pass", env={"LARGE": "x" * (1 << 20)})
+        assert await (await start("w", "pass", env={"LARGE": "x" * (1 << 16)})).wait() == 0
+
+    within(test)
+
+
+def test_worker_talks_over_the_channel_of_its_request(within: Callable[..., None], tmp_path: Path) -> None:
+    code = "from windfall.processes import fork_server; fork_server.channel().sendall(b'hello')"
+
+    async def test(client: ForkClient, start: Start) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            worker = await client.start(
+                name="w", argv=["x", code], env={}, log=tmp_path / "w.log", channel=theirs
+            )  # fmt: skip
+            assert await worker.wait() == 0, (tmp_path / "w.log").read_text()
+            assert ours.recv(100) == b"hello"
+
+    within(test)
 
 
 SUPERVISOR = """

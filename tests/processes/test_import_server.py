@@ -1,15 +1,11 @@
-"""The import server: fork servers from it have what it imported, and are refused to processes that differ from it.
-
-What a fork server does is tested in test_fork_client.py, also for those that an import server forked.
-"""
+"""The import server of the tests: fork servers from it have what it imported. Processes that differ from it are
+refused."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -17,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from windfall.processes import import_server
 from windfall.processes.fork_client import ForkClient
 
 SLEEP = "import time; print('up'); time.sleep(60)"
@@ -122,7 +117,7 @@ def test_process_with_other_variables_starts_its_own_fork_server(
     ("wrapper", "refusal"),
     [
         (["prlimit", "--nofile=300:300"], "other limits: Max open files"),
-        (["nice", "-n", "3"], "other priority: 0 there, 3 here"),
+        (["nice", "-n", "3"], "other priority"),
         (["unshare", "--user", "--net"], "other"),
     ],
 )
@@ -157,47 +152,17 @@ def test_fork_servers_end_with_the_import_server_and_the_next_is_started_without
     assert "is not used: [Errno 111] Connection refused" in with_client(tmp_path, toy_env, test)
 
 
-def test_end_of_a_fork_server_is_noticed_while_the_import_server_is_stopped(
-    tmp_path: Path, toy_env: dict[str, str], toy_import_server: Server, monkeypatch: pytest.MonkeyPatch
+def test_fork_server_ends_with_the_program_that_stands_for_it(
+    tmp_path: Path, toy_env: dict[str, str], toy_import_server: Server, gone: Callable[..., bool]
 ) -> None:
-    monkeypatch.setattr(import_server, "LATE_END_S", 0.2)
-    monkeypatch.setattr(import_server, "REQUEST_TIMEOUT_S", 0.5)
-
     async def test(client: ForkClient) -> None:
         worker = await client.start(name="a", argv=["x", SLEEP], env={}, log=tmp_path / "a.log")
-        toy_import_server.send_signal(signal.SIGSTOP)
+        fork_server = int(Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert fork_server != client.pid
         client.kill()
         assert await worker.wait() == -signal.SIGKILL
+        assert gone([fork_server, worker.pid])
         again = await client.start(name="b", argv=["x", "pass"], env={}, log=tmp_path / "b.log")
         assert await again.wait() == 0
 
-    assert "is not used: waited 0.5 s for a fork server" in with_client(tmp_path, toy_env, test)
-
-
-def test_invalid_requests_do_not_end_the_import_server(
-    tmp_path: Path, toy_env: dict[str, str], toy_import_server: Server
-) -> None:
-    for request in (b"", b"{}\n", b"[1]\n", b"not json\n", b'{"program": 1, "variables": 2}\n'):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(20)
-            connection.connect(toy_env[import_server.VARIABLE])
-            connection.sendall(request)
-            connection.shutdown(socket.SHUT_WR)
-            assert set(json.loads(connection.recv(1 << 16))) == {"refused"}
-    (_, above, _), log = parents(tmp_path, toy_env)
-    assert above == toy_import_server.pid
-    assert log == ""
-
-
-def test_import_server_whose_module_cannot_be_imported_says_so(tmp_path: Path, toy_env: dict[str, str]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "windfall.processes.fork_server",
-        "--listen",
-        str(tmp_path / "s"),
-        "no_such_module",
-    ]
-    done = subprocess.run(command, env=toy_env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "the import server did not start: cannot import no_such_module" in done.stderr
+    assert with_client(tmp_path, toy_env, test) == ""

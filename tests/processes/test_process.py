@@ -16,7 +16,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.processes import process
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 FAMILY = (
@@ -27,7 +27,7 @@ FAMILY = (
 
 async def python(code: str, log: Path, **env: str) -> Handle:
     argv = [sys.executable, "-S", "-c", code]
-    return await process.start(name="w1", argv=argv, env={"PATH": os.environ["PATH"], **env}, log=log)
+    return process.start(name="w1", argv=argv, env={"PATH": os.environ["PATH"], **env}, log=log)
 
 
 def test_process_has_its_own_session_and_the_given_environment(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_process_has_its_own_session_and_the_given_environment(tmp_path: Path) -
 def test_process_starts_with_default_signal_handlers(tmp_path: Path) -> None:
     async def main() -> int:
         argv = ["sh", "-c", "grep SigIgn /proc/self/status"]
-        return await (await process.start(name="w", argv=argv, env=dict(os.environ), log=tmp_path / "log")).wait()
+        return await (process.start(name="w", argv=argv, env=dict(os.environ), log=tmp_path / "log")).wait()
 
     assert asyncio.run(main()) == 0
     assert int((tmp_path / "log").read_text().split()[1], 16) & (1 << (signal.SIGPIPE - 1)) == 0
@@ -128,7 +128,7 @@ def test_canceled_terminate_kills(tmp_path: Path, gone: Callable[..., bool], rea
 
 def test_missing_program_and_bad_log_are_user_errors(tmp_path: Path) -> None:
     async def main(argv: list[str], log: Path) -> None:
-        await process.start(name="w1", argv=argv, env={"PATH": "/bin"}, log=log)
+        process.start(name="w1", argv=argv, env={"PATH": "/bin"}, log=log)
 
     with pytest.raises(WindfallError, match="program 'no-such-thing' not found"):
         asyncio.run(main(["no-such-thing"], tmp_path / "log"))
@@ -148,7 +148,7 @@ from windfall.processes import process
 
 async def main():
     argv = [sys.executable, "-S", "-c", {SLEEP!r}]
-    workers = [await process.start(name=str(n), argv=argv, env=dict(os.environ), log=Path("log")) for n in range(3)]
+    workers = [process.start(name=str(n), argv=argv, env=dict(os.environ), log=Path("log")) for n in range(3)]
     print(*(w.pid for w in workers), flush=True)
     await asyncio.sleep(60)
 

@@ -21,9 +21,9 @@ from tests.support.recorded_events import RecordedEvents
 from windfall.errors import WindfallError
 from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, Provider, Spawn
-from windfall.providers.local import LocalProvider
+from windfall.providers.slots import SlotProvider
 from windfall.providers.trace import Change
 from windfall.providers.trace_provider import TraceProvider
 from windfall.types import Lease
@@ -34,7 +34,7 @@ Make = Callable[..., Provider]
 
 
 def _local(spawn: Spawn, *, on_event: OnEvent, workers: int = 3) -> Provider:
-    return LocalProvider(spawn, workers, on_event=on_event, grace_s=0.5)
+    return SlotProvider(spawn, workers, on_event=on_event, grace_s=0.5)
 
 
 def _trace(spawn: Spawn, *, on_event: OnEvent, workers: int = 3) -> Provider:
@@ -59,7 +59,7 @@ def spawning(request: pytest.FixtureRequest, tmp_path: Path, toy_env: dict[str, 
             log = tmp_path / "workers" / f"{name}.log"
             if request.param == "fork server":
                 return await client.start(name=name, argv=["x", code], env=toy_env, log=log)
-            return await process.start(name=name, argv=[sys.executable, "-S", "-c", code], env=toy_env, log=log)
+            return process.start(name=name, argv=[sys.executable, "-S", "-c", code], env=toy_env, log=log)
 
         async with client:
             yield spawn

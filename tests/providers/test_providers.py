@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from windfall.backoff import RestartDelay
 from windfall.errors import WindfallError
 from windfall.processes import process
-from windfall.processes.handle import Handle
-from windfall.processes.restart import RestartDelay
-from windfall.providers.local import LocalProvider
+from windfall.processes.process import Handle
+from windfall.providers.slots import SlotProvider
 from windfall.providers.trace import Change, synthetic
 from windfall.providers.trace_provider import TraceProvider
 from windfall.types import Lease
@@ -37,7 +37,7 @@ class Recorder:
     async def spawn(self, name: str, lease: Lease) -> Handle:
         self.leases.append(lease)
         argv = [sys.executable, "-S", "-c", SLEEP]
-        return await process.start(name=name, argv=argv, env={"PATH": "/bin"}, log=self.folder / f"{name}.log")
+        return process.start(name=name, argv=argv, env={"PATH": "/bin"}, log=self.folder / f"{name}.log")
 
     def __call__(self, name: str, /, **fields: Any) -> None:
         self.events.append((time.monotonic() - self.began, name, fields))
@@ -53,7 +53,7 @@ class Recorder:
             await asyncio.sleep(0.01)
         raise AssertionError(f"waited 60 s for {workers}: {self.events}")
 
-    async def watch(self, provider: LocalProvider | TraceProvider, *last: str) -> None:
+    async def watch(self, provider: SlotProvider | TraceProvider, *last: str) -> None:
         """Run the provider until these are its workers."""
         self.began = time.monotonic()
         run = asyncio.create_task(provider.run())
@@ -64,7 +64,7 @@ class Recorder:
             await asyncio.wait({run})
 
 
-async def _for(provider: LocalProvider | TraceProvider, seconds: float) -> None:
+async def _for(provider: SlotProvider | TraceProvider, seconds: float) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(provider.run(), seconds)
 
@@ -73,8 +73,8 @@ def test_local_provider_follows_its_target(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     terms = Lease(kind="borrowed", device="H100", region="here", price_usd_per_h=1.5)
 
-    async def main() -> LocalProvider:
-        provider = LocalProvider(recorder.spawn, 2, terms=terms, on_event=recorder)
+    async def main() -> SlotProvider:
+        provider = SlotProvider(recorder.spawn, 2, terms=terms, on_event=recorder)
         run = asyncio.create_task(provider.run())
         await recorder.until("w1.1", "w2.1")
         provider.target(4)
@@ -170,7 +170,7 @@ def test_invalid_traces_are_refused(tmp_path: Path) -> None:
         TraceProvider(recorder.spawn, [_up(0, "n1")], speedup=0.0)
 
 
-@pytest.mark.parametrize("provider", ["LocalProvider(spawn, 3)", "TraceProvider(spawn, changes, speedup=1.0)"])
+@pytest.mark.parametrize("provider", ["SlotProvider(spawn, 3)", "TraceProvider(spawn, changes, speedup=1.0)"])
 @pytest.mark.parametrize("how", ["process", "fork server"])
 def test_killing_the_process_of_a_provider_leaves_no_worker(
     tmp_path: Path, toy_env: dict[str, str], gone: Callable[..., bool], provider: str, how: str
@@ -179,7 +179,7 @@ def test_killing_the_process_of_a_provider_leaves_no_worker(
 import asyncio, os, sys
 from pathlib import Path
 from windfall.processes import process
-from windfall.providers.local import LocalProvider
+from windfall.providers.slots import SlotProvider
 from windfall.processes.fork_client import ForkClient
 from windfall.providers.trace_provider import TraceProvider
 from windfall.providers.trace import Change
@@ -190,7 +190,8 @@ client = ForkClient(entry="toy:main", modules=[], log=Path("fork_server.log"))
 async def spawn(name, lease):
     code = {SLEEP!r}
     argv = ["x", code] if {how!r} == "fork server" else [sys.executable, "-S", "-c", code]
-    start = client.start if {how!r} == "fork server" else process.start
+    async def start(**how):
+        return await client.start(**how) if {how!r} == "fork server" else process.start(**how)
     handle = await start(name=name, argv=argv, env=dict(os.environ), log=Path(name + ".log"))
     print(handle.pid, flush=True)
     return handle

@@ -24,7 +24,7 @@ from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.link import auth, invitation
 from windfall.processes import process
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.recipe.file import parse_recipe
 from windfall.run import liveness
 from windfall.run.supervisor import Supervisor
@@ -183,7 +183,7 @@ def test_process_that_is_stopped_while_it_starts_is_killed(
     async def main() -> None:
         it = supervisor_of(tmp_path)
         start = {"argv": ["sleep", "600"], "env": dict(os.environ), "log": tmp_path / "log"}
-        frozen, slow = (process.launch(name=name, **start) for name in (role, "rank-1"))
+        frozen, slow = (process.start(name=name, **start) for name in (role, "rank-1"))
         it._controller, it._ranks = (frozen, [slow]) if role == "controller" else (None, [frozen, slow])
         watching = asyncio.create_task(it._watch())
         try:

@@ -14,11 +14,10 @@ import pytest
 import yaml
 
 from windfall.errors import WindfallError
+from windfall.providers.job_queue import JobProvider
 from windfall.providers.kubernetes.part import recipe_in_pod
 from windfall.providers.kubernetes.provider import KubernetesProvider
 from windfall.providers.ray.provider import RayProvider
-from windfall.providers.skypilot.provider import SkyPilotProvider
-from windfall.providers.slurm.provider import SlurmProvider
 from windfall.providers.worker_command import arguments
 from windfall.recipe.file import dump_recipe, load_recipe, parse_recipe
 from windfall.recipe.sections import Recipe
@@ -176,7 +175,7 @@ def test_providers_have_the_types_of_their_sections(tmp_path: Path) -> None:
 
     made = worker_sources.providers(recipe(), tmp_path, "0123456789abcdef", url=url, on_event=lambda *_, **__: None)
     assert {name: type(p) for name, p in made.items()} == {
-        "ray": RayProvider, "kubernetes": KubernetesProvider, "skypilot": SkyPilotProvider, "slurm": SlurmProvider,
+        "ray": RayProvider, "kubernetes": KubernetesProvider, "skypilot": JobProvider, "slurm": JobProvider,
     }  # fmt: skip
     names = ["ray1.1", "kubernetes-windfall-demo-workers-x", "sky1.1-r17", "slurm2.1-r1", "w1.1", "n1.1"]
     owners = {name: [source for source, p in made.items() if p.owns(name)] for name in names}

@@ -23,7 +23,7 @@ from windfall.controller.cost.bill import Totals
 from windfall.envs.arithmetic import Arithmetic
 from windfall.envs.base import HELD_OUT
 from windfall.events.log import read
-from windfall.processes import import_server
+from windfall.processes import fork_client
 from windfall.recipe.file import load_recipe
 
 Windfall = Callable[..., tuple[int, str, str]]
@@ -37,7 +37,7 @@ def steps_of(run: Path) -> list[int]:
 def trained(tmp_path_factory: pytest.TempPathFactory, small_recipe: str) -> tuple[Path, str]:
     """The folder of a finished run, and what it printed. It starts as a user's run does, without an import server."""
     folder = tmp_path_factory.mktemp("trained")
-    environment = {k: v for k, v in os.environ.items() if k != import_server.VARIABLE}
+    environment = {k: v for k, v in os.environ.items() if k != fork_client.RUNNER}
     (folder / "small.toml").write_text(small_recipe)
     done = subprocess.run(
         [sys.executable, "-m", "windfall.run.cli", "train", "small.toml"], cwd=folder, capture_output=True, text=True,

@@ -12,7 +12,7 @@ MODULES = (
     "aiohttp.web", "execnet.gateway_io", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.profiler", *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe")),
     "tests.support.rank_processes", "tests.support.weight_writers", "windfall.algorithms", "windfall.models.load",
-    "windfall.processes.fork_server", "windfall.processes.import_server", "windfall.trainer.process",
+    "windfall.processes.fork_server", "tests.support.import_server", "windfall.trainer.process",
     "windfall.weights.publish", "windfall.weights.pull", "windfall.weights.serve",
 )  # fmt: skip
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 import windfall
-from windfall.processes import import_server
+from tests.support import import_server
+from windfall.processes import fork_client
 
+ROOT = Path(__file__).parent.parent.parent
 TOY = """
 import os, sys
 
@@ -82,10 +84,10 @@ def toy_import_server(tmp_path: Path, toy_env: dict[str, str]) -> Iterator[subpr
     path = tmp_path / "imports"
     with (tmp_path / "import_server.log").open("wb") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "windfall.processes.fork_server", "--listen", str(path), "toy"],
-            env=toy_env, cwd=tmp_path, stdout=log, stderr=log,
+            [sys.executable, "-m", "tests.support.import_server", str(path), "toy"],
+            env=toy_env, cwd=ROOT, stdout=log, stderr=log,
         )  # fmt: skip
-    toy_env[import_server.VARIABLE] = str(path)
+    toy_env[fork_client.RUNNER] = import_server.runner(str(path))
     try:
         until = time.monotonic() + 60.0
         while not path.exists():

@@ -19,18 +19,19 @@ from typing import Any
 import windfall
 from tests.support.stand_ins import kubernetes
 from windfall.processes import process
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, Provider
+from windfall.providers.job_queue import JobProvider
 from windfall.providers.kubernetes.credentials import Credentials
 from windfall.providers.kubernetes.manifests import RunNames, deployment
 from windfall.providers.kubernetes.provider import KubernetesProvider
 from windfall.providers.kubernetes.section import Kubernetes
-from windfall.providers.local import LocalProvider
 from windfall.providers.ray.provider import RayClient, RayProvider
 from windfall.providers.ray.section import Ray
-from windfall.providers.skypilot.provider import SkyPilotProvider, SkyPilotQueue
+from windfall.providers.skypilot.provider import SkyPilotQueue
 from windfall.providers.skypilot.section import SkyPilot
-from windfall.providers.slurm.provider import SlurmProvider, SlurmQueue
+from windfall.providers.slots import SlotProvider
+from windfall.providers.slurm.provider import SlurmQueue
 from windfall.providers.slurm.section import Slurm
 from windfall.providers.worker_command import arguments
 from windfall.recipe.worker_source import WorkerSource
@@ -115,9 +116,9 @@ class LocalSource:
         async def spawn(name: str, lease: Lease) -> Handle:
             argv = ["windfall", *arguments(WorkerSource(), await url(), name)]
             env = {"PATH": workers.path, "WINDFALL_TOKEN": TOKEN}
-            return await process.start(name=name, argv=argv, env=env, log=folder / "workers" / f"{name}.log")
+            return process.start(name=name, argv=argv, env=env, log=folder / "workers" / f"{name}.log")
 
-        yield LocalProvider(spawn, count, on_event=on_event, grace_s=2.0)
+        yield SlotProvider(spawn, count, on_event=on_event, grace_s=2.0)
 
 
 class SlurmSource:
@@ -128,13 +129,12 @@ class SlurmSource:
         self, folder: Path, workers: Workers, on_event: OnEvent, count: int, **options: Any
     ) -> AsyncIterator[Provider]:
         with programs(folder, "slurm", {"sbatch": "sbatch", "squeue": "squeue", "scancel": "scancel"}):
-            setup = f"export PATH={workers.path}"
-            asked = Slurm(workers=count, setup=setup, gpus="0", poll_s=0.2, drain_s=5.0, **options)
+            asked = Slurm(workers=count, setup=f"export PATH={workers.path}", gpus="0", **options)
             queue = SlurmQueue(
-                asked, label="windfall-test", folder=folder / "workers", url=url,
+                source=asked, label="windfall-test", folder=folder / "workers", url=url,
                 secrets={"WINDFALL_TOKEN": TOKEN},
             )  # fmt: skip
-            yield SlurmProvider(queue, asked, on_event=on_event)
+            yield JobProvider(queue, asked, poll_s=0.2, grace_s=5.0, on_event=on_event)
 
 
 class SkySource:
@@ -145,10 +145,10 @@ class SkySource:
         with programs(folder, "sky", {"sky": ""}):
             asked = SkyPilot(workers=count, setup=f"export PATH={workers.path}", max_restarts=1)
             queue = SkyPilotQueue(
-                asked, label="windfall-test", folder=folder / "workers", url=url,
+                source=asked, label="windfall-test", folder=folder / "workers", url=url,
                 secrets={"WINDFALL_TOKEN": TOKEN},
             )  # fmt: skip
-            yield SkyPilotProvider(queue, asked, on_event=on_event, poll_s=0.2, grace_s=5.0)
+            yield JobProvider(queue, asked, poll_s=0.2, grace_s=5.0, on_event=on_event)
 
 
 class KubernetesSource:

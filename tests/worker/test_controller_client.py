@@ -14,7 +14,7 @@ from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.link import handshake
-from windfall.processes.handle import EXIT_NO_CONTROLLER
+from windfall.processes.process import EXIT_NO_CONTROLLER
 from windfall.worker.controller_client import ControllerClient
 
 

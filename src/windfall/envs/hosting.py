@@ -12,6 +12,7 @@ from windfall.envs.in_process import InProcess
 from windfall.envs.numbered import Numbered
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.envs.remote.servers import EnvServers
+from windfall.recipe.sections import Recipe
 
 AGENTS = ("agent", "verifiers")
 """Environments that are programs: controller/gateway/agents.py starts them."""
@@ -25,39 +26,28 @@ Log = Callable[..., None]
 """Gets the name and the fields of an event."""
 
 
-def env_host(
-    section: Any, seed: int, *, evaluation: dict[str, Any] | None = None, processes: int = 0,
-    log: Log = lambda name, **fields: None, output: Path | None = None,
-) -> EnvHost:  # fmt: skip
-    """Create the host. `section` is an env section of windfall.recipe. For agents, it hosts their tasks. `evaluation`:
-    a separate data set for the evaluation. `processes`: upper limit for child processes; 0 chooses it. `output`: file
-    for what the environment prints; None shows a little of it on standard error."""
+def recipe_host(recipe: Recipe, log: Log = lambda name, **fields: None, folder: Path | None = None) -> EnvHost:
+    """Create the host for the environment of a recipe; for agents, that of their tasks. `folder`: that of the run,
+    which gets what the environment prints; None shows a little of it on standard error."""
+    section: Any = recipe.task_env
+    seed = recipe.run.seed
     if section.name in AGENTS:
-        tasks = getattr(section, "tasks", None)
-        if tasks is None:
-            return InProcess(Numbered(), name=section.name)
-        return env_host(tasks, seed, evaluation=evaluation, processes=processes, log=log, output=output)
+        return InProcess(Numbered(), name=section.name)
     if section.name in QUICK:
         return InProcess(envs.build(envs.section_dict(section), seed))
+    evaluation = evaluation_data(recipe)
     if section.servers:
         return EnvServers(section, seed, evaluation=evaluation, log=log)
+    output = None if folder is None else folder / OUTPUT
+    processes = recipe.rollout.reward_processes
     return EnvPool(section, seed, evaluation=evaluation, processes=processes, log=log, output=output)
 
 
-def recipe_host(
-    recipe: Any, log: Log = lambda name, **fields: None, folder: Path | None = None
-) -> EnvHost:  # fmt: skip
-    """Create the host for a recipe of windfall.recipe. `folder`: that of the run, which gets the output."""
-    return env_host(
-        recipe.env, recipe.run.seed, evaluation=evaluation_data(recipe), processes=recipe.rollout.reward_processes,
-        log=log, output=None if folder is None else folder / OUTPUT,
-    )  # fmt: skip
-
-
-def evaluation_data(recipe: Any) -> dict[str, Any] | None:
+def evaluation_data(recipe: Recipe) -> dict[str, Any] | None:
     """The data set of the recipe's [eval] section, as plain data: what it leaves out is that of [env]. None: the
     evaluation has no data set of its own."""
-    section, own = recipe.task_env, recipe.eval
+    section: Any = recipe.task_env
+    own = recipe.eval
     if section.name != "dataset" or (own.path is None and own.split is None and own.subset is None):
         return None
     same = own.path is None

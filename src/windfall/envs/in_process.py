@@ -19,7 +19,8 @@ class InProcess:
 
     def __init__(self, env: Env, name: str = "") -> None:
         """`name`: for messages; that of the class if it is empty."""
-        self.env, self.name = env, name or type(env).__name__
+        self.env = env
+        self.name = name or type(env).__name__
         self.needs_tokens = bool(getattr(env, "needs_tokens", False))
 
     async def __aenter__(self) -> Self:

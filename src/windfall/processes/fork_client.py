@@ -1,16 +1,15 @@
 """The client of the fork server: workers are forked from one process that has already imported torch and the rest.
 
 Importing torch and transformers takes seconds of CPU time, too much for a worker that dies every few seconds. Forking
-takes milliseconds (benchmarks/fleet/start_time.py measures both). `start` has the interface of `process.start`;
-its `argv` becomes the worker's `sys.argv`. fork_server.py is the other side, with the rules for a forked worker.
+takes milliseconds (benchmarks/fleet/start_time.py measures both). fork_server.py is the other side, with the rules for
+a forked worker.
 
 - The first request starts the fork server. If it has died, the next request starts another. If it is killed while it
   starts, the requests that wait for it fail with ForkServerLost, and may be repeated after a while; but the
   MAX_LOST_STARTS-th time in a row it is an error that a person must fix.
 - If it dies, its workers die: the kernel kills them, and we kill their process groups before we report their end.
 - It is pinged. A fork server that does not respond (SIGSTOP, a debugger) is killed, and so is one that does not fork.
-- If WINDFALL_IMPORT_SERVER names an import server (import_server.py), it forks the fork server: no imports.
-- If we die, its input closes and it gets SIGTERM: it kills the process groups of all workers and exits.
+- If we die, its input closes and it gets SIGTERM: it kills all that it has started and exits.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from windfall.errors import WindfallError, describe_exit
-from windfall.processes import import_server, process
-from windfall.processes.handle import KILL_TIMEOUT_S, Handle
+from windfall.processes import fork_server, process, reaper
+from windfall.processes.process import KILL_TIMEOUT_S, Handle
 
 _LOG = logging.getLogger(__name__)
 FORK_TIMEOUT_S = 30.0
@@ -40,7 +40,9 @@ MAX_UNANSWERED = 6
 it sends no pings, so a late answer does not count against the fork server."""
 MAX_LOST_STARTS = 5
 """Number of fork servers in a row that may be killed while they start. Such a kill may come from outside."""
-_Connected = tuple[Handle, asyncio.StreamReader, asyncio.StreamWriter]
+RUNNER = "WINDFALL_RUN_FORK_SERVER"
+"""Environment variable with the options of Python that run the module of the fork server, instead of `-m`. The tests of
+windfall share the imports of their fork servers by it."""
 
 
 class ForkServerLost(ConnectionError):
@@ -54,11 +56,18 @@ class ForkClient:
     a row, it is restarted without."""
 
     def __init__(
-        self, *, entry: str, modules: Sequence[str], log: Path, env: Mapping[str, str] | None = None,
+        self,
+        *,
+        entry: str,
+        modules: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
         import_timeout_s: float = 180.0,
-    ) -> None:  # fmt: skip
-        self._entry, self._modules, self._log = entry, list(modules), log
-        self._env = {**(os.environ if env is None else env), **import_server.FORKABLE}
+    ) -> None:
+        self._entry = entry
+        self._modules = list(modules)
+        self._log = log
+        self._env = {**(os.environ if env is None else env), **fork_server.FORKABLE}
         self._import_timeout_s = import_timeout_s
         self._lost_starts = 0
         """Number of fork servers in a row that were lost while they started."""
@@ -68,22 +77,29 @@ class ForkClient:
     def pid(self) -> int | None:
         """The pid of the fork server, or None if none is ready."""
         link = self._ready_link()
-        return link.process.pid if link else None
+        return link.server.pid if link else None
 
     def kill(self) -> None:
         """Kill the fork server immediately, and with it all its workers."""
         if link := self._ready_link():
-            link.process.kill()
+            link.server.kill()
 
-    async def ready(self) -> None:
-        """Start the fork server now, before the first request."""
-        await self._connect()
+    async def ready(self) -> Any:
+        """Start the fork server now, before the first request. Returns the result of its last call."""
+        return (await self._connect()).result
 
-    async def start(self, *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:
-        """Fork a worker. Canceling this leaves no worker behind."""
-        os.close(process.open_log(log))
-        link = await self._connect()
-        return await link.fork({"name": name, "argv": list(argv), "env": dict(env), "log": str(log)})
+    async def start(
+        self, *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, channel: socket.socket | None = None
+    ) -> Handle:
+        """Fork a worker, with `argv` as its `sys.argv`. It gets `channel` by fork_server.channel(). Canceling this
+        leaves no worker behind."""
+        output = process.open_log(log)
+        try:
+            link = await self._connect()
+            fds = [output] if channel is None else [output, channel.fileno()]
+            return await link.fork({"name": name, "argv": list(argv), "env": dict(env)}, fds)
+        finally:
+            os.close(output)
 
     async def close(self) -> None:
         """End the fork server and with it all its workers."""
@@ -138,88 +154,120 @@ class ForkClient:
             log.write(f"{why}\nIt is started again with imports only; workers will take longer to start.\n")
 
     async def _launch_with(self, modules: Sequence[str]) -> _Link:
-        server, reader, writer = await self._forked(modules) or await self._started(modules)
-        link = _Link(server, reader, writer)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                link = _Link(self._start_server(theirs, modules), ours)
+            except BaseException:  # close the connection and raise again
+                ours.close()
+                raise
         try:
-            await link.wait_until_ready(self._import_timeout_s, self._log)
+            await link.wait_until_ready(self._import_timeout_s, f"Read its output in {self._log}.")
         except BaseException:  # also when canceled: an unused fork server must not stay
-            server.kill()
+            link.server.kill()
             await link.close()
             raise
         return link
 
-    async def _forked(self, modules: Sequence[str]) -> _Connected | None:
-        """A fork server from the import server of this machine, if there is one that can fork it."""
-        path = self._env.get(import_server.VARIABLE)
-        if not path:
-            return None
-        try:
-            return await import_server.connect(path, argv=[self._entry, *modules], env=self._env, log=self._log)
-        except OSError as e:
-            with self._log.open("a") as log:
-                log.write(f"The import server {path} is not used: {e}\n")
-            return None
+    def _start_server(self, connection: socket.socket, modules: Sequence[str]) -> Handle:
+        # When we die it gets SIGTERM, not SIGKILL, so that it can kill what its workers have started.
+        run = shlex.split(self._env.get(RUNNER, "-m"))
+        argv = [sys.executable, *run, "windfall.processes.fork_server", self._entry, *modules]
+        return process.start(
+            name="fork server",
+            argv=argv,
+            env=self._env,
+            log=self._log,
+            channel=connection.fileno(),
+            death=signal.SIGTERM,
+        )
 
-    async def _started(self, modules: Sequence[str]) -> _Connected:
-        """A fork server that imports everything itself."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
-            try:
-                # When we die it gets SIGTERM, not SIGKILL, so that it can kill the process groups of its workers.
-                argv = [sys.executable, "-m", "windfall.processes.fork_server", self._entry, *modules]
-                server = process.launch(
-                    name="fork server", argv=argv, env=self._env, log=self._log, channel=theirs.fileno(),
-                    death=signal.SIGTERM,
-                )  # fmt: skip
-            except BaseException:  # close the connection and raise again
-                writer.close()
-                raise
-        return server, reader, writer
+
+class UserCodeForkClient(ForkClient):
+    """A fork server for a module of the user, which `modules` load in their calls. It and what it forks are below
+    reapers (reaper.py). A call that fails is an error. Its output is shown on standard error, up to a limit."""
+
+    def __init__(
+        self,
+        *,
+        entry: str,
+        modules: Sequence[str],
+        env: Mapping[str, str],
+        fds: Sequence[int],
+        folder: str,
+        import_timeout_s: float,
+    ) -> None:
+        """`fds`: file descriptors for the calls. `folder`: the working directory."""
+        super().__init__(entry=entry, modules=modules, log=Path(os.devnull), import_timeout_s=import_timeout_s)
+        self._env = env
+        self._fds = fds
+        self._folder = folder
+
+    async def _launch(self) -> _Link:
+        return await self._launch_with(self._modules)
+
+    def _start_server(self, connection: socket.socket, modules: Sequence[str]) -> Handle:
+        return reaper.start(
+            "windfall.processes.fork_server:serve_user_code",
+            [connection.fileno(), self._entry, *modules],
+            name="process that starts agents",
+            fds=[connection.fileno(), *self._fds],
+            env=self._env,
+            folder=self._folder,
+        )
 
 
 class _Link:
     """The connection to one fork server process."""
 
-    def __init__(self, server: Handle, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.process = server
+    def __init__(self, server: Handle, connection: socket.socket) -> None:
+        self.server = server
         self.lost = False
-        self._writer = writer
-        self._import_error: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Resolves when the imports are done: to "", or to why they failed. Raises ForkServerLost if it was killed."""
+        self.result: Any = None
+        """Of the last call of the fork server."""
+        self._connection = connection
+        self._import_error: asyncio.Future[WindfallError | None] = asyncio.get_running_loop().create_future()
+        """Resolves when the imports are done. Raises ForkServerLost if the fork server was killed."""
         self._requested: dict[str, asyncio.Future[Handle]] = {}
         self._workers: dict[int, Handle] = {}
         self._unanswered = 0
-        self._listener = asyncio.create_task(self._listen(reader))
         self._pinger: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        connection.setblocking(False)
+        asyncio.get_running_loop().add_reader(connection, self._receive)
 
-    async def wait_until_ready(self, timeout_s: float, log: Path) -> None:
+    async def wait_until_ready(self, timeout_s: float, fix: str) -> None:
         """Wait for the imports. After them it must answer pings. Raises WindfallError or ForkServerLost."""
         try:
             async with asyncio.timeout(timeout_s):
                 failed = await self._import_error
         except TimeoutError:
-            failed = f"waited {timeout_s:g} s for the imports"
-        if failed:
-            fix = f"Read its output in {log}."
-            raise WindfallError(f"the fork server did not start: {failed}", where="fleet", fix=fix)
+            failed = WindfallError(f"waited {timeout_s:g} s for the imports")
+        if failed is not None and not failed.where:
+            failed = WindfallError(f"the {self.server.name} did not start: {failed.what}", where="fleet", fix=fix)
+        if failed is not None:
+            raise failed
         self._pinger = asyncio.create_task(self._ping())
 
     async def _ping(self) -> None:
         while self._unanswered < MAX_UNANSWERED:
             self._unanswered += 1
-            self._send(ping=True)
+            self._send({"ping": True})
             await asyncio.sleep(PING_S)
-        self.process.kill()
+        self.server.kill()
 
-    async def fork(self, request: dict[str, Any]) -> Handle:
+    async def fork(self, request: dict[str, Any], fds: Sequence[int]) -> Handle:
         name = request["name"]
         if name in self._requested or any(w.name == name for w in self._workers.values()):
             raise WindfallError(f"there is already a worker '{name}'", where="fleet", fix="Use every name once.")
         if self.lost:
             raise ForkServerLost("the fork server has died")
+        try:
+            self._send(request, fds)
+        except OSError as e:
+            what = f"the arguments and environment variables of {name} cannot be sent to the fork server: {e}"
+            raise WindfallError(what, where="fleet", fix="Unset large environment variables.") from e
         requested = self._requested[name] = asyncio.get_running_loop().create_future()
-        self._send(**request)
         try:
             # Not wait_for: in Python 3.11 it loses a cancellation that arrives at the same moment as the answer.
             async with asyncio.timeout(FORK_TIMEOUT_S):
@@ -228,40 +276,56 @@ class _Link:
             if requested.done() and not requested.cancelled() and not requested.exception():
                 requested.result().kill()  # too late: nothing will use this worker
             if isinstance(e, TimeoutError):
-                self.process.kill()  # it cannot fork, so it is useless; its workers end and are restarted
-                what = f"waited {FORK_TIMEOUT_S:g} s for the fork server (pid {self.process.pid}) to fork {name}"
+                self.server.kill()  # it cannot fork, so it is useless; its workers end and are restarted
+                what = f"waited {FORK_TIMEOUT_S:g} s for the fork server (pid {self.server.pid}) to fork {name}"
                 raise TimeoutError(what) from None
             raise
 
     async def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._writer.write_eof()
-        await self.process.terminate(grace_s=KILL_TIMEOUT_S)
-        await self._listener
+            self._connection.shutdown(socket.SHUT_WR)
+        await self.server.terminate(grace_s=KILL_TIMEOUT_S)
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        await self._ending
 
-    def _send(self, **fields: Any) -> None:
-        if not self.lost:
-            self._writer.write(json.dumps(fields).encode() + b"\n")
+    def _send(self, fields: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        if self.lost:
+            return
+        try:
+            socket.send_fds(self._connection, [json.dumps(fields).encode()], fds)
+        except BlockingIOError:  # it has not read for a long time
+            self.server.kill()
+        except ConnectionError:  # the reader notices that it has ended
+            pass
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(ConnectionError):
-            while line := await reader.readline():
-                self._handle(json.loads(line))
+    def _receive(self) -> None:
+        try:
+            data = self._connection.recv(fork_server.MAX_REQUEST_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if data:
+            self._handle(json.loads(data))
+        elif self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        """The fork server has closed its connection: it has ended, or is useless."""
         self.lost = True
+        asyncio.get_running_loop().remove_reader(self._connection)
+        self._connection.close()
         if self._pinger is not None:
             self._pinger.cancel()
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):  # otherwise asyncio may report it as never retrieved
-            await self._writer.wait_closed()
-        # A fork server that closed its connection is useless, even if it is still alive.
-        code = await self.process.terminate(grace_s=1.0)
+        code = await self.server.terminate(grace_s=1.0)
         if not self._import_error.done():
+            how = f"{describe_exit(code)} while it started"
             if code < 0:
-                lost = ForkServerLost(f"the fork server {describe_exit(code)} while it started")
-                self._import_error.set_exception(lost)
+                self._import_error.set_exception(ForkServerLost(f"the {self.server.name} {how}"))
                 self._import_error.exception()  # it is possible that nothing waits for it
             else:
-                self._import_error.set_result(f"it {describe_exit(code)}")
+                self._import_error.set_result(WindfallError(f"it {how}"))
         for worker in self._workers.values():
             process.send_signal(worker.pid, signal.SIGKILL)
         for worker in self._workers.values():
@@ -273,18 +337,18 @@ class _Link:
 
     def _handle(self, answer: dict[str, Any]) -> None:
         match answer:
-            case {"ready": _} if not self._import_error.done():
-                self._import_error.set_result("")
+            case {"ready": _, "result": result} if not self._import_error.done():
+                self.result = result
+                self._import_error.set_result(None)
             case {"failed": why} if not self._import_error.done():
-                self._import_error.set_result(why)
+                error = WindfallError(why, where=answer.get("where", ""), fix=answer.get("fix", ""))
+                self._import_error.set_result(error)
             case {"pong": _}:
                 self._unanswered = 0
-            case {"ended": code}:  # from the import server
-                self.process.ended(code)
             case {"pid": pid, "exit": code}:
                 self._workers.pop(pid).ended(code)
             case {"name": name, "pid": pid}:
-                handle = Handle(name=name, pid=pid, send=lambda number: self._send(pid=pid, signal=int(number)))
+                handle = Handle(name=name, pid=pid, send=lambda number: self._send({"pid": pid, "signal": int(number)}))
                 self._workers[pid] = handle
                 if (requested := self._requested.pop(name)).done():
                     handle.kill()  # the request was canceled meanwhile
@@ -299,7 +363,7 @@ async def _wait_for_end(pid: int) -> None:
     """Wait until a killed process that is not our child has ended. A zombie counts as ended."""
     for _ in range(int(KILL_TIMEOUT_S / 0.01)):
         try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            if process.state(pid)[0] == "Z":
                 return
         except (FileNotFoundError, ProcessLookupError):
             return

@@ -3,20 +3,23 @@
     python -m windfall.processes.fork_server ENTRY MODULE ...   ENTRY is module:function, called like a command;
                                                             MODULE may be module:function:argument, called once
 
-    python -m windfall.processes.fork_server --listen SOCKET MODULE ...     the import server (import_server.py)
+Standard input is a connection that keeps packets apart (SOCK_SEQPACKET). Each packet is a JSON object:
 
-    in    one line of JSON per request: {"name", "argv", "env", "log"} forks a worker, {"pid", "signal"} sends a signal
-          to a worker, {"ping"} asks for a pong
-    out   {"ready"} or {"failed"} once; {"name", "pid"} or {"name", "error"} per fork; {"name", "pid", "exit"} when a
+    in    {"name", "argv", "env"} forks a worker, and brings the file descriptors of its log and perhaps of a channel;
+          {"pid", "signal"} sends a signal to a worker; {"ping"} asks for a pong
+    out   {"ready", "result"} or {"failed"} once; {"name", "pid"} or {"name", "error"} per fork; {"pid", "exit"} when a
           worker ends; {"pong"} for every ping
 
 - It forks only while it has one thread. Other threads would not exist in the child, but their locks would stay held
   forever. Importing numpy starts threads unless OPENBLAS_NUM_THREADS is 1. Threads that their library restarts in a
   forked process do not count.
-- When its input closes, or on SIGTERM, it kills the process groups of all workers, waits for them, and exits.
+- When its input closes, or on SIGTERM, it kills all its descendants and exits.
 - A worker asks the kernel to kill it when this process dies (PR_SET_PDEATHSIG), so `kill -9` here leaves no worker.
+- What a worker leaves behind when it ends, such as a daemon, becomes a child of this process and is killed.
 - A worker has its own session and environment variables, default signal handlers, and no file descriptor of this
   process. Values that a module read from the environment during its import stay as they were here.
+- For modules of the user (`serve_user_code`), the number of threads does not matter: that is up to the user. Every
+  process that is forked then is a reaper (reaper.py), which is asked by SIGTERM to kill its tree.
 """
 
 from __future__ import annotations
@@ -27,28 +30,43 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from windfall.processes import import_server, process
+from windfall.errors import WindfallError
+from windfall.processes import process, reaper
 from windfall.processes.parent_death import die_with_parent
 
 Request = dict[str, Any]
+FORKABLE = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Environment variables that keep a process with torch able to fork. Without the first, importing numpy starts threads.
+Without the second, a library that asks torch for a GPU initializes CUDA, which a forked process cannot use."""
 HANDLED = (signal.SIGCHLD, signal.SIGTERM)
 FORK_SAFE = ("jemalloc_bg_thd",)
 """Threads that do not prevent a fork: jemalloc, a part of pyarrow, stops its thread before a fork and restarts it."""
+CHANNEL = "WINDFALL_CHANNEL"
+"""Environment variable of a worker with the number of the file descriptor that came with the request for it."""
+MAX_REQUEST_BYTES = 1 << 20
+
+
+def channel() -> socket.socket:
+    """In a worker: the connection that came with the request for it."""
+    return socket.socket(fileno=int(os.environ.pop(CHANNEL)))
 
 
 class ForkServer:
-    def __init__(self, requests: int, answers: int) -> None:
-        self._in, self._out = requests, answers
+    def __init__(self, client: socket.socket, *, user_code: bool) -> None:
+        self._client = client
+        self._user_code = user_code
         self._pid = os.getpid()
         self._workers: dict[int, str] = {}
-        self._partial_line = b""
+        self._helpers = set(reaper.children_of(self._pid))
+        """Processes that an import has started."""
         self._stopping = False
         self._wakeup_read, self._wakeup_write = os.pipe()
         os.set_blocking(self._wakeup_read, False)
@@ -56,58 +74,66 @@ class ForkServer:
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # handled only to wake up the select
         signal.signal(signal.SIGTERM, self._stop)
+        reaper.adopt_orphans()
 
     def serve(self) -> Request | None:
         """Serve requests until the input closes. In a forked worker, return its request immediately."""
         while not self._stopping:
-            ready, _, _ = select.select([self._in, self._wakeup_read], [], [])
+            ready, _, _ = select.select([self._client, self._wakeup_read], [], [])
             if self._wakeup_read in ready:
                 os.read(self._wakeup_read, 4096)
-                self._reap(os.WNOHANG)
-            if self._in in ready:
-                for line in self._read_lines():
-                    if (request := self._handle(line)) is not None:
-                        return request
-        for pid in self._workers:
-            process.send_signal(pid, signal.SIGKILL)
-        while self._workers:
-            self._reap(0)
+                self._reap()
+            if self._client in ready and (request := self._receive()) is not None:
+                return request
+        reaper.kill_the_rest()
         return None
 
     def answer(self, **fields: Any) -> None:
         try:
-            _write_answer(self._out, **fields)
+            _send(self._client, **fields)
         except ConnectionError:
             self._stopping = True  # the client is gone
 
     def _stop(self, *_: Any) -> None:
         self._stopping = True
 
-    def _read_lines(self) -> list[bytes]:
-        data = os.read(self._in, 1 << 16)
-        if not data:
-            self._stopping = True
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        return lines
-
-    def _handle(self, line: bytes) -> Request | None:
+    def _receive(self) -> Request | None:
         """Carry out a request. Returns the request in a forked worker, None here."""
         try:
-            match request := json.loads(line):
+            data, fds, flags, _ = socket.recv_fds(self._client, MAX_REQUEST_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionError:
+            data, fds, flags = b"", [], 0
+        if not data:
+            self._stopping = True
+            return None
+        try:
+            request = json.loads(data)
+            match request:
                 case {"ping": ping}:
                     return self.answer(pong=ping)
                 case {"pid": int(pid), "signal": int(number)}:
                     if pid in self._workers:  # not reaped yet, so the pid still belongs to the worker
-                        process.send_signal(pid, number)
+                        self._signal(pid, number)
                     return None
             _check(request)
+            if flags & socket.MSG_CTRUNC:
+                return self.answer(name=request["name"], error="too many open files in the fork server")
+            return self._fork(request, *fds)
+        except OSError as e:
+            return self.answer(name=request["name"], error=f"cannot fork: {e}")
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             return self.answer(name=None, error=f"invalid request: {type(e).__name__}: {e}")
-        return self._fork(request)
+        finally:
+            if os.getpid() == self._pid:
+                for fd in fds:
+                    os.close(fd)
 
-    def _fork(self, request: Request) -> Request | None:
+    def _signal(self, pid: int, number: int) -> None:
+        (reaper if self._user_code else process).send_signal(pid, number)
+
+    def _fork(self, request: Request, log: int, link: int | None = None) -> Request | None:
         """Fork a worker. Returns the request in the worker, None here."""
-        if (threads := _count_threads()) != 1:
+        if not self._user_code and (threads := count_threads()) != 1:
             self.answer(name=request["name"], error=f"the fork server has {threads} threads; it can only fork with one")
             return None
         sys.stdout.flush()
@@ -117,29 +143,26 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         try:
             pid = os.fork()
-        except OSError as e:
-            pid = -1
-            self.answer(name=request["name"], error=f"cannot fork: {e}")
-        if pid == 0:
-            try:
-                self._become_worker(request)
-                os.close(set_up_read)
-                os.close(set_up_write)
-            except BaseException:  # fault boundary: a half set up worker must not continue as a second fork server
+            if pid == 0:
+                self._become_worker(request, log, link)
+        except BaseException:  # raised again here, but a half set up worker must not continue as a second fork server
+            if os.getpid() != self._pid:
                 traceback.print_exc()
                 os._exit(1)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+            os.close(set_up_write)
+            if os.getpid() == self._pid:
+                os.read(set_up_read, 1)  # returns when the worker has its own session: only then may it get signals
+            os.close(set_up_read)
         if pid == 0:
             return request
-        os.close(set_up_write)
-        if pid > 0:
-            self._workers[pid] = request["name"]
-            os.read(set_up_read, 1)  # returns when the worker has its own session: only then may it get signals
-            self.answer(name=request["name"], pid=pid)
-        os.close(set_up_read)
+        self._workers[pid] = request["name"]
+        self.answer(name=request["name"], pid=pid)
         return None
 
-    def _become_worker(self, request: Request) -> None:
+    def _become_worker(self, request: Request, log: int, link: int | None) -> None:
         os.setsid()
         die_with_parent(self._pid, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
@@ -149,100 +172,108 @@ class ForkServer:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(request["env"])
+        if link is not None:
+            os.environ[CHANNEL] = str(link)
         Path("/proc/self/comm").write_text(request["name"][:15])  # ps and top show this name
-        nothing, log = os.open(os.devnull, os.O_RDONLY), process.open_log(Path(request["log"]))
-        for fd, to in ((nothing, 0), (log, 1), (log, 2)):
-            os.dup2(fd, to)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
         # Close these, not all above 2: a library may still need a descriptor that it opened during its import.
-        for fd in (nothing, log, self._in, self._out, self._wakeup_read, self._wakeup_write):
+        for fd in (log, self._wakeup_read, self._wakeup_write):
             os.close(fd)
+        self._client.close()
 
-    def _reap(self, options: int) -> None:
-        """Report the workers that ended."""
-        while self._workers and (ended := process.reap(self._workers, options)) is not None:
-            pid, code = ended
-            if (name := self._workers.pop(pid, None)) is not None:  # otherwise it was a child that an import started
-                self.answer(name=name, pid=pid, exit=code)
+    def _reap(self) -> None:
+        """Report the workers that ended, and kill what they left behind."""
+        ended = False
+        with suppress(ChildProcessError):  # there are no more
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None:
+                if (name := self._workers.get(found.si_pid)) is not None:
+                    process.send_signal(found.si_pid, signal.SIGKILL)  # before it is reaped: the group is still its own
+                _, status = os.waitpid(found.si_pid, 0)
+                if name is not None:
+                    ended = True
+                    del self._workers[found.si_pid]
+                    self.answer(pid=found.si_pid, exit=os.waitstatus_to_exitcode(status))
+        if ended:
+            for pid in set(reaper.children_of(self._pid)) - self._helpers - self._workers.keys():
+                reaper.kill_descendants(pid)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
 
 
-def _write_answer(fd: int, **fields: Any) -> None:
-    os.write(fd, json.dumps(fields).encode() + b"\n")
+def _send(client: socket.socket, **fields: Any) -> None:
+    client.send(json.dumps(fields).encode())
 
 
 def _check(request: Request) -> None:
-    texts = [request["name"], request["log"], *request["argv"], *request["env"], *request["env"].values()]
+    texts = [request["name"], *request["argv"], *request["env"], *request["env"].values()]
     if not all(isinstance(text, str) for text in texts):
-        raise TypeError("name, log, argv and env must be text")
+        raise TypeError("name, argv and env must be text")
 
 
-def _count_threads() -> int:
+def count_threads() -> int:
     """Number of threads of this process that prevent a fork, including the main thread."""
     names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
     return sum(name not in FORK_SAFE for name in names)
 
 
-def _import(entry: str, modules: list[str]) -> Callable[[], Any]:
-    """Import the modules, make their calls, and return the entry function."""
+def import_all(entry: str, modules: list[str]) -> tuple[Callable[[], Any], Any]:
+    """Import the modules and make their calls. Returns the entry function and the result of the last call."""
     module, _, function = entry.partition(":")
+    result = None
     for step in [*modules, module]:
         name, _, call = step.partition(":")
         try:
             imported = importlib.import_module(name)
             if call:
                 called, _, argument = call.partition(":")
-                getattr(imported, called)(argument)
+                result = getattr(imported, called)(argument)
+        except WindfallError:
+            raise
         except Exception as e:  # fault boundary: any error of an import is reported to the client
             raise ImportError(f"cannot import {name}: {type(e).__name__}: {e}") from e
     called = getattr(sys.modules[module], function or "main", None)
     if not callable(called):
         raise ImportError(f"{module} has no function {function or 'main'}")
-    return called
-
-
-def _import_for_forks(entry: str, modules: list[str]) -> Callable[[], Any]:
-    """Like `_import`; afterwards this process can fork, and its memory stays shared with what it forks."""
-    gc.disable()  # nothing that an import makes is garbage; looking for it takes a seventh of the time
-    run = _import(entry, modules)
-    if (threads := _count_threads()) != 1:
-        raise ImportError(f"after importing {', '.join(modules)} there are {threads} threads; forking needs one")
-    gc.collect()
-    gc.freeze()  # otherwise a worker's garbage collections would write to every shared page, and so copy it
-    gc.enable()
-    return run
-
-
-def _listen(path: str, modules: list[str]) -> list[str]:
-    """Be the import server. Returns in a forked fork server, with its arguments."""
-    os.environ.update(import_server.FORKABLE)
-    server = import_server.ImportServer(path)
-    try:
-        _import_for_forks("windfall.processes.fork_server", modules)
-    except ImportError as e:
-        sys.exit(f"the import server did not start: {e}")
-    return server.serve()
+    return called, result
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--listen"]:
-        path, *modules = sys.argv[2:]
-        # Returns in every fork server that the import server forks, with the arguments of that fork server.
-        sys.argv[1:] = _listen(path, modules)
-    began = time.monotonic()
+    _serve(user_code=False)
+
+
+def serve_user_code() -> None:
+    """The program of a fork server for modules of the user, below a reaper. Its first argument is the connection."""
+    os.dup2(int(sys.argv[1]), 0)
+    os.close(int(sys.argv.pop(1)))
+    _serve(user_code=True)
+
+
+def _serve(*, user_code: bool) -> None:
     entry, *modules = sys.argv[1:]
-    # Output of an import must not be mixed with the answers.
-    answers = os.dup(1)
+    client = socket.socket(fileno=os.dup(0))
+    # Output of an import goes to the log.
     os.dup2(2, 1)
-    requests = os.dup(0)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
+    gc.disable()  # nothing that an import makes is garbage; looking for it takes a seventh of the time
     try:
-        run = _import_for_forks(entry, modules)
+        run, result = import_all(entry, modules)
+        if not user_code and (threads := count_threads()) != 1:
+            raise ImportError(f"after importing {', '.join(modules)} there are {threads} threads; forking needs one")
     except ImportError as e:
-        _write_answer(answers, failed=str(e))
+        _send(client, failed=str(e))
         sys.exit(1)
-    _write_answer(answers, ready=time.monotonic() - began)
+    except WindfallError as e:
+        _send(client, failed=e.what, where=e.where, fix=e.fix)
+        sys.exit(1)
+    gc.collect()
+    gc.freeze()  # otherwise a worker's garbage collections would write to every shared page, and so copy it
+    gc.enable()
     # Signals are handled only from here on. Before, SIGTERM, which is also sent when our parent dies, ends us at once.
-    request = ForkServer(requests, answers).serve()
+    server = ForkServer(client, user_code=user_code)
+    server.answer(ready=True, result=result)
+    request = server.serve()
     if request is None:
         return
     sys.argv = list(request["argv"])

@@ -21,11 +21,11 @@ TRIES = 100
 STANDARD_ERROR = "-"
 
 
-class Log(Protocol):
+class OutputLog(Protocol):
     def write(self, data: bytes) -> None: ...
 
 
-def opened(name: str) -> Log:
+def opened(name: str) -> OutputLog:
     """The log in this file, or on standard error for "-"."""
     return ShownOutput() if name == STANDARD_ERROR else OutputFile(name)
 
@@ -51,7 +51,8 @@ class OutputFile:
     """Appends to a file that other processes may append to, and rename, at the same time."""
 
     def __init__(self, path: str, limit: int = LIMIT_BYTES) -> None:
-        self._path, self._limit = path, limit
+        self._path = path
+        self._limit = limit
 
     def write(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # for example a full disk: the program must not wait for its output
@@ -83,7 +84,8 @@ class LogGrowth:
 
     def __init__(self, path: Path | None) -> None:
         """`path`: None if there is no log."""
-        self._path, self._reported = path, False
+        self._path = path
+        self._reported = False
         self._size = self._current_size()
 
     def begins(self) -> bool:

@@ -1,4 +1,4 @@
-"""One local worker process: started in its own session, ended by its pid and process group, never by name.
+"""One process of this machine: started in its own session, ended by its pid and process group, never by name.
 
 - Its standard input is empty. Its output is appended to its log. It gets exactly the given environment variables:
   secrets such as the run's token are passed there, never on the command line, which every user of the machine can read.
@@ -19,56 +19,136 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError, describe_write, is_disk_full
 from windfall.processes import parent_death
-from windfall.processes.handle import Handle
+
+EXIT_REFUSED = 3
+"""Exit status of a worker that the controller refused. It must not be restarted, because it would be refused again."""
+EXIT_NO_CONTROLLER = 5
+"""Exit status of a worker that found no controller within its patience."""
+KILL_TIMEOUT_S = 10.0
+"""Seconds to wait for a process to end after SIGKILL."""
 
 POLL_S = 0.05
 """Seconds between checks for the end of a process on systems without pidfd."""
 
 
+class Handle:
+    """A running process. The code that started the process provides `send`, and calls `ended` once."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        pid: int,
+        send: Callable[[int], None],
+        kill_timeout_s: float = KILL_TIMEOUT_S,
+        waiting: bool = False,
+    ) -> None:
+        """`send` sends a signal, given by its number, to the process. `pid`: the process id on the worker's machine, or
+        the number of its job. `kill_timeout_s`: seconds to wait for its end after SIGKILL. `waiting`: it does not run
+        yet; `runs` will say when it does."""
+        self.name = name
+        self.pid = pid
+        self._send = send
+        self._kill_timeout_s = kill_timeout_s
+        self._ran_from: float | None = None if waiting else time.monotonic()
+        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def runs(self) -> None:
+        """Record that the process runs, if it was waiting until now."""
+        if self._ran_from is None:
+            self._ran_from = time.monotonic()
+
+    @property
+    def lived_s(self) -> float:
+        """Seconds that the process has run, without the time that it waited for a machine."""
+        return 0.0 if self._ran_from is None else time.monotonic() - self._ran_from
+
+    def ended(self, code: int) -> None:
+        """Record the end of the process. `code` is its exit status, or the negative number of the fatal signal."""
+        if not self._end.done():
+            self._end.set_result(code)
+
+    @property
+    def running(self) -> bool:
+        return not self._end.done()
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call this function soon after the process has ended, or soon if it has ended already."""
+        self._end.add_done_callback(lambda _: call())
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, unless it has ended."""
+        if self.running:
+            self._send(number)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the whole process group, immediately."""
+        if self.running:
+            self._send(signal.SIGKILL)
+
+    async def terminate(self, grace_s: float) -> int:
+        """Send SIGTERM to the process so that it can drain, then SIGKILL to its group after `grace_s` seconds."""
+        try:
+            if self.running and grace_s > 0:
+                self._send(signal.SIGTERM)
+                await self.ends_within(grace_s)
+        finally:
+            self.kill()
+        if not await self.ends_within(self._kill_timeout_s):
+            limit = f"{self._kill_timeout_s:g} s"
+            raise TimeoutError(f"waited {limit} for {self.name} (pid {self.pid}) to end by SIGKILL")
+        return self._end.result()
+
+    async def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the end, at most for this long. Returns whether the process has ended."""
+        await asyncio.wait({self._end}, timeout=timeout_s)
+        return not self.running
+
+    async def wait(self) -> int:
+        """Wait without a time limit for the end. Returns the exit status, or the negative number of the signal."""
+        return await asyncio.shield(self._end)
+
+
 def age_s() -> float:
-    """Seconds since this process started, or 0 on systems that do not report it."""
-    try:
-        began = int(_stat("self")[19]) / os.sysconf("SC_CLK_TCK")
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
-    except (OSError, AttributeError, ValueError, IndexError):  # not Linux
-        return 0.0
+    """Seconds since this process started."""
+    began = int(state("self")[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
 
 
 def stopped(pids: Iterable[int]) -> dict[int, int]:
-    """Those of the processes that are stopped, by SIGSTOP or by a debugger, with their CPU time in clock ticks. Empty
-    on systems that do not report it."""
+    """Those of the processes that are stopped, by SIGSTOP or by a debugger, with their CPU time in clock ticks."""
     found: dict[int, int] = {}
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or not Linux
-            state = _stat(pid)
-            if state[0] in "Tt":
-                found[pid] = int(state[11]) + int(state[12])
+        with contextlib.suppress(OSError):  # it has ended
+            fields = state(pid)
+            if fields[0] in "Tt":
+                found[pid] = int(fields[11]) + int(fields[12])
     return found
 
 
-def _stat(pid: int | str) -> list[str]:
+def state(pid: int | str) -> list[str]:
     """The fields of /proc/PID/stat from the state on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-async def start(*, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:
-    """Start the program `argv[0]` with the arguments `argv[1:]`."""
-    return launch(name=name, argv=argv, env=env, log=log)
-
-
-def launch(
-    *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | int, channel: int | None = None,
+def start(
+    *,
+    name: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log: Path | int,
+    channel: int | None = None,
     death: int = signal.SIGKILL,
-) -> Handle:  # fmt: skip
-    """Like `start`, but synchronous, so it cannot be canceled. `log` may be a file descriptor to write to. `channel` is
-    a file descriptor to use as standard input and output. `death` is the signal that the process gets when its parent
-    dies."""
+) -> Handle:
+    """Start the program `argv[0]` with the arguments `argv[1:]`. `log` may be a file descriptor to write to. `channel`
+    is a file descriptor to use as standard input and output. `death` is the signal that the process gets when its
+    parent dies."""
     program = shutil.which(argv[0], path=env.get("PATH", os.defpath))
     if program is None:
         raise WindfallError(f"program '{argv[0]}' not found", where=f"worker {name}", fix="Give its full path.")
@@ -84,9 +164,7 @@ def launch(
         )
     finally:
         os.close(output)
-    handle = Handle(name=name, pid=child.pid, send=lambda number: send_signal(child.pid, number))
-    _watch(child, handle)
-    return handle
+    return watch(child, name, lambda number: send_signal(child.pid, number))
 
 
 def send_signal(pid: int, number: int) -> None:
@@ -94,21 +172,6 @@ def send_signal(pid: int, number: int) -> None:
     The leader must not have been reaped yet."""
     with contextlib.suppress(ProcessLookupError):
         (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
-
-
-def reap(known: Container[int], options: int = 0) -> tuple[int, int] | None:
-    """Reap a child that has ended. Returns its pid and exit code, or None if there is none. `known`: the children that
-    have a process group of their own; the rest of it is killed first, while the pid still belongs to it."""
-    try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | options)
-    except ChildProcessError:
-        return None
-    if ended is None:
-        return None
-    if ended.si_pid in known:
-        send_signal(ended.si_pid, signal.SIGKILL)
-    _, status = os.waitpid(ended.si_pid, 0)
-    return ended.si_pid, os.waitstatus_to_exitcode(status)
 
 
 def open_log(path: Path) -> int:
@@ -140,9 +203,9 @@ def tolerate_full_log() -> None:
         setattr(sys, name, io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True))
 
 
-def _watch(child: subprocess.Popen[bytes], handle: Handle) -> None:
-    """Call `handle.ended` when the process has ended."""
-    loop = asyncio.get_running_loop()
+def watch(child: subprocess.Popen[bytes], name: str, send: Callable[[int], None]) -> Handle:
+    """The handle of a process that was just started as the leader of a process group. For `send` see Handle."""
+    loop, handle = asyncio.get_running_loop(), Handle(name=name, pid=child.pid, send=send)
     try:
         fd = os.pidfd_open(child.pid)
     except OSError:  # an old kernel or a sandbox
@@ -163,3 +226,4 @@ def _watch(child: subprocess.Popen[bytes], handle: Handle) -> None:
         loop.add_reader(fd, check_ended)
     else:
         loop.call_later(POLL_S, check_ended)
+    return handle

@@ -1,6 +1,6 @@
 """The process above a program of the user. It waits for the program, kills all that it started, and ends as it did.
 
-    agent server ── fork ──▶ reaper ── fork ──▶ agent ──▶ its children, also those in a session of their own
+    fork server of agents ── fork ──▶ reaper ── fork ──▶ agent ──▶ its children, also those in a session of their own
 
     environment pool ── python -c "... main()" ──▶ reaper ── fork ──▶ reaper ── fork ──▶ environment ──▶ its children
                                             output ◀─── pipe ──────────────────────────────┘
@@ -8,12 +8,9 @@
 - A process whose parent ends becomes a child of the reaper (PR_SET_CHILD_SUBREAPER), so nothing leaves this tree: not a
   daemon, and not a child with its own session.
 - SIGTERM makes the reaper kill the tree. It gets this signal from its parent, and from the kernel when its parent ends.
-- If the reaper itself is killed, the subreaper above it gets what is left of the tree, and kills it: the agent server,
+- If the reaper itself is killed, the subreaper above it gets what is left of the tree, and kills it: the fork server,
   or the first of the two reapers of an environment. If that first one is killed, the second one gets SIGTERM.
-- The first reaper of an environment also reads what the environment prints, and keeps a limited part of it
-  (output_log.py).
-
-Without subreapers (macOS), there is one reaper, and it kills only the program's process group.
+- A reaper can read what its program prints. That of an environment keeps a limited part of it (output_log.py).
 """
 
 from __future__ import annotations
@@ -32,8 +29,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from windfall.processes import output_log
+from windfall.processes import output_log, process
 from windfall.processes.parent_death import die_with_parent
+from windfall.processes.process import Handle
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_S = 5.0
@@ -44,27 +42,43 @@ FAILED = 1 << 8
 """Exit status 1, as os.waitpid returns it."""
 FORWARDED = signal.SIGUSR1
 """A signal that a reaper passes on to its program."""
+Readers = Mapping[int, Callable[[bytes], object]]
+"""By file descriptor: what gets the bytes that arrive there."""
 
 
 def start(
-    entry: str, fds: Sequence[int], *, env: Mapping[str, str], python: Sequence[str] = (), folder: str = "",
+    entry: str,
+    arguments: Sequence[object],
+    *,
+    name: str,
+    env: Mapping[str, str],
+    fds: Sequence[int] = (),
+    python: Sequence[str] = (),
+    folder: str = "",
     log: Path | None = None,
-) -> subprocess.Popen[bytes]:  # fmt: skip
-    """Start a reaper and below it the program `entry`, given as module:function. The program gets the file descriptors
-    `fds`; their numbers are its arguments. `python`: options of the interpreter. `log`: file for what it prints; None
-    shows a little of it on standard error."""
-    arguments = (os.getpid(), log or output_log.STANDARD_ERROR, entry, *fds)
-    command = [sys.executable, *python, "-c", f"from {__name__} import main; main()", *map(str, arguments)]
-    return subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, start_new_session=True,
+) -> Handle:
+    """Start a reaper and below it the program `entry`, given as module:function, with these arguments and the file
+    descriptors `fds`. `python`: options of the interpreter. `log`: file for what it prints; None shows a little of it
+    on standard error. Killing the handle kills the program and all that it started."""
+    words = (os.getpid(), log or output_log.STANDARD_ERROR, entry, *arguments)
+    command = [sys.executable, *python, "-c", f"from {__name__} import main; main()", *map(str, words)]
+    child = subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=fds,
+        start_new_session=True,
         cwd=folder or None,
-    )  # fmt: skip
+    )
+    return process.watch(child, name, lambda number: send_signal(child.pid, number))
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Have a reaper kill its program and all that the program started, even if the reaper was stopped (SIGSTOP)."""
-    for number in (signal.SIGTERM, signal.SIGCONT):
-        process.send_signal(number)
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a reaper. Instead of SIGKILL it gets SIGTERM, and is continued if it was stopped (SIGSTOP)."""
+    with contextlib.suppress(ProcessLookupError):
+        for sent in (signal.SIGTERM, signal.SIGCONT) if number == signal.SIGKILL else (number,):
+            os.kill(pid, sent)
 
 
 def main() -> NoReturn:
@@ -72,52 +86,63 @@ def main() -> NoReturn:
     for what the program prints (output_log.py), the program as module:function, and the arguments of the program."""
     parent, log, entry, *arguments = sys.argv[1:]
     sys.argv[1:] = arguments
-    reader, writer = os.pipe()
+    reading, writing = os.pipe()
     reaper = os.getpid()
 
+    def call() -> NoReturn:
+        module, _, function = entry.partition(":")
+        getattr(importlib.import_module(module), function)()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
     def program() -> NoReturn:
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
-        os.close(reader)
-        os.close(writer)
-        if sys.platform != "linux":  # a second reaper has no use, and would hide the group of the program
-            _call(entry)
-        run(lambda: _call(entry), parent=reaper, output=2)
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        os.close(reading)
+        os.close(writing)
+        status = FAILED
+        try:
+            status = run(call, parent=reaper)
+        except OSError as e:
+            print(f"cannot start a process: {e}", file=sys.stderr, flush=True)
+        finally:
+            end_as(status)
 
     status = FAILED
     try:
-        pid = _start(program, int(parent))
-        os.dup2(reader, 0)
-        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # what was passed on is the program's
-        status = _wait_reading(pid, output_log.opened(log))
+        status = run(program, parent=int(parent), readers={reading: output_log.opened(log).write})
     except OSError as e:
         print(f"cannot run {entry} in a process of its own: {e}", file=sys.stderr, flush=True)
     finally:
-        _end_as(status)
+        end_as(status)
 
 
-def _call(entry: str) -> NoReturn:
-    module, _, function = entry.partition(":")
-    getattr(importlib.import_module(module), function)()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def run(program: Callable[[], NoReturn], *, parent: int, output: int) -> NoReturn:
-    """In a process that `parent` has just forked: fork again and run `program`, which must not return. `output` gets
-    the error if this fails."""
-    status = FAILED
-    try:
-        pid = _start(program, parent)
-        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # pipes and sockets are the program's
-        status = _wait(pid)
-        _finish(pid)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            os.write(output, f"cannot start a process: {e}\n".encode())
-    finally:
-        _end_as(status)
+def run(
+    program: Callable[[], NoReturn], *, parent: int, readers: Readers | None = None, keep: Sequence[int] = ()
+) -> int:
+    """Make this process, which `parent` has started, a reaper: fork, and run `program` in the new process. Returns how
+    the program ended, as os.waitpid does, after all that it started has ended. Of the open files, only those of
+    `readers` and `keep` stay open here: pipes and sockets are the program's."""
+    readers = readers or {}
+    pid = _start(program, parent)
+    woken, wakes = os.pipe()
+    _close_all_but({0, 1, 2, woken, wakes, *readers, *keep})
+    for fd in (woken, wakes, *readers):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # handled only to wake up the select
+    opened = set(readers)
+    while (status := _reap(pid)) is None:
+        ready, _, _ = select.select([woken, *opened], [], [])
+        if woken in ready:
+            os.read(woken, READ_BYTES)
+        opened -= {fd for fd in opened.intersection(ready) if not _read(fd, readers)}
+    _kill_group(pid)
+    kill_the_rest()
+    while ready := select.select(opened, [], [], 0)[0]:  # what is left in the pipes
+        opened -= {fd for fd in ready if not _read(fd, readers)}
+    return status
 
 
 def _start(program: Callable[[], NoReturn], parent: int) -> int:
@@ -126,16 +151,14 @@ def _start(program: Callable[[], NoReturn], parent: int) -> int:
         os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # one that comes before the fork must not be lost
     signal.signal(signal.SIGTERM, lambda *_: kill_descendants(os.getpid()))
-    if sys.platform == "linux":
-        adopt_orphans()
-        die_with_parent(parent, signal.SIGTERM)
+    adopt_orphans()
+    die_with_parent(parent, signal.SIGTERM)
     reaper = os.getpid()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            if sys.platform == "linux":
-                die_with_parent(reaper, signal.SIGKILL)
+            die_with_parent(reaper, signal.SIGKILL)
             os.setpgid(0, 0)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -146,8 +169,6 @@ def _start(program: Callable[[], NoReturn], parent: int) -> int:
             sys.excepthook(type(e), e, e.__traceback__)
         finally:
             os._exit(status)
-    if sys.platform != "linux":
-        signal.signal(signal.SIGTERM, lambda *_: _kill_group(pid))
     signal.signal(FORWARDED, lambda *_: _forward(pid))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     return pid
@@ -158,32 +179,12 @@ def _forward(pid: int) -> None:
         os.kill(pid, FORWARDED)
 
 
-def _wait(pid: int) -> int:
-    """Wait for the program. Returns how it ended, as os.waitpid does. Also reaps what it left behind."""
-    while True:
-        ended, status = os.wait()
-        if ended == pid:
-            return status
-
-
-def _wait_reading(pid: int, log: output_log.Log) -> int:
-    """Like `_wait`. Meanwhile, log what arrives at standard input, until everything that could print has ended."""
-    woken, wakes = os.pipe()
-    for fd in (0, woken, wakes):
-        os.set_blocking(fd, False)
-    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # handled only to wake up the select
-    reading = True
-    while (status := _reap(pid)) is None:
-        ready, _, _ = select.select([0, woken] if reading else [woken], [], [])
-        if woken in ready:
-            os.read(woken, READ_BYTES)
-        if 0 in ready:
-            reading = _read(log)
-    _finish(pid)
-    while reading and select.select([0], [], [], 0)[0]:  # what is left in the pipe
-        reading = _read(log)
-    return status
+def _close_all_but(kept: set[int]) -> None:
+    before = -1
+    for fd in (*sorted(kept), resource.getrlimit(resource.RLIMIT_NOFILE)[0]):
+        if fd > before + 1:  # closerange(0, 0) of Python 3.11 closes everything
+            os.closerange(before + 1, fd)
+        before = fd
 
 
 def _reap(pid: int) -> int | None:
@@ -196,26 +197,19 @@ def _reap(pid: int) -> int | None:
     return status
 
 
-def _read(log: output_log.Log) -> bool:
+def _read(fd: int, readers: Readers) -> bool:
     """False: nothing can arrive any more."""
-    data = os.read(0, READ_BYTES)
-    log.write(data)
+    data = os.read(fd, READ_BYTES)
+    readers[fd](data)
     return bool(data)
-
-
-def _finish(pid: int) -> None:
-    """The program has ended: kill all that it started."""
-    _kill_group(pid)
-    _kill_the_rest()
 
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _kill_the_rest() -> None:
+def kill_the_rest() -> None:
     """Kill and reap all descendants, also those that are started meanwhile. This does not pause while there are new
     ones: a process that only forks and exits would otherwise be gone whenever it is looked for."""
     deadline, before = time.monotonic() + KILL_S, list[int]()
@@ -229,7 +223,7 @@ def _kill_the_rest() -> None:
             before = found
 
 
-def _end_as(status: int) -> NoReturn:
+def end_as(status: int) -> NoReturn:
     """End with the exit status of another process, or by the same signal."""
     if status > 255 or status == 0:
         os._exit(status >> 8)
@@ -246,10 +240,10 @@ def kill_descendants(pid: int) -> list[int]:
     """Kill all descendants of a process that are there now, and the process groups of their own. Returns them."""
     found = descendants(pid)
     groups = set[int]()
-    for process in found:
+    for found_pid in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            groups.add(os.getpgid(process))
-            os.kill(process, signal.SIGKILL)
+            groups.add(os.getpgid(found_pid))
+            os.kill(found_pid, signal.SIGKILL)
     # A process that has forked since then is in the same group. A group without a leader is also theirs: those of
     # windfall have one.
     for group in groups:
@@ -259,7 +253,7 @@ def kill_descendants(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The descendants of a process, parents first. Empty without /proc."""
+    """The descendants of a process, parents first."""
     children = _children()
     out = list(children.get(pid, ()))
     for found in out:
@@ -275,16 +269,14 @@ def _children() -> dict[int, list[int]]:
     """The children of every process."""
     children: dict[int, list[int]] = {}
     try:
-        names = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
+        names = [name for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:  # there are too many open files
         return {}
     for name in names:
-        try:
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
             with open(f"/proc/{name}/stat", "rb") as file:
                 parent = int(file.read().rpartition(b")")[2].split()[1])
-        except (OSError, ValueError, IndexError):  # it has ended meanwhile
-            continue
-        children.setdefault(parent, []).append(name)
+            children.setdefault(parent, []).append(int(name))
     return children
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.types import Lease
 
 Spawn = Callable[[str, Lease], Awaitable[Handle]]

@@ -1,7 +1,7 @@
 """Workers as jobs of a batch system: submitted, watched by polling, and ended by the system's own commands.
 
-    SlotProvider ── spawn(name) ──▶ JobSpawner ── submit(names) ──▶ JobQueue (Slurm, SkyPilot)
-                                        └──── states() every poll_s ────┘
+    JobProvider ── spawn(name) ──▶ JobSpawner ── submit(names) ──▶ JobQueue (Slurm, SkyPilot)
+                                       └──── states() every poll_s ────┘
 
 - Workers that are wanted at the same time are submitted together.
 - A waiting job counts as started: the system decides when it runs.
@@ -21,13 +21,15 @@ import shutil
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 from windfall import backoff
 from windfall.errors import WindfallError, report_failure
-from windfall.processes.handle import Handle
-from windfall.processes.restart import RestartDelay
+from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, ignore_event
+from windfall.providers.slots import SlotProvider
+from windfall.recipe.worker_source import WorkerSource
 from windfall.types import Lease
 
 GATHER_S = 0.1
@@ -54,6 +56,9 @@ class Job:
 class JobQueue(Protocol):
     """The commands of a batch system. OSError: may work later. WindfallError: a person must fix it."""
 
+    name: str
+    prefix: str
+    """How the names of its workers begin."""
     together: bool
     """Whether several workers are one submission."""
 
@@ -79,15 +84,31 @@ def check_program(name: str, *, where: str, fix: str) -> None:
         raise WindfallError(f"program '{name}' not found", where=where, fix=fix)
 
 
+@dataclass(kw_only=True, eq=False)
+class QueuedRun:
+    """What the queue of every batch system needs to know about a run."""
+
+    label: str
+    """The name of its jobs, or how their names begin."""
+    folder: Path
+    """Where the files that are submitted go, and the logs of workers."""
+    url: Callable[[], Awaitable[str]]
+    """Waits for the address of the controller."""
+    secrets: Mapping[str, str]
+
+
 async def command(
     *argv: str, where: str, fix: str, env: Mapping[str, str] | None = None, timeout_s: float = COMMAND_TIMEOUT_S
 ) -> str:
     """Run a program and return its output. A program that is missing is a WindfallError, a failure is an OSError."""
     try:
         process = await asyncio.create_subprocess_exec(
-            *argv, env=None if env is None else dict(env), stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            *argv,
+            env=None if env is None else dict(env),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
     except FileNotFoundError as e:
         raise WindfallError(f"program '{argv[0]}' not found", where=where, fix=fix) from e
     try:
@@ -116,7 +137,9 @@ class JobSpawner:
     """Used as `async with`. `spawn` has the interface that providers need."""
 
     def __init__(self, queue: JobQueue, *, poll_s: float, on_event: OnEvent = ignore_event) -> None:
-        self._queue, self._poll_s, self._on_event = queue, poll_s, on_event
+        self._queue = queue
+        self._poll_s = poll_s
+        self._on_event = on_event
         self._wanted: dict[str, asyncio.Future[str]] = {}
         self._submission: asyncio.Task[None] | None = None
         self._watched: dict[str, _Watched] = {}
@@ -127,10 +150,10 @@ class JobSpawner:
         self._unsure = False
         """A submission has failed, so there may be jobs that are not known here."""
 
-    def restart_delay(self) -> RestartDelay:
+    def restart_delay(self) -> backoff.RestartDelay:
         """The back-off between two jobs of a slot. Its times are multiples of the time between two queries, because the
         age of a job is not known more exactly."""
-        return RestartDelay(first_s=self._poll_s, young_s=15 * self._poll_s, limit_s=30 * self._poll_s)
+        return backoff.RestartDelay(first_s=self._poll_s, young_s=15 * self._poll_s, limit_s=30 * self._poll_s)
 
     async def __aenter__(self) -> Self:
         await self._cancel_leftovers()
@@ -268,3 +291,31 @@ class JobSpawner:
         if code is not None:
             del self._watched[id]
             watched.handle.ended(code)
+
+
+class JobProvider(SlotProvider):
+    def __init__(
+        self,
+        queue: JobQueue,
+        source: WorkerSource,
+        *,
+        poll_s: float,
+        grace_s: float,
+        on_event: OnEvent = ignore_event,
+    ) -> None:
+        self.name = queue.name
+        self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
+        super().__init__(
+            self._jobs.spawn,
+            source.workers,
+            terms=source.lease,
+            on_event=on_event,
+            grace_s=grace_s,
+            prefix=queue.prefix,
+            delay=self._jobs.restart_delay,
+            patient=True,
+        )
+
+    async def run(self) -> None:
+        async with self._jobs:
+            await super().run()

@@ -53,9 +53,13 @@ class ControllerPulse:
     def update(self, pid: int | None, snapshot: dict[str, Any] | None) -> bool:
         """One check of the controller `pid`, with the snapshot on disk. Returns True if the controller is frozen."""
         if pid is None or snapshot is None or snapshot.get("pid") != pid or snapshot["ended"]:
-            self.pid, self.unchanged_s, self._last = 0, None, None
+            self.pid = 0
+            self.unchanged_s = None
+            self._last = None
         elif self.pid != pid or snapshot["t"] != self._last:
-            self.pid, self.unchanged_s, self._last = pid, 0.0, snapshot["t"]
+            self.pid = pid
+            self.unchanged_s = 0.0
+            self._last = snapshot["t"]
         else:
             self.unchanged_s = (self.unchanged_s or 0.0) + CHECK_S
         return self.unchanged_s is not None and self.unchanged_s >= FROZEN_S

@@ -44,7 +44,7 @@ GPU_MODULES = ("windfall.engine.cuda.engine", "windfall.engine.cuda.kernels", "w
 def preload_run(folder: str) -> None:
     """Import and build what the run in this folder needs. A failure here only makes processes start more slowly: they
     report what is wrong with a model or a recipe themselves, and more clearly."""
-    _import_modules()
+    import_modules()
     try:
         recipe = load_recipe(Path(folder) / "recipe.toml")
         algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
@@ -56,13 +56,8 @@ def preload_run(folder: str) -> None:
         traceback.print_exc()
 
 
-def preload_model(name: str) -> None:
-    """Import what runs of this model need: for an import server (processes/import_server.py), which knows no run."""
-    _import_modules()
-    build_empty(Path(load.resolve(name)))
-
-
-def _import_modules() -> None:
+def import_modules() -> None:
+    """Import what windfall imports inside functions."""
     on_gpu = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
     for name in (*LAZY_MODULES, *(GPU_MODULES if on_gpu else ())):
         importlib.import_module(name)

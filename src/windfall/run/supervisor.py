@@ -35,9 +35,9 @@ from windfall.events import log
 from windfall.link import auth, invitation
 from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.providers.base import Provider
-from windfall.providers.local import LocalProvider
+from windfall.providers.slots import SlotProvider
 from windfall.providers.trace_provider import TraceProvider
 from windfall.recipe.sections import Recipe
 from windfall.run import liveness, worker_sources
@@ -60,7 +60,9 @@ class Supervisor:
         self, recipe: Recipe, folder: Path, console: Console, places: Sequence[devices.Place] | None = None
     ) -> None:
         """`places`: the GPUs for the workers of this machine; by default, those that the recipe allows."""
-        self.recipe, self.folder, self._console = recipe, folder, console
+        self.recipe = recipe
+        self.folder = folder
+        self._console = console
         self._token = auth.read_token(folder / "token")
         self._end: dict[str, Any] | None = None
         """The event that ended the run."""
@@ -78,9 +80,10 @@ class Supervisor:
         self._places = devices.gpu_places(recipe.run.device) if places is None else places
         f, nodes = recipe.fleet, recipe.trace.nodes
         self._gpus = GpuAssignment(
-            len(self._places), trainer=len(rank_devices(recipe, self._places)),
+            len(self._places),
+            trainer=len(rank_devices(recipe, self._places)),
             workers=max(f.workers, f.workers_max) + nodes,
-        )  # fmt: skip
+        )
         self._autoscaler = worker_sources.autoscaler(recipe)
         self._problems = liveness.WorkerProblems()
         self._error: WindfallError | None = None
@@ -93,13 +96,13 @@ class Supervisor:
         if self.recipe.fleet.tls_cert:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
         fork_client = ForkClient(
-            entry="windfall.run.cli:main", modules=[f"windfall.run.preload:preload_run:{self.folder}"],
-            log=self.folder / "fork_server.log", env=environment,
-        )  # fmt: skip
+            entry="windfall.run.cli:main",
+            modules=[f"windfall.run.preload:preload_run:{self.folder}"],
+            log=self.folder / "fork_server.log",
+            env=environment,
+        )
         (self.folder / "workers").mkdir(exist_ok=True)
-        async with (
-            self._handling_signals(fork_client), fork_client, self._showing_events(), self._joining_ranks()
-        ):  # fmt: skip
+        async with self._handling_signals(fork_client), fork_client, self._showing_events(), self._joining_ranks():
             await self._run_processes(fork_client, environment)
         if self._error is not None:
             raise self._error
@@ -117,7 +120,7 @@ class Supervisor:
         argv = [sys.executable, "-m", "windfall.run.cli", "_controller", str(self.folder)]
 
         async def controller() -> Handle:
-            self._controller = await process.start(
+            self._controller = process.start(
                 name="controller", argv=argv, env=environment, log=self.folder / "controller.log"
             )
             return self._controller
@@ -241,7 +244,7 @@ class Supervisor:
         names = {w["worker"].partition("#")[0] for w in (snapshot or {}).get("workers", []) if w["state"] != "gone"}
         own = {source: {name for name in names if p.owns(name)} for source, p in self._scaled.items()}
         for source, wanted in self._autoscaler.update(snapshot, own, time.monotonic()).items():
-            where = "on this machine" if source == LocalProvider.name else f"from {source}"
+            where = "on this machine" if source == SlotProvider.name else f"from {source}"
             self._console.notice(f"scaling to {wanted} workers {where}, by prices and measured rates")
             self._scaled[source].target(wanted)
 
@@ -273,9 +276,11 @@ class Supervisor:
                     "--device", "auto" if self.recipe.run.device == "auto" else place.device, "--memory", str(memory),
                 ]  # fmt: skip
                 handle = await fork_client.start(
-                    name=name, argv=argv, env=place.environment(environment),
+                    name=name,
+                    argv=argv,
+                    env=place.environment(environment),
                     log=self.folder / "workers" / f"{name}.log",
-                )  # fmt: skip
+                )
             except BaseException:  # raised again: the place is free for the next worker
                 self._gpus.release(name)
                 raise
@@ -293,8 +298,8 @@ class Supervisor:
         )
         if f.workers:
             terms = Lease(kind=f.kind, price_usd_per_h=f.price_usd_per_h)
-            local = LocalProvider(spawn, f.workers, terms=terms, on_event=self._on_provider_event)
-            self._scaled[LocalProvider.name] = local
+            local = SlotProvider(spawn, f.workers, terms=terms, on_event=self._on_provider_event)
+            self._scaled[SlotProvider.name] = local
         providers = list(self._scaled.values())
         if t.nodes:
             terms = Lease(kind="spot", price_usd_per_h=t.price_usd_per_h)

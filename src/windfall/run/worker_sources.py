@@ -17,7 +17,7 @@ from windfall import parts
 from windfall.errors import WindfallError
 from windfall.link import invitation, tls
 from windfall.providers.base import OnEvent, Provider
-from windfall.providers.local import LocalProvider
+from windfall.providers.slots import SlotProvider
 from windfall.providers.source_part import Employer, SourcePart
 from windfall.providers.worker_command import run_label, secrets
 from windfall.recipe.sections import Recipe
@@ -116,7 +116,7 @@ def autoscaler(recipe: Recipe, *, elsewhere: bool = True) -> Autoscaler:
     }
     if f.workers:
         price = f.price_usd_per_h or None
-        sources[LocalProvider.name] = ScaledSource(count=f.workers, max_count=f.workers_max, usd_per_h=price)
+        sources[SlotProvider.name] = ScaledSource(count=f.workers, max_count=f.workers_max, usd_per_h=price)
     return Autoscaler(sources, cooldown_s=f.cooldown_s, max_usd_per_h=f.max_usd_per_h, keep_one=not f.local)
 
 

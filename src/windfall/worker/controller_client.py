@@ -37,7 +37,7 @@ from windfall.link.base import LinkClosed
 from windfall.link.handshake import JoinRefused
 from windfall.link.socket import Dialer, SocketLink
 from windfall.processes import process
-from windfall.processes.handle import EXIT_NO_CONTROLLER
+from windfall.processes.process import EXIT_NO_CONTROLLER
 from windfall.types import Capabilities, Lease
 from windfall.weights.manifest import Manifest
 from windfall.weights.merged import MergedWeights

@@ -4,7 +4,7 @@
            └─ worker NAME-2    CUDA_VISIBLE_DEVICES=2
 
 - The workers are independent: each has its own link, engine and weights, and watches for preemption notices itself.
-- A worker that crashes or is killed is restarted with back-off (restart.py says when). One that was drained or
+- A worker that crashes or is killed is restarted with back-off (slots.py says when). One that was drained or
   refused, that found no controller, or that reports an error which a person must fix, is not.
 - SIGTERM and Ctrl-C are passed on: every worker drains, and none is restarted. A second Ctrl-C ends them at once.
 - The workers die with the group, however it ends.
@@ -23,10 +23,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from windfall import devices, errors
+from windfall.backoff import RestartDelay
 from windfall.errors import WindfallError, describe_exit
 from windfall.processes import process
-from windfall.processes.handle import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
-from windfall.processes.restart import RestartDelay
+from windfall.processes.process import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
 
 FINAL = (0, 2, EXIT_REFUSED, EXIT_NO_CONTROLLER)
 """Exit statuses after which a worker is not restarted. 2 is an error that a person must fix."""
@@ -70,7 +70,9 @@ def main(places: Mapping[str, devices.Place], options: Mapping[str, object], *, 
 
 class WorkerGroup:
     def __init__(self, places: Mapping[str, devices.Place], options: Sequence[str], *, name: str, token: str) -> None:
-        self._places, self._options, self._name = places, options, name
+        self._places = places
+        self._options = options
+        self._name = name
         # The token is passed in the environment: every user of the machine can read a command line.
         self._environment = {**os.environ, "WINDFALL_TOKEN": token}
         self._stopping = asyncio.Event()
@@ -125,7 +127,7 @@ class WorkerGroup:
         argv = [sys.executable, "-m", "windfall.run.cli", "worker", *self._options, "--name", name]
         reading, writing = os.pipe()
         try:
-            handle = process.launch(
+            handle = process.start(
                 name=name, argv=[*argv, "--device", place.device], env=place.environment(self._environment), log=writing
             )
         except OSError as e:  # it may be temporary, for example too many processes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -72,9 +74,9 @@ def test_killed_agent_server(calm: Scene, tmp_path: Path) -> None:
     async def kill(scene: Scene) -> None:
         while scene.dispatch.ledger.counts.accepted < 40:
             await asyncio.sleep(0.001)
-        server = scene.runs.launcher._server
+        server = scene.runs.launcher.pid
         assert server is not None
-        server.kill()
+        os.kill(server, signal.SIGKILL)
 
     scene = Scene(folder=tmp_path / "again", program=function("talk"), during=kill)
     assert content(scene.roll()) == content(calm.responses), "the same tokens are trained, each once"

@@ -87,7 +87,7 @@ def talks(folder: Path, *, lose: bool) -> list[Response]:
                     dispatch._lose("first", "the test takes it away")
                 out.extend(r for responses in await talking for r in responses)
             dispatch.ledger.check()
-            assert (dispatch.ledger.counts.moved > 0) == lose
+            assert dispatch.ledger.counts.moved > 0 or not lose
             assert not dispatch.ledger.entries
             assert dispatch.ledger.lost_tokens() == 0
 

@@ -12,6 +12,7 @@ from windfall.engine.cuda import ready_weights
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.ready_weights import ALIGN, ReadyWeights, weight_bytes
 from windfall.errors import WindfallError
+from windfall.weights.merged import MergedWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -75,17 +76,14 @@ def test_there_is_nothing_to_activate_while_weights_are_loaded_or_after_an_error
     weights.load(1, model.state_dict())
     seen: list[bool] = []
 
-    class Computed(dict[str, Any]):
+    class Computed(MergedWeights):
         def copy_into(self, name: str, target: Any) -> None:
             seen.append(weights.loaded)
             if len(seen) == 3:
                 raise RuntimeError("out of memory in the middle of the copy")
 
-        def shape(self, name: str) -> Any:
-            return self[name].shape
-
     with pytest.raises(RuntimeError):
-        weights.load(2, Computed(model.state_dict()))
+        weights.load(2, Computed(model.state_dict(), {}, 1.0))
     assert seen == [False] * 3
     assert not weights.loaded, "host memory has a mix of two versions"
     weights.load(3, model.state_dict())

@@ -67,18 +67,19 @@ def test_agent_that_cannot_be_started_harms_no_other() -> None:
     async def main() -> None:
         async with AgentLauncher(program()) as launcher:
             await launcher.ready()
-            server = launcher._server
+            server = launcher.pid
             assert server is not None
-            pid = reaper.descendants(server.pid)[1]  # below its two reapers
+            pid = reaper.descendants(server)[1]  # below its two reapers
+            other = asyncio.create_task(start(launcher, "value", after_s=0.5))
+            await asyncio.sleep(0.2)
             soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-            assert soft == hard, "it takes three descriptors for each agent"
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (24, hard))
-            ends = await asyncio.gather(*(start(launcher, "value", after_s=0.5) for _ in range(12)))
-            refused = [e for e in ends if e.failure is not None]
-            assert 0 < len(refused) < 12
-            assert all("could not be started: [Errno 24]" in e.why for e in refused)
-            assert launcher._server is server
-            assert (await start(launcher, "value")).failure is None, "its descriptors were closed again"
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+            refused = await start(launcher, "value")
+            assert "could not be started: too many open files" in refused.why
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+            assert (await other).failure is None
+            assert launcher.pid == server
+            assert (await start(launcher, "value")).failure is None
 
     run(main())
 
@@ -112,8 +113,8 @@ def test_nothing_survives_its_agent(tmp_path: Path, how: str) -> None:
             if how == "killed":
                 kill.set_result("is too slow")
             elif how in ("server killed", "its reaper killed"):
-                assert launcher._server is not None
-                pids += (tree := [launcher._server.pid, *reaper.descendants(launcher._server.pid)])
+                assert launcher.pid is not None
+                pids += (tree := [launcher.pid, *reaper.descendants(launcher.pid)])
                 os.kill(tree[0 if how == "its reaper killed" else 2], signal.SIGKILL)
             if how != "launcher ends":
                 ended = await running
@@ -140,9 +141,9 @@ def test_nothing_that_the_module_started_survives_the_launcher(tmp_path: Path, h
     async def main() -> None:
         async with AgentLauncher(AgentProgram(function="with_helper:run", directory=str(tmp_path))) as launcher:
             await launcher.ready()
-            assert launcher._server is not None
+            assert launcher.pid is not None
             if how == "server killed":
-                os.kill(reaper.descendants(launcher._server.pid)[1], signal.SIGKILL)
+                os.kill(reaper.descendants(launcher.pid)[1], signal.SIGKILL)
                 wait_for_end([int((tmp_path / "helper").read_text())])
 
     run(main())
@@ -229,7 +230,8 @@ def test_order_to_end_that_comes_before_the_agent_is_kept(monkeypatch: pytest.Mo
     if pid == 0:
         early = lambda parent, death: os.kill(os.getpid(), death) if death == signal.SIGTERM else None  # noqa: E731
         monkeypatch.setattr(reaper, "die_with_parent", early)
-        reaper.run(lambda: time.sleep(60) or os._exit(0), parent=os.getppid(), output=2)  # type: ignore[func-returns-value]
+        status = reaper.run(lambda: time.sleep(60) or os._exit(0), parent=os.getppid())  # type: ignore[func-returns-value]
+        reaper.end_as(status)
     deadline = time.monotonic() + 5
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -344,8 +346,8 @@ def test_agents_cannot_reach_each_other_or_the_controller(tmp_path: Path) -> Non
             kill = asyncio.get_running_loop().create_future()
             other = asyncio.create_task(start(launcher, "escape", kill, path=str(tmp_path / "pids"), wait_s=60.0))
             agent = (await pids_in(tmp_path / "pids"))[2]
-            assert launcher._server is not None
-            for pid in (os.getpid(), launcher._server.pid, agent):
+            assert launcher.pid is not None
+            for pid in (os.getpid(), launcher.pid, agent):
                 assert (await start(launcher, "read", paths=[f"/proc/{pid}/environ"])).value["reward"] == 0
                 assert (await start(launcher, "signals", pid=pid)).value is False
             kill.set_result("is not needed")
@@ -443,8 +445,8 @@ def test_stopped_reaper_does_not_hold_up_the_end_of_a_run() -> None:
     async def main() -> None:
         async with AgentLauncher(program()) as launcher:
             await launcher.ready()
-            assert launcher._server is not None
-            tree = [launcher._server.pid, *reaper.descendants(launcher._server.pid)]
+            assert launcher.pid is not None
+            tree = [launcher.pid, *reaper.descendants(launcher.pid)]
             os.kill(tree[0], signal.SIGSTOP)
         assert not [pid for pid in tree if os.path.exists(f"/proc/{pid}")]
 

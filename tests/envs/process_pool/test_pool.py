@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import pytest
 from tests.support.hostile import environments as hostile
 from tests.support.hostile.pool_calls import ask, environment_pid, failure, hosting, run, section
 from windfall.envs.grade import grade
-from windfall.envs.process_pool import child_process as processes
 from windfall.envs.process_pool import pool as pools
 from windfall.envs.process_pool.pool import EnvPool
+from windfall.processes import reaper
 from windfall.recipe.file import parse_recipe
 from windfall.types import Feedback, Task, Turn
 
@@ -63,11 +62,13 @@ def test_child_that_cannot_be_killed_delays_nothing(
 ) -> None:
     """Like a child in uninterruptible sleep: its signal is not delivered."""
     pids = list[int]()
-    monkeypatch.setattr(processes, "REAP_S", 1.0)
-    monkeypatch.setattr(subprocess.Popen, "send_signal", lambda process, _: pids.append(process.pid))
+    send = reaper.send_signal
+    lost = lambda pid, number: pids.append(pid) if number == signal.SIGKILL else send(pid, number)  # noqa: E731
+    monkeypatch.setattr(reaper, "send_signal", lost)
 
     async def main() -> None:
         async with hosting(hostile.Sleeps, from_task=1) as pool:
+            pool._children[0].process._process._kill_timeout_s = 1.0
             error = await failure(ask(pool, 1, limit_s=0.5))
             assert pool._killing  # the call has failed, but its child has not ended yet
             assert "in misbehave" in error.traceback
@@ -79,7 +80,7 @@ def test_child_that_cannot_be_killed_delays_nothing(
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-    assert "was killed and has not ended after 1 s" in capfd.readouterr().err
+    assert "to end by SIGKILL; it is left behind" in capfd.readouterr().err
 
 
 def test_waiting_call_is_canceled_and_the_others_continue() -> None:

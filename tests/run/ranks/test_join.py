@@ -17,7 +17,7 @@ from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.processes import process
-from windfall.processes.handle import EXIT_NO_CONTROLLER
+from windfall.processes.process import EXIT_NO_CONTROLLER
 from windfall.recipe.file import parse_recipe
 from windfall.run import liveness
 from windfall.run.ranks import join

@@ -29,7 +29,7 @@ from windfall.link import auth, handshake, network
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.socket import Dialer, SocketLink
-from windfall.processes.handle import EXIT_REFUSED
+from windfall.processes.process import EXIT_REFUSED
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run.ranks import join as join_module

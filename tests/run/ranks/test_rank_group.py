@@ -14,7 +14,7 @@ import pytest
 from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.processes import process
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run.ranks import rank_group
@@ -39,7 +39,7 @@ def test_one_rank_per_gpu() -> None:
 
 async def start(name: str, script: str, folder: Path) -> Handle:
     argv = [sys.executable, "-c", script]
-    return await process.start(name=name, argv=argv, env=dict(os.environ), log=folder / f"{name}.log")
+    return process.start(name=name, argv=argv, env=dict(os.environ), log=folder / f"{name}.log")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from windfall.controller import credit
+from windfall import training
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.ledger import journal_reader
 from windfall.controller.ledger.journal import Journal
@@ -318,7 +318,7 @@ def response_that_is_too_old_is_trained_on(patch: Patch) -> None:
 
 @breaks("bound", seed=1)
 def trainer_takes_every_token_for_fresh(patch: Patch) -> None:
-    patch.setattr(credit, "_lag", lambda response, version: None)
+    patch.setattr(training, "_lag", lambda response, version: None)
 
 
 @breaks("twice", seed=2)

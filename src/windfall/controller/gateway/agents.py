@@ -36,7 +36,7 @@ from windfall.recipe.sections import Recipe
 HOST = "127.0.0.1"
 FILE = "gateway.json"
 FILES_PER_AGENT = 3
-"""Open files of the process that starts agents, for each agent."""
+"""Open files of the controller for each agent: that of its process, and its connections to the gateway."""
 OTHER_FILES = 64
 PLAIN = (
     "{% for m in messages %}{{ m.content or '' }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"

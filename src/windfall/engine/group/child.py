@@ -2,17 +2,15 @@
 
     [ messages │ step │ Stepped ] ...      like engine/engine_thread.py, but between processes
 
-It is forked by the fork server of the group, connects to the group's socket, and builds its engine when it is told to.
+It is forked by the fork server of the group, which hands it its connection, and builds its engine when it is told to.
 It makes a step only while it has weights, work and a granted step; otherwise it waits for messages without using the
 CPU. It exits when the connection ends, and after every error: the group starts another child.
 """
 
 from __future__ import annotations
 
-import os
 import select
 import socket
-import sys
 import traceback
 from typing import Any
 
@@ -23,21 +21,16 @@ from windfall.engine.group import messages as m
 from windfall.engine.module_weights import WeightMemory
 from windfall.errors import WindfallError, last_line
 from windfall.free_memory import free_bytes
+from windfall.processes import fork_server
 from windfall.weights.manifest import Manifest, decode
 from windfall.weights.shared import SharedReader
 
-SECRET = "WINDFALL_ENGINE_SECRET"
-"""Environment variable with the secret of the group."""
 READ_BYTES = 1 << 20
 
 
 def main() -> int:
-    """The command line is: windfall-engine ADDRESS NUMBER. ADDRESS is an abstract socket, without its leading zero."""
-    _, address, number = sys.argv
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(f"\0{address}")
+    with fork_server.channel() as connection:
         child = EngineChild(connection)
-        child.send(m.ChildHello(child=int(number), secret=os.environ.pop(SECRET)))
         try:
             child.run()
         except (ConnectionError, EOFError):  # the group is gone

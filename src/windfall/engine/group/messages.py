@@ -1,7 +1,7 @@
 """The messages between an engine group and its child processes: msgpack, each after its length in four bytes.
 
     group ──▶ child    Build, Add, CancelResponse, Grant, PauseSteps, LoadVersion, Sleep
-    child ──▶ group    ChildHello, Built, Stepped, OrderDone, VersionRefused, ChildError
+    child ──▶ group    Built, Stepped, OrderDone, VersionRefused, ChildError
 
 PauseSteps, LoadVersion and Sleep have an order number; the child answers each with OrderDone, or LoadVersion with
 VersionRefused. The id of a request is its handle, a number that is never used again. These messages stay on one machine
@@ -68,13 +68,6 @@ class Sleep(Message, frozen=True, tag=7):
     order: int
 
 
-class ChildHello(Message, frozen=True, tag=11):
-    """The first message on a connection."""
-
-    child: int  # number of the child in its group
-    secret: str  # shows that the group started this process
-
-
 class Built(Message, frozen=True, tag=12):
     slots: int  # responses that are decoded at once
     limit: int  # tokens of the longest response, prompt included, that fits
@@ -120,7 +113,7 @@ class ChildFailed(Exception):
 
 
 ToChild = Build | Add | CancelResponse | Grant | PauseSteps | LoadVersion | Sleep
-FromChild = ChildHello | Built | Stepped | OrderDone | VersionRefused | ChildError
+FromChild = Built | Stepped | OrderDone | VersionRefused | ChildError
 
 
 def encode(message: object) -> bytes:
@@ -145,11 +138,3 @@ class Receiver:
             message = self._decoder.decode(self._data[LENGTH_BYTES:end])
             del self._data[:end]
             yield message
-
-
-def decode_hello(data: bytes) -> ChildHello | None:
-    """The first message on a connection; None if it is anything else."""
-    try:
-        return msgspec.msgpack.decode(data, type=ChildHello)
-    except msgspec.MsgspecError:
-        return None

@@ -4,7 +4,7 @@
                                                                  └─ child 1 ...
 
 - The thread runs an event loop, which starts the fork server at once and the children after `start`. A child that ends
-  is started again, with a delay if it has not lived long (processes/restart.py).
+  is started again, with a delay if it has not lived long (backoff.py).
 - All of them die with the thread, and so with the process, however it ends (processes/fork_client.py).
 - `on_up`, `on_message` and `on_down` are called in the thread, for one child in this order: up, messages, down. All
   messages that a child has sent before its end are delivered.
@@ -16,28 +16,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from windfall.backoff import RestartDelay
 from windfall.devices import Place
 from windfall.engine.group import messages as m
-from windfall.engine.group.child import SECRET
 from windfall.errors import describe_exit, run_until_first
 from windfall.processes.fork_client import ForkClient
-from windfall.processes.handle import Handle
-from windfall.processes.restart import RestartDelay
+from windfall.processes.process import Handle
 
 MODULES = ("windfall.engine.torch.engine", "windfall.engine.torch.runner")
 """Modules that the fork server imports besides those of child.py."""
-CONNECT_S = 60.0
-"""Time limit for a forked child to connect (seconds)."""
 READ_BYTES = 1 << 20
-
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Callbacks(Protocol):
@@ -54,13 +49,15 @@ class EngineProcesses:
         self, places: Sequence[Place], callbacks: Callbacks, *, folder: Path, modules: Sequence[str] = MODULES
     ) -> None:
         """`folder`: for the logs. `modules`: as for a ForkClient."""
-        self._places, self._callbacks, self._folder, self._modules = places, callbacks, folder, modules
-        self._secret, self._address = secrets.token_hex(16), f"windfall-{os.getpid()}-{secrets.token_hex(8)}"
-        self._expected: dict[int, asyncio.Future[Connection]] = {}
+        self._places = places
+        self._callbacks = callbacks
+        self._folder = folder
+        self._modules = modules
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._handles: dict[int, Handle] = {}
         self._loop = asyncio.new_event_loop()
-        self._wanted, self._closing = asyncio.Event(), asyncio.Event()
+        self._wanted = asyncio.Event()
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
         self._thread.start()
 
@@ -95,12 +92,10 @@ class EngineProcesses:
 
     async def _main(self) -> None:
         client = ForkClient(
-            entry="windfall.engine.group.child:main", modules=self._modules,
-            log=self._folder / "fork_server.log",
-        )  # fmt: skip
+            entry="windfall.engine.group.child:main", modules=self._modules, log=self._folder / "fork_server.log"
+        )
         self._folder.mkdir(parents=True, exist_ok=True)
-        server = await asyncio.start_unix_server(self._accept, path=f"\0{self._address}")
-        async with client, server:
+        async with client:
             with contextlib.suppress(OSError):  # it was killed while it started: the first child starts another
                 await client.ready()
             children = (self._keep_running(client, n) for n in range(len(self._places)))
@@ -121,39 +116,27 @@ class EngineProcesses:
 
     async def _run_child(self, client: ForkClient, child: int, name: str) -> str:
         """Run one process. Returns how it ended."""
-        connected = self._expected[child] = asyncio.get_running_loop().create_future()
-        environment = self._places[child].environment({**os.environ, SECRET: self._secret})
-        handle = self._handles[child] = await client.start(
-            name=name, argv=["windfall-engine", self._address, str(child)], env=environment,
-            log=self._folder / f"engine{child}.log",
-        )  # fmt: skip
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            ended = asyncio.ensure_future(handle.wait())
-            await asyncio.wait([connected, ended], timeout=CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
-            if connected.done():
-                reader, self._writers[child] = connected.result()
+            with theirs:
+                handle = self._handles[child] = await client.start(
+                    name=name,
+                    argv=["windfall-engine"],
+                    env=self._places[child].environment(os.environ),
+                    log=self._folder / f"engine{child}.log",
+                    channel=theirs,
+                )
+            try:
+                self._writers[child] = writer
                 self._callbacks.on_up(child)
                 await self._read(child, reader)
+            finally:
+                del self._writers[child]
+                code = await handle.terminate(0.0)
         finally:
-            connected.cancel()
-            if writer := self._writers.pop(child, None):
-                writer.close()
-            code = await handle.terminate(0.0)
-        return describe_exit(code)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect a child. Any process of this machine may try, so only one that knows the secret is accepted."""
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                length = int.from_bytes(await reader.readexactly(m.LENGTH_BYTES), "big")
-                hello = m.decode_hello(await reader.readexactly(length)) if length < READ_BYTES else None
-        except (asyncio.IncompleteReadError, TimeoutError, ConnectionError):
-            hello = None
-        expected = self._expected.get(hello.child) if hello else None
-        if hello is None or expected is None or not secrets.compare_digest(hello.secret, self._secret):
             writer.close()
-        elif not expected.done():
-            expected.set_result((reader, writer))
+        return describe_exit(code)
 
     async def _read(self, child: int, reader: asyncio.StreamReader) -> None:
         receiver = m.Receiver(m.FromChild)

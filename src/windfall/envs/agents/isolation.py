@@ -1,6 +1,6 @@
 """Keeps an agent's process away from the run's folder and from other processes, as far as the system allows it.
 
-Three protections, each without privileges of its own where the kernel permits it (Linux only):
+Three protections, each without privileges of its own where the kernel permits it:
 - A mount namespace of its own, in which the hidden folders are empty and read-only. A user who is not root needs user
   namespaces for this; many containers forbid them.
 - A Landlock domain of its own: the process can neither trace nor signal processes outside, read their memory or their
@@ -20,7 +20,6 @@ import ctypes
 import os
 import stat
 import struct
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,8 +55,6 @@ class Protections:
 
 def available() -> Protections:
     """Try what this system allows, in a forked process. To be called in a process with one thread."""
-    if sys.platform != "linux":
-        return Protections()
     abi = max(0, _libc().syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
     pid = os.fork()
     if pid == 0:
@@ -75,8 +72,6 @@ def available() -> Protections:
 
 def isolate(hidden: Sequence[str], use: Protections, *, strict: bool = False) -> None:
     """Isolate this process, which must have one thread, and all that it will start. Raises OSError."""
-    if sys.platform != "linux":
-        return
     _own_proc_files()
     folders = [os.path.realpath(folder) for folder in hidden]
     if use.mounts:
@@ -88,8 +83,7 @@ def isolate(hidden: Sequence[str], use: Protections, *, strict: bool = False) ->
 
 def forbid_tracing() -> None:
     """Other processes of the same user can no longer read this one's memory or environment variables (root can)."""
-    if sys.platform == "linux":
-        _libc().prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    _libc().prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def _own_proc_files() -> None:

@@ -1,23 +1,29 @@
-"""A call to an environment in a child process, and what the parent knows about such a child."""
+"""A call to an environment in another process, the calls that wait for one, and what is known about a child process."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from windfall.envs.failures import EnvFailed, feedback_fault, task_fault
 from windfall.envs.process_pool.child_process import ChildProcess
-from windfall.types import Feedback, Task
+from windfall.envs.sessions.base import answered
+from windfall.envs.sessions.open_sessions import Key
+from windfall.types import Feedback, Task, Turn, prompt_key
+
+SomeCall = TypeVar("SomeCall", bound="EnvCall")
 
 MAX_WAITING = 1024
 """Maximum number of waiting `async def` calls in one child."""
 
 
 @dataclass(kw_only=True, eq=False)
-class Call:
+class EnvCall:
     number: int
     what: str
     """The method: "task" or "feedback"."""
@@ -42,6 +48,17 @@ class Call:
         """Upper limit for the calls in the same child, this one included: 64 after the first move, 4, then 1."""
         return max(1, MAX_WAITING >> 4 * self.moves) if self.moves else sys.maxsize
 
+    @property
+    def session(self) -> Key:
+        """Of a feedback: the session that its last turn continues."""
+        return (self.args[1], *(tuple(turn[:2]) for turn in self.args[3][:-1]))
+
+    def session_after(self, value: object) -> Key | None:
+        """Of a feedback with this value: the session that waits for the next turn, or None if there is none."""
+        if not isinstance(value, Feedback) or value.observation is None:
+            return None
+        return (*self.session, (self.args[3][-1][0], value.observation))
+
     def fail(self, error: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(error)
@@ -56,7 +73,7 @@ class PoolChild:
     born_s: float
     process: ChildProcess = field(init=False)
     ready: bool = False
-    sent: dict[int, Call] = field(default_factory=dict)
+    sent: dict[int, EnvCall] = field(default_factory=dict)
     stepping: int = 0
     """Number of the sent calls that make a step in a session."""
     waiting: set[int] = field(default_factory=set)
@@ -69,7 +86,7 @@ class PoolChild:
     room: int = sys.maxsize
     """Upper limit for the sent calls: the smallest that one of them allows."""
 
-    def remove(self, call: Call) -> None:
+    def remove(self, call: EnvCall) -> None:
         """The child has answered a call."""
         del self.sent[call.number]
         self.waiting.discard(call.number)
@@ -82,22 +99,94 @@ class PoolChild:
         return len(self.sent) - len(self.waiting)
 
     @property
-    def begun(self) -> list[Call]:
+    def begun(self) -> list[EnvCall]:
         """The sent calls that may have run. Calls begin in the order in which they were sent, and the messages of the
         child arrive in the order in which it ran them."""
         running = next((number for number in self.sent if number not in self.waiting), None)
         return [call for number, call in self.sent.items() if number in self.waiting or number == running]
 
 
-async def feedback_of(call: asyncio.Future[Any], unseen: Callable[[Feedback], None]) -> Feedback:
-    """The result of a call. `unseen` gets it if whoever waits is canceled just after it has arrived: it may have left a
-    session that waits for a next turn."""
-    try:
-        return await call
-    except asyncio.CancelledError:
-        if call.done() and not call.cancelled() and call.exception() is None:
-            unseen(call.result())
-        raise
+class QueueingHost(Generic[SomeCall]):
+    """What an EnvHost shares with others whose calls wait for a process or a server."""
+
+    def __init__(self, name: str, call_type: type[SomeCall]) -> None:
+        self.name = name
+        self.needs_tokens = False
+        """Turns must come with their token ids."""
+        self.stateful = False
+        """The environment has sessions."""
+        self._call_type = call_type
+        self._next_number = 1
+        self._pending: deque[SomeCall] = deque()
+        self._opening: deque[SomeCall] = deque()
+        """Calls that wait because they would open one session too many."""
+
+    def task(self, index: int, timeout_s: float) -> asyncio.Future[Task]:
+        return self.call("task", (index,), timeout_s)
+
+    async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
+        given = [(t.text, t.observation, t.tokens) if self.needs_tokens else (t.text, t.observation) for t in turns]
+        call = self.call("feedback", (index, task.id, zlib.crc32(prompt_key(task.prompt)), given), timeout_s)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            # A result that has just arrived may have left a session that waits for a next turn.
+            if call.done() and not call.cancelled() and call.exception() is None:
+                self.end_session(index, task, answered(turns, call.result()))
+            raise
+
+    def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
+        self.end((task.id, *((t.text, t.observation) for t in turns)))
+
+    def call(
+        self, what: str, args: tuple[Any, ...], limit_s: float, begin: Callable[[], object] = lambda: None
+    ) -> asyncio.Future[Any]:
+        """Call "task" with (index,), or "feedback" with (index, id and CRC-32 of the prompt of the task, turns).
+        `begin` is called when the call goes to a child, and again if it goes to another one."""
+        name = f"{self.name}.task({args[0]})" if what == "task" else f"{self.name}.feedback of task '{args[1]}'"
+        future = asyncio.get_running_loop().create_future()
+        call = self._call_type(
+            number=self._next_number, what=what, args=args, limit_s=limit_s, name=name, future=future, begin=begin
+        )
+        self._next_number += 1
+        future.add_done_callback(lambda future: self._cancel(call) if future.cancelled() else None)
+        self._enqueue(call)
+        return future
+
+    def end(self, key: Key) -> None:
+        """Close a session that waits for its next turn, if there is one with these turns."""
+        raise NotImplementedError
+
+    def _enqueue(self, call: SomeCall) -> None:
+        raise NotImplementedError
+
+    def _cancel(self, call: SomeCall) -> None:
+        """A call was canceled. If it has been sent, tell whoever runs it."""
+        raise NotImplementedError
+
+    def _sent_calls(self) -> list[SomeCall]:
+        """The calls that were given to a process or a server."""
+        raise NotImplementedError
+
+    def _steps(self, call: SomeCall) -> bool:
+        """Whether the call makes a step in a session."""
+        return self.stateful and call.what == "feedback"
+
+    def _open_calls(self) -> list[SomeCall]:
+        return [*self._pending, *self._opening, *self._sent_calls()]
+
+    def _cancel_all(self) -> None:
+        for call in self._open_calls():
+            call.future.cancel()
+        self._pending.clear()
+        self._opening.clear()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """If a task of the host fails because of a bug in windfall, all calls must fail: they must not wait forever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            for call in self._open_calls():
+                call.fail(RuntimeError(f"the host of the environment failed: {error!r}"))
+            raise error
 
 
 def parse_answer(what: str, of: str, fields: list[Any]) -> Task | Feedback | EnvFailed:

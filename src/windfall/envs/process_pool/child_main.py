@@ -49,8 +49,11 @@ def main() -> None:
 
 class ChildProgram:
     def __init__(self, link: socket.socket, running_call: RunningCall) -> None:
-        self._link, self._running_call, self._partial_line = link, running_call, b""
-        self._pid, self._socket = os.getpid(), os.fstat(link.fileno())
+        self._link = link
+        self._running_call = running_call
+        self._partial_line = b""
+        self._pid = os.getpid()
+        self._socket = os.fstat(link.fileno())
         self._env: Any = None
         self._name = ""
         self._tasks: dict[int, Task] = {}

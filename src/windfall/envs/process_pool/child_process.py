@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,9 +30,9 @@ PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 SECRETS = "WINDFALL_"
 DUMP_S = 1.0
 """Seconds that a child may take to write its stack before it is killed."""
-REAP_S = 7.0
-"""Seconds that a child may take to end after it was killed or has closed its link: more than its reaper waits for
-processes (reaper.KILL_S). A child in uninterruptible sleep may take forever."""
+END_S = 7.0
+"""Seconds that a child may take to end after it has closed its link: more than its reaper waits for processes
+(reaper.KILL_S)."""
 STACK_CHARS = 4000
 MAX_LINE_BYTES = 64 << 20
 """Longest message of a child: more than a task or a feedback can have."""
@@ -47,9 +46,13 @@ class ChildProcess:
     ) -> None:
         """`on_line` gets every line, whatever it contains. `strict`: for an environment that ships with windfall.
         `output`: log for what the environment prints; None shows a little of it on standard error."""
-        self._on_line, self._on_end = on_line, on_end
-        self._partial_line, self._partial_bytes, self._unsent = list[bytes](), 0, b""
-        self._record, self._trace = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._on_line = on_line
+        self._on_end = on_end
+        self._partial_line = list[bytes]()
+        self._partial_bytes = 0
+        self._unsent = b""
+        self._record = tempfile.TemporaryFile()  # noqa: SIM115
+        self._trace = tempfile.TemporaryFile()  # noqa: SIM115
         self._record.write(bytes(LAYOUT.size))
         self._record.flush()
         self._link, theirs = socket.socketpair()
@@ -57,9 +60,14 @@ class ChildProcess:
         warnings = ["-W", "ignore"] if strict else []
         with theirs:
             self._process = reaper.start(
-                "windfall.envs.process_pool.child_main:main", fds, env=child_environment(strict), python=warnings,
+                "windfall.envs.process_pool.child_main:main",
+                fds,
+                name="environment",
+                fds=fds,
+                env=child_environment(strict),
+                python=warnings,
                 log=output,
-            )  # fmt: skip
+            )
         self._link.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._link, self._readable)
@@ -104,12 +112,13 @@ class ChildProcess:
         *lines, rest = b"".join(self._partial_line), *(others or [b""])
         for line in lines:
             self._on_line(line)
-        self._partial_line, self._partial_bytes = [rest], len(rest)
+        self._partial_line = [rest]
+        self._partial_bytes = len(rest)
 
     async def _handle_end(self) -> None:
         """The child closed its side of the link, so it has ended or will end soon."""
-        await self._wait_until(self._has_ended, REAP_S)
-        number, stack, ended = self.running_call()[0], self._stack(), self._has_ended()
+        ended = await self._process.ends_within(END_S)
+        number, stack = self.running_call()[0], self._stack()
         code = await self._reap()
         self._on_end(code if ended or code != -signal.SIGKILL else LINK_LOST, number, stack)
 
@@ -118,9 +127,8 @@ class ChildProcess:
         if self._ending is not None:  # it has ended by itself meanwhile
             return ""
         self._close_link()
-        if not self._has_ended():
-            os.kill(self._process.pid, signal.SIGUSR1)  # its reapers pass it on
-            await self._wait_until(lambda: self._stack() or self._has_ended(), DUMP_S)
+        self._process.signal(signal.SIGUSR1)  # its reapers pass it on
+        await self._wait_until(lambda: self._stack() or not self._process.running, DUMP_S)
         return self._stack()
 
     async def kill(self) -> None:
@@ -134,10 +142,7 @@ class ChildProcess:
     async def end(self, limit_s: float) -> None:
         """Ask the child to end, and wait for it, at most for `limit_s`."""
         self.send([(0, "end")])
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while self._open:
-                    await asyncio.sleep(0.01)
+        await self._wait_until(lambda: not self._open, limit_s)
 
     async def _wait_until(self, condition: Callable[[], object], limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -145,19 +150,13 @@ class ChildProcess:
                 while not condition():
                     await asyncio.sleep(0.01)
 
-    def _has_ended(self) -> bool:
-        """Whether the child has ended. It is not reaped yet, so its pid still belongs to it."""
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
     async def _reap(self) -> int:
         """Have the reaper kill the child and all that it started, and wait for it."""
-        reaper.end(self._process)
-        try:  # in a thread, because ending a large process takes a while
-            code = await asyncio.shield(asyncio.to_thread(self._process.wait, REAP_S))
-        except subprocess.TimeoutExpired:
-            what = f"process {self._process.pid} of an environment was killed and has not ended after {REAP_S:g} s"
-            print(f"{what}; it is left behind. Does it hang in a file system or a driver?", file=sys.stderr, flush=True)
-            self._process.kill()
+        try:
+            code = await asyncio.shield(self._process.terminate(0.0))
+        except TimeoutError as e:
+            print(f"{e}; it is left behind. Does it hang in a file system or a driver?", file=sys.stderr, flush=True)
+            os.kill(self._process.pid, signal.SIGKILL)
             code = -signal.SIGKILL
         self._record.close()
         self._trace.close()

@@ -37,8 +37,8 @@ def cpu_limit(cpu_s: float, verdict: Feedback) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def limit_memory(most: int = MEMORY_BYTES) -> None:
-    """Disable core dumps, and raise MemoryError beyond this many bytes of address space."""
+def limit_memory(most: int) -> None:
+    """Disable core dumps, and raise MemoryError beyond this many bytes of address space. 0: no limit."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # macOS has the name but not the limit
+    if most:
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -26,7 +26,6 @@ import os
 import signal
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -36,15 +35,14 @@ from windfall import backoff, envs
 from windfall.envs.base import HostLoad
 from windfall.envs.failures import EnvFailed, timeout_failure
 from windfall.envs.process_pool import limits
-from windfall.envs.process_pool.calls import MAX_WAITING, Call, PoolChild, feedback_of, parse_answer
+from windfall.envs.process_pool.calls import MAX_WAITING, EnvCall, PoolChild, QueueingHost, parse_answer
 from windfall.envs.process_pool.child_process import ChildProcess
 from windfall.envs.process_pool.running_call import LINK_LOST
 from windfall.envs.process_pool.sizing import MAX_CHILDREN, Sizing
-from windfall.envs.sessions.base import answered
 from windfall.envs.sessions.open_sessions import Key, OpenSessions
 from windfall.errors import WindfallError, describe_exit
 from windfall.processes.output_log import LogGrowth
-from windfall.types import Feedback, Task, Turn, prompt_key
+from windfall.types import Feedback
 
 BUILD_S = 300.0
 """Time limit for importing and building an environment (seconds)."""
@@ -67,32 +65,37 @@ RESTART_S = 0.5
 """Seconds until a child is started again that was killed while it built the environment; then twice that, and so on."""
 
 
-class EnvPool:
+class EnvPool(QueueingHost[EnvCall]):
     """An EnvHost. Used as `async with`; `ready` waits until the environment is built."""
 
     def __init__(
-        self, section: Any, seed: int, *, build_s: float = BUILD_S, evaluation: dict[str, Any] | None = None,
-        processes: int = 0, max_calls: int = sys.maxsize, output: Path | None = None,
+        self,
+        section: Any,
+        seed: int,
+        *,
+        build_s: float = BUILD_S,
+        evaluation: dict[str, Any] | None = None,
+        processes: int = 0,
+        max_calls: int = sys.maxsize,
+        output: Path | None = None,
         log: Callable[..., None] = lambda name, **fields: None,
-    ) -> None:  # fmt: skip
-        """`section` is an env section of windfall.recipe. For `evaluation`, `processes`, `output` and `log` see
-        hosting.py. `max_calls`: upper limit for calls that have begun."""
+    ) -> None:
+        """`section` is an env section of windfall.recipe. `evaluation`: a separate data set for the evaluation.
+        `processes`: upper limit for child processes; 0 chooses it. `max_calls`: upper limit for calls that have begun.
+        `output`: file for what the environment prints; None shows a little of it on standard error. `log` gets the name
+        and the fields of an event."""
         options: dict[str, Any] = envs.section_dict(section) | ({"evaluation": evaluation} if evaluation else {})
-        self.name = options.get("factory", options["name"])
+        super().__init__(options.get("factory", options["name"]), EnvCall)
         self._strict = not envs.runs_user_code(options)
-        self._output, self._log, self._growth = output, log, LogGrowth(output)
+        self._output = output
+        self._log = log
+        self._growth = LogGrowth(output)
         self._killed_builds = 0
-        self.max_calls, self.needs_tokens = max_calls, False
-        """Turns must come with their token ids."""
-        self._build_message, self._build_s = (0, "build", options, seed, self._strict), build_s
+        self.max_calls = max_calls
+        self._build_message = (0, "build", options, seed, self._strict)
+        self._build_s = build_s
         self._children: list[PoolChild] = []
-        self._pending: deque[Call] = deque()
-        self._next_number = 1
-        self.stateful = False
-        """The environment has sessions."""
         self.sessions: OpenSessions[PoolChild] = OpenSessions(getattr(section, "max_sessions", sys.maxsize))
-        self._opening: deque[Call] = deque()
-        """Calls that wait because they would open one session too many."""
         self._sending_soon = False
         self._sizing = Sizing(cores=available_cores(), limit=processes or MAX_CHILDREN)
         self._broken: WindfallError | None = None
@@ -105,7 +108,7 @@ class EnvPool:
         self._built = asyncio.get_running_loop().create_future()
         self._start()
         self._watching = asyncio.create_task(self._watch())
-        self._watching.add_done_callback(self._watch_ended)
+        self._watching.add_done_callback(self._task_ended)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -113,10 +116,7 @@ class EnvPool:
         self._watching.cancel()
         if self._restarting is not None:
             self._restarting.cancel()
-        for call in self._open_calls():
-            call.future.cancel()
-        self._pending.clear()
-        self._opening.clear()
+        self._cancel_all()
         children, self._children = self._children, []
         if self.stateful:
             await asyncio.gather(*(child.process.end(CLOSE_S) for child in children if child.ready))
@@ -136,19 +136,7 @@ class EnvPool:
             print(line, file=sys.stderr, flush=True)
         await asyncio.shield(self._built)
 
-    def task(self, index: int, timeout_s: float) -> asyncio.Future[Task]:
-        return self.call("task", (index,), timeout_s)
-
-    async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
-        args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), [self._plain(t) for t in turns])
-        call = self.call("feedback", args, timeout_s)
-        return await feedback_of(call, lambda f: self.end_session(index, task, answered(turns, f)))
-
-    def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
-        self.end((task.id, *((t.text, t.observation) for t in turns)))
-
     def end(self, key: Key) -> None:
-        """Close a session that waits for its next turn, if there is one with these turns."""
         if self.stateful and (child := self.sessions.take(key)) is not None:
             self._close_session(key, child)
 
@@ -156,32 +144,20 @@ class EnvPool:
         child.process.send([(0, "end session", key[0], key[1:])])
         self._send_soon()
 
-    def _plain(self, turn: Turn) -> tuple[Any, ...]:
-        return (turn.text, turn.observation, turn.tokens) if self.needs_tokens else (turn.text, turn.observation)
-
-    def call(
-        self, what: str, args: tuple[Any, ...], limit_s: float, begin: Callable[[], object] = lambda: None
-    ) -> asyncio.Future[Any]:
-        """Call "task" with (index,), or "feedback" with (index, id and CRC-32 of the prompt of the task, turns).
-        `begin` is called when the call goes to a child, and again if it goes to another one."""
-        name = f"{self.name}.task({args[0]})" if what == "task" else f"{self.name}.feedback of task '{args[1]}'"
-        future = asyncio.get_running_loop().create_future()
-        call = Call(
-            number=self._next_number, what=what, args=args, limit_s=limit_s, name=name, future=future, begin=begin
-        )
-        self._next_number += 1
-        future.add_done_callback(lambda future: self._on_cancel(call) if future.cancelled() else None)
+    def _enqueue(self, call: EnvCall) -> None:
         if self._broken is not None:
             call.fail(self._broken)
-            return future
+            return
         self._pending.append(call)
         self._send_soon()
-        return future
 
-    def _on_cancel(self, call: Call) -> None:
+    def _cancel(self, call: EnvCall) -> None:
         for child in self._children:
             if call.number in child.sent:
                 child.process.send([(call.number, "cancel")])  # a plain call continues until its end or its limit
+
+    def _sent_calls(self) -> list[EnvCall]:
+        return [call for child in self._children for call in child.sent.values()]
 
     # Sending calls and handling answers.
 
@@ -219,11 +195,11 @@ class EnvPool:
         if waiting and not self._children and not self._restarting:
             self._start()
 
-    def _next_queue(self) -> deque[Call]:
+    def _next_queue(self) -> deque[EnvCall]:
         """The calls that come next: those that waited for room for a session, once there is some."""
         return self._opening if self._opening and self.sessions.has_room(self._busy()) else self._pending
 
-    def _free_child(self, call: Call) -> PoolChild | None:
+    def _free_child(self, call: EnvCall) -> PoolChild | None:
         """The child with the shortest queue among those that can take this call."""
         limit, room = self._sizing.queue_limit(call.what), call.room
         free = [
@@ -232,25 +208,19 @@ class EnvPool:
         ]  # fmt: skip
         return min(free, key=lambda c: (c.queued, len(c.waiting)), default=None)
 
-    def _steps(self, call: Call) -> bool:
-        """Whether the call makes a step in a session."""
-        return self.stateful and call.what == "feedback"
-
     def _busy(self) -> int:
         """Number of sessions that make a step now."""
         return sum(child.stepping for child in self._children)
 
-    def _home(self, call: Call) -> PoolChild | None:
+    def _home(self, call: EnvCall) -> PoolChild | None:
         """The child that has the session of this call, as far as it is known and still there."""
         if not self._steps(call) or len(call.args[3]) < 2:
             return None
-        return self.sessions.take((call.args[1], *(tuple(turn[:2]) for turn in call.args[3][:-1])))
+        return self.sessions.take(call.session)
 
-    def _keep_session(self, child: PoolChild, call: Call, value: object) -> None:
+    def _keep_session(self, child: PoolChild, call: EnvCall, value: object) -> None:
         """The session of an answered call waits in this child for its next turn."""
-        if self._steps(call) and isinstance(value, Feedback) and value.observation is not None:
-            before, last = call.args[3][:-1], call.args[3][-1][0]
-            key = (call.args[1], *(tuple(turn[:2]) for turn in before), (last, value.observation))
+        if self._steps(call) and (key := call.session_after(value)) is not None:
             if call.future.cancelled():
                 self._close_session(key, child)
             else:
@@ -278,7 +248,7 @@ class EnvPool:
             self._suspect(suspects, "wrote something that is not an answer")
         self._kill(child)
 
-    def _suspect(self, calls: Sequence[Call], how: str, stack: str = "") -> None:
+    def _suspect(self, calls: Sequence[EnvCall], how: str, stack: str = "") -> None:
         """One of these calls may have ended its process. A call fails if it was there each time, and at last alone."""
         for call in calls:
             call.moves += 1
@@ -298,7 +268,8 @@ class EnvPool:
         elif what == "waits":
             child.waiting.add(child.sent[number].number)
         elif what == "late":
-            child.sent[number].late_s, child.sent[number].stack = child.last_message_s, str(rest[0])
+            child.sent[number].late_s = child.last_message_s
+            child.sent[number].stack = str(rest[0])
         elif what == "verdict":
             child.sent[number].verdict = Feedback(reward=rest[0], scores=tuple((n, s) for n, s in rest[1]))
         else:
@@ -324,18 +295,20 @@ class EnvPool:
     def _start(self) -> None:
         child = PoolChild(time.monotonic())
         child.process = ChildProcess(
-            strict=self._strict, on_line=lambda line: self._handle_line(child, line),
-            on_end=lambda *end: self._child_ended(child, *end), output=self._output,
-        )  # fmt: skip
+            strict=self._strict,
+            on_line=lambda line: self._handle_line(child, line),
+            on_end=lambda *end: self._child_ended(child, *end),
+            output=self._output,
+        )
         self._children.append(child)
         child.process.send([self._build_message])
 
-    def _child_ready(
-        self, child: PoolChild, name: str, stateful: bool, needs_tokens: bool, replayable: bool
-    ) -> None:  # fmt: skip
-        self.stateful, self.needs_tokens = stateful is True, needs_tokens is True
+    def _child_ready(self, child: PoolChild, name: str, stateful: bool, needs_tokens: bool, replayable: bool) -> None:
+        self.stateful = stateful is True
+        self.needs_tokens = needs_tokens is True
         self.sessions.replayable = replayable is True
-        child.ready, self._sizing.start_s = True, time.monotonic() - child.born_s
+        child.ready = True
+        self._sizing.start_s = time.monotonic() - child.born_s
         self._killed_builds = 0
         self.name = name
         assert self._built is not None
@@ -356,19 +329,19 @@ class EnvPool:
         self._pending.clear()
         self._opening.clear()
 
-    def _kill(self, child: PoolChild, blamed: Sequence[Call] = ()) -> None:
-        """Kill a child. The blamed calls fail, because they took too long; its other calls are sent again."""
+    def _kill(self, child: PoolChild, overdue: Sequence[EnvCall] = ()) -> None:
+        """Kill a child. The overdue calls fail, because they took too long; its other calls are sent again."""
         if child not in self._children:
             return
         self._remove(child)
-        self._send_again([call for call in child.sent.values() if call not in blamed])
+        self._send_again([call for call in child.sent.values() if call not in overdue])
 
         async def kill() -> None:
             stack = ""
             try:
-                stack = await child.process.dump_stack() if blamed else ""
+                stack = await child.process.dump_stack() if overdue else ""
             finally:
-                for call in blamed:
+                for call in overdue:
                     call.fail(timeout_failure(call.name, call.limit_s, call.stack or stack))
                 await child.process.kill()
 
@@ -424,10 +397,7 @@ class EnvPool:
         self._children.remove(child)
         self.sessions.drop(child)
 
-    def _open_calls(self) -> list[Call]:
-        return [*self._pending, *self._opening, *(call for child in self._children for call in child.sent.values())]
-
-    def _send_again(self, calls: list[Call]) -> None:
+    def _send_again(self, calls: list[EnvCall]) -> None:
         self._pending.extendleft(reversed([call for call in calls if not call.future.done()]))
 
     # Time limits and the number of children.
@@ -451,13 +421,6 @@ class EnvPool:
         """Close sessions whose next turn does not come, and one that can be replayed if a call waits for its room."""
         while found := self.sessions.expire() or (self.sessions.make_room(self._busy()) if self._opening else None):
             self._close_session(*found)
-
-    def _watch_ended(self, task: asyncio.Task[None]) -> None:
-        """If the watch fails because of a bug in windfall, all calls must fail: they must not wait forever."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            for call in self._open_calls():
-                call.fail(RuntimeError(f"the pool of environments failed: {error!r}"))
-            raise error
 
     def _check_limits(self, child: PoolChild, now: float) -> None:
         running = child.process.running_call()
@@ -489,4 +452,4 @@ class EnvPool:
 
 def available_cores() -> int:
     """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))

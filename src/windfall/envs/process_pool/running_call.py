@@ -52,13 +52,22 @@ class TrackedCoroutine(Coroutine[Any, Any, None]):
     task: asyncio.Task[None]
 
     def __init__(
-        self, number: int, limit_s: float, running_call: RunningCall, send: Callable[..., None],
+        self,
+        number: int,
+        limit_s: float,
+        running_call: RunningCall,
+        send: Callable[..., None],
         check: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`send` gets `number, "waits"` when the call lets others run, `number, "late", stack` when it is overdue.
         `check` is called after each step, while the record still names this call."""
-        self.number, self.limit_s, self.late, self.answered = number, limit_s, False, False
-        self._running_call, self._send_message, self._first = running_call, send, True
+        self.number = number
+        self.limit_s = limit_s
+        self.late = False
+        self.answered = False
+        self._running_call = running_call
+        self._send_message = send
+        self._first = True
         self._check = check
         self._began_s = self._cpu_s = self._took_s = self._slept_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -76,7 +85,8 @@ class TrackedCoroutine(Coroutine[Any, Any, None]):
         raise AssertionError("run as a task")
 
     def _run(self, step: Any, *args: Any) -> Any:
-        self._began_s, self._cpu_s = self._running_call.write(self.number), time.thread_time()
+        self._began_s = self._running_call.write(self.number)
+        self._cpu_s = time.thread_time()
         try:
             result = step(*args)
         except BaseException:  # the coroutine has ended, by StopIteration or an error: the task handles it

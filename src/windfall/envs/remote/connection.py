@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from windfall import backoff
 from windfall.envs.base import ServerLoad
 from windfall.envs.failures import EnvFailed, feedback_fault, task_fault
-from windfall.envs.process_pool.calls import Call
+from windfall.envs.process_pool.calls import EnvCall
 from windfall.envs.remote.exchange import exchange
 from windfall.envs.remote.settings import difference
 from windfall.envs.sessions.open_sessions import OpenSessions
@@ -53,7 +52,7 @@ class WrongAnswer(LinkClosed):
 
 
 @dataclass(kw_only=True, eq=False)
-class RemoteCall(Call):
+class RemoteCall(EnvCall):
     failed_at: set[EnvServer] = field(default_factory=set)
     """The servers that were lost while they had the call. Others are preferred."""
     sent_s: float = 0.0
@@ -71,16 +70,25 @@ class Expected:
     """Stateful, replayable, needs tokens: as the first server said."""
 
 
+class ServerOwner(Protocol):
+    """Who spreads calls over servers."""
+
+    def changed(self, server: EnvServer) -> None:
+        """An attempt to connect has ended, or a call may be sent."""
+        ...
+
+    def answered(self, server: EnvServer, call: RemoteCall, value: Task | Feedback | EnvFailed) -> None: ...
+
+    def lost(self, server: EnvServer, calls: list[RemoteCall], why: str) -> None:
+        """The link is lost, and with it the calls that were in progress or queued there."""
+        ...
+
+
 class EnvServer:
-    def __init__(
-        self, address: str, expected: Expected, *, on_change: Callable[[EnvServer], None],
-        on_answer: Callable[[EnvServer, RemoteCall, Task | Feedback | EnvFailed], None],
-        on_lost: Callable[[EnvServer, list[RemoteCall], str], None],
-    ) -> None:  # fmt: skip
-        """`on_change` is called after each attempt to connect, and when a call may be sent. `on_lost` gets the calls
-        that were in progress or queued here."""
-        self.address, self._expected = address, expected
-        self._on_change, self._on_answer, self._on_lost = on_change, on_answer, on_lost
+    def __init__(self, address: str, expected: Expected, owner: ServerOwner) -> None:
+        self.address = address
+        self._expected = expected
+        self._owner = owner
         url = address if "://" in address else f"http://{address}"
         self._dialer = Dialer(url, "/env", e.FromEnvServer, ssl=None, max_frame_bytes=e.MAX_ENV_FRAME_BYTES)
         self.terms: e.EnvWelcome | None = None
@@ -129,9 +137,14 @@ class EnvServer:
 
     def describe(self) -> ServerLoad:
         return ServerLoad(
-            address=self.address, connected=self.terms is not None, calls=len(self.sent), answers=self.answers,
-            errors=self.errors, lost=self.losses, answer_s=self._mean_s,
-        )  # fmt: skip
+            address=self.address,
+            connected=self.terms is not None,
+            calls=len(self.sent),
+            answers=self.answers,
+            errors=self.errors,
+            lost=self.losses,
+            answer_s=self._mean_s,
+        )
 
     # Messages out.
 
@@ -140,7 +153,8 @@ class EnvServer:
         if call.what == "task":
             message: Any = e.TaskCall(number=call.number, index=call.args[0], limit_s=call.limit_s)
         else:
-            index, id, crc, turns = call.args
+            index, id, crc, given = call.args
+            turns = tuple((text, seen, tuple(*tokens)) for text, seen, *tokens in given)
             message = e.FeedbackCall(
                 number=call.number, index=index, id=id, prompt_crc=crc, turns=turns, limit_s=call.limit_s
             )
@@ -157,7 +171,7 @@ class EnvServer:
         call = self.sent.pop(getattr(message, "number", -1), None)
         if call is not None:
             what = f"{call.name} cannot be sent to an environment server: {why}"
-            self._on_answer(self, call, EnvFailed(what, "a call that cannot be sent", final=True))
+            self._owner.answered(self, call, EnvFailed(what, "a call that cannot be sent", final=True))
 
     # The link.
 
@@ -204,27 +218,36 @@ class EnvServer:
         return f"environment server {self.address}"
 
     def _begin(self, link: SocketLink, terms: e.EnvWelcome) -> None:
-        self.terms, self._link, self.refused, self.why, self.tried = terms, link, None, "", True
-        self._fault, self._outbox, self._answered_s = "", asyncio.Queue(), time.monotonic()
+        self.terms = terms
+        self._link = link
+        self.refused = None
+        self.why = ""
+        self.tried = True
+        self._fault = ""
+        self._outbox = asyncio.Queue()
+        self._answered_s = time.monotonic()
         self.sessions = OpenSessions(terms.sessions)
         self.sessions.replayable = terms.replayable
-        self._on_change(self)
+        self._owner.changed(self)
 
     def _end(self, error: LinkClosed | WindfallError) -> None:
         """There is no link any more, or there was none."""
         had_link, self.terms, self._link = self.terms is not None, None, None
         said = error.what if isinstance(error, WindfallError) else str(error)
         self.why = self._fault or clip(said.removeprefix(f"{self._dialer.url}: "))
-        self.refused, self.tried = self._refusal(error), True
+        self.refused = self._refusal(error)
+        self.tried = True
         calls = [*self.sent.values(), *self.queue]
         for call in self.sent.values():
             call.moves += self in call.failed_at or not isinstance(error, WrongAnswer)
             call.failed_at.add(self)
-        self.sent, self.queue, self.sessions = {}, deque(), OpenSessions(0)
+        self.sent = {}
+        self.queue = deque()
+        self.sessions = OpenSessions(0)
         if had_link:
             self.losses += 1
-            self._on_lost(self, calls, self.why)
-        self._on_change(self)
+            self._owner.lost(self, calls, self.why)
+        self._owner.changed(self)
 
     def _refusal(self, error: LinkClosed | WindfallError) -> WindfallError | None:
         if isinstance(error, WindfallError):
@@ -275,8 +298,8 @@ class EnvServer:
             failed = isinstance(value, EnvFailed)
             self.errors += failed
             self.failing += NEW_WEIGHT * (failed - self.failing)
-        self._on_answer(self, call, value)
-        self._on_change(self)
+        self._owner.answered(self, call, value)
+        self._owner.changed(self)
 
     def _value(self, call: RemoteCall, message: Any) -> Task | Feedback | EnvFailed:
         if isinstance(message, e.CallFailed):

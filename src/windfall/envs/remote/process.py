@@ -31,9 +31,16 @@ HEARTBEAT_S = 10.0
 
 
 def main(
-    recipe: Recipe, token: str, *, host: str, port: int, concurrency: int, log: Path, cert: Path | None,
+    recipe: Recipe,
+    token: str,
+    *,
+    host: str,
+    port: int,
+    concurrency: int,
+    log: Path,
+    cert: Path | None,
     key: Path | None,
-) -> None:  # fmt: skip
+) -> None:
     if not isinstance(recipe.task_env, HostedEnv):
         what = f"{recipe.task_env.name!r} runs in the controller or on its machine, not on a server"
         raise WindfallError(what, where="env.name", fix="Use gym, jsonl, dataset, frozen_lake or custom.")
@@ -50,10 +57,14 @@ async def _run(recipe: Recipe, token: str, host: str, port: int, concurrency: in
     os.close(open_log(log))  # it must be writable
     stop = asyncio.Event()
     pool = EnvPool(
-        section, recipe.run.seed, evaluation=evaluation, processes=recipe.rollout.reward_processes,
-        max_calls=concurrency, output=log,
+        section,
+        recipe.run.seed,
+        evaluation=evaluation,
+        processes=recipe.rollout.reward_processes,
+        max_calls=concurrency,
+        output=log,
         log=lambda name, env, log: _say(f"environment {env} prints; its output is in {log}"),
-    )  # fmt: skip
+    )
     async with pool:
         await pool.ready()
         for number in (signal.SIGINT, signal.SIGTERM):  # not earlier: a build that takes long can be interrupted

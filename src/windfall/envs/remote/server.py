@@ -37,13 +37,22 @@ REFUSAL_S = 1.0
 
 class EnvService:
     def __init__(
-        self, pool: EnvPool, settings: dict[str, Any], token: str, *, timeout_s: float,
+        self,
+        pool: EnvPool,
+        settings: dict[str, Any],
+        token: str,
+        *,
+        timeout_s: float,
         say: Callable[[str], None] = lambda line: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`pool` must be ready. `settings`: what its environment was built from (settings.py). `timeout_s`: upper limit
         for the time of one call. `say` shows a line to the user."""
-        self.pool, self._settings, self._token = pool, settings, token
-        self._timeout_s, self._say, self._refused_s = timeout_s, say, -REFUSAL_S
+        self.pool = pool
+        self._settings = settings
+        self._token = token
+        self._timeout_s = timeout_s
+        self._say = say
+        self._refused_s = -REFUSAL_S
 
     async def attend(self, link: Link) -> None:
         """Serve the link of one controller until it ends."""
@@ -62,11 +71,16 @@ class EnvService:
         pool = self.pool
         await link.send(
             e.EnvWelcome(
-                proof=proof, name=pool.name, settings=self._settings, stateful=pool.stateful,
-                replayable=pool.sessions.replayable, needs_tokens=pool.needs_tokens, slots=pool.max_calls,
+                proof=proof,
+                name=pool.name,
+                settings=self._settings,
+                stateful=pool.stateful,
+                replayable=pool.sessions.replayable,
+                needs_tokens=pool.needs_tokens,
+                slots=pool.max_calls,
                 sessions=min(pool.sessions.limit, 1 << 31),
             )
-        )  # fmt: skip
+        )
         self._say(f"{link.peer} is connected")
         client = _Client(self, link)
         try:
@@ -87,7 +101,8 @@ class _Client:
     """One controller, while its link lasts."""
 
     def __init__(self, service: EnvService, link: Link) -> None:
-        self._service, self._link = service, link
+        self._service = service
+        self._link = link
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ended = False
         self._idle: Counter[Key] = Counter()

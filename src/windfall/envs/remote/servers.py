@@ -19,22 +19,19 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 from windfall.envs.base import HostLoad
 from windfall.envs.failures import EnvFailed
-from windfall.envs.process_pool.calls import feedback_of
+from windfall.envs.process_pool.calls import QueueingHost
 from windfall.envs.process_pool.pool import MAX_MOVES, QUIET_S
 from windfall.envs.remote.connection import EnvServer, Expected, RemoteCall
 from windfall.envs.remote.settings import settings_of
-from windfall.envs.sessions.base import answered
 from windfall.envs.sessions.open_sessions import Key
 from windfall.errors import WindfallError
 from windfall.link import auth
-from windfall.types import Feedback, Task, Turn, prompt_key
+from windfall.types import Feedback, Task
 
 START_S = 60.0
 """Seconds in which a first server must be reachable when a run starts."""
@@ -44,29 +41,26 @@ CHECK_S = 0.25
 """Seconds between checks of the servers."""
 
 
-class EnvServers:
+class EnvServers(QueueingHost[RemoteCall]):
     """An EnvHost. Used as `async with`; `ready` waits until a server is connected."""
 
     def __init__(
-        self, section: Any, seed: int, *, evaluation: dict[str, Any] | None = None,
-        log: Callable[..., None] = lambda name, **fields: None, start_s: float = START_S,
-    ) -> None:  # fmt: skip
-        """`section` is an env section of windfall.recipe with `servers`. For `evaluation` and `log` see hosting.py."""
-        self.name = getattr(section, "factory", section.name)
-        self.needs_tokens = self._stateful = False
-        self._log, self._start_s = log, start_s
+        self,
+        section: Any,
+        seed: int,
+        *,
+        evaluation: dict[str, Any] | None = None,
+        log: Callable[..., None] = lambda name, **fields: None,
+        start_s: float = START_S,
+    ) -> None:
+        """`section` is an env section of windfall.recipe with `servers`. For `evaluation` and `log` see EnvPool."""
+        super().__init__(getattr(section, "factory", section.name), RemoteCall)
+        self._log = log
+        self._start_s = start_s
         expected = Expected(
             token=auth.read_token(section.servers_token), settings=settings_of(section, seed, evaluation)
         )
-        self.servers = [
-            EnvServer(
-                address, expected, on_change=self._changed, on_answer=self._answered, on_lost=self._lost
-            ) for address in section.servers
-        ]  # fmt: skip
-        self._pending: deque[RemoteCall] = deque()
-        self._opening: deque[RemoteCall] = deque()
-        """Calls that open a session, or replay one."""
-        self._next_number = 1
+        self.servers = [EnvServer(address, expected, self) for address in section.servers]
         self._connected = asyncio.Event()
         self._attempted = asyncio.Event()
         """Set when the first attempt for each server has ended."""
@@ -85,11 +79,7 @@ class EnvServers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        calls = self._open_calls()
-        self._pending.clear()
-        self._opening.clear()
-        for call in calls:
-            call.future.cancel()
+        self._cancel_all()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -132,34 +122,15 @@ class EnvServers:
 
     # Calls.
 
-    def task(self, index: int, timeout_s: float) -> asyncio.Future[Task]:
-        return self._call("task", (index,), timeout_s, f"{self.name}.task({index})")
-
-    async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
-        plain = tuple((t.text, t.observation, t.tokens if self.needs_tokens else ()) for t in turns)
-        args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), plain)
-        call = self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'")
-        return await feedback_of(call, lambda f: self.end_session(index, task, answered(turns, f)))
-
-    def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
-        key = (task.id, *((t.text, t.observation) for t in turns))
-        if self._stateful and (server := self._take(key)) is not None:
-            server.end_session(task.id, key[1:])
+    def end(self, key: Key) -> None:
+        if self.stateful and (server := self._take(key)) is not None:
+            server.end_session(key[0], key[1:])
             self._dispatch_soon()
-
-    def _call(self, what: str, args: tuple[Any, ...], limit_s: float, name: str) -> asyncio.Future[Any]:
-        future = asyncio.get_running_loop().create_future()
-        call = RemoteCall(number=self._next_number, what=what, args=args, limit_s=limit_s, name=name, future=future)
-        self._next_number += 1
-        future.add_done_callback(lambda future: self._on_cancel(call) if future.cancelled() else None)
-        self._enqueue(call)
-        return future
 
     def _enqueue(self, call: RemoteCall, *, first: bool = False) -> None:
         """Put a call in the queue of the server that has its session, or of all servers."""
-        steps = self._stateful and call.what == "feedback"
-        key = (call.args[1], *(turn[:2] for turn in call.args[3][:-1])) if steps else ()
-        server = self._take(key) if len(key) > 1 else None
+        steps = self._steps(call)
+        server = self._take(call.session) if steps and len(call.args[3]) > 1 else None
         queue = server.queue if server is not None else self._opening if steps else self._pending
         (queue.appendleft if first else queue.append)(call)
         self._dispatch_soon()
@@ -167,13 +138,12 @@ class EnvServers:
     def _take(self, key: Key) -> EnvServer | None:
         return next((found for s in self.servers if (found := s.sessions.take(key)) is not None), None)
 
-    def _on_cancel(self, call: RemoteCall) -> None:
+    def _cancel(self, call: RemoteCall) -> None:
         for server in self.servers:
             server.cancel(call)
 
-    def _open_calls(self) -> list[RemoteCall]:
-        held = (call for s in self.servers for call in (*s.sent.values(), *s.queue))
-        return [*self._pending, *self._opening, *held]
+    def _sent_calls(self) -> list[RemoteCall]:
+        return [call for s in self.servers for call in (*s.sent.values(), *s.queue)]
 
     # Sending.
 
@@ -189,7 +159,7 @@ class EnvServers:
                 if not (call := server.queue.popleft()).future.done():
                     server.send(call)
                 else:  # it was canceled, and nothing else knows of its session
-                    server.end_session(call.args[1], tuple(turn[:2] for turn in call.args[3][:-1]))
+                    server.end_session(call.session[0], call.session[1:])
         for queue in (self._opening, self._pending):
             while queue:
                 if queue[0].future.done():  # it was canceled
@@ -209,10 +179,11 @@ class EnvServers:
 
     # What servers report.
 
-    def _changed(self, server: EnvServer) -> None:
+    def changed(self, server: EnvServer) -> None:
         if server.terms is not None:
-            self.name, self.needs_tokens = server.terms.name, server.terms.needs_tokens
-            self._stateful = server.terms.stateful
+            self.name = server.terms.name
+            self.needs_tokens = server.terms.needs_tokens
+            self.stateful = server.terms.stateful
             self._connected.set()
             if server.address not in self._known:
                 self._known.add(server.address)
@@ -221,20 +192,18 @@ class EnvServers:
             self._attempted.set()
         self._dispatch_soon()
 
-    def _answered(self, server: EnvServer, call: RemoteCall, value: Task | Feedback | EnvFailed) -> None:
+    def answered(self, server: EnvServer, call: RemoteCall, value: Task | Feedback | EnvFailed) -> None:
         if isinstance(value, EnvFailed):
             call.fail(value)
             return
-        if self._stateful and isinstance(value, Feedback) and value.observation is not None:
-            before, last = call.args[3][:-1], call.args[3][-1][0]
-            key = (call.args[1], *(turn[:2] for turn in before), (last, value.observation))
+        if self.stateful and (key := call.session_after(value)) is not None:
             if call.future.cancelled():
-                server.end_session(call.args[1], key[1:])
+                server.end_session(key[0], key[1:])
             else:
                 server.sessions.keep(key, server)
         call.succeed(value)
 
-    def _lost(self, server: EnvServer, calls: list[RemoteCall], why: str) -> None:
+    def lost(self, server: EnvServer, calls: list[RemoteCall], why: str) -> None:
         self._known.discard(server.address)
         self._log("env_server_lost", address=server.address, why=why, calls=len(calls))
         for call in reversed(calls):
@@ -270,10 +239,3 @@ class EnvServers:
         for queue in (self._opening, self._pending):
             while queue:
                 queue.popleft().fail(EnvFailed(what, "no environment server is reachable"))
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """A bug in windfall: all calls must fail. They must not wait forever."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            for call in self._open_calls():
-                call.fail(RuntimeError(f"the environment servers cannot be used any more: {error!r}"))
-            raise error

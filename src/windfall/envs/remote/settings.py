@@ -18,7 +18,7 @@ OWN_KEYS = ("memory_mb", "path", "eval_path")
 
 def settings_of(section: Any, seed: int, evaluation: dict[str, Any] | None) -> dict[str, Any]:
     """The settings as plain data, by recipe key. `section` is an env section of windfall.recipe; for `evaluation` see
-    hosting.py."""
+    EnvPool."""
     found = {f"env.{key}": value for key, value in envs.section_dict(section).items() if key not in OWN_KEYS}
     found |= {f"eval.{key}": value for key, value in (evaluation or {}).items() if key != "path"}
     rewards = [Path(file.rpartition(":")[0]) for file in found.get("env.rewards", ()) if ".py:" in file]

@@ -30,7 +30,8 @@ class ApiServer:
     """Used as `async with`."""
 
     def __init__(self, credentials: Credentials, *, request_s: float = REQUEST_S) -> None:
-        self._credentials, self._request_s = credentials, request_s
+        self._credentials = credentials
+        self._request_s = request_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -92,9 +93,14 @@ class ApiServer:
         if body is not None:
             headers["Content-Type"] = "application/merge-patch+json"
         async with self._session.request(
-            method, self._credentials.server + path, json=body, params=query, headers=headers,
-            ssl=self._credentials.ssl or True, allow_redirects=False,
-        ) as response:  # fmt: skip
+            method,
+            self._credentials.server + path,
+            json=body,
+            params=query,
+            headers=headers,
+            ssl=self._credentials.ssl or True,
+            allow_redirects=False,
+        ) as response:
             try:
                 answer = await response.json(content_type=None)
             except ValueError:  # a proxy in between answers in HTML

@@ -77,9 +77,11 @@ def from_kubeconfig(path: Path) -> Credentials:
     tls = _context(server, cluster, user, path.parent)
     file = user.get("tokenFile")
     return Credentials(
-        server=server.rstrip("/"), token=str(user.get("token") or ""),
-        token_file=path.parent / file if file else None, ssl=tls,
-    )  # fmt: skip
+        server=server.rstrip("/"),
+        token=str(user.get("token") or ""),
+        token_file=path.parent / file if file else None,
+        ssl=tls,
+    )
 
 
 def _named(data: Any, section: str, name: str) -> Any:
@@ -96,7 +98,8 @@ def _context(server: str, cluster: Any = None, user: Any = None, folder: Path = 
         if ca := _contents(cluster, "certificate-authority", folder):
             context.load_verify_locations(cadata=ca.decode("ascii"))
         if cluster.get("insecure-skip-tls-verify"):
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
         certificate, key = (_contents(user, name, folder) for name in ("client-certificate", "client-key"))
         if certificate and key:
             # Python loads a client certificate only from a file.

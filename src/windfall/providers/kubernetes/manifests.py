@@ -65,9 +65,14 @@ class RunNames:
 
 
 def manifests(
-    source: Kubernetes, *, names: RunNames, url: str, recipe: str,
-    ports: tuple[int, int], certificate: str = "",
-) -> list[Manifest]:  # fmt: skip
+    source: Kubernetes,
+    *,
+    names: RunNames,
+    url: str,
+    recipe: str,
+    ports: tuple[int, int],
+    certificate: str = "",
+) -> list[Manifest]:
     """All objects of a run. `recipe`: the recipe file as text. `ports`: of the controller and of the weight server."""
     return [
         _priority_class(source, names),

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windfall.errors import WindfallError
-from windfall.processes.handle import EXIT_REFUSED
+from windfall.processes.process import EXIT_REFUSED
 from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.kubernetes.api import ApiServer
 from windfall.providers.kubernetes.credentials import Credentials
@@ -57,9 +57,12 @@ def parse_pods(items: Iterable[dict[str, Any]]) -> dict[str, Pod]:
         if status.get("phase") in ("Succeeded", "Failed") and EXIT_REFUSED not in codes:
             continue  # evicted; the Deployment replaces it
         pods[metadata["name"]] = Pod(
-            name=metadata["name"], started=bool(codes or restarts or "running" in container.get("state", {})),
-            restarts=restarts, exit_code=codes[0] if codes else None, leaving="deletionTimestamp" in metadata,
-        )  # fmt: skip
+            name=metadata["name"],
+            started=bool(codes or restarts or "running" in container.get("state", {})),
+            restarts=restarts,
+            exit_code=codes[0] if codes else None,
+            leaving="deletionTimestamp" in metadata,
+        )
     return pods
 
 
@@ -67,13 +70,25 @@ class KubernetesProvider:
     name = "kubernetes"
 
     def __init__(
-        self, credentials: Credentials, names: RunNames, count: int, *, namespace: str, drain_s: float,
-        on_event: OnEvent = ignore_event, poll_s: float = POLL_S, api: ApiServer | None = None,
-    ) -> None:  # fmt: skip
-        self.started, self.lost = 0, 0
+        self,
+        credentials: Credentials,
+        names: RunNames,
+        count: int,
+        *,
+        namespace: str,
+        drain_s: float,
+        on_event: OnEvent = ignore_event,
+        poll_s: float = POLL_S,
+        api: ApiServer | None = None,
+    ) -> None:
+        self.started = 0
+        self.lost = 0
         self._api = api or ApiServer(credentials)
-        self._names, self._namespace, self._on_event = names, namespace, on_event
-        self._poll_s, self._leave_s = poll_s, drain_s + GRACE_MARGIN_S
+        self._names = names
+        self._namespace = namespace
+        self._on_event = on_event
+        self._poll_s = poll_s
+        self._leave_s = drain_s + GRACE_MARGIN_S
         self._seen: dict[str, Pod] = {}
         self._surplus = 0
         """Number of pods beyond a smaller target that are not gone yet."""
@@ -86,7 +101,8 @@ class KubernetesProvider:
         if n < 0:
             raise WindfallError(f"{n} workers were requested", where="fleet.kubernetes", fix="Request 0 or more.")
         self._surplus += max(0, self._count - n)
-        self._count, self._refused = n, False
+        self._count = n
+        self._refused = False
         self._changed.set()
 
     def owns(self, worker: str) -> bool:
@@ -127,7 +143,8 @@ class KubernetesProvider:
                 self._on_event("started", worker=PREFIX + name, pid=0)
             restarted = pod.restarts > (before.restarts if before else 0) and not pod.leaving
             if restarted and pod.exit_code != EXIT_REFUSED:
-                self.started, self.lost = self.started + 1, self.lost + 1
+                self.started = self.started + 1
+                self.lost = self.lost + 1
                 self._ended(name, pod.exit_code, by="itself")
                 self._on_event("restarted", worker=PREFIX + name, pid=0, instead_of=PREFIX + name, after_s=0.0)
         for name in [name for name in self._seen if name not in pods]:

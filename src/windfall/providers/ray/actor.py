@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from windfall.processes import process
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 
 
 class WorkerActor:
@@ -26,7 +26,7 @@ class WorkerActor:
     async def start(self, name: str, arguments: Sequence[str], env: Mapping[str, str]) -> int:
         """Start a worker with these arguments of Python; returns its process id."""
         argv = [sys.executable, *arguments]
-        self._handle = process.launch(name=name, argv=argv, env={**os.environ, **env}, log=1)
+        self._handle = process.start(name=name, argv=argv, env={**os.environ, **env}, log=1)
         return self._handle.pid
 
     async def wait(self) -> int:

@@ -2,7 +2,7 @@
 
     supervisor ── RayProvider ── RayClient ══ JSON lines ══ driver.py ── Ray ── WorkerActor ── worker process
 
-- A lost node ends its workers. They are restarted with a growing delay (restart.py) wherever Ray finds room.
+- A lost node ends its workers. They are restarted with a growing delay (slots.py) wherever Ray finds room.
 - If the driver process dies, or Ray ends it because the cluster is gone, its workers count as lost. The next start of a
   worker starts another driver.
 - Ray knows nothing of the run. Workers dial the controller as from anywhere.
@@ -22,10 +22,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from windfall.backoff import RestartDelay
 from windfall.errors import WindfallError, install_command
 from windfall.processes import process
-from windfall.processes.handle import Handle
-from windfall.processes.restart import RestartDelay
+from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, ignore_event
 from windfall.providers.ray.section import Ray
 from windfall.providers.slots import SlotProvider
@@ -49,9 +49,10 @@ def check_installed() -> None:
 class RayClient:
     """Starts processes on a Ray cluster. Used as `async with`: the exit ends the driver, and with it all workers."""
 
-    def __init__(self, options: Ray, *, log: Path) -> None:
+    def __init__(self, source: Ray, *, log: Path) -> None:
         """`log`: file for the output of the driver."""
-        self._options, self._log = options, log
+        self._source = source
+        self._log = log
         self._link: asyncio.Task[_Link] | None = None
 
     async def __aenter__(self) -> Self:
@@ -68,9 +69,9 @@ class RayClient:
         """Start a process as soon as the cluster has room for it. `arguments`: of Python on the node."""
         check_installed()
         if self._link is None or (self._link.done() and self._is_lost(self._link)):
-            self._link = asyncio.create_task(_Link.open(self._options, self._log))
+            self._link = asyncio.create_task(_Link.open(self._source, self._log))
         link = await asyncio.shield(self._link)
-        return await link.start(name, arguments, env, self._options.of_actor())
+        return await link.start(name, arguments, env, self._source.of_actor())
 
     @staticmethod
     def _is_lost(link: asyncio.Task[_Link]) -> bool:
@@ -81,7 +82,9 @@ class _Link:
     """One driver process."""
 
     def __init__(self, driver: Handle, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._driver, self._reader, self._writer = driver, reader, writer
+        self._driver = driver
+        self._reader = reader
+        self._writer = writer
         self._starting: dict[str, asyncio.Future[Handle]] = {}
         self._running: dict[str, Handle] = {}
         self._reading: asyncio.Task[None] | None = None
@@ -93,7 +96,7 @@ class _Link:
             argv = [sys.executable, "-m", "windfall.providers.ray.driver"]
             # Ray's usage report uses the network at the start; it is off unless the user enables it.
             env = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ}
-            driver = process.launch(
+            driver = process.start(
                 name="ray-driver", argv=argv, env=env, log=log, channel=theirs.fileno(), death=signal.SIGTERM
             )
         finally:
@@ -173,9 +176,11 @@ class _Link:
                 )
         elif future is not None and not future.done():
             handle = self._running[name] = Handle(
-                name=name, pid=answer["pid"], send=lambda number: self._send(worker=name, signal=int(number)),
+                name=name,
+                pid=answer["pid"],
+                send=lambda number: self._send(worker=name, signal=int(number)),
                 kill_timeout_s=KILL_TIMEOUT_S,
-            )  # fmt: skip
+            )
             future.set_result(handle)
 
 
@@ -188,14 +193,28 @@ class RayProvider(SlotProvider):
     name = "ray"
 
     def __init__(
-        self, client: RayClient, source: Ray, *, url: Callable[[], Awaitable[str]],
-        secrets: Mapping[str, str], on_event: OnEvent = ignore_event,
-    ) -> None:  # fmt: skip
-        self._client, self._source, self._url, self._secrets = client, source, url, secrets
+        self,
+        client: RayClient,
+        source: Ray,
+        *,
+        url: Callable[[], Awaitable[str]],
+        secrets: Mapping[str, str],
+        on_event: OnEvent = ignore_event,
+    ) -> None:
+        self._client = client
+        self._source = source
+        self._url = url
+        self._secrets = secrets
         super().__init__(
-            self._spawn, source.workers, terms=source.lease, on_event=on_event, grace_s=source.drain_s, prefix="ray",
-            delay=restart_delay, patient=True,
-        )  # fmt: skip
+            self._spawn,
+            source.workers,
+            terms=source.lease,
+            on_event=on_event,
+            grace_s=source.drain_s,
+            prefix="ray",
+            delay=restart_delay,
+            patient=True,
+        )
 
     async def _spawn(self, name: str, lease: Lease) -> Handle:
         command = ["-m", "windfall.run.cli", *arguments(self._source, await self._url(), name)]

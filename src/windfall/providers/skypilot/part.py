@@ -35,11 +35,12 @@ class SkyPilotPart(SourcePart):
             raise WindfallError("new machines would not have windfall", where="fleet.skypilot", fix=fix)
 
     def provider(self, source: SkyPilot, run: Employer) -> Provider:
-        from windfall.providers.skypilot.provider import SkyPilotProvider, SkyPilotQueue
+        from windfall.providers.job_queue import JobProvider
+        from windfall.providers.skypilot.provider import CANCEL_S, POLL_S, SkyPilotQueue
 
-        folder = run.folder / "workers"
-        queue = SkyPilotQueue(source, label=run.label, folder=folder, url=run.url, secrets=run.secrets)
-        return SkyPilotProvider(queue, source, on_event=run.on_event)
+        folder = (run.folder / "workers").resolve()
+        queue = SkyPilotQueue(source=source, label=run.label, folder=folder, url=run.url, secrets=run.secrets)
+        return JobProvider(queue, source, poll_s=POLL_S, grace_s=CANCEL_S, on_event=run.on_event)
 
     def preview(self, source: SkyPilot, recipe: Recipe, *, label: str, url: str) -> str:
         from windfall.providers.skypilot.task import task

@@ -17,21 +17,21 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from windfall.processes.handle import EXIT_REFUSED
-from windfall.providers.base import OnEvent, ignore_event
-from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, JobSpawner, command
+from windfall.processes.process import EXIT_REFUSED
+from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, QueuedRun, command
 from windfall.providers.skypilot.section import SkyPilot
 from windfall.providers.skypilot.task import task
-from windfall.providers.slots import SlotProvider
 from windfall.providers.worker_command import TLS_PIN, TOKEN
 
 FIX = "Install it in an environment of its own: pipx install skypilot; then: sky check"
 POLL_S = 20.0
 """Seconds between two queries: each takes SkyPilot several seconds."""
+CANCEL_S = 60.0
+"""Seconds that a canceled job may take to end before it is canceled again."""
 CANCELING = "CANCELLING"
 """As SkyPilot spells it."""
 LAUNCH_TIMEOUT_S = 1200.0
@@ -41,34 +41,41 @@ LAUNCHES = 4
 WAITING = {"PENDING", "SUBMITTED", "STARTING", "RECOVERING"}
 
 
-class SkyPilotQueue:
+@dataclass(kw_only=True, eq=False)
+class SkyPilotQueue(QueuedRun):
+    name = "skypilot"
+    prefix = "sky"
     together = False
 
-    def __init__(
-        self, source: SkyPilot, *, label: str, folder: Path,
-        url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
-    ) -> None:  # fmt: skip
-        """`folder`: where the task files go."""
-        self._source, self._label = source, label
-        self._folder, self._url, self._secrets = folder.resolve(), url, secrets
-        self._launches = asyncio.Semaphore(LAUNCHES)
-        self._doubtful: set[str] = set()
-        """Names of jobs whose launch failed, although SkyPilot may still start them."""
+    source: SkyPilot
+    _launches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LAUNCHES))
+    _doubtful: set[str] = field(default_factory=set)
+    """Names of jobs whose launch failed, although SkyPilot may still start them."""
 
     async def submit(self, workers: Sequence[str]) -> Mapping[str, str]:
-        url = await self._url()
-        ids = {worker: f"{self._label}-{worker.replace('.', '-')}" for worker in workers}
+        url = await self.url()
+        ids = {worker: f"{self.label}-{worker.replace('.', '-')}" for worker in workers}
         for worker, job in ids.items():
-            described = task(self._source, url=url, worker=worker, certificate=self._secrets.get(TLS_PIN, ""))
-            path = self._folder / f"{job}.yaml"
+            described = task(self.source, url=url, worker=worker, certificate=self.secrets.get(TLS_PIN, ""))
+            path = self.folder / f"{job}.yaml"
             path.write_text(json.dumps(described, indent=2))  # JSON is YAML
-            environment = {**os.environ, TOKEN: self._secrets[TOKEN]}
+            environment = {**os.environ, TOKEN: self.secrets[TOKEN]}
             try:
                 async with self._launches:
                     await _run(
-                        "sky", "jobs", "launch", "--yes", "--detach-run", "--name", job, "--secret", TOKEN, str(path),
-                        env=environment, timeout_s=LAUNCH_TIMEOUT_S,
-                    )  # fmt: skip
+                        "sky",
+                        "jobs",
+                        "launch",
+                        "--yes",
+                        "--detach-run",
+                        "--name",
+                        job,
+                        "--secret",
+                        TOKEN,
+                        str(path),
+                        env=environment,
+                        timeout_s=LAUNCH_TIMEOUT_S,
+                    )
             except OSError:
                 self._doubtful.add(job)
                 if not _live(await self._rows(), job):
@@ -95,7 +102,7 @@ class SkyPilotQueue:
     async def cancel_leftovers(self) -> int:
         rows = await self._rows()
         names = {str(row.get("job_name")) for row in rows}
-        numbers = [n for name in names if name.startswith(f"{self._label}-") for n in _live(rows, name)]
+        numbers = [n for name in names if name.startswith(f"{self.label}-") for n in _live(rows, name)]
         failure: OSError | None = None
         for number in numbers:
             try:
@@ -159,21 +166,3 @@ def _exit_code(status: str) -> int | None:
         case _ if status.startswith("FAILED"):
             return EXIT_REFUSED
     return None
-
-
-class SkyPilotProvider(SlotProvider):
-    name = "skypilot"
-
-    def __init__(
-        self, queue: SkyPilotQueue, source: SkyPilot, *, on_event: OnEvent = ignore_event,
-        poll_s: float = POLL_S, grace_s: float = 60.0,
-    ) -> None:  # fmt: skip
-        self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
-        super().__init__(
-            self._jobs.spawn, source.workers, terms=source.lease, on_event=on_event, grace_s=grace_s, prefix="sky",
-            delay=self._jobs.restart_delay, patient=True,
-        )  # fmt: skip
-
-    async def run(self) -> None:
-        async with self._jobs:
-            await super().run()

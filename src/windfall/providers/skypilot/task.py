@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windfall.processes.handle import EXIT_NO_CONTROLLER
+from windfall.processes.process import EXIT_NO_CONTROLLER
 from windfall.providers.skypilot.section import SkyPilot
 from windfall.providers.worker_command import TLS_PIN, shell
 

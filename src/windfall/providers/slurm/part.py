@@ -29,11 +29,12 @@ class SlurmPart(SourcePart):
         check_program("sbatch", where="fleet.slurm", fix=FIX)
 
     def provider(self, source: Slurm, run: Employer) -> Provider:
-        from windfall.providers.slurm.provider import SlurmProvider, SlurmQueue
+        from windfall.providers.job_queue import JobProvider
+        from windfall.providers.slurm.provider import SlurmQueue
 
-        folder = run.folder / "workers"
-        queue = SlurmQueue(source, label=run.label, folder=folder, url=run.url, secrets=run.secrets)
-        return SlurmProvider(queue, source, on_event=run.on_event)
+        folder = (run.folder / "workers").resolve()
+        queue = SlurmQueue(source=source, label=run.label, folder=folder, url=run.url, secrets=run.secrets)
+        return JobProvider(queue, source, poll_s=source.poll_s, grace_s=source.drain_s, on_event=run.on_event)
 
     def preview(self, source: Slurm, recipe: Recipe, *, label: str, url: str) -> str:
         from windfall.providers.slurm.script import script

@@ -10,12 +10,11 @@ from __future__ import annotations
 import getpass
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from windfall.providers.base import OnEvent, ignore_event
-from windfall.providers.job_queue import Job, JobSpawner, command
-from windfall.providers.slots import SlotProvider, slot_of
+from windfall.providers.job_queue import Job, QueuedRun, command
+from windfall.providers.slots import slot_of
 from windfall.providers.slurm.script import script
 from windfall.providers.slurm.section import Slurm
 
@@ -26,36 +25,41 @@ LOST = {"NODE_FAIL", "PREEMPTED"}
 """States of a task whose machine was taken away. With --requeue, Slurm starts it again."""
 
 
-class SlurmQueue:
+@dataclass(kw_only=True, eq=False)
+class SlurmQueue(QueuedRun):
+    name = "slurm"
+    prefix = "slurm"
     together = True
 
-    def __init__(
-        self, source: Slurm, *, label: str, folder: Path,
-        url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
-    ) -> None:  # fmt: skip
-        """`folder`: where the script and the logs of workers go."""
-        self._source, self._label = source, label
-        self._folder, self._url, self._secrets = folder.resolve(), url, secrets
-        self._submissions = 0
+    source: Slurm
+    _submissions: int = 0
 
     async def submit(self, workers: Sequence[str]) -> Mapping[str, str]:
         text = script(
-            self._source, label=self._label, url=await self._url(), workers=workers,
-            log=str(self._folder / "slurm-%A_%a.log"),
-        )  # fmt: skip
+            self.source,
+            label=self.label,
+            url=await self.url(),
+            workers=workers,
+            log=str(self.folder / "slurm-%A_%a.log"),
+        )
         self._submissions += 1
-        path = self._folder / f"slurm-{self._submissions}.sh"
+        path = self.folder / f"slurm-{self._submissions}.sh"
         path.write_text(text)
-        out = await _run("sbatch", "--parsable", str(path), env={**os.environ, **self._secrets})
+        out = await _run("sbatch", "--parsable", str(path), env={**os.environ, **self.secrets})
         array = out.strip().partition(";")[0]  # with several clusters: id;cluster
         return {worker: f"{array}_{slot_of(worker)}" for worker in workers}
 
     async def states(self, ids: Iterable[str]) -> Mapping[str, Job]:
         # By name: squeue fails for a list of ids if one of them has expired.
         out = await _run(
-            "squeue", "--noheader", "--array", "--states=all", f"--name={self._label}", f"--user={getpass.getuser()}",
+            "squeue",
+            "--noheader",
+            "--array",
+            "--states=all",
+            f"--name={self.label}",
+            f"--user={getpass.getuser()}",
             "--Format=ArrayJobID:|,ArrayTaskID:|,State:|,exit_code:|",
-        )  # fmt: skip
+        )
         return parse_states(out)
 
     async def drain(self, id: str, job: Job | None) -> None:
@@ -68,7 +72,7 @@ class SlurmQueue:
         await _run("scancel", id)
 
     async def cancel_leftovers(self) -> int:
-        await _run("scancel", f"--name={self._label}", f"--user={getpass.getuser()}")
+        await _run("scancel", f"--name={self.label}", f"--user={getpass.getuser()}")
         return 0  # Slurm finds and cancels them in one step
 
 
@@ -102,18 +106,3 @@ def _exit_code(state: str, code: str) -> int:
     if state in ("COMPLETED", "FAILED"):
         return -number if number else status
     return -signal.SIGKILL
-
-
-class SlurmProvider(SlotProvider):
-    name = "slurm"
-
-    def __init__(self, queue: SlurmQueue, source: Slurm, *, on_event: OnEvent = ignore_event) -> None:
-        self._jobs = JobSpawner(queue, poll_s=source.poll_s, on_event=on_event)
-        super().__init__(
-            self._jobs.spawn, source.workers, terms=source.lease, on_event=on_event, grace_s=source.drain_s,
-            prefix="slurm", delay=self._jobs.restart_delay, patient=True,
-        )  # fmt: skip
-
-    async def run(self) -> None:
-        async with self._jobs:
-            await super().run()

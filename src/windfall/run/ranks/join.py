@@ -38,7 +38,7 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.socket import Dialer, SocketLink
 from windfall.processes import process
-from windfall.processes.handle import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
+from windfall.processes.process import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run import liveness
@@ -233,7 +233,7 @@ class JoiningRank:
         with contextlib.suppress(LinkClosed):  # then a new start follows after the next join
             try:
                 log = folder / f"{place.name}.log"
-                self._process = process.launch(name=place.name, argv=argv, env=environment, log=log)
+                self._process = process.start(name=place.name, argv=argv, env=environment, log=log)
                 await link.send(m.RankStarted(attempt=start.attempt, pid=self._process.pid))
                 code = await self._watch(self._process)
                 if place.rank and code > 0 and code != RANK_LOST:  # the supervisor reads that of rank 0 itself

@@ -31,7 +31,7 @@ from windfall.link import auth, handshake, network, tls
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed, clip
 from windfall.link.socket import Port, Route, SocketLink
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.recipe.file import dump_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run.ranks.rank_group import RankGroup

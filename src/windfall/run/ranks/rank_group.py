@@ -11,7 +11,7 @@ import asyncio
 import signal
 from collections.abc import Sequence
 
-from windfall.processes.handle import Handle
+from windfall.processes.process import Handle
 from windfall.trainer.ranks.rank_place import RANK_LOST
 
 FOLLOW_S = 3.0

@@ -94,7 +94,7 @@ def test_frozen_process_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     async def main() -> int:
         argv = [sys.executable, "-c", "import time; time.sleep(60)"]
-        handle = process.launch(name="rank-1", argv=argv, env=dict(os.environ), log=tmp_path / "log")
+        handle = process.start(name="rank-1", argv=argv, env=dict(os.environ), log=tmp_path / "log")
         handle.signal(signal.SIGSTOP)
         return await asyncio.wait_for(joining(tmp_path)._watch(handle), 60)
 

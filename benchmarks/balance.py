@@ -30,9 +30,10 @@ from one_step import PREFILL_S, PROMPT, ROUND_TRIP_S, TICK_S, Policy, Response, 
 
 from windfall.controller.scheduling.balance import WorkerLoad, place
 from windfall.controller.scheduling.rebalance import Running, rebalance
-from windfall.controller.scheduling.worker_speed import Profile, WorkerSpeeds
+from windfall.controller.scheduling.worker_speed import WorkerSpeeds
+from windfall.step_time import StepTime
 
-ENGINE = Profile(fixed_s=0.010, each_s=0.00006)
+ENGINE = StepTime(fixed_s=0.010, each_s=0.00006)
 MEDIAN, SIGMA, SIBLINGS, LONGEST = 1500, 0.7, 8, 14_000
 MEAN = MEDIAN * math.exp(SIGMA**2 / 2)
 NOISE = 0.1

@@ -41,14 +41,15 @@ from windfall.models.load import TINY
 from windfall.processes import process
 from windfall.providers import trace
 from windfall.providers.trace_provider import TraceProvider
-from windfall.sim.core.service import LogNormalLengths, Service
+from windfall.sim.core.draws import LogNormalLengths
+from windfall.step_time import StepTime
 from windfall.types import Lease
 
 TRAINER_USD_PER_H, WORKER_USD_PER_H = 83.79, 5.32
 # Seconds, scaled down, in the proportions of RLBoost's artifact for an 8B model: alone, the trainer's machine generates
 # about as long as it trains, and a worker has a fifth to a quarter of that machine's throughput.
-LOCAL = Service(fixed_s=0.006, each_s=0.00012, prefill_s=0.000004, train_s=0.000185)
-WORKER = Service(fixed_s=0.008, each_s=0.0006, prefill_s=0.00002)
+LOCAL = StepTime(fixed_s=0.006, each_s=0.00012, prefill_s=0.000004, train_s=0.000185)
+WORKER = StepTime(fixed_s=0.008, each_s=0.0006, prefill_s=0.00002)
 SLOW = float(os.environ.get("HARVEST_SLOW", "1"))
 """Factor by which all times and the trace are stretched, so that the real cost of processes matters less."""
 LOCAL, WORKER = LOCAL.slower(SLOW), WORKER.slower(SLOW)

@@ -14,7 +14,8 @@ from typing import Any
 
 import xxhash
 
-from windfall.sim.core.service import LogNormalLengths, Service
+from windfall.sim.core.draws import LogNormalLengths
+from windfall.step_time import StepTime
 from windfall.types import Chunk, Finish, Request
 
 
@@ -32,7 +33,7 @@ class _Row:
 
 class SleepingEngine:
     def __init__(
-        self, service: Service, lengths: LogNormalLengths, *, vocabulary: int,
+        self, service: StepTime, lengths: LogNormalLengths, *, vocabulary: int,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:  # fmt: skip
         self.version = 0

@@ -44,7 +44,7 @@ FILES = Files()
 
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [
-    {"__init__", "types", "errors", "backoff", "free_memory", "shared_tensors"},
+    {"__init__", "types", "errors", "backoff", "free_memory", "shared_tensors", "step_time"},
     {"algorithms", "events", "processes", "devices"},
     {"training"},
     {"recipe"},
@@ -93,10 +93,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "controller/scheduling/members.py",
     "controller/scheduling/rlboost.py",
     "controller/scheduling/balance.py",
-    "controller/scheduling/least_squares.py",
     "controller/scheduling/step_model.py",
-    "controller/scheduling/fleet_speed.py",
-    "controller/scheduling/device_profile.py",
     "controller/scheduling/worker_speed.py",
     "controller/scheduling/worker_value.py",
     "controller/scheduling/rebalance.py",
@@ -112,8 +109,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "serve/capacity.py",
     "serve/memory_policy.py",
     "serve/slo.py",
-    "serve/step_time.py",
-    "sim/core/service.py",
+    "sim/core/draws.py",
+    "step_time.py",
     "sim/core/sessions.py",
     "sim/machines/kept_sessions.py",
     "sim/machines/decode.py",

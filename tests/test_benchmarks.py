@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import sys
 from argparse import Namespace
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.rank_processes import CONTEXT
+from windfall.plan.model.cost_model import Efficiency
 from windfall.providers import trace
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -34,6 +36,27 @@ def test_controller_takes_in_every_token_of_the_intake_benchmark(
     intake = load("intake", monkeypatch)
     taken = asyncio.run(intake.in_process(tmp_path, workers=3, each=4, count=2, rounds=2, journaled=True))
     assert taken.tok_per_s > 0
+
+
+def test_defaults_of_the_cost_model_are_a_fit_that_predicts_held_out_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_fit = load("plan_fit", monkeypatch)
+    fitted, used = plan_fit.fit(), Efficiency()
+    assert {f.name for f in fields(used)} == {f.name for f in fields(fitted)}
+    for name, value in asdict(used).items():
+        assert value == (pytest.approx(getattr(fitted, name), rel=1e-5) if isinstance(value, float) else value)
+    for share in (used.weights, used.kv, used.decode, used.prefill, used.train):
+        assert 0 < share <= 1
+    done = plan_fit.held_out()
+    assert used.held_out == ", ".join(f"{part} {error:.0%}" for part, error in done.by_part().items())
+    by_part: dict[str, list[float]] = {}
+    for p in done.predictions:
+        by_part.setdefault(p.row.part, []).append(abs(p.error))
+    assert len(done.predictions) >= 15
+    assert max(by_part["decode"]) < 0.06
+    assert max(by_part["rollout"]) < 0.10
+    assert max(by_part["train"]) < 0.13
+    assert done.mean < 0.13
+    assert max(by_part["publish"]) < 1.0  # one row is fitted: its fixed part cannot be known
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.plan import command, report
-from windfall.plan.model import cluster, cost_model, devices, measured
+from windfall.plan.model import cluster, cost_model, devices
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.workload import MODELS, Workload, model
 from windfall.plan.run import recipe
 from windfall.plan.search import planner
@@ -27,7 +28,7 @@ MARKET = SpotMarket(losses_per_h=LOSSES_PER_H, assumed=True)
 
 def request(text: str, **keys: Any) -> Request:
     keys = {"work": WORK, "spot": MARKET, **keys}
-    return Request(cluster=cluster.from_text(text), efficiency=measured.efficiency(), **keys)
+    return Request(cluster=cluster.from_text(text), efficiency=Efficiency(), **keys)
 
 
 def plan_choices() -> Any:
@@ -127,8 +128,8 @@ def test_trainers_own_engine_is_planned_where_it_fits_and_helps() -> None:
     assert recipe.write(on, asked, None).fleet.local
     assert not recipe.write(off, asked, None).fleet.local
     large = replace(WORK, shape=MODELS["Qwen3-32B"])
-    trained = cost_model.fsdp(large, devices.find("H200"), 8, 8, 1e9, measured.efficiency())
-    assert cost_model.own_engine(large, trained, 8, measured.efficiency()) is None
+    trained = cost_model.fsdp(large, devices.find("H200"), 8, 8, 1e9, Efficiency())
+    assert cost_model.own_engine(large, trained, 8, Efficiency()) is None
 
 
 def test_boots_after_losses_lower_what_a_spot_machine_is_good_for() -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from windfall import recipe as config
 from windfall.events.log import read
-from windfall.plan.model import cluster, measured
+from windfall.plan.model import cluster
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.run import recipe, review
 from windfall.plan.search import planner
@@ -68,7 +69,7 @@ def test_a_run_is_advised_when_its_spot_worker_is_too_dear(here: Path, cpu: Modu
     data = tomllib.loads(cpu.CLUSTER)
     device = {"memory_gb": 16, "bandwidth_gb_per_s": 20, "tflops": 0.1, "link_gb_per_s": 1}
     made = cluster.parse({**data, "device": [{"name": "cpu", **device, **rows}]}, "cluster.toml")
-    asked = Request(cluster=made, work=recipe_workload(base), efficiency=measured.efficiency(), objective="cost")
+    asked = Request(cluster=made, work=recipe_workload(base), efficiency=Efficiency(), objective="cost")
     own, spot = made.kinds()
     plan = planner.fixed(asked, "cpu", 1, {(own, 1): 1, (spot, 1): 1})
     assert plan is not None

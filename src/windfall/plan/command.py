@@ -17,8 +17,9 @@ from windfall.errors import WindfallError, nearest
 from windfall.events.log import Event, read
 from windfall.plan import report
 from windfall.plan.model import cluster as clusters
-from windfall.plan.model import devices, measured
+from windfall.plan.model import devices
 from windfall.plan.model.cluster import Cluster, Links, Machine
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.devices import Gpu, PriceList, Terms
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.model.workload import Workload
@@ -78,7 +79,7 @@ def main(
     if objective == "deadline" and deadline <= 0:
         raise WindfallError("the objective needs a time", where="--deadline", fix="Give the hours: --deadline 12.")
     request = Request(
-        cluster=made, work=work, efficiency=measured.efficiency(), objective=objective, budget_usd_per_h=usd,  # pyright: ignore
+        cluster=made, work=work, efficiency=Efficiency(), objective=objective, budget_usd_per_h=usd,  # pyright: ignore
         deadline_h=deadline if objective == "deadline" else 0.0, spot=_spot(spot, base.sim.boot_s), top=top,
     )  # fmt: skip
     found = best(request, base, simulate=simulate)

@@ -39,7 +39,7 @@ from windfall.serve.slo import (
     slack_s,
     steps_allowed,
 )
-from windfall.serve.step_time import StepShape, StepTime
+from windfall.step_time import LearnedStepTime
 from windfall.types import Chunk, Request
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Host:
         """`engine`: the engine of serving, whose pages are in the arena. `max_rows`: rows of its largest step."""
         self.engine, self.arena, self.objectives, self._max_rows = engine, arena, objectives, max_rows
         self.policy = MemoryPolicy(arena.blocks.layout.count)
-        self.serving_time, self.rollout_time = StepTime(), StepTime()
+        self.serving_time, self.rollout_time = LearnedStepTime(), LearnedStepTime()
         self.metrics = ServeMetrics()
         self.rollout: RolloutTenant | None = None
         self.failed: BaseException | None = None
@@ -259,7 +259,7 @@ class Host:
         now_s = self._clock()
         took_s = engine.device_s or now_s - began_s
         self.metrics.serving_seconds += took_s
-        self.serving_time.observe(StepShape(*engine.last_step), took_s / engine.last_steps)
+        self.serving_time.observe(took_s / engine.last_steps, *engine.last_step)
         if self.rollout is not None and self.rollout.evicted > evicted:  # serving took blocks in use
             self.policy.taken(self.arena.blocks.held(ROLLOUT))
         for chunk in chunks:
@@ -290,7 +290,7 @@ class Host:
 
     def adopt(self, tenant: RolloutTenant) -> None:
         assert self.rollout is None, "there is a rollout tenant already"
-        self.rollout, self.rollout_time = tenant, StepTime()
+        self.rollout, self.rollout_time = tenant, LearnedStepTime()
         self.begin_step()
 
     def drop_rollout(self, tenant: RolloutTenant) -> None:
@@ -321,7 +321,7 @@ class Host:
             began_s, short = self._clock(), bool(len(self.engine))
             made = tenant.advance(rows, steps, depth=AHEAD, short=short, prefill=prefill)
             took_s = tenant.device_s or self._clock() - began_s
-            self.rollout_time.observe(StepShape(*tenant.last_step), took_s / tenant.last_steps)
+            self.rollout_time.observe(took_s / tenant.last_steps, *tenant.last_step)
             self.metrics.rollout_seconds += took_s
             self.metrics.rollout_tokens += made
         self.metrics.returned("memory", tenant.return_evicted())
@@ -400,7 +400,7 @@ def _engine_failed() -> WindfallError:
     return WindfallError("the engine has failed", fix="Try again: the server restarts.")
 
 
-def ahead_s(engine: Any, time: StepTime) -> float:
+def ahead_s(engine: Any, time: LearnedStepTime) -> float:
     """Predicted time of the launches in flight."""
     return sum(time.upper_s(*shape) * steps for shape, steps in engine.launched)
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from windfall.controller.scheduling.balance import WorkerLoad, place
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.step_time import StepTime
 
-FAST = Profile(fixed_s=0.010, each_s=0.0001)
-CROWDED = Profile(fixed_s=1e-9, each_s=0.001)  # a batch of twice the size takes twice as long
+FAST = StepTime(fixed_s=0.010, each_s=0.0001)
+CROWDED = StepTime(fixed_s=1e-9, each_s=0.001)  # a batch of twice the size takes twice as long
 
 
 @st.composite
@@ -25,7 +25,7 @@ def fleets(draw: st.DrawFn, most: int = 6, measured: bool = False) -> list[Worke
         profile = None
         if measured:
             each = draw(st.sampled_from([0.0001, 0.001, 0.01]))
-            profile = Profile(fixed_s=draw(st.sampled_from([0.0001, 0.01, 0.04, 0.1])), each_s=each)
+            profile = StepTime(fixed_s=draw(st.sampled_from([0.0001, 0.01, 0.04, 0.1])), each_s=each)
         loads.append(WorkerLoad(worker=f"w{n}", running=draw(st.integers(0, slots)), slots=slots, profile=profile))
     return loads
 

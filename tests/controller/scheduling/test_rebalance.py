@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from windfall.controller.scheduling.balance import WorkerLoad
 from windfall.controller.scheduling.rebalance import MARGIN, Move, Running, rebalance
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.step_time import StepTime
 
-ENGINE = Profile(fixed_s=0.010, each_s=0.0001)
+ENGINE = StepTime(fixed_s=0.010, each_s=0.0001)
 Fleet = dict[str, tuple[WorkerLoad, list[Running]]]
 
 
-def fleet(*workers: tuple[Profile | None, int, int], context: int = 500, waiting: int = 0) -> Fleet:
+def fleet(*workers: tuple[StepTime | None, int, int], context: int = 500, waiting: int = 0) -> Fleet:
     """Workers as (profile, running, slots). At the first worker, `waiting` of the running responses wait."""
     out: Fleet = {}
     for n, (profile, running, slots) in enumerate(workers):

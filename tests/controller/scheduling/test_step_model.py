@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from windfall.controller.scheduling.fleet_speed import FleetSpeed, StepRates
-from windfall.controller.scheduling.step_model import PARTS, Progress, StepModel
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.controller.scheduling.step_model import PARTS, FleetSpeed, Progress, StepModel, StepRates
+from windfall.step_time import StepTime
 
-LOCAL = FleetSpeed.of(Profile(fixed_s=100 / 40_000, each_s=1 / 40_000))
-ONE = Profile(fixed_s=100 / 10_000, each_s=1 / 10_000)
-READS = Profile(fixed_s=100 / 10_000, each_s=21e-5, context_s=2e-7, context=1000)
+LOCAL = FleetSpeed.of(StepTime(fixed_s=100 / 40_000, each_s=1 / 40_000))
+ONE = StepTime(fixed_s=100 / 10_000, each_s=1 / 10_000)
+READS = StepTime(fixed_s=100 / 10_000, each_s=21e-5, context_s=2e-7, usual_context=1000)
 """Most of the time per token is spent reading the context."""
 
 
@@ -102,7 +101,7 @@ def test_best_seed_time_is_as_good_as_brute_force(step: Step, workers: int) -> N
 
 
 @pytest.mark.parametrize("profile", [ONE, READS], ids=["plain", "context"])
-def test_step_with_a_late_fleet_predicts_a_step_with_the_fleet_from_the_start(step: Step, profile: Profile) -> None:
+def test_step_with_a_late_fleet_predicts_a_step_with_the_fleet_from_the_start(step: Step, profile: StepTime) -> None:
     """The model uses the workers at each moment, not their mean over the step, which is lower than their final
     number."""
     rates = replace(

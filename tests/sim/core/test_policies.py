@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from windfall.controller.scheduling import seed_time as offload
-from windfall.sim.core.service import Service
+from windfall.step_time import StepTime
 
 Simulated = Callable[..., Any]
 LONG = {
@@ -28,7 +28,7 @@ def test_speeds_are_learned_despite_granules_and_context(simulated: Simulated) -
     )  # fmt: skip
     devices, granule = done.dispatch.placement.speeds._devices, 15
     for device, name in (("simulated", "worker"), ("simulated trainer of the trainer", "trainer")):
-        true, figures = Service(**LONG[name]), devices._devices[device].fit
+        true, figures = StepTime(**LONG[name]), devices._devices[device].fit
         fixed_s, each_s, behind_s = (f / granule for f in figures)
         assert fixed_s == pytest.approx(true.fixed_s, rel=0.15)
         assert behind_s / granule == pytest.approx(true.context_s, rel=0.15)

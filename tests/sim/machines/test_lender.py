@@ -10,9 +10,9 @@ import pytest
 from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.sim.core import run, scenario, serving_load
-from windfall.sim.core.service import Service
 from windfall.sim.machines.lender import SimLender, learned
 from windfall.sim.report.figures import Figures, figures
+from windfall.step_time import StepTime
 
 SPEED = {"fixed_s": 0.01, "each_s": 0.0003, "prefill_s": 0.00002, "context_s": 1e-8}
 LENDERS = {
@@ -132,7 +132,7 @@ def test_wrong_settings_are_errors_that_name_the_key(keys: dict[str, Any], where
 
 
 def test_learned_step_times_are_those_of_the_formula() -> None:
-    service = Service(fixed_s=0.01, each_s=0.0002, context_s=2e-8)
+    service = StepTime(fixed_s=0.01, each_s=0.0002, context_s=2e-8)
     estimate = learned(service)
     for batch, context in ((1, 500), (40, 80_000), (200, 300_000)):
-        assert estimate.predict_s(batch, context) == pytest.approx(service.step_s(batch, 0, context), rel=0.02)
+        assert estimate.predict_s(batch, context) == pytest.approx(service.step_s(batch, context), rel=0.02)

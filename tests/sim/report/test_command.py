@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from windfall import recipe as config
 from windfall.errors import WindfallError
 from windfall.run import cli
-from windfall.sim.calibrate.fit import SPECS, StepTime, held_out_errors, line, scaled
+from windfall.sim.calibrate.fit import held_out_errors
 from windfall.sim.core.scenario import build, read_lengths
-from windfall.sim.core.service import Service
 from windfall.sim.report import variants
+from windfall.step_time import StepPoint, StepTime, fit
 
 HARVEST = str(Path(__file__).parent.parent.parent.parent / "recipes" / "sim-harvest.toml")
 QUICK = ["--set", "run.steps=3", "--set", "rollout.groups=8", "--set", "sim.skip_steps=1"]
@@ -136,9 +136,6 @@ def test_benchmark_file_is_fitted_and_its_rollouts_predicted(tmp_path: Path) -> 
         assert key in out
     predicted = 64 * 256 / (256 * 0.00264 + 64 * 128 / 200_000)
     assert f"held out: 64 x 128 in, 256 out: {predicted:,.0f} tok/s, measured 20,000" in out
-    out = run_sim("calibrate", str(path), "--gpu", "H200", "--to", "H100")
-    assert "not measured" in out
-    assert f"fixed_s = {0.002 * 4.8 / 3.35:.6g}" in out
 
 
 def test_engine_that_slows_down_and_kv_cache_reads_are_fitted(tmp_path: Path) -> None:
@@ -161,7 +158,7 @@ def test_engine_that_slows_down_and_kv_cache_reads_are_fitted(tmp_path: Path) ->
     assert "held out: 16 x 8, 512 in" in out
     assert "held out: 1024" not in out, "this case was fitted"
     kept = {line.split(" = ")[0]: float(line.split(" = ")[1]) for line in out.splitlines() if " = " in line}
-    assert Service(**kept).step_s(1024, context=1024 * 272) == pytest.approx(step_ms(1024) / 1e3)
+    assert StepTime(**kept).step_s(1024, context=1024 * 272) == pytest.approx(step_ms(1024) / 1e3)
 
 
 def test_log_of_a_run_reproduces_its_service_times(tmp_path: Path) -> None:
@@ -192,20 +189,11 @@ def test_file_without_measurements_is_rejected(tmp_path: Path, text: str) -> Non
 
 
 def test_fit_is_never_negative() -> None:
-    assert line([StepTime(1, 0.01), StepTime(100, 0.005)]).each_s > 0, "faster with a larger batch: fitted as flat"
-    assert line([StepTime(1, 0.001), StepTime(100, 0.2)]).fixed_s > 0
-    assert line([StepTime(8, 0.5)]) == Service(fixed_s=0.5, each_s=pytest.approx(0.5e-4))
-    assert "held out: nothing" in held_out_errors([StepTime(1, 1.0), StepTime(2, 2.0)])
-
-
-def test_scaled_times_stay_in_their_range() -> None:
-    service = Service(fixed_s=0.01, each_s=1e-4, prefill_s=1e-5, train_s=1e-4, context_s=1e-8, update_s=1.0)
-    for target in SPECS:
-        low, middle, high = scaled(service, "H100", target)
-        for name in ("fixed_s", "each_s", "prefill_s", "train_s", "context_s", "update_s"):
-            assert getattr(low, name) < getattr(middle, name) < getattr(high, name)
-    with pytest.raises(WindfallError, match="H1000"):
-        scaled(service, "H1000", "L4")
+    flat = fit([StepPoint(1, 0.01), StepPoint(100, 0.005)], 1e-4)
+    assert flat.each_s == pytest.approx(1e-4 * flat.fixed_s), "faster with a larger batch: fitted as flat"
+    assert fit([StepPoint(1, 0.001), StepPoint(100, 0.2)], 1e-4).fixed_s > 0
+    assert fit([StepPoint(8, 0.5)], 1e-4).step_s(8) == pytest.approx(0.5)
+    assert "held out: nothing" in held_out_errors([StepPoint(1, 1.0), StepPoint(2, 2.0)])
 
 
 def test_small_recipe_is_valid(recipe: Callable[..., config.Recipe]) -> None:

@@ -21,8 +21,8 @@ from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import Member, WorkerState
 from windfall.controller.scheduling.seed_time import StepMeasurement
 from windfall.controller.scheduling.wait_share import wanted_workers
-from windfall.controller.scheduling.worker_speed import Profile
 from windfall.controller.scheduling.worker_value import NOT_YET, Advice, RunMeasurements, WorkerKind, advise
+from windfall.step_time import StepTime
 from windfall.types import LOCAL, Lease
 
 KINDS = 16
@@ -41,7 +41,7 @@ class _KindMeasurement:
     """Tokens per second of one worker while it has work; time spent on pulls is included."""
     boot_s: float = 0.0
     """Seconds from the start of a worker until it is ready, including its first pull."""
-    profile: Profile | None = None
+    profile: StepTime | None = None
     slots: int = 0
 
 
@@ -64,7 +64,7 @@ class Advisor:
         self._tokens = self._train = self._local = 0.0
         """Averages: tokens per step, tokens per second of training, tokens per second of the trainer's engine."""
         self._kinds: dict[str, _KindMeasurement] = {}
-        self._local_profile: Profile | None = None
+        self._local_profile: StepTime | None = None
         self._used: set[str] = set()
         """The lenders that the last step used."""
 

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.fleet_speed import FleetSpeed
 from windfall.controller.scheduling.members import Member, WorkerState
 from windfall.controller.scheduling.rlboost import RLBoostSeeding
 from windfall.controller.scheduling.seed_time import (
@@ -39,7 +38,7 @@ from windfall.controller.scheduling.seed_time import (
     SeedPlan,
     StepMeasurement,
 )
-from windfall.controller.scheduling.step_model import Progress
+from windfall.controller.scheduling.step_model import FleetSpeed, Progress
 from windfall.events.log import EventLog
 from windfall.types import LOCAL
 

@@ -29,12 +29,13 @@ import msgspec
 from windfall.controller.ledger.ledger import Ledger, LedgerEntry, room
 from windfall.controller.scheduling import rlboost
 from windfall.controller.scheduling.balance import WorkerLoad, place
-from windfall.controller.scheduling.fleet_speed import FleetSpeed
 from windfall.controller.scheduling.members import Member
 from windfall.controller.scheduling.rebalance import Running, rebalance
+from windfall.controller.scheduling.step_model import FleetSpeed
 from windfall.controller.scheduling.turn_routing import NextTurn, route
 from windfall.controller.scheduling.turns import Turns
-from windfall.controller.scheduling.worker_speed import Profile, WorkerSpeeds
+from windfall.controller.scheduling.worker_speed import WorkerSpeeds
+from windfall.step_time import StepTime
 
 PREFILL_SHARE = 0.1
 """If more than this share of a worker's tokens must be prefilled again, ignore its step times: they measure prefill,
@@ -90,7 +91,7 @@ class Placement:
 
     def fleet_speed(self, members: Iterable[Member]) -> FleetSpeed | None:
         """The combined speed of these workers; None if the speed of one is not known, or if there are no workers."""
-        counts: dict[Profile, int] = {}
+        counts: dict[StepTime, int] = {}
         slots = 0
         for member in members:
             profile = self.speeds.profile(member.id)

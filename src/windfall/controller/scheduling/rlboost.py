@@ -29,8 +29,11 @@ from dataclasses import dataclass, field
 from windfall.controller.scheduling.balance import WorkerLoad
 from windfall.controller.scheduling.rebalance import Held, Move, Running
 from windfall.controller.scheduling.seed_time import GENERATE_ALL, RemoteFleet, SeedingPolicy, SeedPlan, StepMeasurement
+from windfall.step_time import StepTime
 
 THETA = 8
+KNEE = 0.8
+"""Share of the highest throughput that defines the knee."""
 SAME = 1e-3
 """Mean numbers of workers that differ by less than this count as equal; the difference is a rounding error."""
 
@@ -65,6 +68,15 @@ class RLBoostSeeding(SeedingPolicy):
         self.seed_s = self.memory.get(fleet.workers, self.seed_s)
         why = f"from the imbalance of earlier steps, {fleet.workers} workers"
         return SeedPlan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
+
+
+def knee(time: StepTime) -> int:
+    """The batch size with 0.8 of the highest throughput of any batch; twice this size gives a ninth more.
+
+    >>> knee(StepTime(fixed_s=0.002, each_s=0.00001))
+    800
+    """
+    return max(1, round(KNEE / (1 - KNEE) * time.fixed_s / time.each_s))
 
 
 def select(
@@ -112,10 +124,9 @@ def select(
 def balance(loads: Sequence[WorkerLoad], held: Held) -> list[Move]:
     """Algorithm 2, rebalancing.
 
-    >>> from windfall.controller.scheduling.worker_speed import Profile
-    >>> profile = Profile(fixed_s=0.004, each_s=0.002)
+    >>>     >>> profile = StepTime(fixed_s=0.004, each_s=0.002)
     >>> loads = [WorkerLoad(worker=w, running=n, slots=99, profile=profile) for w, n in (("a", 10), ("b", 0))]
-    >>> profile.knee, [m.id for m in balance(loads, lambda w: [Running(id=f"{i}/0", context=5) for i in range(10)])]
+    >>> knee(profile), [m.id for m in balance(loads, lambda w: [Running(id=f"{i}/0", context=5) for i in range(10)])]
     (8, ['0/0', '1/0'])
     """
     if len(loads) < 2:
@@ -129,7 +140,7 @@ def balance(loads: Sequence[WorkerLoad], held: Held) -> list[Move]:
     busiest = max(loads, key=lambda load: load.running)
     if idle is None or busiest.profile is None:
         return []
-    above = max(0, busiest.running - busiest.profile.knee)
+    above = max(0, busiest.running - knee(busiest.profile))
     return _moves(busiest, idle, held(busiest.worker)[: min(above, idle.slots)])
 
 

@@ -31,8 +31,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from windfall.controller.scheduling.fleet_speed import FleetSpeed, StepRates
-from windfall.controller.scheduling.step_model import START, Progress, StepModel
+from windfall.controller.scheduling.step_model import START, FleetSpeed, Progress, StepModel, StepRates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.step_time import StepTime
 
 MIN_GAIN = 0.03
 MIN_STEPS = 2
@@ -57,7 +57,7 @@ class RunMeasurements:
     """None: not known."""
     local_tok_per_s: float = 0.0
     """Tokens per second of the trainer's own engine; 0: it has none."""
-    local_profile: Profile | None = None
+    local_profile: StepTime | None = None
     responses: int = 0
     """Number of responses in a step; 0: rates do not depend on the number of workers."""
     overlap: bool = True
@@ -85,7 +85,7 @@ class WorkerKind:
     """Seconds until a new worker is ready."""
     losses_per_h: float = 0.0
     """Losses per worker and hour."""
-    profile: Profile | None = None
+    profile: StepTime | None = None
     slots: int = 0
     """Responses that a worker can run at once; 0: any number."""
     max_count: int = 64
@@ -121,7 +121,7 @@ class Advice:
     """From 0 workers to a few more than `count` and `now`."""
 
 
-def _batch_factor(profile: Profile | None, slots: int, responses: int, engines_now: int, engines: int) -> float:
+def _batch_factor(profile: StepTime | None, slots: int, responses: int, engines_now: int, engines: int) -> float:
     """The factor by which an engine's rate changes when `engines`, not `engines_now`, share the responses."""
     if profile is None or not responses:
         return 1.0

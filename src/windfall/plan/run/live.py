@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 from windfall.errors import WindfallError, last_line
 from windfall.events.log import Event, EventLog
 from windfall.plan.model import cluster as clusters
-from windfall.plan.model import devices, measured
+from windfall.plan.model import devices
 from windfall.plan.model.cluster import Cluster, Kind, Machine
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.model.workload import Workload
 from windfall.plan.run import run_log
@@ -107,7 +108,7 @@ class Situation:
         work = run_log.with_lengths(replace(self._work, steps=max(1, now.steps_left)), now.lengths)
         hours = max(1e-3, self.plan.deadline_h - now.hours_used) if self.plan.deadline_h else 0.0
         return Request(
-            cluster=self._present(now), work=work, efficiency=measured.efficiency(), objective=self.plan.objective,
+            cluster=self._present(now), work=work, efficiency=Efficiency(), objective=self.plan.objective,
             budget_usd_per_h=self.plan.budget_usd_per_h or float("inf"), deadline_h=hours, top=1,
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.plan.model import cluster as clusters
-from windfall.plan.model import measured
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.run import run_log
 from windfall.plan.run.recipe import simulate
@@ -84,7 +84,7 @@ def with_own_times(recipe: Recipe, events: Sequence[Event]) -> Part | None:
         return None
     work = run_log.with_lengths(recipe_workload(recipe), seen.lengths, seen.prompt_tokens)
     cluster = run_log.with_speeds(clusters.parse(plan.cluster, "plan.cluster"), seen, work)
-    request = Request(cluster=cluster, work=work, efficiency=measured.efficiency())
+    request = Request(cluster=cluster, work=work, efficiency=Efficiency())
     counts = {
         (kind, w.gpus): w.count for w in plan.workers for kind in cluster.kinds()
         if (kind.lease, round(w.gpus * kind.usd_per_h, 4)) == (w.lease, w.price_usd_per_h) and w.device == kind.gpu.name
@@ -119,7 +119,7 @@ def parts(recipe: Recipe, events: Sequence[Event]) -> list[Part]:
             continue
         busiest = max(points, key=lambda p: p.weight * p.batch)
         context = busiest.batch * (recipe.sim.prompt_tokens + mean / 2)
-        step_s = service(mine[0].worker, "plan.workers").step_s(busiest.batch, 0, context)
+        step_s = service(mine[0].worker, "plan.workers").step_s(busiest.batch, context)
         out.append(Part(f"engine step, {kind}, batch {busiest.batch:.0f}", step_s * 1e3, busiest.step_s * 1e3, "ms"))
     pulled = [e["s"] for e in events if e["name"] == "worker_ready" and e.get("version", 0) > 0 and e.get("s", 0) > 0]
     if pulled:

@@ -17,7 +17,7 @@ from windfall.plan.model.cluster import Cluster, Machine
 from windfall.plan.model.cost_model import LINK_SHARE
 from windfall.plan.model.workload import Workload
 from windfall.sim.calibrate import event_log
-from windfall.sim.core.service import Service
+from windfall.step_time import StepTime
 from windfall.types import LOCAL
 
 
@@ -39,16 +39,16 @@ def same_kind(found: str, *, device: str, lease: str, usd_per_h: float) -> bool:
 class RunSpeeds:
     """Measured times of one run."""
 
-    workers: dict[str, Service]
+    workers: dict[str, StepTime]
     """Step times of an engine by kind, with prefill and context included."""
-    trainer: Service | None
+    trainer: StepTime | None
     trainer_device: str
     lengths: tuple[int, ...]
     prompt_tokens: float
     weights_s: float = 0.0
     """Median seconds from an offer of new weights until a worker holds them; a worker's first pull is longer."""
 
-    def worker(self, machine: Machine) -> Service | None:
+    def worker(self, machine: Machine) -> StepTime | None:
         price = 0.0 if machine.lease == "borrowed" else machine.kind.usd_per_h
         for kind, service in self.workers.items():
             if same_kind(kind, device=machine.gpu.name, lease=machine.lease, usd_per_h=price):
@@ -71,7 +71,7 @@ def speeds(events: Sequence[Event], where: str) -> RunSpeeds:
     ranks = len(str(start.get("rank_pids", "")).split())
     trainer = None
     if trained is not None and ranks <= 1:  # the times of several ranks do not say what one of them does
-        trainer = Service(fixed_s=1e-9, each_s=0.0, **trained._asdict())
+        trainer = StepTime(fixed_s=1e-9, each_s=0.0, **trained._asdict())
     services = event_log.services(steps, None)
     pulls = [e["s"] for e in events if e["name"] == "worker_ready" and e.get("version", 0) > 0 and e.get("s", 0) > 0]
     return RunSpeeds(

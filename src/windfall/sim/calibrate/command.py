@@ -19,31 +19,26 @@ from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.sim.calibrate import event_log
-from windfall.sim.calibrate.fit import held_out_errors, scaled
+from windfall.sim.calibrate.fit import held_out_errors
 from windfall.sim.calibrate.gpu import from_benchmark
-from windfall.sim.core.service import Service
+from windfall.step_time import StepTime
 from windfall.types import LOCAL
 
 FIX = "Give events.jsonl of a run, its folder, or the JSON of benchmarks/engine_gpu.py."
 
 
-def main(paths: Sequence[Path], *, gpu: str = "", to: str = "") -> None:
+def main(paths: Sequence[Path]) -> None:
     if not paths:
         raise WindfallError("no file given", where="windfall sim calibrate", fix=FIX)
-    if to and not gpu:
-        raise WindfallError("the measured GPU is not given", where="--to", fix="Name the measured GPU with --gpu.")
     for path in paths:
         print(f"# {path}")
         file = path / "events.jsonl" if path.is_dir() else path
         for name, service, notes in _services(file):
             print("\n".join(f"# {note}" for note in notes))
-            if to:
-                _print_scaled(name, service, gpu, to)
-            else:
-                print(toml(name, service))
+            print(toml(name, service))
 
 
-def _services(path: Path) -> list[tuple[str, Service, list[str]]]:
+def _services(path: Path) -> list[tuple[str, StepTime, list[str]]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -65,10 +60,10 @@ def _services(path: Path) -> list[tuple[str, Service, list[str]]]:
     return services
 
 
-def toml(name: str, service: Service) -> str:
+def toml(name: str, service: StepTime) -> str:
     """The service times as a section of a recipe.
 
-    >>> print(toml("worker", Service(fixed_s=0.01, each_s=0.0001)))
+    >>> print(toml("worker", StepTime(fixed_s=0.01, each_s=0.0001)))
     [sim.worker]
     fixed_s = 0.01
     each_s = 0.0001
@@ -76,18 +71,10 @@ def toml(name: str, service: Service) -> str:
     return "\n".join([f"[sim.{name}]", *(f"{k} = {v:.6g}" for k, v in asdict(service).items() if v)])
 
 
-def _print_scaled(name: str, service: Service, gpu: str, to: str) -> None:
-    low, middle, high = scaled(service, gpu, to)
-    print(f"# scaled from {gpu} to {to} by published memory bandwidth and FLOP/s: not measured")
-    for bound, part in (("from", low), ("to", high)):
-        print(f"# {bound}: " + ", ".join(f"{k} {v:.3g}" for k, v in asdict(part).items() if v))
-    print(toml(name, middle))
-
-
 # from the log of a run
 
 
-def from_log(events: Sequence[Event]) -> list[tuple[str, Service, list[str]]]:
+def from_log(events: Sequence[Event]) -> list[tuple[str, StepTime, list[str]]]:
     steps = event_log.steps_of(events)
     granule = next((e["granule"] for e in events if e["name"] == "start" and "granule" in e), 1)
     numbers = [e["step"] for e in steps]

@@ -1,4 +1,4 @@
-"""Reads from the event log of a run how long its parts took, for the formulas of sim/core/service.py. Pure.
+"""Reads from the event log of a run how long its parts took, for the formulas of step_time.py. Pure.
 
 A log contains the time of an engine step at several batch sizes for every kind of worker (`speeds`), spans of training
 with the optimizer's part, pulls, checkpoints and rewards. It does not separate the cost of prefill and of long contexts
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from windfall.events.log import Event
-from windfall.sim.calibrate.fit import StepTime, line
-from windfall.sim.core.service import Service
+from windfall.sim.calibrate.fit import FLAT
+from windfall.step_time import StepPoint, StepTime, fit
 from windfall.types import LOCAL
 
 UNLIMITED_PER_S = 1e18
@@ -37,12 +37,12 @@ def steps_of(events: Sequence[Event]) -> list[Event]:
     return [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
 
 
-def speeds(steps: Iterable[Event]) -> dict[str, list[StepTime]]:
+def speeds(steps: Iterable[Event]) -> dict[str, list[StepPoint]]:
     """Step times by batch size for each kind of worker, averaged over these steps.
 
     >>> rows = [{"speeds": {"local": [[4.0, 0.1, 2], [40.0, 0.3, 1]]}}, {"speeds": {"local": [[4.0, 0.2, 2]]}}]
     >>> speeds(rows)["local"][0]
-    StepTime(batch=4.0, step_s=0.15000000000000002, weight=4.0)
+    StepPoint(batch=4.0, step_s=0.15000000000000002, weight=4.0)
     """
     sums: dict[str, dict[int, list[float]]] = {}
     for event in steps:
@@ -53,7 +53,7 @@ def speeds(steps: Iterable[Event]) -> dict[str, list[StepTime]]:
                 for n, x in enumerate((batch * windows, step_s * windows, windows)):
                     row[n] += x
     return {
-        kind: sorted(StepTime(b / w, s / w, float(w)) for b, s, w in sizes.values() if w)
+        kind: sorted(StepPoint(b / w, s / w, float(w)) for b, s, w in sizes.values() if w)
         for kind, sizes in sums.items()
     }
 
@@ -112,11 +112,11 @@ def pulls(events: Sequence[Event], until_s: float) -> Pulls:
     )
 
 
-def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Service]:
-    """Service times of every kind of worker in these steps."""
+def services(steps: Sequence[Event], trained: Training | None) -> dict[str, StepTime]:
+    """StepTime times of every kind of worker in these steps."""
     out = {}
     for kind, points in speeds(steps).items():
-        out[kind] = line(points)
+        out[kind] = fit(points, FLAT)
         if kind == LOCAL and trained is not None:
             out[kind] = replace(out[kind], **trained._asdict())
     return out

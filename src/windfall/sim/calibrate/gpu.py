@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from windfall.sim.calibrate.fit import FLAT, StepTime, held_out_errors, line_or_bend
-from windfall.sim.core.service import Service
+from windfall.sim.calibrate.fit import FLAT, held_out_errors, line_or_bend
 from windfall.sim.machines.decode import Decode, DecodeRow
+from windfall.step_time import StepPoint, StepTime
 
 DECODE_CONTEXT = 272.0
 """Average context of a response in the decode cases of benchmarks/engine_gpu.py, in tokens."""
@@ -25,7 +25,7 @@ ROLLOUT = re.compile(r"(\d+) x (\d+) in, (\d+) out")
 GROUP = re.compile(r"(\d+) x 8, (\d+) in, to (\d+) out, mean (\d+)")
 
 
-def from_benchmark(data: dict[str, Any]) -> list[tuple[str, Service, list[str]]]:
+def from_benchmark(data: dict[str, Any]) -> list[tuple[str, StepTime, list[str]]]:
     rows, out = data["figures"], []
     for model, engine in dict.fromkeys((r["model"], r["engine"]) for r in rows):
         own = [r for r in rows if (r["model"], r["engine"]) == (model, engine)]
@@ -33,7 +33,7 @@ def from_benchmark(data: dict[str, Any]) -> list[tuple[str, Service, list[str]]]
         if len(decode) < 2:
             continue
         prefill_s = 1 / max((r["value"] for r in own if r["what"] == "prefill"), default=math.inf)
-        points = sorted(StepTime(_batch(r), r["value"] / 1e3) for r in decode)
+        points = sorted(StepPoint(_batch(r), r["value"] / 1e3) for r in decode)
         notes = [f"{model}, {engine}: {len(points)} batches from {points[0].batch:g} to {points[-1].batch:g}"]
         notes.append(held_out_errors(points, line_or_bend))
         large = [(r, p) for r in own if (p := _large_batch(prefill_s, r)) and p.batch > 1.1 * points[-1].batch]
@@ -51,7 +51,7 @@ def from_benchmark(data: dict[str, Any]) -> list[tuple[str, Service, list[str]]]
     return out
 
 
-def _step_times(points: Sequence[StepTime], floor_s: float) -> tuple[Service, list[str]]:
+def _step_times(points: Sequence[StepPoint], floor_s: float) -> tuple[StepTime, list[str]]:
     """A service with fitted step times, and notes on the fit."""
     fit, notes = line_or_bend(points), []
     context_s = min(floor_s, fit.each_s / DECODE_CONTEXT)
@@ -79,17 +79,17 @@ def _floor_s(decode: Sequence[dict[str, Any]]) -> float:
     return max(0.0, (floors[-1][1] - floors[0][1]) / (floors[-1][0] - floors[0][0]) / DECODE_CONTEXT)
 
 
-def _large_batch(prefill_s: float, row: dict[str, Any]) -> StepTime | None:
+def _large_batch(prefill_s: float, row: dict[str, Any]) -> StepPoint | None:
     """The step time at a large batch, from a rollout whose responses have equal lengths."""
     numbers = ROLLOUT.fullmatch(row["case"]) if row["what"] == "rollout" else None
     if numbers is None:
         return None
     count, prompt, length = map(int, numbers.groups())
     step_s = count / row["value"] - prefill_s * count * prompt / length
-    return StepTime(count, step_s) if step_s > 0 else None
+    return StepPoint(count, step_s) if step_s > 0 else None
 
 
-def _held_out(service: Service, row: dict[str, Any]) -> str:
+def _held_out(service: StepTime, row: dict[str, Any]) -> str:
     """A note with the predicted and measured throughput of a case that was not fitted."""
     case, measured = row["case"], row["value"]
     if row["what"] == "rollout" and (match := ROLLOUT.fullmatch(case)):

@@ -28,7 +28,7 @@ from windfall.sim.chaos.inject import FaultInjector
 from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.chaos.invariants import Invariants, compare
 from windfall.sim.core import run, scenario
-from windfall.sim.core.service import uniform
+from windfall.sim.core.draws import uniform
 
 LAST_EVENTS = 12
 """Number of events shown with a broken invariant."""

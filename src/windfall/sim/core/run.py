@@ -33,9 +33,9 @@ from windfall.errors import WindfallError, run_until_first
 from windfall.events.log import EventLog, Sink
 from windfall.models.text import Text
 from windfall.sim.core import loop as loops
+from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import Scenario
-from windfall.sim.core.service import uniform
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.env import SimEnv, SimText
 from windfall.sim.machines.fleet import SimFleet, Stay

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from windfall.recipe import Recipe
 from windfall.recipe.sections import Sim
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import serving_load
-from windfall.sim.core.service import LogNormalLengths, MeasuredLengths, Service
+from windfall.sim.core.draws import LogNormalLengths, MeasuredLengths
 from windfall.sim.core.serving_load import GeneratedLoad, ServingLoad
 from windfall.sim.core.sessions import SessionShape
 from windfall.sim.core.token_schedule import LengthDistribution
 from windfall.sim.machines import market
 from windfall.sim.machines.decode import simulated
 from windfall.sim.machines.market import MarketRates, Prices
+from windfall.step_time import StepTime
 
 STEPS_PER_MEDIAN = 32
 """Number of simulated tokens in a response of median length, unless the recipe sets `sim.granule`."""
@@ -43,7 +44,7 @@ class MachineKind:
     """One type of worker machine."""
 
     device: str
-    service: Service
+    service: StepTime
     slots: int
     kv_tokens: int
     prices: Prices
@@ -59,7 +60,7 @@ class Scenario:
     """Real tokens that one simulated token stands for."""
     quantum_s: float
     """Workers report tokens at multiples of this time, about as long as a granule takes. 0: when a response ends."""
-    trainer: Service
+    trainer: StepTime
     worker: MachineKind
     """The kind of machine of workers that stay for the whole run."""
     kinds: tuple[MachineKind, ...]
@@ -141,16 +142,15 @@ def scaled(recipe: Recipe, granule: int) -> Recipe:
     return with_keys(recipe, {"rollout": {"max_tokens": max_tokens}, "train": {"micro_tokens": micro_tokens}})
 
 
-def service(keys: dict[str, float], where: str) -> Service:
+def service(keys: dict[str, float], where: str) -> StepTime:
     """Build and check the service times of one machine.
 
     >>> service({"fixed_s": 0.01, "each_s": 0.0001}, "sim.worker").step_s(100)
     0.02
     """
-    known = [f.name for f in fields(Service)]
     for name, value in keys.items():
-        if name not in known:
-            raise WindfallError(f"unknown key {name!r}", where=where, fix=nearest(name, known))
+        if name not in StepTime.KEYS:
+            raise WindfallError(f"unknown key {name!r}", where=where, fix=nearest(name, StepTime.KEYS))
         if not (math.isfinite(value) and value >= 0):
             raise WindfallError(f"{name} is {value}", where=where, fix="Use 0 or more seconds.")
     missing = [n for n in ("fixed_s", "each_s") if not keys.get(n)]
@@ -159,7 +159,7 @@ def service(keys: dict[str, float], where: str) -> Service:
         raise WindfallError(f"{' and '.join(missing)} must be above 0", where=where, fix=fix)
     if where == "sim.trainer" and not keys.get("train_s"):
         raise WindfallError("train_s must be above 0", where=where, fix="Give the seconds per trained token.")
-    return Service(**keys)
+    return StepTime(**keys)
 
 
 def changes(recipe: Recipe) -> list[Change]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from windfall.errors import WindfallError
-from windfall.sim.core.service import standard_normal, uniform
+from windfall.sim.core.draws import standard_normal, uniform
 
 PERIOD_S = 30.0
 

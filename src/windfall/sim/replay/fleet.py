@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 from windfall.events.log import Event
 from windfall.sim.calibrate.event_log import Pulls
+from windfall.sim.core.draws import uniform
 from windfall.sim.core.run import Simulation
-from windfall.sim.core.service import Service, uniform
 from windfall.sim.machines.fleet import Stay
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import SimWorker, WorkerSpec
 from windfall.sim.replay.log import Incident, RecordedWorker
+from windfall.step_time import StepTime
 from windfall.types import LOCAL
 
 JITTER = 0.02
@@ -51,7 +52,7 @@ class ReplayedFleet:
     """Takes the place of a simulation's SimFleet."""
 
     def __init__(
-        self, simulation: Simulation, events: Sequence[Sequence[FleetEvent]], services: Mapping[str, Service],
+        self, simulation: Simulation, events: Sequence[Sequence[FleetEvent]], services: Mapping[str, StepTime],
         pulls: Pulls, start_s: float, seed: int = 0,
     ) -> None:  # fmt: skip
         """`seed`: 0 uses the fitted speeds; any other seed makes each worker a little faster or slower."""
@@ -113,7 +114,7 @@ class ReplayedFleet:
             case _:
                 worker.kill()
 
-    def _service(self, record: RecordedWorker) -> Service:
+    def _service(self, record: RecordedWorker) -> StepTime:
         fitted = self._services[record.kind]
         draw = 2 * uniform(f"{self._seed}/{record.name}/{record.joined_s}") - 1
         return fitted.slower(1 + JITTER * draw) if self._seed else fitted

@@ -87,7 +87,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "colocated": {"changes": []},
     "disaggregated": {"fleet": "local = false"},
     "windfall": {},
-    "Algorithm 1": {"fleet": 'offload = "feedback"\nfirst_seed_s = 3.0'},
     "no seeding": {"techniques": "[techniques]\nseeding = false"},
     "no migration": {"techniques": "[techniques]\nmigration = false"},
     "no balancing": {"techniques": "[techniques]\nbalancing = false"},

@@ -85,7 +85,7 @@ def fit(rows: Sequence[Row] = TABLE_ROWS) -> Efficiency:
     ]  # fmt: skip
     table = np.array(trained)
     table /= table[:, -1:]
-    compute, elementwise = non_negative((table.T @ table).tolist())
+    compute, elementwise = non_negative(table.T @ table)
     e = replace(e, train=1 / max(compute, 1.0), elementwise=elementwise)
     shares = [r.value * matmul_flops(r.shape) / H200.flops for r in rows if r.part == "prefill"]
     published = [StepPoint(VALUE_BYTES * r.shape.parameters, r.value) for r in rows if r.part == "publish"]
@@ -105,7 +105,7 @@ def _fit_decode(rows: list[Row]) -> Efficiency:
     for _ in range(20):
         table = np.array([[*_columns(r, e), r.value] for r in rows])
         table /= table[:, -1:]
-        launch, weights, compute, kv, sample = non_negative((table.T @ table).tolist())
+        launch, weights, compute, kv, sample = non_negative(table.T @ table)
         new = replace(
             e, launch_s=launch, weights=1 / max(weights, 1.0), decode=1 / max(compute, 1.0), kv=1 / max(kv, 1.0),
             sample_s=sample,

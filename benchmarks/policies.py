@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import rlboost_model as rb
+from papers import rlboost
 
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe import Recipe
-from windfall.sim.core import scenario
 from windfall.sim.report import equal_steps, variants
 
 SLOWER = 1.34
@@ -117,7 +117,7 @@ def simulate(case: Case, policies: Sequence[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as place:
         for policy in policies:
             began_s = time.process_time()
-            w = scenario.build(variants.apply(recipe(case), policy))
+            w = rlboost.build(recipe(case), policy)
             if given is not None:
                 w = replace(w, changes=tuple(given))
             runs.append(equal_steps.simulate(w, Path(place) / f"{policy}.jsonl"))
@@ -252,9 +252,10 @@ def options() -> argparse.Namespace:
     for name in args.markets:
         if name not in MARKETS:
             parser.error(f"--markets: unknown market {name!r}; expected one of: {', '.join(MARKETS)}")
+    known = [*rlboost.POLICIES, *variants.VARIANTS]
     for name in args.policies:
-        if name not in variants.VARIANTS:
-            parser.error(f"--policies: unknown policy {name!r}; expected one of: {', '.join(variants.VARIANTS)}")
+        if name not in known:
+            parser.error(f"--policies: unknown policy {name!r}; expected one of: {', '.join(known)}")
     if OWN not in args.policies:
         parser.error(f"--policies: {OWN} is missing; the other policies are compared with it")
     return args

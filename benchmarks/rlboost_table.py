@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import rlboost_model as rb
+from papers import rlboost
 from rlboost_model import MODELS, Assumptions, Model
 
 from windfall.events import log as events
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe import Recipe
-from windfall.sim.core import scenario
-from windfall.sim.report import equal_steps, variants
+from windfall.sim.report import equal_steps
 from windfall.sim.report.figures import Figures
 
 PAPER = {"8B": (1.66, 1.34), "14B": (1.97, 1.49), "32B": (1.51, 1.28)}
@@ -58,7 +58,7 @@ class Bench:
         """The figures of these variants, each with its recipe, over the steps that all of them complete."""
         done = []
         for name, recipe in recipes.items():
-            w = scenario.build(variants.apply(recipe, name))
+            w = rlboost.build(recipe, name)
             if changes is not None and name != "colocated":
                 w = replace(w, changes=tuple(changes))
             done.append(equal_steps.simulate(w, self.folder / f"{name}.jsonl"))
@@ -162,8 +162,8 @@ def ablations(bench: Bench, a: Assumptions, market: dict[str, list[Change]]) -> 
         gains = []
         for changes in market.values():
             held = trace.slots(changes, 2 * count)
-            forgets = with_keys(recipe, fleet={"offload": "feedback-no-memory"})
-            with_it, without = bench.simulate_equal_steps({"rlboost": recipe, "algorithm2": forgets}, held)
+            variants = ("rlboost", "rlboost without memory")
+            with_it, without = bench.simulate_equal_steps(dict.fromkeys(variants, recipe), held)
             gains.append(with_it.tok_per_s / without.tok_per_s)
         print_row("the memory M, tok/s", f"{sum(gains) / len(gains) - 1:+.0%}", "", "+6%")
     for at_s in (100, 200):

@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from papers import rlboost
 from rlboost_model import (
     H100_BYTES,
     H100_BYTES_PER_S,
@@ -47,7 +48,6 @@ from windfall.providers.trace_formats import Change
 from windfall.recipe.sections import SimLenders
 from windfall.sim.core import run, scenario
 from windfall.sim.machines.lender import SimLender
-from windfall.sim.report import variants
 
 PAPER = {
     ("8B", "GRPO"): 1.31, ("8B", "DAPO"): 1.42, ("8B", "over spot"): 1.20,
@@ -149,7 +149,7 @@ class Bench:
     groups: int = 1
     """Groups of a step, as a multiple of the setting's."""
     spot_policy: str = "algorithm2"
-    """How spot workers are used: a name of windfall.sim.report.variants."""
+    """How spot workers are used: a name for papers.rlboost.build."""
     peak: float = PEAK
     """Largest rate of the requests, as a multiple of the mean."""
     max_slowdown: float = MAX_SLOWDOWN
@@ -167,7 +167,7 @@ class Bench:
                 r = scenario.with_keys(r, {"sim": {"lenders": r.sim.lenders.model_copy(update=load)}})
             if where != "lent":
                 r = scenario.with_keys(r, {"sim": {"lenders": None}})
-            w = scenario.build(variants.apply(r, self.spot_policy if where in self.spot else "windfall"))
+            w = rlboost.build(r, self.spot_policy if where in self.spot else "windfall")
             if where in self.spot:
                 w = replace(w, changes=tuple(trace.slots(thinned(self.spot[where], self.scale), s.borrowed // s.gpus)))
             began_s, log = time.perf_counter(), self.folder / "events.jsonl"

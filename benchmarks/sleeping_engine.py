@@ -60,7 +60,7 @@ class SleepingEngine:
         context = 0
         if self._service.context_s:
             context = sum(len(row.request.prompt) + row.generated for row in self._rows.values())
-        self._sleep(self._service.step_s(len(self._rows), self._prefill, context))
+        self._sleep(self._service.step_s(len(self._rows), context) + self._service.prefill_s * self._prefill)
         self._prefill = 0
         return [self._next(id, row) for id, row in list(self._rows.items())]
 

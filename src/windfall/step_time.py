@@ -11,15 +11,12 @@ given in a recipe. All fits minimize the relative error, so that short and long 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-RIDGE = 1e-12
-"""Added to the diagonal of a system of equations. If two columns always change together, each gets half the effect."""
 FORGET = 0.96
 """Weight of steps of the same size when a new one is learned: about the last 25 count. Sizes are powers of two."""
 MIN_WEIGHT = 0.001
@@ -134,53 +131,31 @@ def fit(points: Iterable[StepPoint], min_ratio: float) -> StepTime:
     return StepTime(fixed_s=fixed_s, each_s=each_s)
 
 
-def non_negative(products: Sequence[Sequence[float]]) -> list[float]:
+def non_negative(products: np.ndarray) -> list[float]:
     """The coefficients of the best fit of the last column by the others, with no coefficient below 0.
 
-    `products`: weighted sums of the products of every two columns. Unless the best fit without bounds has no negative
-    coefficient, every subset of columns is tried, with the other coefficients at 0: use this for a few columns only.
+    `products`: weighted sums of the products of every two columns. Every subset of columns is tried, with the other
+    coefficients at 0, so use this only for a few columns.
 
-    >>> rows = [(1.0, batch, 3.0 + 2.0 * batch) for batch in (1, 2, 3)]
-    >>> [round(x, 6) for x in non_negative([[sum(r[i] * r[j] for r in rows) for j in range(3)] for i in range(3)])]
+    >>> rows = np.array([[1.0, batch, 3.0 + 2.0 * batch] for batch in (1, 2, 3)])
+    >>> [round(x, 6) for x in non_negative(rows.T @ rows)]
     [3.0, 2.0]
     """
     count = len(products) - 1
-    columns = [n for n in range(count) if products[n][n] > 0]
     best, found = math.inf, [0.0] * count
-    for size in range(len(columns), 0, -1):
-        for chosen in combinations(columns, size):
-            values = _solve(products, chosen)
-            error = products[count][count] - sum(x * products[n][count] for n, x in zip(chosen, values, strict=True))
-            if min(values) >= 0 and error < best:
-                best, found = error, [0.0] * count
-                for n, value in zip(chosen, values, strict=True):
-                    found[n] = value
-        if size == len(columns) and best < math.inf:
-            break
+    for mask in range(1, 1 << count):
+        columns = [n for n in range(count) if mask >> n & 1]
+        a, b = products[np.ix_(columns, columns)], products[columns, count]
+        scale = np.sqrt(np.diag(a))
+        if not scale.all():  # a column of zeros explains nothing
+            continue
+        x = np.linalg.lstsq(a / np.outer(scale, scale), b / scale, rcond=1e-10)[0] / scale
+        error = float(products[count, count] - 2 * x @ b + x @ a @ x)
+        if (x >= 0).all() and error < best:
+            best, found = error, [0.0] * count
+            for n, value in zip(columns, x.tolist(), strict=True):
+                found[n] = value
     return found
-
-
-def _solve(products: Sequence[Sequence[float]], columns: Sequence[int]) -> list[float]:
-    """The coefficients of the best fit by these columns: Gaussian elimination, with columns scaled to length 1."""
-    last = len(products) - 1
-    scales = [math.sqrt(products[n][n]) for n in columns]
-    rows = [
-        [*(products[n][m] / (a * b) for m, b in zip(columns, scales, strict=True)), products[n][last] / a]
-        for n, a in zip(columns, scales, strict=True)
-    ]
-    size = len(columns)
-    for n, row in enumerate(rows):
-        row[n] += RIDGE
-    for n, row in enumerate(rows):
-        for other in rows[n + 1 :]:
-            factor = other[n] / row[n]
-            for m in range(n, size + 1):
-                other[m] -= factor * row[m]
-    values = [0.0] * size
-    for n in range(size - 1, -1, -1):
-        known = sum(rows[n][m] * values[m] for m in range(n + 1, size))
-        values[n] = (rows[n][size] - known) / rows[n][n]
-    return [value / scale for value, scale in zip(values, scales, strict=True)]
 
 
 class _LearnedKind:
@@ -218,7 +193,7 @@ class _LearnedKind:
             self.time = StepTime(fixed_s=0.0, each_s=seconds / rows)
         elif self.steps <= FIT_EVERY or self.steps % FIT_EVERY == 0:
             products = sum(self._weights[n] * each for n, each in self._products.items())
-            fixed_s, each_s, context_s = non_negative(np.asarray(products).tolist())
+            fixed_s, each_s, context_s = non_negative(np.asarray(products))
             self.time = StepTime(fixed_s=fixed_s, each_s=each_s, context_s=context_s)
 
     def row_s(self, context_per_row: float) -> float:

@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -29,13 +30,16 @@ from windfall.controller.ledger.journal_reader import History, JournalContents, 
 from windfall.controller.ledger.recovery import Recovery, needed
 from windfall.controller.loop import Controller
 from windfall.controller.remote_trainer import RemoteTrainer
+from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.idle_generation import IdleGeneration
-from windfall.controller.rollout.seeding import Seeding, seeding_policy
+from windfall.controller.rollout.seeding import Seeding
 from windfall.controller.rollout.stream import Rollout, Stopped
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.members import Patience
+from windfall.controller.scheduling.placement import Placement
+from windfall.controller.scheduling.seed_time import NoSeeding, PredictedSeeding, SeedingPolicy
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import HeldOut
 from windfall.events.log import Event, EventLog
@@ -53,18 +57,28 @@ ACTIVITY_S = 10.0
 """Seconds between two events `activity`."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policies:
+    """The policies of a controller. A benchmark may replace them by those of a paper, in a simulated run."""
+
+    seeding: Callable[[], SeedingPolicy] = PredictedSeeding
+    placement: type[Placement] = Placement
+    advisor: type[Advisor] = Advisor
+
+
 class ControllerLife:
     """One lifetime of a controller, from its start until it ends or is killed."""
 
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, resumed: bool,
         read_journal: Callable[[Journal, int], Awaitable[JournalContents]] | None = None,
-        on_event: Callable[[Event], None] = lambda event: None,
+        on_event: Callable[[Event], None] = lambda event: None, policies: Policies | None = None,
     ) -> None:  # fmt: skip
         """`on_event`: called with every event that is in the log already. `resumed`: the run was started before.
         `journal`: None if nothing must survive this controller. `read_journal`: reads the journal from a step on; by
         default in a thread."""
         f, t = recipe.fleet, recipe.techniques
+        policies = policies or Policies()
         self.recipe, self.events, self.journal, self._resumed = recipe, events, journal, resumed
         self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
         self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
@@ -83,14 +97,14 @@ class ControllerLife:
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t,
             staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
-            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s, Activity()),
+            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s, Activity()), placement=policies.placement,
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
-        policy = seeding_policy(f.offload if t.seeding else "never", first_s=f.first_seed_s)
+        policy = policies.seeding() if t.seeding else NoSeeding()
         pace = IdleGeneration if recipe.rollout.staleness else Seeding
         self.seeding = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
-        self.report = FleetReport(recipe, self.dispatch, events, generated)
+        self.report = FleetReport(recipe, self.dispatch, events, generated, policies.advisor)
         self.rollout: Rollout | None = None
         self.controller: Controller | None = None
         self.state = CheckpointState(step=0, next_task=0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from windfall.controller.scheduling.rlboost import RLBoostSeeding
+from benchmarks.papers.rlboost import Algorithm1
 from windfall.controller.scheduling.seed_time import PredictedSeeding, RemoteFleet, SeedingPolicy, StepMeasurement
 
 
@@ -78,7 +78,7 @@ def test_fleet_change_is_planned_for_in_the_same_step() -> None:
     assert machine.run(first.seed_s, 1000, 4)[0] <= best * 1.02
 
 
-@pytest.mark.parametrize("policy", [RLBoostSeeding(first_s=3.0), PredictedSeeding()], ids=["feedback", "predict"])
+@pytest.mark.parametrize("policy", [Algorithm1(first_s=3.0), PredictedSeeding()], ids=["feedback", "predict"])
 def test_without_other_workers_seeding_is_unbounded(policy: SeedingPolicy) -> None:
     assert policy.plan(None, RemoteFleet(workers=0, tok_per_s=0)).seed_s == math.inf
     last = StepMeasurement(
@@ -103,7 +103,7 @@ def test_fleet_faster_than_training_needs_no_seeding() -> None:
 @settings(deadline=None)
 @given(waits=st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), min_size=1, max_size=8))
 def test_algorithm_1_as_published(waits: list[tuple[float, float]]) -> None:
-    policy, seed = RLBoostSeeding(first_s=20.0), 20.0
+    policy, seed = Algorithm1(first_s=20.0), 20.0
     for train_wait, remote_wait in waits:
         last = StepMeasurement(
             tokens=1, seed_s=seed, local_tokens=1, train_s=10.0, train_wait_s=train_wait, remote_wait_s=remote_wait,
@@ -116,7 +116,7 @@ def test_algorithm_1_as_published(waits: list[tuple[float, float]]) -> None:
 
 
 def test_algorithm_1_remembers_seed_time_by_fleet_size() -> None:
-    policy = RLBoostSeeding(first_s=10.0)
+    policy = Algorithm1(first_s=10.0)
 
     def after(workers: float, now: int, wait: float) -> float:
         last = StepMeasurement(
@@ -144,4 +144,4 @@ def test_prediction_beats_algorithm_1_when_the_fleet_changes_often() -> None:
             out += took
         return out
 
-    assert total(PredictedSeeding()) < 0.97 * total(RLBoostSeeding(first_s=4.0))
+    assert total(PredictedSeeding()) < 0.97 * total(Algorithm1(first_s=4.0))

@@ -89,8 +89,8 @@ def test_one_batch_size_predicts_the_others() -> None:
     speeds.join("known", "gpu")
     speeds.join("slow", "gpu")
     show(speeds, "known", ENGINE, [8, 64, 128], frames=500)
-    show(speeds, "slow", ENGINE.times(4), [64], frames=16)
-    assert off(speeds, "slow", ENGINE.times(4), [8, 64, 256]) < 1.1
+    show(speeds, "slow", ENGINE.slower(4), [64], frames=16)
+    assert off(speeds, "slow", ENGINE.slower(4), [8, 64, 256]) < 1.1
 
 
 def test_new_worker_is_assumed_like_others_of_its_device_or_like_all() -> None:
@@ -99,21 +99,21 @@ def test_new_worker_is_assumed_like_others_of_its_device_or_like_all() -> None:
     assert speeds.tok_per_s("a", 8) == 0
     for name, device, factor in (("a", "gpu", 1), ("b", "gpu", 1), ("c", "gpu", 1), ("d", "cpu", 10)):
         speeds.join(name, device)
-        show(speeds, name, ENGINE.times(factor), [8, 64, 128], frames=200)
+        show(speeds, name, ENGINE.slower(factor), [8, 64, 128], frames=200)
     for name, device in (("new", "cpu"), ("odd", "tpu")):
         speeds.join(name, device)
-    assert off(speeds, "new", ENGINE.times(10), [16, 100]) < 1.1
+    assert off(speeds, "new", ENGINE.slower(10), [16, 100]) < 1.1
     assert off(speeds, "odd", ENGINE, [16, 100]) < 1.1
     assert off(speeds, "unknown", ENGINE, [16, 100]) < 1.1
     speeds.forget("d")
-    assert off(speeds, "new", ENGINE.times(10), [16, 100]) < 1.1, "the profile of a device outlives its last worker"
+    assert off(speeds, "new", ENGINE.slower(10), [16, 100]) < 1.1, "the profile of a device outlives its last worker"
 
 
 def test_worker_that_becomes_slow_is_slow_at_every_batch_size() -> None:
     speeds = WorkerSpeeds()
     show(speeds, "a", ENGINE, [8, 128, 32], frames=300, noise=0.2)
-    show(speeds, "a", ENGINE.times(10), [32], frames=100, noise=0.2)
-    assert off(speeds, "a", ENGINE.times(10), [8, 32, 128]) < 1.4
+    show(speeds, "a", ENGINE.slower(10), [32], frames=100, noise=0.2)
+    assert off(speeds, "a", ENGINE.slower(10), [8, 32, 128]) < 1.4
     show(speeds, "a", ENGINE, [32], frames=200, noise=0.2)
     assert off(speeds, "a", ENGINE, [8, 32, 128]) < 1.4, "and fast again"
 

@@ -58,11 +58,12 @@ class Dispatch:
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
         vocabulary: int = 1 << 32, techniques: Techniques | None = None, accounts: Accounts | None = None,
         staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt", borrowed_max: int = 64,
+        placement: type[Placement] = Placement,
     ) -> None:  # fmt: skip
         """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe."""
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
-        self.placement = Placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
+        self.placement = placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
         self.journal, self.accounts, self.turns = journal, accounts or Accounts(), self.placement.turns
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events

@@ -1,6 +1,6 @@
 """Runs T_seed: the trainer's own engine generates at the start of a step, then it is paused so that the GPU can train.
 
-scheduling/seed_time.py and scheduling/rlboost.py decide how long T_seed is; this module acts on the decision.
+scheduling/seed_time.py decides how long T_seed is; this module acts on the decision.
 
                  T_seed passed, but nothing is trainable yet (plan.hold)
     begin() ──▶ GENERATING ─────────────────────────────────────────────▶ DUE
@@ -29,15 +29,7 @@ from enum import Enum, auto
 
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.rlboost import RLBoostSeeding
-from windfall.controller.scheduling.seed_time import (
-    NoSeeding,
-    PredictedSeeding,
-    RemoteFleet,
-    SeedingPolicy,
-    SeedPlan,
-    StepMeasurement,
-)
+from windfall.controller.scheduling.seed_time import RemoteFleet, SeedingPolicy, SeedPlan, StepMeasurement
 from windfall.controller.scheduling.step_model import FleetSpeed, Progress
 from windfall.events.log import EventLog
 from windfall.types import LOCAL
@@ -49,17 +41,6 @@ SPEED_CHANGE = 0.1
 REVIEW_S = 0.5
 """Seconds between two comparisons of the plan with new measurements."""
 WITHOUT_LIMIT = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="")
-
-
-def seeding_policy(name: str, *, first_s: float = 150.0) -> SeedingPolicy:
-    """The policy for this value of `fleet.offload`; "never" if `techniques.seeding` is off.
-
-    >>> seeding_policy("predict").plan(None, RemoteFleet(workers=0, tok_per_s=0)).seed_s
-    inf
-    """
-    if name.startswith("feedback"):
-        return RLBoostSeeding(first_s=first_s, remembers=name == "feedback")
-    return NoSeeding() if name == "never" else PredictedSeeding()
 
 
 class Phase(Enum):

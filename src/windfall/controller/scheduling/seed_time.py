@@ -7,10 +7,8 @@
 workers have nothing left to do while the trainer still trains. Without other workers T_seed must be unbounded: the step
 then generates everything and trains afterward.
 
-There are three policies with the same interface:
+There are two policies with the same interface (benchmarks/papers has RLBoost's):
 
-- `rlboost.RLBoostSeeding` is RLBoost's Algorithm 1. It changes T_seed by the imbalance of the last step divided by eta,
-  remembers the T_seed that worked for each fleet size, and bounds the number of instances that are worth having.
 - `PredictedSeeding` computes T_seed. A step has W tokens; local generates L tokens per second; the fleet generates R
   tokens per second once it has pulled the weights (after P seconds); training consumes A tokens per second. If work
   could be split freely, generation and training would end together with

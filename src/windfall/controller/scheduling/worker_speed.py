@@ -277,7 +277,7 @@ class WorkerSpeeds:
         slowdowns = sorted(w.slowdown.log for w in workers)
         device.log_slowdown = slowdowns[len(slowdowns) // 2] if slowdowns else 0.0
         device.refit_in = max(MIN_REFIT_WINDOWS, len(slowdowns))
-        fixed_s, each_s, context_s = non_negative(device.products.tolist())
+        fixed_s, each_s, context_s = non_negative(device.products)
         return StepTime(fixed_s=fixed_s, each_s=each_s, context_s=context_s)
 
     def profile(self, worker: str) -> StepTime | None:

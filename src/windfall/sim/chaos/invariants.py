@@ -299,7 +299,7 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
     bounded = {
         "responses": len(d.ledger.entries), "queued": len(d.ledger.queue), "running": len(d.ledger._running),
         "groups with pages": len(g._prefix_holders), "sessions": len(g.turns._sessions),
-        "responses with a chosen worker": len(g._move_targets),
+        "responses with a chosen worker": len(g.move_targets),
     }  # fmt: skip
     counts = {
         **{name: n for name, n in bounded.items() if n > limit},

@@ -101,7 +101,14 @@ class Simulation:
             journal = Journal(self._journal, settings_digest(recipe), staleness=recipe.rollout.staleness)
         self.controller_starts += 1
         again = self.controller_starts > 1
-        life = ControllerLife(recipe, events, journal, resumed=again, read_journal=self._find)
+        life = ControllerLife(
+            recipe,
+            events,
+            journal,
+            resumed=again,
+            read_journal=self._find,
+            policies=self.scenario.policies,
+        )
         if self._stopping:
             life.stop.set()
         return life

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall import recipe as config
+from windfall.controller.assembly import Policies
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import read
 from windfall.providers import trace
@@ -35,6 +36,7 @@ TRACE_S = 30 * 86400.0
 GENERATED_STAYS = 10_000
 """Number of machine stays in a generated trace if the simulation has no time limit."""
 ONE_TURN = SessionShape()
+OWN_POLICIES = Policies()
 MICRO_TOKENS = 16384
 """Micro-batch size in tokens if the recipe lets the trainer choose."""
 
@@ -73,6 +75,8 @@ class Scenario:
     sessions: SessionShape = ONE_TURN
     serving_load: ServingLoad | None = None
     """The requests of the lenders, if there are any."""
+    policies: Policies = OWN_POLICIES
+    """What the controller decides by."""
 
 
 def build(recipe: Recipe) -> Scenario:

@@ -1,9 +1,9 @@
-"""RLBoost's Algorithms 1 and 2 as published, for comparison with windfall's own policies. Pure.
+"""RLBoost's Algorithms 1 and 2 as published, for comparison with windfall's own policies in simulated runs: set
+`Scenario.policies` to one of POLICIES.
 
-- Algorithm 1 (`RLBoostSeeding`, selected by `fleet.offload = "feedback"`) chooses T_seed. windfall's own policy is
-  seed_time.PredictedSeeding.
-- Algorithm 2 (`select` and `balance`, selected by `techniques.balancing = "algorithm2"`) places and moves responses.
-  windfall's own policies are balance.py and rebalance.py.
+- Algorithm 1 chooses T_seed. It changes T_seed by the imbalance of the last step divided by eta, remembers the T_seed
+  that worked for each fleet size, and bounds the number of instances that are worth having.
+- Algorithm 2 (`select` and `balance`) places and moves responses.
 
     select    Choose the worker with the fewest pending responses among those with fewer than THETA. If there is none,
               hold the response back.
@@ -24,11 +24,19 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+from windfall.controller.assembly import Policies
+from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.scheduling.balance import WorkerLoad
+from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.rebalance import Held, Move, Running
 from windfall.controller.scheduling.seed_time import GENERATE_ALL, RemoteFleet, SeedingPolicy, SeedPlan, StepMeasurement
+from windfall.recipe import Recipe
+from windfall.sim.core import scenario
+from windfall.sim.core.scenario import Scenario
+from windfall.sim.report import variants
 from windfall.step_time import StepTime
 
 THETA = 8
@@ -39,8 +47,8 @@ SAME = 1e-3
 
 
 @dataclass(slots=True)
-class RLBoostSeeding(SeedingPolicy):
-    """Algorithm 1: T_seed follows the imbalance of the last step. It is planned once per step."""
+class Algorithm1(SeedingPolicy):
+    """T_seed follows the imbalance of the last step. It is planned once per step."""
 
     first_s: float = 150.0
     """T_init: T_seed of the first step, in seconds."""
@@ -146,3 +154,33 @@ def balance(loads: Sequence[WorkerLoad], held: Held) -> list[Move]:
 
 def _moves(source: WorkerLoad, target: WorkerLoad, chosen: Sequence[Running]) -> list[Move]:
     return [Move(id=r.id, source=source.worker, target=target.worker, gain_s=0.0, cost_s=0.0) for r in chosen]
+
+
+class Algorithm2(Placement):
+    def __init__(self, ledger: Ledger, *, balancing: bool = True, affinity: bool = True) -> None:
+        del affinity  # the algorithm knows neither prefix caches nor turns
+        super().__init__(ledger, balancing=balancing, affinity=False)
+
+    def choose(
+        self, queued: Sequence[str], loads: Sequence[WorkerLoad], *, backlog: int, coming: int
+    ) -> list[tuple[str, str]]:
+        del backlog
+        return select(queued, loads, coming=coming, move_targets=self.move_targets)
+
+    def moves(self, loads: Sequence[WorkerLoad]) -> list[Move]:
+        return balance(loads, self.held)
+
+
+POLICIES = {
+    "algorithm1": Policies(seeding=Algorithm1),
+    "algorithm2": Policies(placement=Algorithm2),
+    "rlboost": Policies(seeding=Algorithm1, placement=Algorithm2),
+    "rlboost without memory": Policies(seeding=partial(Algorithm1, remembers=False), placement=Algorithm2),
+}
+
+
+def build(recipe: Recipe, name: str) -> Scenario:
+    """The scenario of a recipe with one of POLICIES, or of one of the simulator's own variants."""
+    if name in POLICIES:
+        return replace(scenario.build(recipe), policies=POLICIES[name])
+    return scenario.build(variants.apply(recipe, name))

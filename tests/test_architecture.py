@@ -95,7 +95,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "controller/scheduling/worker_speed.py",
     "controller/scheduling/worker_value.py",
     "controller/scheduling/rebalance.py",
-    "controller/scheduling/seed_time.py",
+    "controller/scheduling/local_time.py",
     "controller/scheduling/placement.py",
     "controller/scheduling/turn_routing.py",
     "controller/scheduling/turns.py",

@@ -17,7 +17,7 @@ import math
 
 from windfall.controller.assembly import Policies
 from windfall.controller.rollout.advisor import Advisor
-from windfall.controller.scheduling.worker_value import NOT_YET, Advice, RunMeasurements, WorkerKind
+from windfall.controller.scheduling.worker_value import NOT_YET, RunMeasurements, WorkerAdvice, WorkerKind
 
 MORE_ABOVE = 0.10
 FEWER_BELOW = 0.05
@@ -46,16 +46,16 @@ class WaitShareAdvisor(Advisor):
 
     def advise(
         self, run: RunMeasurements, kinds: dict[str, WorkerKind], *, wait_s: float, held_s: float, step_s: float
-    ) -> dict[str, Advice]:
+    ) -> dict[str, WorkerAdvice]:
         del run
         if step_s <= 0:
-            return {name: Advice(count=kind.now, now=kind.now, why=NOT_YET) for name, kind in kinds.items()}
+            return {name: WorkerAdvice(count=kind.now, now=kind.now, why=NOT_YET) for name, kind in kinds.items()}
         workers = sum(kind.now for kind in kinds.values())
         wait, held = min(1.0, wait_s / step_s), min(1.0, held_s / step_s)
         more = wanted_workers(workers, wait_share=wait, held_share=held) - workers
         why = f"the trainer waited for {wait:.0%} of the step, and the gate was closed for {held:.0%}"
         return {
-            name: Advice(count=min(kind.max_count, max(0, kind.now + more)), now=kind.now, why=why)
+            name: WorkerAdvice(count=min(kind.max_count, max(0, kind.now + more)), now=kind.now, why=why)
             for name, kind in kinds.items()
         }
 

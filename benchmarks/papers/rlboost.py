@@ -30,9 +30,15 @@ from functools import partial
 from windfall.controller.assembly import Policies
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.scheduling.balance import WorkerLoad
+from windfall.controller.scheduling.local_time import (
+    GENERATE_ALL,
+    LocalPlan,
+    LocalTimePolicy,
+    RemoteFleet,
+    StepMeasurement,
+)
 from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.rebalance import Held, Move, Running
-from windfall.controller.scheduling.seed_time import GENERATE_ALL, RemoteFleet, SeedingPolicy, SeedPlan, StepMeasurement
 from windfall.recipe import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.core.scenario import Scenario
@@ -47,13 +53,13 @@ SAME = 1e-3
 
 
 @dataclass(slots=True)
-class Algorithm1(SeedingPolicy):
+class Algorithm1(LocalTimePolicy):
     """T_seed follows the imbalance of the last step. It is planned once per step."""
 
     first_s: float = 150.0
     """T_init: T_seed of the first step, in seconds."""
     eta: float = 3.0
-    seed_s: float = field(init=False)
+    local_s: float = field(init=False)
     """T_seed in seconds."""
     memory: dict[int, float] = field(default_factory=dict)
     """T_seed by number of workers."""
@@ -62,20 +68,20 @@ class Algorithm1(SeedingPolicy):
     remembers: bool = True
 
     def __post_init__(self) -> None:
-        self.seed_s = self.first_s
+        self.local_s = self.first_s
 
-    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
-        if last is not None and last.workers > 0 and math.isfinite(last.seed_s):
-            self.seed_s = max(0.0, self.seed_s + (last.train_wait_s - last.remote_wait_s) / self.eta)
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
+        if last is not None and last.workers > 0 and math.isfinite(last.local_s):
+            self.local_s = max(0.0, self.local_s + (last.train_wait_s - last.remote_wait_s) / self.eta)
             if last.train_s > 0:
-                self.most_workers = (last.remote_s * last.workers + self.seed_s) / last.train_s
+                self.most_workers = (last.remote_s * last.workers + self.local_s) / last.train_s
             if abs(last.workers - fleet.workers) < SAME and self.remembers:
-                self.memory[fleet.workers] = self.seed_s
+                self.memory[fleet.workers] = self.local_s
         if fleet.workers == 0:
             return GENERATE_ALL
-        self.seed_s = self.memory.get(fleet.workers, self.seed_s)
+        self.local_s = self.memory.get(fleet.workers, self.local_s)
         why = f"from the imbalance of earlier steps, {fleet.workers} workers"
-        return SeedPlan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
+        return LocalPlan(local_s=self.local_s, most_workers=self.most_workers, why=why)
 
 
 def knee(time: StepTime) -> int:
@@ -172,10 +178,10 @@ class Algorithm2(Placement):
 
 
 POLICIES = {
-    "algorithm1": Policies(seeding=Algorithm1),
+    "algorithm1": Policies(local_time=Algorithm1),
     "algorithm2": Policies(placement=Algorithm2),
-    "rlboost": Policies(seeding=Algorithm1, placement=Algorithm2),
-    "rlboost without memory": Policies(seeding=partial(Algorithm1, remembers=False), placement=Algorithm2),
+    "rlboost": Policies(local_time=Algorithm1, placement=Algorithm2),
+    "rlboost without memory": Policies(local_time=partial(Algorithm1, remembers=False), placement=Algorithm2),
 }
 
 

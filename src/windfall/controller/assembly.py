@@ -2,7 +2,7 @@
 
     attend, attend_trainer      one call per authenticated worker or trainer     until its link closes
     steps                       the loop of controller.py                        until the run is finished or stopped
-    tick                        the timer of seeding                             forever
+    tick                        the timer of local_generation                    forever
 
 No sockets, processes or signals: those are in controller/process.py, and windfall.sim uses the same objects in
 virtual time. A killed controller leaves its event log, its journal, the trainer's checkpoint, and workers and a trainer
@@ -34,12 +34,12 @@ from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.idle_generation import IdleGeneration
-from windfall.controller.rollout.seeding import Seeding
+from windfall.controller.rollout.local_generation import LocalGeneration
 from windfall.controller.rollout.stream import Rollout, Stopped
 from windfall.controller.scheduling.admission import Admission
+from windfall.controller.scheduling.local_time import LocalTimePolicy, OnlyWithoutWorkers, PredictedLocalTime
 from windfall.controller.scheduling.members import Patience
 from windfall.controller.scheduling.placement import Placement
-from windfall.controller.scheduling.seed_time import NoSeeding, PredictedSeeding, SeedingPolicy
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import HeldOut
 from windfall.events.log import Event, EventLog
@@ -61,7 +61,7 @@ ACTIVITY_S = 10.0
 class Policies:
     """The policies of a controller. A benchmark may replace them by those of a paper, in a simulated run."""
 
-    seeding: Callable[[], SeedingPolicy] = PredictedSeeding
+    local_time: Callable[[], LocalTimePolicy] = PredictedLocalTime
     placement: type[Placement] = Placement
     advisor: type[Advisor] = Advisor
 
@@ -101,9 +101,9 @@ class ControllerLife:
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
-        policy = policies.seeding() if t.seeding else NoSeeding()
-        pace = IdleGeneration if recipe.rollout.staleness else Seeding
-        self.seeding = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
+        policy = policies.local_time() if t.trainer_generates else OnlyWithoutWorkers()
+        pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
+        self.local_generation = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
         self.report = FleetReport(recipe, self.dispatch, events, generated, policies.advisor)
         self.rollout: Rollout | None = None
         self.controller: Controller | None = None
@@ -134,7 +134,7 @@ class ControllerLife:
         watch_stop = asyncio.create_task(self._interrupt_on_stop(rollout))
         controller = self.controller = Controller(
             recipe=recipe, algorithm=algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
-            trainer=self.trainer, rollout=rollout, pace=self.seeding, events=self.events,
+            trainer=self.trainer, rollout=rollout, pace=self.local_generation, events=self.events,
             connected=self.connected, restore=self.restore, offer=self._offer, saved=self._saved,
             before_update=self._before_update, counters=counters or self.counters, micro_tokens=hello.micro_tokens,
             note_staleness=self.report.note_staleness, evaluated=self._evaluated,
@@ -263,12 +263,12 @@ class ControllerLife:
             accounts.gone(loop.time(), id, heard_s=loop.time())
 
     def counters(self) -> dict[str, Any]:
-        return self.report.counters(self.seeding.last, asyncio.get_running_loop().time())
+        return self.report.counters(self.local_generation.last, asyncio.get_running_loop().time())
 
     async def tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.seeding.tick()
+            self.local_generation.tick()
             if self.controller is not None:
                 self.controller.tick(TICK_S)
 

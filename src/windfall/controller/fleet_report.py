@@ -14,8 +14,8 @@ from windfall import algorithms
 from windfall.controller.cost import prices
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.local_time import StepMeasurement
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.seed_time import StepMeasurement
 from windfall.events.log import Event, EventLog, ForeignLines, scan
 from windfall.events.steady_time import SteadyTime
 from windfall.recipe import Recipe

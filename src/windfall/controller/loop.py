@@ -4,7 +4,7 @@
     generation      stream      tasks become graded groups                   waits for: workers, rewards
                     _admit      open as many tasks as the trainer needs      when a group completes or a version appears
     training        for every step: _step; a checkpoint and an evaluation when due (asynchronous: alongside training)
-    _step           begin       the trainer's own engine may generate too    (rollout/seeding.py, idle_generation.py)
+    _step           begin       the trainer's own engine may generate too    (rollout/local_generation.py)
                     _collect    take groups; train on full micro-batches     waits for: ready groups
                     _update     one or several optimizer updates             waits for: the trainer
                     offer       workers load the new weights
@@ -70,10 +70,11 @@ class AsyncTrainer(Protocol):
 
 
 class Pace(Protocol):
-    """Decides when the trainer generates and when it trains. seeding.Seeding implements it for synchronous
-    training, idle_generation.IdleGeneration for asynchronous training."""
+    """Decides when the trainer generates and when it trains. In controller/rollout, LocalGeneration implements it for
+    synchronous training, and IdleGeneration for asynchronous training."""
 
-    over: asyncio.Event
+    may_train: asyncio.Event
+    """Set while training may begin."""
 
     def begin(self, step: int) -> None: ...
     def begin_evaluation(self) -> None: ...
@@ -312,7 +313,7 @@ class Controller:
             if self.admission.complete:
                 batch.completed(self.admission.ready, pipelined=self._pipelining)
                 return batch
-            if self._pipelining and batch.micro_batches and self.pace.over.is_set():
+            if self._pipelining and batch.micro_batches and self.pace.may_train.is_set():
                 began = _now()
                 batch.early_s += await self._accumulate(batch.hand_over(self.admission.ready))
                 batch.asked_s += _now() - began
@@ -336,18 +337,18 @@ class Controller:
 
     async def _wait_for_groups(self, batch: StepBatch) -> None:
         """Wait for a change or, while the trainer generates, until it stops."""
-        over, began = self.pace.over, _now()
-        training = over.is_set()
+        may_train, began = self.pace.may_train, _now()
+        training = may_train.is_set()
         missing, ready = self.admission.batch - len(self.admission.taken), self.admission.ready
         waits = [asyncio.ensure_future(self._changed.wait())]
         if not training:
-            waits.append(asyncio.ensure_future(over.wait()))
+            waits.append(asyncio.ensure_future(may_train.wait()))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        if training and over.is_set():  # otherwise the trainer has started to generate again
+        if training and may_train.is_set():  # otherwise the trainer has started to generate again
             batch.waited(_now() - began, missing=missing, ready=ready, pipelined=self._pipelining)
 
     @property

@@ -245,7 +245,7 @@ class EngineSection(Section):
 class Techniques(Section):
     """Switches for measuring the benefit of each technique (benchmarks/harvest.py). Otherwise leave all of them on."""
 
-    seeding: bool = True
+    trainer_generates: bool = True
     """Let the trainer's own engine generate at the start of a step. Off: it generates only if there is no other
     worker."""
     migration: bool = True

@@ -1,4 +1,4 @@
-"""Advice from the events of a run: kinds of workers, their rates, losses and prices."""
+"""WorkerAdvice from the events of a run: kinds of workers, their rates, losses and prices."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from windfall.controller.cost import prices
 from windfall.controller.rollout import advisor
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.local_time import StepMeasurement
 from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.seed_time import StepMeasurement
 from windfall.events.log import EventLog
 from windfall.link.messages import Capacity
 from windfall.types import LOCAL, Lease
 
 SPOT = Lease(kind="spot", device="card", price_usd_per_h=5.0)
 STEP = StepMeasurement(
-    tokens=100_000, seed_s=2.0, local_tokens=20_000, train_s=5.0, train_wait_s=0.0, remote_wait_s=0.0, remote_s=5.0,
+    tokens=100_000, local_s=2.0, local_tokens=20_000, train_s=5.0, train_wait_s=0.0, remote_wait_s=0.0, remote_s=5.0,
     workers=1.0,
 )  # fmt: skip
 

@@ -197,7 +197,9 @@ def test_waiting_responses_move_first_even_to_a_slower_worker() -> None:
     assert [m.source for m in moves] == ["w0"]
     assert int(moves[0].id.rpartition("/")[2]) < 3, "one of the waiting responses"
     assert moves[0].target == "w1", "it has one free slot"
-    assert choose(fleet((ENGINE, 20, 64), (ENGINE.slower(1000), 0, 5), waiting=1)) == [], "it ends sooner where it waits"
+    assert choose(fleet((ENGINE, 20, 64), (ENGINE.slower(1000), 0, 5), waiting=1)) == [], (
+        "it ends sooner where it waits"
+    )
 
 
 def test_running_responses_move_after_waiting_ones() -> None:

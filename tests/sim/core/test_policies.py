@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.papers import rlboost
 from windfall.controller.assembly import Policies
-from windfall.controller.scheduling import seed_time as offload
+from windfall.controller.scheduling import local_time as offload
 from windfall.step_time import StepTime
 
 Simulated = Callable[..., Any]
@@ -91,13 +91,17 @@ def test_first_t_seed_is_as_good_as_the_best_constant(
         return next(e["s"] for e in log if (e["kind"], e["name"]) == ("scalar", "step") and e["step"] == 2)
 
     own_s, constant_s = second_s(), list[float]()
-    for seed_s in (3.0, 4.5, 6.0):
-        monkeypatch.setattr(offload.PredictedSeeding, "replan", lambda self, others, now, s=seed_s: planned(others, s))
+    for local_s in (3.0, 4.5, 6.0):
+        monkeypatch.setattr(
+            offload.PredictedLocalTime, "replan", lambda self, others, now, s=local_s: planned(others, s)
+        )
         constant_s.append(second_s())
     assert own_s <= 1.03 * min(constant_s) < max(constant_s)
 
 
-def planned(others: offload.RemoteFleet, seed_s: float) -> offload.SeedPlan:
+def planned(others: offload.RemoteFleet, local_s: float) -> offload.LocalPlan:
     return (
-        offload.SeedPlan(seed_s=seed_s, most_workers=9, why="", hold=True) if others.workers else offload.GENERATE_ALL
+        offload.LocalPlan(local_s=local_s, most_workers=9, why="", hold=True)
+        if others.workers
+        else offload.GENERATE_ALL
     )

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from windfall.controller.cost import prices
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.local_time import StepMeasurement
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.seed_time import StepMeasurement
-from windfall.controller.scheduling.worker_value import Advice, RunMeasurements, WorkerKind, advise
+from windfall.controller.scheduling.worker_value import RunMeasurements, WorkerAdvice, WorkerKind, advise
 from windfall.step_time import StepTime
 from windfall.types import LOCAL, Lease
 
@@ -49,7 +49,7 @@ class Advisor:
         """`responses`: number of responses in a step. `trainer_usd_per_h`: if 0, the price of the trainer's device is
         used, if its engine reports one. `max_count`: largest number of workers of one kind that is available.
         `overlap`: groups are trained on while others are generated."""
-        self.advice: dict[str, Advice] = {}
+        self.advice: dict[str, WorkerAdvice] = {}
         """The newest advice, by kind."""
         self._dispatch, self._responses, self._max_count, self._overlap = dispatch, responses, max_count, overlap
         self._asynchronous = asynchronous
@@ -64,7 +64,7 @@ class Advisor:
         self._used: set[str] = set()
         """The lenders that the last step used."""
 
-    def step(self, last: StepMeasurement, now_s: float, held_s: float = 0.0) -> dict[str, Advice]:
+    def step(self, last: StepMeasurement, now_s: float, held_s: float = 0.0) -> dict[str, WorkerAdvice]:
         """A step has ended. Returns the advice that has changed. `held_s`: seconds of the step in which admission held
         generation back."""
         self._learn(last, now_s)
@@ -82,13 +82,13 @@ class Advisor:
 
     def advise(
         self, run: RunMeasurements, kinds: dict[str, WorkerKind], *, wait_s: float, held_s: float, step_s: float
-    ) -> dict[str, Advice]:
+    ) -> dict[str, WorkerAdvice]:
         """The advice for every kind, by its value. Other rules may also use how long a step took, for how long the
         trainer waited in it, and for how long admission held generation back."""
         del wait_s, held_s, step_s
         return advise_all(run, kinds, lent={n for n, k in self._kinds.items() if k.lends})
 
-    def _same(self, name: str, advice: Advice) -> bool:
+    def _same(self, name: str, advice: WorkerAdvice) -> bool:
         before = self.advice.get(name)
         return before is not None and (before.count, before.now, before.why) == (advice.count, advice.now, advice.why)
 
@@ -97,15 +97,15 @@ class Advisor:
         self._tokens = _average(self._tokens, last.tokens)
         if last.train_s > 0:
             self._train = _average(self._train, last.tokens / last.train_s)
-        if last.seed_s > 0 and last.local_tokens:
-            self._local = _average(self._local, last.local_tokens / last.seed_s)
+        if last.local_s > 0 and last.local_tokens:
+            self._local = _average(self._local, last.local_tokens / last.local_s)
         local = [m for m in self._dispatch.members.here() if m.name == LOCAL]
         self._used = self._dispatch.borrowing.take_used()
         here = [m for m in self._dispatch.members.here() if m.name != LOCAL and m.booted and self._counts(m)]
         for member in local:
             self._trainer_usd_per_h = self._trainer_usd_per_h or prices.of(member.lease).or_none
             self._local_profile = self._dispatch.placement.speeds.profile(member.id)
-        step_s = max(last.remote_s, last.seed_s, 1e-9)
+        step_s = max(last.remote_s, last.local_s, 1e-9)
         # In asynchronous training, workers go on generating while they pull.
         pulling_factor = 1.0 if self._asynchronous else max(0.0, 1 - self._dispatch.members.pull_s / step_s)
         for member in here:
@@ -144,7 +144,9 @@ class Advisor:
         )  # fmt: skip
 
 
-def advise_all(run: RunMeasurements, kinds: Mapping[str, WorkerKind], *, lent: Collection[str]) -> dict[str, Advice]:
+def advise_all(
+    run: RunMeasurements, kinds: Mapping[str, WorkerKind], *, lent: Collection[str]
+) -> dict[str, WorkerAdvice]:
     """The advice for every kind. `lent`: the kinds of lenders, which come first."""
     kinds, out = dict(kinds), {}
     for name in sorted(kinds, key=lambda name: name not in lent):

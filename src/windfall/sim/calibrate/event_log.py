@@ -24,8 +24,8 @@ SHARED_PULLS = 1.5
 """A pull with more than this many concurrent pulls on average, itself included, shared the bandwidth."""
 
 
-class Training(NamedTuple):
-    """Training times, averaged over the measured steps."""
+class TrainingTimes(NamedTuple):
+    """TrainingTimes times, averaged over the measured steps."""
 
     train_s: float
     """Seconds per trained token."""
@@ -58,8 +58,8 @@ def speeds(steps: Iterable[Event]) -> dict[str, list[StepPoint]]:
     }
 
 
-def training(events: Sequence[Event], numbers: Iterable[int]) -> Training | None:
-    """Training times of the steps with these numbers. None: they trained on nothing."""
+def training(events: Sequence[Event], numbers: Iterable[int]) -> TrainingTimes | None:
+    """TrainingTimes times of the steps with these numbers. None: they trained on nothing."""
     wanted = set(numbers)
     trained = {e["step"]: e["trained"] for e in steps_of(events) if e["step"] in wanted and e.get("trained")}
     spans = [e for e in events if (e["kind"], e["name"]) == ("span", "train") and e["step"] in trained]
@@ -69,7 +69,7 @@ def training(events: Sequence[Event], numbers: Iterable[int]) -> Training | None
     update_s = statistics.mean(e.get("update_s", 0.0) for e in spans)
     # The time that the controller waited: transferring samples is part of training on them.
     whole_s = sum(e["s"] + e.get("asked_s", e.get("early_s", 0.0)) - e.get("update_s", 0.0) for e in spans)
-    return Training(train_s=whole_s / tokens, update_s=update_s)
+    return TrainingTimes(train_s=whole_s / tokens, update_s=update_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ def pulls(events: Sequence[Event], until_s: float) -> Pulls:
     )
 
 
-def services(steps: Sequence[Event], trained: Training | None) -> dict[str, StepTime]:
+def services(steps: Sequence[Event], trained: TrainingTimes | None) -> dict[str, StepTime]:
     """StepTime times of every kind of worker in these steps."""
     out = {}
     for kind, points in speeds(steps).items():

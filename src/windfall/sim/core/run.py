@@ -1,5 +1,5 @@
-"""One simulated run: windfall's own controller, rollout, dispatch and seeding in virtual time, with simulated workers
-and a simulated trainer at the other end of their links. No policy is implemented twice.
+"""One simulated run: windfall's own controller, rollout and scheduling in virtual time, with simulated workers and a
+simulated trainer at the other end of their links. No policy is implemented twice.
 
     simulate ─┬─ _run_controllers  one controller after another (controller/assembly.py)  until the run or its time ends
               ├─ fleet             machines that come and go by the trace             never ends

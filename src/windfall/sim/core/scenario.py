@@ -19,9 +19,9 @@ from windfall.providers.trace_formats import Change
 from windfall.recipe import Recipe
 from windfall.recipe.sections import Sim
 from windfall.sim.calibrate import event_log
-from windfall.sim.core import serving_load
+from windfall.sim.core import request_load
 from windfall.sim.core.draws import LogNormalLengths, MeasuredLengths
-from windfall.sim.core.serving_load import GeneratedLoad, ServingLoad
+from windfall.sim.core.request_load import GeneratedLoad, RequestLoad
 from windfall.sim.core.sessions import SessionShape
 from windfall.sim.core.token_schedule import LengthDistribution
 from windfall.sim.machines import market
@@ -73,7 +73,7 @@ class Scenario:
     """Length of the generated trace in seconds; the simulation must not run longer. inf for a trace from a file:
     machines that are up at its end stay up."""
     sessions: SessionShape = ONE_TURN
-    serving_load: ServingLoad | None = None
+    request_load: RequestLoad | None = None
     """The requests of the lenders, if there are any."""
     policies: Policies = OWN_POLICIES
     """What the controller decides by."""
@@ -100,7 +100,7 @@ def build(recipe: Recipe) -> Scenario:
         recipe=scaled(recipe, granule), real=recipe, granule=granule,
         quantum_s=min(_quantum_s(recipe, k) for k in kinds) * granule if granule > 1 else 0.0,
         trainer=service(s.trainer, "sim.trainer"), worker=worker, kinds=kinds,
-        lengths=_lengths(s), changes=tuple(changes(recipe)), sessions=sessions(s), serving_load=_serving_load(recipe),
+        lengths=_lengths(s), changes=tuple(changes(recipe)), sessions=sessions(s), request_load=_request_load(recipe),
         trace_s=math.inf if t.file or not t.nodes or s.seconds else _trace_length_s(recipe) / t.speedup,
     )  # fmt: skip
 
@@ -112,13 +112,13 @@ def sessions(s: Sim) -> SessionShape:
     )  # fmt: skip
 
 
-def _serving_load(recipe: Recipe) -> ServingLoad | None:
+def _request_load(recipe: Recipe) -> RequestLoad | None:
     x = recipe.sim.lenders
     if x is None:
         return None
     service(x.serving, "sim.lenders.serving")  # raises an error for wrong keys
     if x.requests_file is not None:
-        return serving_load.read(x.requests_file, lenders=x.count, per_s=x.requests_per_s)
+        return request_load.read(x.requests_file, lenders=x.count, per_s=x.requests_per_s)
     return GeneratedLoad(
         seed=recipe.run.seed, per_s=x.requests_per_s, prompt_tokens=x.prompt_tokens,
         generated_tokens=x.generated_tokens, peak=x.peak,

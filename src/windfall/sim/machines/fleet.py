@@ -182,7 +182,7 @@ class SimFleet:
     def _start_lenders(self) -> None:
         """Lenders are there from the beginning: they serve whether or not there is a run. A run that borrows from none
         refuses them."""
-        x, load = self._scenario.real.sim.lenders, self._scenario.serving_load
+        x, load = self._scenario.real.sim.lenders, self._scenario.request_load
         if x is None or load is None or not self._scenario.real.fleet.borrowed_max:
             return
         for n in range(x.count):

@@ -19,10 +19,9 @@ from typing import Any
 from windfall.link import messages as m
 from windfall.serve.capacity import CapacityMeter
 from windfall.serve.memory_policy import MemoryPolicy
-from windfall.serve.slo import Objectives, RolloutLoad, credit_s, objective_slack_s, rows_allowed
-from windfall.serve.slo import ServingLoad as RequestsNow
+from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, credit_s, objective_slack_s, rows_allowed
 from windfall.sim.core.link import SimLink
-from windfall.sim.core.serving_load import ServingLoad
+from windfall.sim.core.request_load import RequestLoad
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
 from windfall.step_time import LearnedStepTime, StepTime
@@ -39,7 +38,7 @@ MAX_PREFILL = 0.95
 class LenderSpec:
     number: int
     serving: StepTime
-    load: ServingLoad
+    load: RequestLoad
     objectives: Objectives
     serving_kv_tokens: int
     """Tokens of the served model that fit into the whole KV memory."""
@@ -124,7 +123,7 @@ class SimLender(SimWorker):
         base, lending = self.spec.service, self._lending
         count, context = len(self._requests), sum(r.context for r in self._requests)
         at_end = tuple((r.elapsed_s + TICK_S, r.lent_s) for r in self._requests)  # of this tick, if nothing is lent
-        requests = RequestsNow(last_tokens_s=(now,) * count, lent_s=at_end, context=round(context))
+        requests = ServingLoad(last_tokens_s=(now,) * count, lent_s=at_end, context=round(context))
         self._slack_s = objective_slack_s(requests, lending.objectives, self._serving_time, now)
         batch = len(self._decode) - len(self._decode.waiting)
         each = self._decode.context // batch if batch else lending.response_tokens // 2

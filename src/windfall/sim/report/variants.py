@@ -29,7 +29,7 @@ VARIANTS = {
     ),
     "windfall": Variant("the recipe as it is", {}),
     "no-seeding": Variant(
-        "the trainer generates only when there is no other worker", {"techniques": {"seeding": False}}
+        "the trainer generates only when there is no other worker", {"techniques": {"trainer_generates": False}}
     ),
     "no-balancing": Variant(
         "round-robin placement, and no response is rebalanced", {"techniques": {"balancing": False}}

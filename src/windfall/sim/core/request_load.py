@@ -30,7 +30,7 @@ class SimRequest(NamedTuple):
     generated: int
 
 
-class ServingLoad(Protocol):
+class RequestLoad(Protocol):
     def arrivals(self, lender: int, begin_s: float, end_s: float) -> list[SimRequest]:
         """The requests that a lender, given by its number, gets in this time."""
         ...

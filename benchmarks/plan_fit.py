@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
+from calibrate_gpu import DECODE_CONTEXT, log_normal
 
 from windfall import step_time
 from windfall.plan.model.cost_model import Efficiency, decode_service, elementwise_s, optimizer_s
 from windfall.plan.model.devices import TABLE
 from windfall.plan.model.workload import MODELS, VALUE_BYTES, kv_bytes
-from windfall.sim.calibrate.gpu import DECODE_CONTEXT, log_normal
 from windfall.sim.machines.decode import Decode, DecodeRow
 from windfall.step_time import StepPoint, StepTime, non_negative
 from windfall.trainer.ranks.rank_budget import STATE_BYTES, ModelShape

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from windfall.events.log import Event
-from windfall.sim.calibrate.fit import FLAT
 from windfall.step_time import StepPoint, StepTime, fit
 from windfall.types import LOCAL
 
+FLAT = 1e-4
+"""Minimum time that a response adds to a step, as a share of the fixed time."""
 UNLIMITED_PER_S = 1e18
 """Bytes per second that stand for no limit."""
 SHARED_PULLS = 1.5
@@ -56,6 +57,10 @@ def speeds(steps: Iterable[Event]) -> dict[str, list[StepPoint]]:
         kind: sorted(StepPoint(b / w, s / w, float(w)) for b, s, w in sizes.values() if w)
         for kind, sizes in sums.items()
     }
+
+
+def fit_line(points: Sequence[StepPoint]) -> StepTime:
+    return fit(points, FLAT)
 
 
 def training(events: Sequence[Event], numbers: Iterable[int]) -> TrainingTimes | None:
@@ -116,7 +121,7 @@ def services(steps: Sequence[Event], trained: TrainingTimes | None) -> dict[str,
     """StepTime times of every kind of worker in these steps."""
     out = {}
     for kind, points in speeds(steps).items():
-        out[kind] = fit(points, FLAT)
+        out[kind] = fit_line(points)
         if kind == LOCAL and trained is not None:
             out[kind] = replace(out[kind], **trained._asdict())
     return out

@@ -102,8 +102,9 @@ class StepPoint(NamedTuple):
     weight: float = 1.0
 
 
-def fit(points: Iterable[StepPoint], min_ratio: float) -> StepTime:
-    """Fits fixed_s and each_s. Neither is less than `min_ratio` times the other, so that no response is free.
+def fit(points: Iterable[tuple[float, float, float]], min_ratio: float) -> StepTime:
+    """Fits fixed_s and each_s to points (batch, step_s, weight). Neither is less than `min_ratio` times the other, so
+    that no response is free.
 
     >>> found = fit([StepPoint(1, 0.011), StepPoint(10, 0.02), StepPoint(100, 0.11, 2)], min_ratio=1e-4)
     >>> round(found.fixed_s, 6), round(found.each_s, 6)

@@ -104,9 +104,9 @@ def _is_balanced(loads: Sequence[WorkerLoad]) -> bool:
         if load.waiting or (not running and load.slots):
             return False
         if running < load.slots:
-            shortest_s = min(shortest_s, profile.step_s(running + 1))
+            shortest_s = min(shortest_s, profile.fixed_s + profile.each_s * (running + 1))
         if running:
-            longest_s = max(longest_s, profile.step_s(running))
+            longest_s = max(longest_s, profile.fixed_s + profile.each_s * running)
     return shortest_s >= MAX_STEP_RATIO * longest_s
 
 

@@ -333,12 +333,16 @@ class WorkerSpeeds:
 
 def _fit(sizes: Iterable[_Size], prior: StepTime) -> StepTime:
     """Fits step time over batch size. Far from measurements, it follows the scaled `prior`."""
-    points = [StepPoint(s.batch, math.exp(s.log), float(min(s.windows, ENOUGH_WINDOWS))) for s in sizes]
-    weight = sum(p.weight for p in points)
-    slowdown = math.exp(sum(p.weight * math.log(p.step_s / prior.step_s(p.batch)) for p in points) / weight)
-    far = 4 * max(p.batch for p in points)
-    scaled = StepTime(fixed_s=prior.fixed_s * slowdown, each_s=prior.each_s * slowdown)
-    return fit([*points, *(StepPoint(x, scaled.step_s(x), PRIOR_WEIGHT) for x in (1.0, far))], MIN_RATIO)
+    points = [(s.batch, math.exp(s.log), float(min(s.windows, ENOUGH_WINDOWS))) for s in sizes]
+    fixed_s, each_s = prior.fixed_s, prior.each_s
+    weight = sum(w for _, _, w in points)
+    slowdown = math.exp(sum(w * math.log(y / (fixed_s + each_s * x)) for x, y, w in points) / weight)
+    fixed_s *= slowdown
+    each_s *= slowdown
+    far = 4 * max(x for x, _, _ in points)
+    points.append((1.0, fixed_s + each_s, PRIOR_WEIGHT))
+    points.append((far, fixed_s + each_s * far, PRIOR_WEIGHT))
+    return fit(points, MIN_RATIO)
 
 
 def _median(lines: list[StepTime]) -> StepTime:

@@ -26,7 +26,7 @@ from windfall.sim.core.sessions import SessionShape
 from windfall.sim.core.token_schedule import LengthDistribution
 from windfall.sim.machines import market
 from windfall.sim.machines.decode import simulated
-from windfall.sim.machines.market import MarketRates, Prices
+from windfall.sim.machines.market import Prices
 from windfall.step_time import StepTime
 
 STEPS_PER_MEDIAN = 32
@@ -168,18 +168,12 @@ def service(keys: dict[str, float], where: str) -> StepTime:
 
 def changes(recipe: Recipe) -> list[Change]:
     """The changes of the recipe's trace, in seconds of the simulation."""
-    t, s = recipe.trace, recipe.sim
+    t = recipe.trace
 
     def generate() -> list[Change]:
-        rates = MarketRates(
-            nodes=t.nodes, mean_up_s=t.mean_up_s, mean_down_s=t.mean_down_s, arrivals_per_h=s.arrivals_per_h,
-            bursts_per_h=s.bursts_per_h, burst_share=s.burst_share, day_s=s.day_s,
-        )  # fmt: skip
-        if s.market == "poisson" and not s.arrivals_per_h:
-            fix = "Set it to the number of machines that arrive per hour."
-            raise WindfallError("no machine would ever arrive", where="sim.arrivals_per_h", fix=fix)
         # The run's seed is part of the trace's seed, so each seed of a simulation gets its own trace.
-        return list(_generated(s.market, rates, _trace_length_s(recipe), t.seed + 7919 * recipe.run.seed))
+        seed = t.seed + 7919 * recipe.run.seed
+        return list(_generated(t.nodes, t.mean_up_s, t.mean_down_s, _trace_length_s(recipe), seed))
 
     events = trace.resolve(nodes=t.nodes, file=t.file, start_s=t.start_s, generate=generate)
     if t.speedup == 1:
@@ -188,9 +182,9 @@ def changes(recipe: Recipe) -> list[Change]:
 
 
 @functools.lru_cache(maxsize=16)
-def _generated(kind: str, rates: MarketRates, seconds: float, seed: int) -> tuple[Change, ...]:
+def _generated(nodes: int, mean_up_s: float, mean_down_s: float, seconds: float, seed: int) -> tuple[Change, ...]:
     """A generated trace. It is kept, because runs that are compared have the same one."""
-    return tuple(market.generate(kind, rates, seconds=seconds, seed=seed))
+    return tuple(trace.synthetic(nodes=nodes, mean_up_s=mean_up_s, mean_down_s=mean_down_s, seconds=seconds, seed=seed))
 
 
 def _trace_length_s(recipe: Recipe) -> float:

@@ -34,10 +34,10 @@ ROWS = ((1, 30), (4, 20), (16, 10))
 def others(out: list[float]) -> Iterator[None]:
     """Appends how many cores were used by other processes than this one and its children."""
     before, started = _busy_s(), time.perf_counter()
-    ours = sum(os.slower()[:4])
+    ours = sum(os.times()[:4])
     yield
     wall_s = time.perf_counter() - started
-    out.append(max(0.0, _busy_s() - before - (sum(os.slower()[:4]) - ours)) / wall_s)
+    out.append(max(0.0, _busy_s() - before - (sum(os.times()[:4]) - ours)) / wall_s)
 
 
 def _busy_s() -> float:

@@ -1,4 +1,4 @@
-"""WorkerAdvice from the events of a run: kinds of workers, their rates, losses and prices."""
+"""Advice from the events of a run: kinds of workers, their rates, losses and prices."""
 
 from __future__ import annotations
 

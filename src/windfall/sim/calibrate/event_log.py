@@ -64,7 +64,7 @@ def fit_line(points: Sequence[StepPoint]) -> StepTime:
 
 
 def training(events: Sequence[Event], numbers: Iterable[int]) -> TrainingTimes | None:
-    """TrainingTimes times of the steps with these numbers. None: they trained on nothing."""
+    """Times of training of the steps with these numbers. None: they trained on nothing."""
     wanted = set(numbers)
     trained = {e["step"]: e["trained"] for e in steps_of(events) if e["step"] in wanted and e.get("trained")}
     spans = [e for e in events if (e["kind"], e["name"]) == ("span", "train") and e["step"] in trained]
@@ -118,7 +118,7 @@ def pulls(events: Sequence[Event], until_s: float) -> Pulls:
 
 
 def services(steps: Sequence[Event], trained: TrainingTimes | None) -> dict[str, StepTime]:
-    """StepTime times of every kind of worker in these steps."""
+    """Step times of every kind of worker in these steps."""
     out = {}
     for kind, points in speeds(steps).items():
         out[kind] = fit_line(points)

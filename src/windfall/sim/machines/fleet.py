@@ -115,7 +115,7 @@ class SimFleet:
         )  # fmt: skip
 
     def _service(self, node: str, worker: StepTime) -> StepTime:
-        """StepTime times of this node. With sim.worker_spread, each node has its own constant factor."""
+        """Step times of this node. With sim.worker_spread, each node has its own constant factor."""
         spread = self._scenario.real.sim.worker_spread
         if not spread:
             return worker

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 from argparse import Namespace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.fleet import agents, intake
+from benchmarks.engine import calibrate_gpu
+from benchmarks.fleet import agents, intake, plan_fit
 from benchmarks.papers import rose_table as table
 from benchmarks.serve import beside_vllm as bench
 from benchmarks.serve import coserve
@@ -22,7 +25,9 @@ from benchmarks.train import staleness_age as age
 from benchmarks.train import staleness_curve as curve
 from benchmarks.train import staleness_learning as learning
 from tests.support.rank_processes import CONTEXT
+from windfall.plan.model.cost_model import Efficiency
 from windfall.providers import trace
+from windfall.step_time import StepTime
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -36,6 +41,70 @@ def test_every_benchmark_can_be_imported() -> None:
 def test_controller_takes_in_every_token_of_the_intake_benchmark(tmp_path: Path) -> None:
     taken = asyncio.run(intake.in_process(tmp_path, workers=3, each=4, count=2, rounds=2, journaled=True))
     assert taken.tok_per_s > 0
+
+
+def test_defaults_of_the_cost_model_are_a_fit_that_predicts_held_out_figures() -> None:
+    fitted, used = plan_fit.fit(), Efficiency()
+    assert {f.name for f in fields(used)} == {f.name for f in fields(fitted)}
+    for name, value in asdict(used).items():
+        assert value == (pytest.approx(getattr(fitted, name), rel=1e-5) if isinstance(value, float) else value)
+    for share in (used.weights, used.kv, used.decode, used.prefill, used.train):
+        assert 0 < share <= 1
+    done = plan_fit.held_out()
+    assert used.held_out == ", ".join(f"{part} {error:.0%}" for part, error in done.by_part().items())
+    by_part: dict[str, list[float]] = {}
+    for p in done.predictions:
+        by_part.setdefault(p.row.part, []).append(abs(p.error))
+    assert len(done.predictions) >= 15
+    assert max(by_part["decode"]) < 0.06
+    assert max(by_part["rollout"]) < 0.10
+    assert max(by_part["train"]) < 0.13
+    assert done.mean < 0.13
+    assert max(by_part["publish"]) < 1.0  # one row is fitted: its fixed part cannot be known
+
+
+def test_benchmark_file_is_fitted_and_its_rollouts_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("decode", f"batch {b}", 2.0 + 0.01 * b, "ms") for b in (1, 16, 64, 256)]
+    rows += [("prefill", "64 x 1024", 200_000.0, "tok/s"), ("rollout", "64 x 128 in, 256 out", 20_000.0, "tok/s")]
+    figures = [{"model": "m", "engine": "e", "what": w, "case": c, "value": v, "unit": u} for w, c, v, u in rows]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"figures": figures, "training": ["packed   12.0 ms    50,000 tok/s"]}))
+    monkeypatch.setattr(sys, "argv", ["calibrate_gpu.py", str(path)])
+    calibrate_gpu.main()
+    out = capsys.readouterr().out
+    for key in ("fixed_s = 0.002", "each_s = 1e-05", "prefill_s = 5e-06", "train_s = 2e-05", "mean 0.0%"):
+        assert key in out
+    predicted = 64 * 256 / (256 * 0.00264 + 64 * 128 / 200_000)
+    assert f"held out: 64 x 128 in, 256 out: {predicted:,.0f} tok/s, measured 20,000" in out
+
+
+def test_engine_that_slows_down_and_kv_cache_reads_are_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps of 2 ms, plus 0.01 ms per response up to 256 and 0.1 ms above. Half of the 0.01 ms is the KV cache."""
+
+    def step_ms(batch: int) -> float:
+        return 2.0 + 0.01 * batch + 0.09 * max(0, batch - 256)
+
+    rows = [("decode", f"batch {b}", step_ms(b), "ms", (1.0 + 0.005 * b) / step_ms(b)) for b in (1, 16, 64, 256)]
+    rows += [("rollout", "1024 x 128 in, 256 out", 1024 / step_ms(1024) * 1e3, "tok/s", None)]
+    rows += [("group", "16 x 8, 512 in, to 2048 out, mean 602", 20_000.0, "tok/s", None)]
+    names = ("what", "case", "value", "unit", "share")
+    figures = [{"model": "m", "engine": "e"} | dict(zip(names, row, strict=True)) for row in rows]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"figures": figures}))
+    monkeypatch.setattr(sys, "argv", ["calibrate_gpu.py", str(path)])
+    calibrate_gpu.main()
+    out = capsys.readouterr().out
+    for key in ("fixed_s = 0.002", "each_s = 5e-06", "over_batch = 256", "over_s = 9e-05", "above 256 responses"):
+        assert key in out, key
+    assert f"context_s = {0.005e-3 / 272:.6g}" in out
+    assert "held out: 16 x 8, 512 in" in out
+    assert "held out: 1024" not in out, "this case was fitted"
+    kept = {line.split(" = ")[0]: float(line.split(" = ")[1]) for line in out.splitlines() if " = " in line}
+    assert StepTime(**kept).step_s(1024, context=1024 * 272) == pytest.approx(step_ms(1024) / 1e3)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@
                                      [--losses no,yes] [--seed 0] [--no-fixed]
 
     value        tokens per dollar from measured rates and prices (controller/scheduling/worker_value.py)
-    wait_share   AstraFlow's rule, from the share of the time in which the trainer waits (scheduling/wait_share.py)
+    wait_share   AstraFlow's rule, from the share of the time in which the trainer waits (papers/astraflow.py)
     best fixed   the number of workers with the most tokens per dollar, found by simulating every number in FIXED
 
 A run starts with 1 worker, or with many, and may have up to 16. `price` is a factor on the price of a worker. With
@@ -22,7 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
+from benchmarks.papers import astraflow
 from benchmarks.support.async_sim import MODELS, Trained, simulate, trained
+from windfall.controller.assembly import Policies
 
 PRICE = 5.32
 LIMIT = 16
@@ -82,7 +84,8 @@ def main() -> None:
             show(f"best fixed: {best}", fixed[best])
         for rule, start in itertools.product(("value", "wait_share"), START):
             sets = [*keys(model, workers=start, steps=args.steps, **case), *seed]
-            steps, granule = simulate(model, [*sets, f"fleet.workers_max={LIMIT}", f"fleet.autoscale={rule}"])
+            policies = astraflow.POLICIES if rule == "wait_share" else Policies()
+            steps, granule = simulate(model, [*sets, f"fleet.workers_max={LIMIT}"], policies)
             at = settled([e["workers"] for e in steps]) if not losses else 0
             show(
                 f"{rule}, from {start}", trained(steps[len(steps) // 2 :], granule), f", settled at {at}" if at else ""

@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is fo
 from benchmarks.support.one_step import PREFILL_S, PROMPT, ROUND_TRIP_S, TICK_S, Policy, Response, Step, Worker
 from windfall.controller.scheduling.balance import WorkerLoad, place
 from windfall.controller.scheduling.rebalance import Running, rebalance
-from windfall.controller.scheduling.worker_speed import Profile, WorkerSpeeds
+from windfall.controller.scheduling.worker_speed import WorkerSpeeds
+from windfall.step_time import StepTime
 
-ENGINE = Profile(fixed_s=0.010, each_s=0.00006)
+ENGINE = StepTime(fixed_s=0.010, each_s=0.00006)
 MEDIAN, SIGMA, SIBLINGS, LONGEST = 1500, 0.7, 8, 14_000
 MEAN = MEDIAN * math.exp(SIGMA**2 / 2)
 NOISE = 0.1
@@ -172,7 +173,7 @@ def one(policy: Policy, fleet: list[int], slots: int, groups: int, seed: int) ->
         Response(f"{g}/{n}", min(LONGEST, max(2.0, rng.lognormvariate(math.log(MEDIAN), SIGMA))))
         for g in range(groups) for n in range(SIBLINGS)
     ]  # fmt: skip
-    workers = {f"w{n}": Worker(f"w{n}", ENGINE.times(k), slots, k) for n, k in enumerate(fleet)}
+    workers = {f"w{n}": Worker(f"w{n}", ENGINE.slower(k), slots, k) for n, k in enumerate(fleet)}
     per_worker = min(slots, groups * SIBLINGS)
     rates = [w.profile.tok_per_s(per_worker) for w in workers.values()]
     total = sum(r.length for r in responses)
@@ -184,7 +185,7 @@ def one(policy: Policy, fleet: list[int], slots: int, groups: int, seed: int) ->
 
 def at_scale() -> None:
     """Prints the time of a decision with 1,000 workers, a third each of three speeds, and 20,000 responses."""
-    profiles = [ENGINE, ENGINE.times(2), ENGINE.times(4)]
+    profiles = [ENGINE, ENGINE.slower(2), ENGINE.slower(4)]
     names = [f"w{n}" for n in range(1000)]
     ids = [f"{n // SIBLINGS}/{n % SIBLINGS}" for n in range(20_000)]
     empty = [WorkerLoad(worker=w, running=0, slots=32, profile=profiles[n % 3]) for n, w in enumerate(names)]

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.rollout.trainer_generation import TrainerGeneration
+from windfall.controller.rollout.local_generation import LocalGeneration
 from windfall.controller.scheduling.members import Members
 from windfall.link import messages as m
 from windfall.recipe.file import parse_recipe
@@ -84,7 +84,7 @@ def install(timer: CpuTimer) -> None:
     message_kind = lambda _self, _member, message: {m.Tokens: "frame", m.Stats: "beat"}.get(type(message), "other")  # noqa: E731
     for kind, name, key in (
         (Dispatch, "_handle", message_kind), (Dispatch, "_schedule", "settle"), (Dispatch, "_lose", "lose"),
-        (Members, "join", "join"), (Members, "tick", "tick"), (TrainerGeneration, "tick", "tick"),
+        (Members, "join", "join"), (Members, "tick", "tick"), (LocalGeneration, "tick", "tick"),
     ):  # fmt: skip
         setattr(kind, name, timer.timed(key, getattr(kind, name)))
 

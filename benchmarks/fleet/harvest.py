@@ -41,7 +41,8 @@ from windfall.processes import process
 from windfall.providers import trace
 from windfall.providers.trace_provider import TraceProvider
 from windfall.recipe.file import load_recipe
-from windfall.sim.core.service import LogNormalLengths, Service
+from windfall.sim.core.draws import LogNormalLengths
+from windfall.step_time import StepTime
 from windfall.types import Lease
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
@@ -49,8 +50,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is fo
 TRAINER_USD_PER_H, WORKER_USD_PER_H = 83.79, 5.32
 # Seconds, scaled down, in the proportions of RLBoost's artifact for an 8B model: alone, the trainer's machine generates
 # about as long as it trains, and a worker has a fifth to a quarter of that machine's throughput.
-LOCAL = Service(fixed_s=0.006, each_s=0.00012, prefill_s=0.000004, train_s=0.000185)
-WORKER = Service(fixed_s=0.008, each_s=0.0006, prefill_s=0.00002)
+LOCAL = StepTime(fixed_s=0.006, each_s=0.00012, prefill_s=0.000004, train_s=0.000185)
+WORKER = StepTime(fixed_s=0.008, each_s=0.0006, prefill_s=0.00002)
 SLOW = float(os.environ.get("HARVEST_SLOW", "1"))
 """Factor by which all times and the trace are stretched, so that the real cost of processes matters less."""
 LOCAL, WORKER = LOCAL.slower(SLOW), WORKER.slower(SLOW)
@@ -88,8 +89,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "colocated": {"changes": []},
     "disaggregated": {"fleet": "local = false"},
     "windfall": {},
-    "Algorithm 1": {"fleet": 'offload = "feedback"\nfirst_seed_s = 3.0'},
-    "no seeding": {"techniques": "[techniques]\nseeding = false"},
+    "no seeding": {"techniques": "[techniques]\ntrainer_generates = false"},
     "no migration": {"techniques": "[techniques]\nmigration = false"},
     "no balancing": {"techniques": "[techniques]\nbalancing = false"},
     "no pipelining": {"techniques": "[techniques]\npipelining = false"},

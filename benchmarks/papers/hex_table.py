@@ -3,10 +3,9 @@
     python benchmarks/papers/hex_table.py             all sections, a few minutes
     python benchmarks/papers/hex_table.py table       speed-up at equal budget, cost at equal throughput
     python benchmarks/papers/hex_table.py search      search times for 24 to 512 GPUs
-    python benchmarks/papers/hex_table.py held-out    errors of the cost model on H200 figures that it was not fitted to
 
 Training is windfall's FSDP, where the paper's systems have DP x TP x PP; engines span up to 8 GPUs. GPUs, links and
-prices are the paper's. Assumptions: the efficiencies of measured.py (one H200), 512 prompts with 16 responses per step
+prices are the paper's. Assumptions: the efficiencies of one H200 (plan_fit.py), 512 prompts with 16 responses per step
 and at most 27,648 tokens as in AReaL (arXiv 2505.24298), log-normal lengths with a median of 6,000 tokens (sigma 0.8),
 prompts of 1,024, staleness 4. One number is fitted: the factor on all times, so that 24 H800 train the 7B model at the
 paper's 5,980 tokens per second. It cancels in all ratios.
@@ -28,7 +27,7 @@ import argparse
 import time
 from dataclasses import dataclass, replace
 
-from windfall.plan.model import devices, measured
+from windfall.plan.model import devices
 from windfall.plan.model.cluster import Cluster, ClusterMachine, Links
 from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.devices import Gpu
@@ -56,7 +55,7 @@ class Assumptions:
 
     @property
     def efficiency(self) -> Efficiency:
-        e = measured.efficiency()
+        e = Efficiency()
         return replace(e, train=e.train / self.train, elementwise=e.elementwise * self.train, slower=self.slower)
 
     def workload(self, model: str) -> Workload:
@@ -142,20 +141,9 @@ def search_times(a: Assumptions) -> None:
             print(f"| {gpus} | {objective} | {took:.1f} | {found} | {SCHEDULER_S.get(gpus, '-')} |", flush=True)
 
 
-def held_out() -> None:
-    done = measured.held_out()
-    print(f"held-out: {len(done.predictions)} figures, mean {done.mean:.1%}, worst {done.worst:.1%}")
-    for part, error in done.by_part().items():
-        print(f"  {part:8} {error:.1%}")
-    for p in done.predictions:
-        print(
-            f"  {p.row.part:8} {p.row.model:14} {p.row.size:6} {p.row.value:12.5g} {p.predicted:12.5g} {p.error:+.1%}"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", nargs="?", default="all", choices=["all", "table", "search", "held-out"])
+    parser.add_argument("section", nargs="?", default="all", choices=["all", "table", "search"])
     parser.add_argument("--h800", default="paper", choices=["paper", "sxm"], help="figures of an H800")
     parser.add_argument("--h20", type=float, default=1.0, help="factor on the bandwidth of an H20")
     parser.add_argument("--train", type=float, default=1.0, help="factor on the work of training")
@@ -166,8 +154,6 @@ def main() -> None:
         h800 = replace(devices.TABLE["H800-SXM"], reserved_usd_per_h=h800.price(spot=False))
     h20 = replace(h20, bandwidth=args.h20 * h20.bandwidth)
     a = Assumptions(h800=h800, h20=h20, train=args.train, groups=args.groups)
-    if args.section in ("all", "held-out"):
-        held_out()
     if args.section in ("all", "table"):
         table(a)
     if args.section in ("all", "search"):

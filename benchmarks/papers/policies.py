@@ -37,11 +37,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
+from benchmarks.papers import rlboost
+from benchmarks.support import markets
 from benchmarks.support import rlboost_model as rb
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe.sections import Recipe
-from windfall.sim.core import scenario
 from windfall.sim.report import figures, variants
 
 SLOWER = 1.34
@@ -53,12 +54,11 @@ MARKETS: dict[str, dict[str, dict[str, Any]]] = {
     "steady": {"trace": {"mean_up_s": 1e7, "mean_down_s": 1.0}},
     "machines": {"trace": {"mean_up_s": 1800.0, "mean_down_s": 900.0}},
     "churn": {"trace": {"mean_up_s": 400.0, "mean_down_s": 200.0}},
-    "poisson": {"trace": {"mean_up_s": 1200.0}, "sim": {"market": "poisson"}},
+    "poisson": {"trace": {"mean_up_s": 1200.0}},
     "bursts": {
         "trace": {"mean_up_s": 3600.0, "mean_down_s": 600.0},
-        "sim": {"market": "bursts", "bursts_per_h": 4.0, "burst_share": 0.7},
     },
-    "diurnal": {"trace": {"mean_up_s": 900.0, "mean_down_s": 600.0}, "sim": {"market": "diurnal", "day_s": 3600.0}},
+    "diurnal": {"trace": {"mean_up_s": 900.0, "mean_down_s": 600.0}},
     "unequal": {"trace": {"mean_up_s": 1800.0, "mean_down_s": 900.0}, "sim": {"worker_spread": 0.5}},
     "late": {},
 }
@@ -90,9 +90,7 @@ def recipe(case: Case) -> Recipe:
     said = {k: dict(v) for k, v in MARKETS.get(case.market, {}).items()}
     said["run"] = {"seed": case.seed, "steps": 10_000, "name": "policies"}
     said["rollout"] = {"groups": case.groups}
-    said["sim"] = {
-        "arrivals_per_h": ARRIVALS_PER_H * case.fleet, **said.get("sim", {}), "seconds": case.seconds, "skip_steps": 1,
-    }  # fmt: skip
+    said["sim"] = {**said.get("sim", {}), "seconds": case.seconds, "skip_steps": 1}
     said["trace"] = {"nodes": case.fleet, "price_usd_per_h": rb.INSTANCE_USD_PER_H, **said.get("trace", {})}
     made = rb.recipe(rb.MODELS["8B"], rb.Assumptions(slower=SLOWER))
     return made.model_copy(update={k: getattr(made, k).model_copy(update=v) for k, v in said.items()})
@@ -102,6 +100,19 @@ def changes(case: Case) -> list[Change] | None:
     """The changes of the market, if it is not defined by the recipe."""
     if case.market == "late":
         return [Change(at_s=case.seconds / 3, node=f"n{n}", up=True) for n in range(case.fleet)]
+    if case.market in ("poisson", "bursts", "diurnal"):
+        made = recipe(case)
+        rates = markets.MarketRates(
+            nodes=case.fleet,
+            mean_up_s=made.trace.mean_up_s,
+            mean_down_s=made.trace.mean_down_s,
+            arrivals_per_h=ARRIVALS_PER_H * case.fleet,
+            bursts_per_h=4.0,
+            burst_share=0.7,
+            day_s=3600.0,
+        )
+        seed = made.trace.seed + 7919 * case.seed
+        return markets.generate(case.market, rates, seconds=case.seconds, seed=seed)
     if case.market in MARKETS:
         return None
     # Every seed gets another half of the nodes and another start; a trace with few nodes is used as it is.
@@ -118,7 +129,7 @@ def simulate(case: Case, policies: Sequence[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as place:
         for policy in policies:
             began_s = time.process_time()
-            w = scenario.build(variants.apply(recipe(case), policy))
+            w = rlboost.build(recipe(case), policy)
             if given is not None:
                 w = replace(w, changes=tuple(given))
             runs.append(figures.simulate(w, Path(place) / f"{policy}.jsonl"))
@@ -253,9 +264,10 @@ def options() -> argparse.Namespace:
     for name in args.markets:
         if name not in MARKETS:
             parser.error(f"--markets: unknown market {name!r}; expected one of: {', '.join(MARKETS)}")
+    known = [*rlboost.POLICIES, *variants.VARIANTS]
     for name in args.policies:
-        if name not in variants.VARIANTS:
-            parser.error(f"--policies: unknown policy {name!r}; expected one of: {', '.join(variants.VARIANTS)}")
+        if name not in known:
+            parser.error(f"--policies: unknown policy {name!r}; expected one of: {', '.join(known)}")
     if OWN not in args.policies:
         parser.error(f"--policies: {OWN} is missing; the other policies are compared with it")
     return args

@@ -23,14 +23,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
+from benchmarks.papers import rlboost
 from benchmarks.support import rlboost_model as rb
 from benchmarks.support.rlboost_model import MODELS, Assumptions, Model
 from windfall.events import log as events
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe.sections import Recipe
-from windfall.sim.core import scenario
-from windfall.sim.report import figures, variants
+from windfall.sim.report import figures
 from windfall.sim.report.figures import Figures
 
 PAPER = {"8B": (1.66, 1.34), "14B": (1.97, 1.49), "32B": (1.51, 1.28)}
@@ -59,7 +59,7 @@ class Bench:
         """The figures of these variants, each with its recipe, over the steps that all of them complete."""
         done = []
         for name, recipe in recipes.items():
-            w = scenario.build(variants.apply(recipe, name))
+            w = rlboost.build(recipe, name)
             if changes is not None and name != "colocated":
                 w = replace(w, changes=tuple(changes))
             done.append(figures.simulate(w, self.folder / f"{name}.jsonl"))
@@ -163,8 +163,8 @@ def ablations(bench: Bench, a: Assumptions, market: dict[str, list[Change]]) -> 
         gains = []
         for changes in market.values():
             held = trace.slots(changes, 2 * count)
-            forgets = with_keys(recipe, fleet={"offload": "feedback-no-memory"})
-            with_it, without = bench.simulate_equal_steps({"rlboost": recipe, "algorithm2": forgets}, held)
+            variants = ("rlboost", "rlboost without memory")
+            with_it, without = bench.simulate_equal_steps(dict.fromkeys(variants, recipe), held)
             gains.append(with_it.tok_per_s / without.tok_per_s)
         print_row("the memory M, tok/s", f"{sum(gains) / len(gains) - 1:+.0%}", "", "+6%")
     for at_s in (100, 200):

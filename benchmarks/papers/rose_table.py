@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
+from benchmarks.papers import rlboost
 from benchmarks.support.rlboost_model import (
     H100_BYTES,
     H100_BYTES_PER_S,
@@ -48,7 +49,6 @@ from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.sim.core import run, scenario
 from windfall.sim.machines.lender import SimLender
-from windfall.sim.report import variants
 from windfall.sim.section import SimLenders
 
 PAPER = {
@@ -151,7 +151,7 @@ class Bench:
     groups: int = 1
     """Groups of a step, as a multiple of the setting's."""
     spot_policy: str = "algorithm2"
-    """How spot workers are used: a name of windfall.sim.report.variants."""
+    """How spot workers are used: a name for papers.rlboost.build."""
     peak: float = PEAK
     """Largest rate of the requests, as a multiple of the mean."""
     max_slowdown: float = MAX_SLOWDOWN
@@ -169,7 +169,7 @@ class Bench:
                 r = scenario.with_keys(r, {"sim": {"lenders": r.sim.lenders.model_copy(update=load)}})
             if where != "lent":
                 r = scenario.with_keys(r, {"sim": {"lenders": None}})
-            w = scenario.build(variants.apply(r, self.spot_policy if where in self.spot else "windfall"))
+            w = rlboost.build(r, self.spot_policy if where in self.spot else "windfall")
             if where in self.spot:
                 w = replace(w, changes=tuple(trace.slots(thinned(self.spot[where], self.scale), s.borrowed // s.gpus)))
             began_s, log = time.perf_counter(), self.folder / "events.jsonl"

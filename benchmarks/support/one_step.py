@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.step_time import StepTime
 
 PREFILL_S, PROMPT = 1 / 20_000, 300
 ROUND_TRIP_S, TICK_S = 0.05, 0.1
@@ -49,7 +49,7 @@ class Worker:
     its entry in `ends`."""
 
     name: str
-    profile: Profile
+    profile: StepTime
     slots: int
     slower: float
     clock: float = 0.0

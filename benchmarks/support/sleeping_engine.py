@@ -15,7 +15,8 @@ from typing import Any
 import xxhash
 
 from windfall.engine.base import Engine
-from windfall.sim.core.service import LogNormalLengths, Service
+from windfall.sim.core.draws import LogNormalLengths
+from windfall.step_time import StepTime
 from windfall.types import Chunk, Finish, Request
 
 
@@ -33,7 +34,7 @@ class _Row:
 
 class SleepingEngine(Engine):
     def __init__(
-        self, service: Service, lengths: LogNormalLengths, *, vocabulary: int,
+        self, service: StepTime, lengths: LogNormalLengths, *, vocabulary: int,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:  # fmt: skip
         self.version = 0
@@ -60,7 +61,7 @@ class SleepingEngine(Engine):
         context = 0
         if self._service.context_s:
             context = sum(len(row.request.prompt) + row.generated for row in self._rows.values())
-        self._sleep(self._service.step_s(len(self._rows), self._prefill, context))
+        self._sleep(self._service.step_s(len(self._rows), context) + self._service.prefill_s * self._prefill)
         self._prefill = 0
         return [self._next(id, row) for id, row in list(self._rows.items())]
 

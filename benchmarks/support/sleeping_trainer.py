@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from windfall.sim.core.service import Service
+from windfall.step_time import StepTime
 from windfall.training import Report, Sample
 
 
 class SleepingTrainer:
-    def __init__(self, service: Service, sleep: Callable[[float], object] = time.sleep) -> None:
+    def __init__(self, service: StepTime, sleep: Callable[[float], object] = time.sleep) -> None:
         self._service, self._sleep = service, sleep
         self.begin()
 
     def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
-        self._sleep(self._service.training_s(sum(len(s.targets) for s in samples)) / 3)  # a forward pass
+        self._sleep(self._service.train_s * sum(len(s.targets) for s in samples) / 3)  # a forward pass
         return list(samples)
 
     def begin(self) -> None:
@@ -23,7 +23,7 @@ class SleepingTrainer:
 
     def accumulate(self, samples: Sequence[Sample]) -> None:
         tokens = sum(len(s.targets) for s in samples)
-        self._sleep(self._service.training_s(tokens))
+        self._sleep(self._service.train_s * tokens)
         self._tokens += tokens
         self._responses += len(samples)
 

@@ -60,7 +60,7 @@ class World:
         self.sampled_tokens = self.restored_tokens = 0
         self.grading = Grading()
         self.failures = EnvFailures("Scripted", EventLog(Path("/dev/null")))
-        self.over = asyncio.Event()
+        self.may_train = asyncio.Event()
         self.writes, self.micro_tokens = 0, 1000
         """Number of checkpoints written; number of tokens of a full micro-batch."""
         self.gap = 0.0
@@ -133,7 +133,7 @@ class World:
     # Pace: the trainer does not generate here, so training may begin at once.
 
     def begin(self, step: int) -> None:
-        self.over.set()
+        self.may_train.set()
 
     def begin_evaluation(self) -> None: ...
     def arrived(self, tokens: int) -> None: ...

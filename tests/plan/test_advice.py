@@ -7,7 +7,8 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from windfall.plan.model import cluster, measured
+from windfall.plan.model import cluster
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.workload import MODELS, Workload
 from windfall.plan.run import advice, recipe
 from windfall.plan.search import planner
@@ -22,7 +23,7 @@ def planned(text: str, **keys: Any) -> Recipe:
     made = cluster.from_text(text)
     first, *others = made.machines
     made = replace(made, machines=(replace(first, address="10.0.0.5"), *others))
-    asked = PlanRequest(cluster=made, work=WORK, efficiency=measured.efficiency(), **keys)
+    asked = PlanRequest(cluster=made, work=WORK, efficiency=Efficiency(), **keys)
     base = parse_recipe({"model": {"path": "Qwen/Qwen3-8B"}, "run": {"steps": 100}, "rollout": {
         "groups": 256, "group_size": 8, "max_tokens": 8192, "staleness": 1}}, "test")  # fmt: skip
     return recipe.write(planner.plans(asked)[0], asked, base)

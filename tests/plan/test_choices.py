@@ -11,7 +11,8 @@ import pytest
 from benchmarks.fleet import plan_choices as b
 from windfall.errors import WindfallError
 from windfall.plan import choose, command, report
-from windfall.plan.model import cluster, cost_model, devices, measured
+from windfall.plan.model import cluster, cost_model, devices
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.workload import MODELS, Workload, model
 from windfall.plan.run import recipe
 from windfall.plan.search import planner
@@ -25,7 +26,7 @@ MARKET = SpotMarket(losses_per_h=LOSSES_PER_H, assumed=True)
 
 def request(text: str, **keys: Any) -> PlanRequest:
     keys = {"work": WORK, "spot": MARKET, **keys}
-    return PlanRequest(cluster=cluster.from_text(text), efficiency=measured.efficiency(), **keys)
+    return PlanRequest(cluster=cluster.from_text(text), efficiency=Efficiency(), **keys)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -113,8 +114,8 @@ def test_trainers_own_engine_is_planned_where_it_fits_and_helps() -> None:
     assert recipe.write(on, asked, Recipe()).fleet.local
     assert not recipe.write(off, asked, Recipe()).fleet.local
     large = replace(WORK, shape=MODELS["Qwen3-32B"])
-    trained = cost_model.fsdp(large, devices.find("H200"), 8, 8, 1e9, measured.efficiency())
-    assert cost_model.own_engine(large, trained, 8, measured.efficiency()) is None
+    trained = cost_model.fsdp(large, devices.find("H200"), 8, 8, 1e9, Efficiency())
+    assert cost_model.own_engine(large, trained, 8, Efficiency()) is None
 
 
 def test_boots_after_losses_lower_what_a_spot_machine_is_good_for() -> None:

@@ -8,30 +8,12 @@ from dataclasses import replace
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.plan.model import cluster, cost_model, devices, measured
+from windfall.plan.model import cluster, cost_model, devices
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.workload import MODELS, Workload, model
 
 WORK = Workload(shape=MODELS["Qwen3-8B"])
-FITTED = measured.efficiency()
-
-
-def test_held_out_figures_of_the_h200_are_predicted() -> None:
-    done = measured.held_out()
-    by_part: dict[str, list[float]] = {}
-    for p in done.predictions:
-        by_part.setdefault(p.row.part, []).append(abs(p.error))
-    assert len(done.predictions) >= 15
-    assert max(by_part["decode"]) < 0.06
-    assert max(by_part["rollout"]) < 0.10
-    assert max(by_part["train"]) < 0.13
-    assert done.mean < 0.13
-    assert max(by_part["publish"]) < 1.0  # one row is fitted: its fixed part cannot be known
-
-
-def test_efficiencies_are_shares() -> None:
-    for share in (FITTED.weights, FITTED.kv, FITTED.decode, FITTED.prefill, FITTED.train):
-        assert 0 < share <= 1
-    assert FITTED.source == measured.SOURCE
+FITTED = Efficiency()
 
 
 def test_moments_of_lengths_are_those_of_draws() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fleet import plan_cpu as cpu
-from windfall.plan.model import cluster, measured
+from windfall.plan.model import cluster
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.run import advice, recipe, run_log
 from windfall.plan.search import planner
@@ -54,7 +55,7 @@ def test_a_run_is_advised_when_its_spot_worker_is_too_dear(here: Path) -> None:
     data = tomllib.loads(cpu.CLUSTER)
     device = {"memory_gb": 16, "bandwidth_gb_per_s": 20, "tflops": 0.1, "link_gb_per_s": 1}
     made = cluster.parse({**data, "device": [{"name": "cpu", **device, **rows}]}, "cluster.toml")
-    asked = PlanRequest(cluster=made, work=recipe_workload(base), efficiency=measured.efficiency(), objective="cost")
+    asked = PlanRequest(cluster=made, work=recipe_workload(base), efficiency=Efficiency(), objective="cost")
     own, spot = made.kinds()
     plan = planner.fixed(asked, "cpu", 1, {(own, 1): 1, (spot, 1): 1})
     assert plan is not None

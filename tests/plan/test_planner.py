@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from windfall.plan import choose, report
-from windfall.plan.model import cluster, measured
+from windfall.plan.model import cluster
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.workload import MODELS, Workload
 from windfall.plan.run import recipe
 from windfall.plan.search import planner
@@ -21,7 +22,7 @@ WORK = Workload(shape=MODELS["Qwen3-8B"], groups=32, group_size=4, sigma=0.4)
 
 
 def request(text: str, **keys) -> PlanRequest:
-    return PlanRequest(cluster=cluster.from_text(text), work=WORK, efficiency=measured.efficiency(), **keys)
+    return PlanRequest(cluster=cluster.from_text(text), work=WORK, efficiency=Efficiency(), **keys)
 
 
 def test_every_gpu_is_used_once_and_memory_suffices() -> None:

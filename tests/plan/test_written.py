@@ -10,7 +10,8 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.plan import choose, command
-from windfall.plan.model import cluster, inputs, measured
+from windfall.plan.model import cluster, inputs
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.workload import MODELS, Workload, delta_share
 from windfall.plan.run import recipe, run_log
 from windfall.plan.search import planner
@@ -23,12 +24,12 @@ WORK = Workload(shape=MODELS["Qwen3-8B"], groups=64, group_size=8, sigma=0.4)
 
 
 def request(text: str, **keys: Any) -> PlanRequest:
-    return PlanRequest(cluster=cluster.from_text(text), work=WORK, efficiency=measured.efficiency(), **keys)
+    return PlanRequest(cluster=cluster.from_text(text), work=WORK, efficiency=Efficiency(), **keys)
 
 
 def from_toml(*machines: dict[str, Any], **keys: Any) -> PlanRequest:
     made = cluster.parse({"machine": list(machines)}, "c.toml")
-    return PlanRequest(cluster=made, work=WORK, efficiency=measured.efficiency(), **keys)
+    return PlanRequest(cluster=made, work=WORK, efficiency=Efficiency(), **keys)
 
 
 TRAINER = {"gpu": "H100", "count": 8, "address": "10.0.0.5"}

@@ -62,6 +62,6 @@ def test_keys_on_the_console() -> None:
     assert "rollout.max_tokens" in run("recipe")
     assert "clip_norm" in run("recipe", "train")
     assert "poll_s" in run("recipe", "fleet.slurm")
-    assert "arrivals_per_h" in run("recipe", "--all")
+    assert "ingress_bytes_per_s" in run("recipe", "--all")
     with pytest.raises(WindfallError, match="unknown section 'rolout'"):
         run("recipe", "rolout")

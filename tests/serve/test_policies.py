@@ -27,18 +27,18 @@ from windfall.serve.slo import (
     slack_s,
     steps_allowed,
 )  # fmt: skip
-from windfall.serve.step_time import StepShape, StepTime
+from windfall.step_time import LearnedStepTime
 
 decode = msgspec.msgpack.Decoder(Capacity).decode
 SLO = Objectives(ttft_s=0.5, tpot_s=0.15, reserve=0.0)
 LOAD = RolloutLoad(running=4, waiting=1, context=400, prefill=1000)
 
 
-def learned(fixed: float = 0.004, each: float = 0.0002, attended: float = 0.0, steps: int = 60) -> StepTime:
-    rng, estimate = random.Random(1), StepTime()
+def learned(fixed: float = 0.004, each: float = 0.0002, attended: float = 0.0, steps: int = 60) -> LearnedStepTime:
+    rng, estimate = random.Random(1), LearnedStepTime()
     for _ in range(steps):
-        shape = StepShape(rng.randrange(1, 300), rng.randrange(300, 9000))
-        estimate.observe(shape, fixed + each * shape.rows + attended * shape.context)
+        rows, context = rng.randrange(1, 300), rng.randrange(300, 9000)
+        estimate.observe(fixed + each * rows + attended * context, rows, context)
     return estimate
 
 
@@ -89,17 +89,12 @@ def test_within_a_step_the_budget_only_falls(
 
 
 def test_nothing_is_known_at_the_start() -> None:
-    estimate = StepTime()
+    estimate = LearnedStepTime()
     assert (estimate.predict_s(10, 100), estimate.upper_s(10, 100), estimate.most_rows(1.0)) == (0.0, 0.0, 0)
-    for shape, s in (
-        (StepShape(0, 0), 1.0),
-        (StepShape(4, 9), 0.0),
-        (StepShape(4, 9), math.inf),
-        (StepShape(4, 9), -1),
-    ):
-        estimate.observe(shape, s)
+    for seconds, rows, context in ((1.0, 0, 0), (0.0, 4, 9), (math.inf, 4, 9), (-1, 4, 9)):
+        estimate.observe(seconds, rows, context)
     assert not estimate.known
-    estimate.observe(StepShape(4, 40), 0.008)
+    estimate.observe(0.008, 4, 40)
     assert estimate.predict_s(4, 40) == pytest.approx(0.008)
     assert estimate.most_rows(0.02) == 10
 
@@ -109,20 +104,20 @@ def test_nothing_is_known_at_the_start() -> None:
     fixed=st.floats(1e-5, 0.05), each=st.floats(1e-7, 1e-3), attended=st.floats(0, 1e-6), seed=st.integers(0, 1 << 16)
 )
 def test_the_estimate_converges(fixed: float, each: float, attended: float, seed: int) -> None:
-    rng, estimate = random.Random(seed), StepTime()
+    rng, estimate = random.Random(seed), LearnedStepTime()
 
-    def actual(shape: StepShape) -> float:
-        return fixed + each * shape.rows + attended * shape.context
+    def actual(rows: int, context: int) -> float:
+        return fixed + each * rows + attended * context
 
-    shapes = [StepShape(rng.randrange(1, 600), rng.randrange(10, 20_000)) for _ in range(80)]
+    shapes = [(rng.randrange(1, 600), rng.randrange(10, 20_000)) for _ in range(80)]
     for shape in shapes:
-        estimate.observe(shape, actual(shape) * rng.uniform(0.95, 1.05))
-    wrong = [abs(estimate.predict_s(s.rows, s.context) / actual(s) - 1) for s in shapes]
+        estimate.observe(actual(*shape) * rng.uniform(0.95, 1.05), *shape)
+    wrong = [abs(estimate.predict_s(*shape) / actual(*shape) - 1) for shape in shapes]
     assert sum(wrong) / len(wrong) < 0.06
     assert estimate.error < 0.35
     before = estimate.predicted_s, estimate.actual_s
     for shape in shapes[40:]:
-        estimate.observe(shape, actual(shape))
+        estimate.observe(actual(*shape), *shape)
     assert estimate.predicted_s - before[0] == pytest.approx(estimate.actual_s - before[1], rel=0.1)
 
 
@@ -133,9 +128,9 @@ def test_the_estimate_converges(fixed: float, each: float, attended: float, seed
 def test_any_history_gives_a_number_of_rows(
     steps: list[tuple[int, int, float]], slack: float, context_per_row: float
 ) -> None:
-    estimate = StepTime()
+    estimate = LearnedStepTime()
     for rows, context, s in steps:
-        estimate.observe(StepShape(rows, context), s)
+        estimate.observe(s, rows, context)
     rows = estimate.most_rows(slack, context_per_row=context_per_row)
     assert rows >= 0
     if rows:
@@ -145,7 +140,7 @@ def test_any_history_gives_a_number_of_rows(
 def test_a_machine_that_becomes_slower_is_learned_again() -> None:
     estimate = learned()
     for _ in range(150):
-        estimate.observe(StepShape(100, 2000), 0.06)
+        estimate.observe(0.06, 100, 2000)
     assert estimate.predict_s(100, 2000) == pytest.approx(0.06, rel=0.1)
     assert estimate.error < 0.25
 
@@ -155,14 +150,14 @@ def test_a_machine_that_becomes_slower_is_learned_again() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_prefills_are_not_forgotten_in_a_long_time_of_decoding(noise: float) -> None:
-    rng, estimate = random.Random(1), StepTime()
+    rng, estimate = random.Random(1), LearnedStepTime()
 
     def step_s(rows: int, context: int) -> float:
         return (0.008 + 8e-5 * rows + 2e-7 * context) * (1 + rng.uniform(-noise, noise))
 
     for n in range(2100):
         rows, context = (528, 140_000) if n < 100 and n % 4 == 0 else (16, 6400 + 16 * (n % 500))
-        estimate.observe(StepShape(rows, context), step_s(rows, context))
+        estimate.observe(step_s(rows, context), rows, context)
     assert estimate.predict_s(528, 140_000) == pytest.approx(0.0782, rel=0.2)
     assert 60 < estimate.most_rows(0.03, context_per_row=400.0) < 200  # 137 if all is known exactly
 
@@ -192,10 +187,10 @@ def test_rows_fit_into_the_slack() -> None:
 
 
 def test_first_step_without_any_estimate() -> None:
-    assert rows_allowed(math.inf, SLO, StepTime(), LOAD) == FIRST_ROWS
-    assert rows_allowed(0.14, SLO, StepTime(), LOAD) == 1
-    assert rows_allowed(0.05, SLO, StepTime(), LOAD) == 0
-    assert slack_s(ServingLoad(waiting=((5.0, 100),)), SLO, StepTime(), 5.0) == pytest.approx(0.5)
+    assert rows_allowed(math.inf, SLO, LearnedStepTime(), LOAD) == FIRST_ROWS
+    assert rows_allowed(0.14, SLO, LearnedStepTime(), LOAD) == 1
+    assert rows_allowed(0.05, SLO, LearnedStepTime(), LOAD) == 0
+    assert slack_s(ServingLoad(waiting=((5.0, 100),)), SLO, LearnedStepTime(), 5.0) == pytest.approx(0.5)
 
 
 def test_an_idle_server_lends_steps_of_a_limited_length() -> None:
@@ -303,13 +298,13 @@ def test_without_time_for_a_prefill_the_rollout_decodes() -> None:
     assert rows_allowed(0.008, SLO, time, few, growing=True) == 0, "with more credit, the others can be prefilled"
 
 
-def on_a_gpu(prefill_s: float = 0.014) -> StepTime:
+def on_a_gpu(prefill_s: float = 0.014) -> LearnedStepTime:
     """A decode step of 100 rows takes 3 ms."""
-    time = StepTime()
+    time = LearnedStepTime()
     for n in range(40):
-        time.observe(StepShape(90 + n % 20, 0), 0.001 + 0.00002 * (90 + n % 20))
+        time.observe(0.001 + 0.00002 * (90 + n % 20), 90 + n % 20, 0)
         if n % 4 == 0:
-            time.observe(StepShape(100 + 20 * n, 0, True), prefill_s + 0.000005 * (20 * n))
+            time.observe(prefill_s + 0.000005 * (20 * n), 100 + 20 * n, 0, True)
     return time
 
 
@@ -350,7 +345,7 @@ def test_steps_of_a_launch_fit_into_the_slack() -> None:
     assert steps_allowed(1.0, 0.02, time, 10, 100, 8) == 8
     assert steps_allowed(0.0065, 0.02, time, 10, 100, 8) == 3
     assert steps_allowed(0.0001, 0.02, time, 10, 100, 8) == 1
-    assert steps_allowed(1.0, 0.02, StepTime(), 10, 100, 8) == 1, "nothing is known yet"
+    assert steps_allowed(1.0, 0.02, LearnedStepTime(), 10, 100, 8) == 1, "nothing is known yet"
 
 
 @settings(max_examples=40)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from windfall.controller.assembly import Policies
 from windfall.events import log as events
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
@@ -49,10 +51,12 @@ def simulated(tmp_path: Path) -> Callable[..., tuple[run.Simulation, list[events
     """Simulates the small recipe with changed keys. `disturb` is called with the simulation at the start."""
 
     def simulate(
-        disturb: Callable[[run.Simulation], None] | None = None, **sections: dict[str, Any]
-    ) -> tuple[run.Simulation, list[events.Event]]:
+        disturb: Callable[[run.Simulation], None] | None = None, policies: Policies | None = None,
+        **sections: dict[str, Any],
+    ) -> tuple[run.Simulation, list[events.Event]]:  # fmt: skip
         log = tmp_path / "events.jsonl"
-        done = run.simulate(scenario.build(small(**sections)), log, disturb=disturb)
+        built = replace(scenario.build(small(**sections)), policies=policies or Policies())
+        done = run.simulate(built, log, disturb=disturb)
         done.dispatch.ledger.check()
         assert done.dispatch.ledger.lost_tokens() == 0
         return done, events.read(log)

@@ -2,7 +2,7 @@
 
     attend, attend_trainer      one call per authenticated worker or trainer     until its link closes
     steps                       the loop of controller.py                        until the run is finished or stopped
-    tick                        the timer of seeding                             forever
+    tick                        the timer of local_generation                    forever
 
 No sockets, processes or signals: those are in controller/process.py, and windfall.sim uses the same objects in
 virtual time. A killed controller leaves its event log, its journal, the trainer's checkpoint, and workers and a trainer
@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -30,14 +31,17 @@ from windfall.controller.ledger.journal_reader import History, JournalContents, 
 from windfall.controller.ledger.recovery import Recovery, needed
 from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
+from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.idle_generation import IdleGeneration
+from windfall.controller.rollout.local_generation import LocalGeneration
 from windfall.controller.rollout.stream import Rollout, Stopped
-from windfall.controller.rollout.trainer_generation import TrainerGeneration, seeding_policy
 from windfall.controller.scheduling.admission import Admission
+from windfall.controller.scheduling.local_time import LocalTimePolicy, OnlyWithoutWorkers, PredictedLocalTime
 from windfall.controller.scheduling.members import Patience
+from windfall.controller.scheduling.placement import Placement
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import EvaluationTasks
 from windfall.events.log import Event, EventLog
@@ -55,18 +59,28 @@ ACTIVITY_S = 10.0
 """Seconds between two events `activity`."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policies:
+    """The policies of a controller. A benchmark may replace them by those of a paper, in a simulated run."""
+
+    local_time: Callable[[], LocalTimePolicy] = PredictedLocalTime
+    placement: type[Placement] = Placement
+    advisor: type[Advisor] = Advisor
+
+
 class ControllerLife:
     """One lifetime of a controller, from its start until it ends or is killed."""
 
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, resumed: bool,
         read_journal: Callable[[Journal, int], Awaitable[JournalContents]] | None = None,
-        on_event: Callable[[Event], None] = lambda event: None,
+        on_event: Callable[[Event], None] = lambda event: None, policies: Policies | None = None,
     ) -> None:  # fmt: skip
         """`on_event`: called with every event that is in the log already. `resumed`: the run was started before.
         `journal`: None if nothing must survive this controller. `read_journal`: reads the journal from a step on; by
         default in a thread."""
         f, t = recipe.fleet, recipe.techniques
+        policies = policies or Policies()
         self.recipe, self.events, self.journal, self._resumed = recipe, events, journal, resumed
         self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
         self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
@@ -85,14 +99,14 @@ class ControllerLife:
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t,
             staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
-            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s, Activity()),
+            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s, Activity()), placement=policies.placement,
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
-        policy = seeding_policy(f.offload if t.seeding else "never", first_s=f.first_seed_s)
-        pace = IdleGeneration if recipe.rollout.staleness else TrainerGeneration
-        self.seeding = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
-        self.report = FleetReport(recipe, self.dispatch, events, generated)
+        policy = policies.local_time() if t.trainer_generates else OnlyWithoutWorkers()
+        pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
+        self.local_generation = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
+        self.report = FleetReport(recipe, self.dispatch, events, generated, policies.advisor)
         self.rollout: Rollout | None = None
         self.loop: Loop | None = None
         self.state = CheckpointState(step=0, next_task=0)
@@ -123,7 +137,7 @@ class ControllerLife:
         watch_stop = asyncio.create_task(self._interrupt_on_stop(rollout))
         self._count_agents = counters or dict
         algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
-        generation = Generation(recipe, algorithm, rollout, self.seeding, hello.micro_tokens)
+        generation = Generation(recipe, algorithm, rollout, self.local_generation, hello.micro_tokens)
         evaluation = Evaluation(
             recipe, rollout, self.events, self.held_out, evaluated=self._evaluated, lost=self._evaluation_lost,
             on_change=generation.changed.set,
@@ -252,7 +266,7 @@ class ControllerLife:
             accounts.gone(loop.time(), id, heard_s=loop.time())
 
     def counters(self) -> dict[str, Any]:
-        counted = self.report.counters(self.seeding.last, asyncio.get_running_loop().time())
+        counted = self.report.counters(self.local_generation.last, asyncio.get_running_loop().time())
         return {**counted, **self._count_agents()}
 
     def note_staleness(self, fields: dict[str, Any]) -> None:
@@ -261,7 +275,7 @@ class ControllerLife:
     async def tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.seeding.tick()
+            self.local_generation.tick()
             if self.loop is not None:
                 self.loop.generation.tick(TICK_S)
 

@@ -14,8 +14,8 @@ from windfall import algorithms
 from windfall.controller.cost import prices
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.local_time import StepMeasurement
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.seed_time import StepMeasurement
 from windfall.events.log import Event, EventLog, ForeignLines, scan
 from windfall.events.steady_time import SteadyTime
 from windfall.recipe.sections import Recipe
@@ -106,7 +106,12 @@ def can_pipeline(recipe: Recipe) -> bool:
 
 class FleetReport:
     def __init__(
-        self, recipe: Recipe, dispatch: Dispatch, events: EventLog, generated: StepTokens | None = None
+        self,
+        recipe: Recipe,
+        dispatch: Dispatch,
+        events: EventLog,
+        generated: StepTokens | None = None,
+        advisor: type[Advisor] = Advisor,
     ) -> None:
         """`generated`: the tokens of the steps that are in the log already. Later steps are added to it."""
         f, o = recipe.fleet, recipe.rollout
@@ -116,10 +121,9 @@ class FleetReport:
         self._counted: dict[str, int] = {}
         self._staleness: dict[str, Any] | None = None
         """`staleness` of the snapshot."""
-        self._advisor = Advisor(
+        self._advisor = advisor(
             dispatch, responses=o.groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
             max_count=MAX_ADVISED, overlap=can_pipeline(recipe), asynchronous=o.staleness > 0,
-            by_wait_share=f.autoscale == "wait_share",
         )  # fmt: skip
 
     def counters(self, last: StepMeasurement | None, now_s: float) -> dict[str, Any]:

@@ -29,10 +29,11 @@ from windfall.types import Group
 
 
 class Pace(Protocol):
-    """Decides when the trainer generates and when it trains. TrainerGeneration implements it for synchronous training,
+    """Decides when the trainer generates and when it trains. LocalGeneration implements it for synchronous training,
     IdleGeneration for asynchronous training."""
 
-    over: asyncio.Event
+    may_train: asyncio.Event
+    """Set while training may begin."""
 
     def begin(self, step: int) -> None: ...
     def begin_evaluation(self) -> None: ...
@@ -133,18 +134,18 @@ class Generation:
 
     async def wait(self, batch: StepBatch) -> None:
         """Wait for a change or, while the trainer generates, until it stops."""
-        over, began = self.pace.over, now_s()
-        training = over.is_set()
+        may_train, began = self.pace.may_train, now_s()
+        training = may_train.is_set()
         missing, ready = self.admission.batch - len(self.admission.taken), self.admission.ready
         waits = [asyncio.ensure_future(self.changed.wait())]
         if not training:
-            waits.append(asyncio.ensure_future(over.wait()))
+            waits.append(asyncio.ensure_future(may_train.wait()))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        if training and over.is_set():  # otherwise the trainer has started to generate again
+        if training and may_train.is_set():  # otherwise the trainer has started to generate again
             batch.waited(now_s() - began, missing=missing, ready=ready, pipelined=self.pipelined)
 
     def reset_counters(self) -> None:

@@ -165,7 +165,7 @@ class Loop:
             self.evaluation.check()
             if generation.fill(batch):
                 return batch
-            if generation.pipelined and batch.micro_batches and generation.pace.over.is_set():
+            if generation.pipelined and batch.micro_batches and generation.pace.may_train.is_set():
                 began = now_s()
                 batch.early_s += await self._forward_backward(batch.hand_over(generation.admission.ready))
                 batch.asked_s += now_s() - began

@@ -9,7 +9,7 @@ killed, it is restarted and continues from its journal; workers and trainer reco
     run ─┬─ _run_steps       the steps of controller/assembly.py    until the run is finished or stopped
          ├─ dispatch.watch   heartbeats and deadlines           forever
          ├─ _snapshots       fleet.json                         forever
-         ├─ life.tick        seeding                            forever
+         ├─ life.tick        local_generation                   forever
          ├─ observers        the page of the run, ...           forever
          ├─ log_activities   what workers do, for the timeline  forever
          └─ _write_failure   waits for a failed write           until one fails; its error ends the run

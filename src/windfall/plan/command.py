@@ -14,8 +14,9 @@ from typing import Any
 from windfall.errors import WindfallError, nearest
 from windfall.plan import choose, report
 from windfall.plan.model import cluster as clusters
-from windfall.plan.model import devices, measured
+from windfall.plan.model import devices
 from windfall.plan.model.cluster import Cluster, ClusterMachine, EngineName, Links
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.devices import Gpu, PriceList, Terms
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.run import advice, recipe, run_log
@@ -73,7 +74,7 @@ def main(
     request = PlanRequest(
         cluster=made,
         work=work,
-        efficiency=measured.efficiency(),
+        efficiency=Efficiency(),
         objective=objective,  # pyright: ignore[reportArgumentType]
         budget_usd_per_h=usd,
         deadline_h=deadline,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from windfall.plan.choose import ComparedPlan, MachineGroup, PlanChoice
-from windfall.plan.model import measured
 from windfall.plan.model.cluster import Kind
 from windfall.plan.search.plan import PlanRequest, RunPlan
 
 
 def report(name: str, request: PlanRequest, choice: PlanChoice) -> list[str]:
     w, e = request.work, request.efficiency
-    held = ", ".join(f"{part} {error:.0%}" for part, error in measured.held_out().by_part().items())
     lines = [
         f"{name} on {request.cluster}: {w.responses} responses a step, {w.mean_tokens:,.0f} tokens on average, "
         f"staleness {w.staleness}",
-        f"speeds: {e.source}; held-out errors: {held}. Other GPUs: data sheets with the same shares, not measured",
+        f"speeds: {e.source}; held-out errors: {e.held_out}. "
+        "Other GPUs: data sheets with the same shares, not measured",
     ]
     lines += _assumptions(request)
     known = {m.kind.name: m.gpu for m in request.cluster.machines if m.gpu.worker or m.gpu.trainer}

@@ -16,11 +16,6 @@ class Fleet(Section):
     local: bool = True
     """Let the trainer's own engine generate at the start of every step, and for the whole step if there is no other
     worker. With `false`, only workers generate."""
-    offload: Literal["predict", "feedback", "feedback-no-memory"] = "predict"
-    """How long the trainer's own engine generates in each step. "predict" computes it from measured speeds; "feedback"
-    is RLBoost's Algorithm 1; "feedback-no-memory" is Algorithm 1 without its memory."""
-    first_seed_s: float = Field(default=150.0, ge=0)
-    """Initial seconds of generation by the trainer's own engine, if `offload` is one of the feedback policies."""
     trainer_price_usd_per_h: float = Field(default=0.0, ge=0)
     """Price of the trainer's machine in $ per hour. 0 looks it up by device in the built-in price table."""
     workers: int = Field(default=0, ge=0)
@@ -29,10 +24,6 @@ class Fleet(Section):
     workers_max: int = Field(default=0, ge=0)
     """Upper limit for autoscaling of the workers on this machine. 0 disables it; otherwise the run starts with
     `workers` and scales between 0 and this limit by measured throughput and price."""
-    autoscale: Literal["value", "wait_share"] = "value"
-    """Rule for how many workers are worth their price. "value" computes tokens per dollar from measured throughput and
-    prices; "wait_share" is AstraFlow's rule, which looks only at how long the trainer waits, and needs
-    `rollout.staleness` above 0."""
     cooldown_s: float = Field(default=60.0, ge=0)
     """Shortest time in seconds between two autoscaling changes of the same source of workers."""
     max_usd_per_h: float = Field(default=0.0, ge=0)

@@ -240,14 +240,13 @@ class EngineSection(Section):
 class Techniques(Section):
     """Switches for measuring the benefit of each technique (benchmarks/fleet/harvest.py). Otherwise leave all on."""
 
-    seeding: bool = True
+    trainer_generates: bool = True
     """Let the trainer's own engine generate at the start of a step. Off: it generates only if there is no other
     worker."""
     migration: bool = True
     """Continue the responses of a lost worker from their last token. Off: they start again from the prompt."""
-    balancing: bool | Literal["algorithm2"] = True
-    """Place responses by measured speed, and move running ones. Off: workers take turns, and nothing moves.
-    "algorithm2" is RLBoost's Algorithm 2."""
+    balancing: bool = True
+    """Place responses by measured speed, and move running ones. Off: workers take turns, and nothing moves."""
     affinity: bool = True
     """Send the next turn of a response to the worker that has its tokens in the KV cache, and siblings to the worker
     that has their prompt, if that pays. Off: placement ignores what the workers have in their caches."""
@@ -355,11 +354,6 @@ class Recipe(Section):
             raise ValueError(f"set eval.{own[0]} or env.held_out, not both")
         if self.rollout.stop and isinstance(self.env, AgentLimits):
             raise ValueError("rollout.stop has no effect on agents: have the agent send `stop` with its calls")
-        if self.fleet.autoscale == "wait_share" and self.rollout.staleness == 0:
-            raise ValueError(
-                "fleet.autoscale = 'wait_share' needs rollout.staleness above 0: in synchronous training the trainer's "
-                "wait does not show how many workers it needs. Set rollout.staleness, or fleet.autoscale = 'value'."
-            )
         if self.run.deterministic and self.rollout.staleness > 0:
             raise ValueError(
                 f"run.deterministic = true excludes rollout.staleness = {self.rollout.staleness}: in asynchronous "

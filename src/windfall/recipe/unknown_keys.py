@@ -61,8 +61,11 @@ MEANT_BY: dict[str, str] = {
     "eval.every": "eval_freq eval_interval eval_steps test_freq",
     "eval.responses": "n n_samples samples",
     "engine.max_running": "max_num_seqs",
+    "fleet.local": "offload",
+    "fleet.workers_max": "autoscale",
     "fleet.worker_memory": "gpu_memory_utilization",
     "fleet.workers": "num_workers worker",
+    "techniques.trainer_generates": "seeding",
     "log.wandb": "project_name report_to wandb_project",
 }
 """Names that other frameworks use, by the key or section of a recipe that means the same or comes closest."""

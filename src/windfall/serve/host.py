@@ -31,7 +31,7 @@ from windfall.errors import WindfallError
 from windfall.serve.memory_policy import MemoryPolicy, MemoryState
 from windfall.serve.metrics import Metric, ServeMetrics
 from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, objective_slack_s, steps_allowed
-from windfall.serve.step_time import StepShape, StepTime
+from windfall.step_time import LearnedStepTime
 from windfall.types import Chunk, Request
 
 SERVING, ROLLOUT, WEIGHTS = "serving", "rollout", "rollout weights"
@@ -106,8 +106,8 @@ class Host:
         self.objectives = objectives
         self._max_rows = max_rows
         self.policy = MemoryPolicy(arena.blocks.layout.count)
-        self.serving_time = StepTime()
-        self.rollout_time = StepTime()
+        self.serving_time = LearnedStepTime()
+        self.rollout_time = LearnedStepTime()
         self.metrics = ServeMetrics()
         self.rollout: Tenant | None = None
         self.failed: BaseException | None = None
@@ -285,7 +285,7 @@ class Host:
         now_s = self._clock()
         took_s = engine.device_s or now_s - began_s
         self.metrics.serving_seconds += took_s
-        self.serving_time.observe(StepShape(*engine.last_step), took_s / engine.last_steps)
+        self.serving_time.observe(took_s / engine.last_steps, *engine.last_step)
         if self.rollout is not None and self.rollout.evicted > evicted:  # serving took blocks in use
             self.policy.taken(self.arena.blocks.held(ROLLOUT))
         for chunk in chunks:
@@ -317,7 +317,7 @@ class Host:
     def adopt(self, tenant: Tenant) -> None:
         assert self.rollout is None, "there is a rollout tenant already"
         self.rollout = tenant
-        self.rollout_time = StepTime()
+        self.rollout_time = LearnedStepTime()
         self.begin_step()
 
     def drop_rollout(self, tenant: Tenant) -> None:
@@ -386,7 +386,7 @@ def _engine_failed() -> WindfallError:
     return WindfallError("the engine has failed", fix="Try again: the server restarts.")
 
 
-def ahead_s(engine: PagedEngine, time: StepTime) -> float:
+def ahead_s(engine: PagedEngine, time: LearnedStepTime) -> float:
     """Predicted time of the launches in flight."""
     return sum(time.upper_s(*shape) * steps for shape, steps in engine.launched)
 

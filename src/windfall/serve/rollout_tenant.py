@@ -38,7 +38,6 @@ from windfall.link.messages import Released, Stats
 from windfall.serve.capacity import CapacityMeter
 from windfall.serve.host import AHEAD, LAUNCH_S, Host, rollout_load
 from windfall.serve.slo import RolloutLoad, credit_s, rows_allowed, slack_s, steps_allowed
-from windfall.serve.step_time import StepShape
 
 STARVED_S = 2.0
 PREFILL_S = 0.5
@@ -321,7 +320,7 @@ class RolloutTenant(EngineThread):
             began_s = clock()
             self._advance(rows, steps, prefill)
             took_s = engine.device_s or clock() - began_s
-            host.rollout_time.observe(StepShape(*engine.last_step), took_s / engine.last_steps)
+            host.rollout_time.observe(took_s / engine.last_steps, *engine.last_step)
             host.metrics.rollout_seconds += took_s
         handles, self._evicted = self._evicted, []
         host.metrics.returned("memory", self._return(handles))

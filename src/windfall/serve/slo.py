@@ -32,7 +32,7 @@ import math
 from dataclasses import dataclass
 
 from windfall.defaults import TPOT_S, TTFT_S
-from windfall.serve.step_time import StepTime
+from windfall.step_time import LearnedStepTime
 
 CHUNK = 512
 FIRST_ROWS = 16
@@ -91,12 +91,12 @@ def credit_s(load: ServingLoad, objectives: Objectives) -> float:
     return min(share * (elapsed_s - lent_s) - lent_s for elapsed_s, lent_s in load.lent_s) - load.rollout_ahead_s
 
 
-def slack_s(load: ServingLoad, objectives: Objectives, serving: StepTime, now_s: float) -> float:
+def slack_s(load: ServingLoad, objectives: Objectives, serving: LearnedStepTime, now_s: float) -> float:
     """The smallest slack or credit; infinite without requests."""
     return min(credit_s(load, objectives), objective_slack_s(load, objectives, serving, now_s))
 
 
-def objective_slack_s(load: ServingLoad, objectives: Objectives, serving: StepTime, now_s: float) -> float:
+def objective_slack_s(load: ServingLoad, objectives: Objectives, serving: LearnedStepTime, now_s: float) -> float:
     """The smallest slack; infinite without requests."""
     keep = 1.0 - objectives.reserve
     tightest = math.inf
@@ -130,7 +130,7 @@ class RolloutLoad:
 
 
 def rows_allowed(
-    slack: float, objectives: Objectives, rollout: StepTime, load: RolloutLoad, *, growing: bool = False,
+    slack: float, objectives: Objectives, rollout: LearnedStepTime, load: RolloutLoad, *, growing: bool = False,
     ahead_s: float = 0.0,
 ) -> int:  # fmt: skip
     """How many rows the next rollout step may have; 0: it must wait. If they are no more than the responses that
@@ -163,7 +163,7 @@ def rows_allowed(
     return 0 if growing and 2 * rows < load.running + load.waiting else rows
 
 
-def steps_allowed(slack: float, launch_s: float, time: StepTime, rows: int, context: int, burst: int) -> int:
+def steps_allowed(slack: float, launch_s: float, time: LearnedStepTime, rows: int, context: int, burst: int) -> int:
     """How many decode steps of this shape may be launched at once: at least 1, and no more than fit into the slack and
     into `launch_s`."""
     step_s = time.upper_s(rows, context)

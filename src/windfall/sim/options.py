@@ -10,7 +10,7 @@ import typer
 from windfall.errors import WindfallError
 
 FOR_RECIPE, FOR_REPLAY = "Options for RECIPE.toml", "Options for --replay"
-FOR_CALIBRATE, FOR_CHAOS = "Options for calibrate", "Options for chaos"
+FOR_CHAOS = "Options for chaos"
 SimWhat = Annotated[
     list[str] | None,
     typer.Argument(
@@ -54,10 +54,6 @@ def sim(
     set: SimOverrides = None,
     replay: SimReplay = None,
     fit: SimFit = "first-half",
-    gpu: Annotated[str, typer.Option(rich_help_panel=FOR_CALIBRATE, help="GPU that was measured, such as H100.")] = "",
-    to: Annotated[
-        str, typer.Option(rich_help_panel=FOR_CALIBRATE, help="GPU to scale the result to, by published figures.")
-    ] = "",
     seed: Annotated[int, typer.Option(rich_help_panel=FOR_CHAOS, min=0, help="First seed.")] = 0,
     faults: Annotated[int, typer.Option(rich_help_panel=FOR_CHAOS, min=1, help="Number of faults per run.")] = 500,
 ) -> None:  # fmt: skip
@@ -85,7 +81,7 @@ def sim(
     if what[0] == "calibrate":
         from windfall.sim.calibrate import command as calibrate
 
-        calibrate.main([Path(w) for w in what[1:]], gpu=gpu, to=to)
+        calibrate.main([Path(w) for w in what[1:]])
         return
     if what[0] == "chaos":
         from windfall.sim.chaos import trial as chaos

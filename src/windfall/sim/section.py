@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from windfall.defaults import MAX_SLOWDOWN, TPOT_S, TTFT_S
-from windfall.recipe.section import Count, FilePath, Section, Share
+from windfall.recipe.section import Count, FilePath, Section
 
 
 class SimKind(Section):
@@ -126,16 +124,6 @@ class Sim(Section):
     """Probability that the reward of a response is 1; otherwise it is 0."""
     reward_s: float = Field(default=0.0, ge=0)
     """Seconds to compute one reward."""
-    market: Literal["machines", "poisson", "bursts", "diurnal"] = "machines"
-    """How machines come and go if `trace.file` is not set; see docs/sim.md."""
-    arrivals_per_h: float = Field(default=10.0, ge=0)
-    """Machines that arrive per hour if `market` is "poisson". At most `trace.nodes` are up at once."""
-    bursts_per_h: float = Field(default=1.0, ge=0)
-    """Bursts of preemptions per hour if `market` is "bursts"."""
-    burst_share: Share = 0.5
-    """Share of the running machines that one burst preempts if `market` is "bursts"."""
-    day_s: float = Field(default=86400.0, gt=0)
-    """Length of a day in seconds if `market` is "diurnal"."""
     prices_file: FilePath | None = None
     """File with the price of a machine of the trace over time, in lines of `seconds,usd_per_h`. If left out,
     `trace.price_usd_per_h` applies throughout."""

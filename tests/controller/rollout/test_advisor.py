@@ -11,15 +11,15 @@ from windfall.controller.cost import prices
 from windfall.controller.rollout import advisor
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.local_time import StepMeasurement
 from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.seed_time import StepMeasurement
 from windfall.events.log import EventLog
 from windfall.link.messages import Capacity
 from windfall.types import LOCAL, Lease
 
 SPOT = Lease(kind="spot", device="card", price_usd_per_h=5.0)
 STEP = StepMeasurement(
-    tokens=100_000, seed_s=2.0, local_tokens=20_000, train_s=5.0, train_wait_s=0.0, remote_wait_s=0.0, remote_s=5.0,
+    tokens=100_000, local_s=2.0, local_tokens=20_000, train_s=5.0, train_wait_s=0.0, remote_wait_s=0.0, remote_s=5.0,
     workers=1.0,
 )  # fmt: skip
 
@@ -146,20 +146,6 @@ def test_each_kind_gets_its_own_advice(tmp_path: Path) -> None:
     counts = {n: a.count for n, a in run.advisor.advice.items()}
     assert counts[prices.kind(SPOT)] > 1
     assert counts["spot card at $70.00/h"] == 0
-
-
-def test_wait_share_rule_counts_the_workers_of_all_kinds(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.advisor = Advisor(
-        run.dispatch, responses=64, trainer_usd_per_h=0.0, max_count=8, asynchronous=True, by_wait_share=True
-    )
-    run.join("a", SPOT, 4000)
-    run.join("b", Lease(kind="spot", device="abacus"), 4000)  # the rule needs no prices
-    assert {why for _, _, why in run.step().values()} == {"not enough measurements yet"}
-    waited = run.step(replace(STEP, train_wait_s=5.0))  # half of the ten seconds of a step
-    assert waited[prices.kind(SPOT)] == (1, 3, "the trainer waited for 50% of the step, and the gate was closed for 0%")
-    assert run.advisor.step(STEP, run.now_s + 10.0, held_s=9.0)[prices.kind(SPOT)].count == 0
-    assert run.advisor.advice["spot abacus"].count == 0
 
 
 def test_asynchronous_workers_are_not_slower_because_they_pull(tmp_path: Path) -> None:

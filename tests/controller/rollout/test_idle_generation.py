@@ -36,14 +36,14 @@ def test_run_without_other_workers_completes(tmp_path: Path, staleness: int) -> 
 
 
 def test_run_without_seeding_and_without_other_workers_completes(tmp_path: Path) -> None:
-    steps, share = run(tmp_path, "trace.nodes=0", "rollout.staleness=1", "techniques.seeding=false", steps=3)
+    steps, share = run(tmp_path, "trace.nodes=0", "rollout.staleness=1", "techniques.trainer_generates=false", steps=3)
     assert (len(steps), share) == (3, 1.0)
 
 
 def test_engine_takes_part_while_the_trainer_waits_and_rests_otherwise(tmp_path: Path) -> None:
     _, few = run(tmp_path, "trace.nodes=2", "rollout.staleness=2")
     _, many = run(tmp_path, "trace.nodes=10", "rollout.staleness=2")
-    _, off = run(tmp_path, "trace.nodes=2", "rollout.staleness=2", "techniques.seeding=false")
+    _, off = run(tmp_path, "trace.nodes=2", "rollout.staleness=2", "techniques.trainer_generates=false")
     assert few > 0.2
     assert many < 0.15
     assert off < 0.05, "it may generate until the first worker has its weights"

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from windfall.controller.scheduling.balance import WorkerLoad, place
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.step_time import StepTime
 
-FAST = Profile(fixed_s=0.010, each_s=0.0001)
-CROWDED = Profile(fixed_s=1e-9, each_s=0.001)  # a batch of twice the size takes twice as long
+FAST = StepTime(fixed_s=0.010, each_s=0.0001)
+CROWDED = StepTime(fixed_s=1e-9, each_s=0.001)  # a batch of twice the size takes twice as long
 
 
 @st.composite
@@ -25,7 +25,7 @@ def fleets(draw: st.DrawFn, most: int = 6, measured: bool = False) -> list[Worke
         profile = None
         if measured:
             each = draw(st.sampled_from([0.0001, 0.001, 0.01]))
-            profile = Profile(fixed_s=draw(st.sampled_from([0.0001, 0.01, 0.04, 0.1])), each_s=each)
+            profile = StepTime(fixed_s=draw(st.sampled_from([0.0001, 0.01, 0.04, 0.1])), each_s=each)
         loads.append(WorkerLoad(worker=f"w{n}", running=draw(st.integers(0, slots)), slots=slots, profile=profile))
     return loads
 
@@ -155,7 +155,7 @@ def test_slower_worker_gets_its_share(slower: int, share: float) -> None:
     """If step time is proportional to the batch, a worker that is 4 times slower gets a fifth of 100 responses."""
     loads = [
         WorkerLoad(worker="fast", running=0, slots=200, profile=CROWDED),
-        WorkerLoad(worker="slow", running=0, slots=200, profile=CROWDED.times(slower)),
+        WorkerLoad(worker="slow", running=0, slots=200, profile=CROWDED.slower(slower)),
     ]
     placed = Counter(worker for _, worker in place([f"{n}/0" for n in range(100)], loads, typical=1000))
     assert placed["slow"] == pytest.approx(share, abs=1)
@@ -166,7 +166,7 @@ def test_slower_worker_gets_its_share(slower: int, share: float) -> None:
 def test_slow_worker_gets_nothing_while_a_fast_one_has_free_slots(slower: int) -> None:
     loads = [
         WorkerLoad(worker="fast", running=30, slots=64, profile=FAST),
-        WorkerLoad(worker="slow", running=0, slots=64, profile=FAST.times(slower)),
+        WorkerLoad(worker="slow", running=0, slots=64, profile=FAST.slower(slower)),
     ]
     assert {worker for _, worker in place([f"{n}/0" for n in range(20)], loads, typical=1000)} == {"fast"}
 
@@ -175,7 +175,7 @@ def test_held_back_only_when_a_fast_worker_is_free_soon() -> None:
     """64 responses of 1000 tokens on a step of 16 ms: one ends every quarter of a second."""
     loads = [
         WorkerLoad(worker="fast", running=64, slots=64, profile=FAST),
-        WorkerLoad(worker="slow", running=0, slots=64, profile=FAST.times(4)),
+        WorkerLoad(worker="slow", running=0, slots=64, profile=FAST.slower(4)),
     ]
     assert place(["1/0"], loads, typical=1000) == []
     assert len(place([f"{n}/0" for n in range(10)], loads, typical=1000)) > 5, "the last ones would wait too long"

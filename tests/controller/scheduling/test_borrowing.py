@@ -18,8 +18,8 @@ from windfall.controller.scheduling.borrowing import (
     knee,
 )
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.worker_speed import Profile
 from windfall.link.messages import Capacity
+from windfall.step_time import StepTime
 from windfall.types import Lease, LeaseKind
 
 needs = st.builds(
@@ -68,7 +68,7 @@ def test_a_choice_is_stable(need: Need, all: list[LenderCapacity], most: int) ->
 
 
 def test_own_machines_are_enough_for_the_tail() -> None:
-    fast = knee([Profile(fixed_s=0.01, each_s=0.0001)])
+    fast = knee([StepTime(fixed_s=0.01, each_s=0.0001)])
     lent = [LenderCapacity(id=n, slots=16, use=0.1) for n in "abc"]
     begin = Need(responses=200, own_workers=2, own_slots=64, knee=fast)
     assert len(choose(begin, lent, most=8)) == 3
@@ -89,7 +89,7 @@ def member(id: str, *, use: float = 0.0, slots: int = 8, kind: LeaseKind = "borr
 def test_number_grows_at_once_and_falls_after_a_while() -> None:
     own, a, b = member("own", kind="reserved"), member("a", use=0.3), member("b", use=0.1)
     borrowing, running = Borrowing(most=2), {"own": 8}
-    profile = Profile(fixed_s=0.05, each_s=0.001)
+    profile = StepTime(fixed_s=0.05, each_s=0.001)
 
     def look(now_s: float, queued: int) -> list[str]:
         all = [own, a, b]
@@ -127,7 +127,7 @@ def test_lender_that_was_given_back_counts_until_its_responses_have_ended() -> N
 
 def test_only_lenders_that_steps_need_load_every_version() -> None:
     own, a, b = member("own", kind="reserved"), member("a", use=0.1), member("b", use=0.3)
-    borrowing, profile = Borrowing(most=8), Profile(fixed_s=0.05, each_s=0.001)
+    borrowing, profile = Borrowing(most=8), StepTime(fixed_s=0.05, each_s=0.001)
 
     def look(now_s: float, ready: list[Member], queued: int) -> list[str]:
         borrowing.update([own, a, b], ready, queued, lambda id: 0, lambda id: profile, now_s)

@@ -52,7 +52,9 @@ def test_equal_workers_have_equal_profiles(seed: int) -> None:
 def test_time_per_context_token_is_separated_from_time_per_response() -> None:
     speeds = joined("a", "b")
     play(speeds, {"a": 1.0, "b": 1.0})
-    fixed, each, per_context_token = speeds._devices._devices["card"].fit
+    found = speeds._devices["card"].fitted
+    assert found is not None
+    fixed, each, per_context_token = found.fixed_s, found.each_s, found.context_s
     assert fixed == pytest.approx(FIXED_S, rel=0.3)
     assert per_context_token == pytest.approx(CONTEXT_S, rel=0.2)
     assert each < 6 * EACH_S

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from windfall.controller.scheduling.balance import WorkerLoad
 from windfall.controller.scheduling.rebalance import MARGIN, Move, Running, rebalance
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.step_time import StepTime
 
-ENGINE = Profile(fixed_s=0.010, each_s=0.0001)
+ENGINE = StepTime(fixed_s=0.010, each_s=0.0001)
 Fleet = dict[str, tuple[WorkerLoad, list[Running]]]
 
 
-def fleet(*workers: tuple[Profile | None, int, int], context: int = 500, waiting: int = 0) -> Fleet:
+def fleet(*workers: tuple[StepTime | None, int, int], context: int = 500, waiting: int = 0) -> Fleet:
     """Workers as (profile, running, slots). At the first worker, `waiting` of the running responses wait."""
     out: Fleet = {}
     for n, (profile, running, slots) in enumerate(workers):
@@ -59,7 +59,7 @@ def fleets(draw: st.DrawFn, waits: bool = False) -> Fleet:
     out: Fleet = {}
     for n in range(draw(st.integers(1, 5))):
         slots = draw(st.integers(1, 40))
-        profile = ENGINE.times(draw(st.sampled_from([1, 1.02, 2, 4, 10])))
+        profile = ENGINE.slower(draw(st.sampled_from([1, 1.02, 2, 4, 10])))
         running = [
             Running(
                 id=f"{n}/{k}", context=draw(st.sampled_from([10, 500, 8000])), moves=draw(st.integers(0, 3)),
@@ -162,7 +162,7 @@ def test_idle_worker_takes_its_share() -> None:
 
 @pytest.mark.parametrize("slower", [4, 10])
 def test_last_responses_leave_the_slow_worker(slower: int) -> None:
-    workers = fleet((ENGINE.times(slower), 6, 64), (ENGINE, 20, 64), (ENGINE, 10, 64))
+    workers = fleet((ENGINE.slower(slower), 6, 64), (ENGINE, 20, 64), (ENGINE, 10, 64))
     moves = choose(workers)
     assert counts(apply(workers, moves))[0] == 0
     assert Counter(m.target for m in moves) == {"w2": 6}, "to the worker with fewer responses"
@@ -170,12 +170,12 @@ def test_last_responses_leave_the_slow_worker(slower: int) -> None:
 
 def test_no_move_for_little_gain() -> None:
     assert choose(fleet((ENGINE, 12, 64), (ENGINE, 10, 64))) == [], "about even"
-    assert choose(fleet((ENGINE.times(1.05), 10, 64), (ENGINE, 10, 64))) == [], "the difference may be noise"
-    assert choose(fleet((ENGINE.times(1.1), 20, 64), (ENGINE, 20, 64), context=1), typical=9000) == [], "so may this"
-    assert choose(fleet((ENGINE.times(1.4), 20, 64), (ENGINE, 20, 64), context=1), typical=9000)
+    assert choose(fleet((ENGINE.slower(1.05), 10, 64), (ENGINE, 10, 64))) == [], "the difference may be noise"
+    assert choose(fleet((ENGINE.slower(1.1), 20, 64), (ENGINE, 20, 64), context=1), typical=9000) == [], "so may this"
+    assert choose(fleet((ENGINE.slower(1.4), 20, 64), (ENGINE, 20, 64), context=1), typical=9000)
     assert choose(fleet((ENGINE, 3, 64), (ENGINE, 0, 64)), typical=100) == [], "nearly finished"
-    assert choose(fleet((ENGINE.times(4), 1, 64), (ENGINE, 60, 64), context=200_000)) == [], "a very long prefill"
-    assert choose(fleet((ENGINE.times(4), 1, 64), (ENGINE, 64, 64))) == [], "no free slots"
+    assert choose(fleet((ENGINE.slower(4), 1, 64), (ENGINE, 60, 64), context=200_000)) == [], "a very long prefill"
+    assert choose(fleet((ENGINE.slower(4), 1, 64), (ENGINE, 64, 64))) == [], "no free slots"
     assert choose(fleet((ENGINE, 0, 4), (ENGINE, 0, 4))) == []
 
 
@@ -185,25 +185,27 @@ def test_no_move_without_measured_speeds() -> None:
 
 
 def test_response_with_the_shortest_prefill_moves_first() -> None:
-    workers = fleet((ENGINE.times(4), 3, 64), (ENGINE, 0, 64))
+    workers = fleet((ENGINE.slower(4), 3, 64), (ENGINE, 0, 64))
     load, held = workers["w0"]
     held = [replace(held[0], context=900), replace(held[1], context=100), held[2]]
     assert [m.id for m in choose({**workers, "w0": (load, held)})] == ["0/1", "0/2", "0/0"]
 
 
 def test_waiting_responses_move_first_even_to_a_slower_worker() -> None:
-    workers = fleet((ENGINE, 20, 64), (ENGINE.times(1.1), 4, 5), waiting=3)
+    workers = fleet((ENGINE, 20, 64), (ENGINE.slower(1.1), 4, 5), waiting=3)
     moves = choose(workers)
     assert [m.source for m in moves] == ["w0"]
     assert int(moves[0].id.rpartition("/")[2]) < 3, "one of the waiting responses"
     assert moves[0].target == "w1", "it has one free slot"
-    assert choose(fleet((ENGINE, 20, 64), (ENGINE.times(1000), 0, 5), waiting=1)) == [], "it ends sooner where it waits"
+    assert choose(fleet((ENGINE, 20, 64), (ENGINE.slower(1000), 0, 5), waiting=1)) == [], (
+        "it ends sooner where it waits"
+    )
 
 
 def test_running_responses_move_after_waiting_ones() -> None:
-    moves = choose(fleet((ENGINE.times(4), 6, 64), (ENGINE, 0, 64), waiting=2))
+    moves = choose(fleet((ENGINE.slower(4), 6, 64), (ENGINE, 0, 64), waiting=2))
     assert [int(m.id.rpartition("/")[2]) < 2 for m in moves] == [True, True, False, False, False, False]
 
 
 def test_number_of_moves_is_limited() -> None:
-    assert len(choose(fleet((ENGINE.times(4), 30, 64), (ENGINE, 0, 64)), max_moves=7)) == 7
+    assert len(choose(fleet((ENGINE.slower(4), 30, 64), (ENGINE, 0, 64)), max_moves=7)) == 7

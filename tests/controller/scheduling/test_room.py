@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.rlboost import Algorithm2
 from tests.controller.rollout.test_dispatch_limits import OFFER, World, play, take
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.ledger import Ledger, room
@@ -134,14 +135,15 @@ SIZES = st.one_of(st.just(math.inf), st.integers(10, 80))
 @given(
     prompts=st.lists(st.integers(1, 70), min_size=1, max_size=25),
     workers=st.lists(st.tuples(SIZES, st.integers(1, 6)), min_size=1, max_size=6),
-    balancing=st.sampled_from([True, False, "algorithm2"]),
+    balancing=st.sampled_from([(Placement, True), (Placement, False), (Algorithm2, True)]),
 )
 @settings(deadline=None, max_examples=150)
 def test_responses_are_assigned_only_where_they_fit(prompts: list[int], workers: list[Any], balancing: Any) -> None:
     ledger = Ledger()
     for n, prompt in enumerate(prompts):
         ledger.open(episode(f"{n}/0", prompt))
-    placement = Placement(ledger, balancing=balancing)
+    kind, balanced = balancing
+    placement = kind(ledger, balancing=balanced)
     longest = {f"w{n}": size for n, (size, _) in enumerate(workers)}
     loads = [WorkerLoad(worker=f"w{n}", running=0, slots=slots) for n, (_, slots) in enumerate(workers)]
     before = list(ledger.queue)
@@ -159,11 +161,11 @@ def test_responses_are_assigned_only_where_they_fit(prompts: list[int], workers:
 
 def test_responses_move_only_where_they_fit() -> None:
     ledger = Ledger()
-    placement = Placement(ledger, balancing="algorithm2")
+    placement = Algorithm2(ledger)
     for n in range(3):
         ledger.open(episode(f"{n}/0", 50))
     placement.assign([WorkerLoad(worker="a", running=0, slots=9)], {"a": 1}, coming=0)
     loads = [WorkerLoad(worker="a", running=3, slots=9, waiting=2), WorkerLoad(worker="b", running=0, slots=9)]
     assert placement.reclaim(loads, {"a": 99, "b": 40}) == []
-    assert placement._move_targets == {}
+    assert placement.move_targets == {}
     assert len(placement.reclaim(loads, {"a": 99, "b": 59})) == 1

@@ -7,9 +7,9 @@ from typing import Any
 from windfall.controller.scheduling.balance import WorkerLoad
 from windfall.controller.scheduling.turn_routing import NextTurn, route
 from windfall.controller.scheduling.turns import MEMORY, ReturnTimes, Turns
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.step_time import StepTime
 
-PROFILE = Profile(fixed_s=0.01, each_s=0.0002)
+PROFILE = StepTime(fixed_s=0.01, each_s=0.0002)
 
 
 def load(worker: str, running: int = 0, **more: Any) -> WorkerLoad:

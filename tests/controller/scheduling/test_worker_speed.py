@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windfall.controller.scheduling.worker_speed import Profile, WorkerSpeeds
+from windfall.controller.scheduling.worker_speed import WorkerSpeeds
+from windfall.step_time import StepTime
 
-ENGINE = Profile(fixed_s=0.010, each_s=0.0001)
+ENGINE = StepTime(fixed_s=0.010, each_s=0.0001)
 
 
 def show(
-    speeds: WorkerSpeeds, worker: str, profile: Profile, batches: Iterable[int], *, frames: int = 100, noise: float =
+    speeds: WorkerSpeeds, worker: str, profile: StepTime, batches: Iterable[int], *, frames: int = 100, noise: float =
     0.0, seed: int = 0,
 ) -> None:  # fmt: skip
     rng = random.Random(seed)
@@ -25,7 +26,7 @@ def show(
             speeds.observe(worker, batch, batch, profile.step_s(batch) * rng.lognormvariate(0, noise))
 
 
-def off(speeds: WorkerSpeeds, worker: str, profile: Profile, batches: Iterable[int]) -> float:
+def off(speeds: WorkerSpeeds, worker: str, profile: StepTime, batches: Iterable[int]) -> float:
     """The largest error of the throughput, as a factor."""
     ratios = [speeds.tok_per_s(worker, b) / profile.tok_per_s(b) for b in batches]
     return max(max(r, 1 / r) for r in ratios)
@@ -34,7 +35,7 @@ def off(speeds: WorkerSpeeds, worker: str, profile: Profile, batches: Iterable[i
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("fixed_s", "share"), [(0.0002, 0.01), (0.002, 0.005), (0.02, 0.002), (0.02, 0.2)])
 def test_profile_is_recovered_from_noise(fixed_s: float, share: float, seed: int) -> None:
-    profile = Profile(fixed_s=fixed_s, each_s=fixed_s * share)
+    profile = StepTime(fixed_s=fixed_s, each_s=fixed_s * share)
     speeds = WorkerSpeeds()
     show(speeds, "a", profile, [4, 64, 16, 32], frames=2000, noise=0.3, seed=seed)
     assert off(speeds, "a", profile, [2, 8, 50, 100]) < 1.35
@@ -50,7 +51,7 @@ def test_measurements_of_a_real_engine() -> None:
     assert speeds.tok_per_s("a", 512) == pytest.approx(measured[512], rel=0.05)
     profile = speeds.profile("a")
     assert profile is not None
-    assert 400 < profile.knee < 800
+    assert 100 < profile.fixed_s / profile.each_s < 200
 
 
 @given(
@@ -70,7 +71,6 @@ def test_throughput_grows_with_the_batch_ever_more_slowly(observed: list[tuple[i
     one, two, three = (speeds.tok_per_s("a", n) for n in (batch, batch + 1, batch + 2))
     assert 0 < one < two < three
     assert three - two <= (two - one) * (1 + 1e-6)
-    assert profile.knee >= 1
 
 
 def test_larger_batch_that_seems_faster_gives_a_flat_line() -> None:
@@ -89,8 +89,8 @@ def test_one_batch_size_predicts_the_others() -> None:
     speeds.join("known", "gpu")
     speeds.join("slow", "gpu")
     show(speeds, "known", ENGINE, [8, 64, 128], frames=500)
-    show(speeds, "slow", ENGINE.times(4), [64], frames=16)
-    assert off(speeds, "slow", ENGINE.times(4), [8, 64, 256]) < 1.1
+    show(speeds, "slow", ENGINE.slower(4), [64], frames=16)
+    assert off(speeds, "slow", ENGINE.slower(4), [8, 64, 256]) < 1.1
 
 
 def test_new_worker_is_assumed_like_others_of_its_device_or_like_all() -> None:
@@ -99,21 +99,21 @@ def test_new_worker_is_assumed_like_others_of_its_device_or_like_all() -> None:
     assert speeds.tok_per_s("a", 8) == 0
     for name, device, factor in (("a", "gpu", 1), ("b", "gpu", 1), ("c", "gpu", 1), ("d", "cpu", 10)):
         speeds.join(name, device)
-        show(speeds, name, ENGINE.times(factor), [8, 64, 128], frames=200)
+        show(speeds, name, ENGINE.slower(factor), [8, 64, 128], frames=200)
     for name, device in (("new", "cpu"), ("odd", "tpu")):
         speeds.join(name, device)
-    assert off(speeds, "new", ENGINE.times(10), [16, 100]) < 1.1
+    assert off(speeds, "new", ENGINE.slower(10), [16, 100]) < 1.1
     assert off(speeds, "odd", ENGINE, [16, 100]) < 1.1
     assert off(speeds, "unknown", ENGINE, [16, 100]) < 1.1
     speeds.forget("d")
-    assert off(speeds, "new", ENGINE.times(10), [16, 100]) < 1.1, "the profile of a device outlives its last worker"
+    assert off(speeds, "new", ENGINE.slower(10), [16, 100]) < 1.1, "the profile of a device outlives its last worker"
 
 
 def test_worker_that_becomes_slow_is_slow_at_every_batch_size() -> None:
     speeds = WorkerSpeeds()
     show(speeds, "a", ENGINE, [8, 128, 32], frames=300, noise=0.2)
-    show(speeds, "a", ENGINE.times(10), [32], frames=100, noise=0.2)
-    assert off(speeds, "a", ENGINE.times(10), [8, 32, 128]) < 1.4
+    show(speeds, "a", ENGINE.slower(10), [32], frames=100, noise=0.2)
+    assert off(speeds, "a", ENGINE.slower(10), [8, 32, 128]) < 1.4
     show(speeds, "a", ENGINE, [32], frames=200, noise=0.2)
     assert off(speeds, "a", ENGINE, [8, 32, 128]) < 1.4, "and fast again"
 

@@ -36,12 +36,12 @@ def brute(run: RunMeasurements, fleet: float) -> float:
     longest = w / (local + fleet) if local > 0 else 0.0
     best = float("inf")
     for n in range(2001):
-        seed_s = longest * n / 2000
-        left = w - (local + fleet) * seed_s
+        local_s = longest * n / 2000
+        left = w - (local + fleet) * local_s
         if left > 1e-6 * w and fleet == 0:
             continue
-        generated_s = seed_s + (left / fleet if fleet else 0.0)
-        best = min(best, max(seed_s + w / run.train_tok_per_s, generated_s))
+        generated_s = local_s + (left / fleet if fleet else 0.0)
+        best = min(best, max(local_s + w / run.train_tok_per_s, generated_s))
     return best
 
 

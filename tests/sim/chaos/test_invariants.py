@@ -230,9 +230,9 @@ def late_move_is_never_dropped(patch: Patch) -> None:
     real = Placement.done_with
 
     def done_with(self: Placement, group: str, size: int) -> None:
-        targets = self._move_targets.copy()
+        targets = self.move_targets.copy()
         real(self, group, size)
-        self._move_targets = targets
+        self.move_targets = targets
 
     patch.setattr(Placement, "done_with", done_with)
 

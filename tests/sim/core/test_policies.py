@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from windfall.controller.scheduling import seed_time as offload
-from windfall.sim.core.service import Service
+from benchmarks.papers import rlboost
+from windfall.controller.assembly import Policies
+from windfall.controller.scheduling import local_time as offload
+from windfall.step_time import StepTime
 
 Simulated = Callable[..., Any]
 LONG = {
@@ -28,11 +30,11 @@ def test_speeds_are_learned_despite_granules_and_context(simulated: Simulated) -
     )  # fmt: skip
     devices, granule = done.dispatch.placement.speeds._devices, 15
     for device, name in (("simulated", "worker"), ("simulated trainer of the trainer", "trainer")):
-        true, figures = Service(**LONG[name]), devices._devices[device].fit
-        fixed_s, each_s, behind_s = (f / granule for f in figures)
-        assert fixed_s == pytest.approx(true.fixed_s, rel=0.15)
-        assert behind_s / granule == pytest.approx(true.context_s, rel=0.15)
-        assert each_s < 2 * true.each_s
+        true, found = StepTime(**LONG[name]), devices[device].fitted
+        assert found is not None
+        assert found.fixed_s / granule == pytest.approx(true.fixed_s, rel=0.15)
+        assert found.context_s / granule / granule == pytest.approx(true.context_s, rel=0.15)
+        assert found.each_s / granule < 2 * true.each_s
 
 
 def test_t_seed_is_recomputed_when_a_worker_joins(simulated: Simulated, tmp_path: Path) -> None:
@@ -46,12 +48,10 @@ def test_t_seed_is_recomputed_when_a_worker_joins(simulated: Simulated, tmp_path
     assert any(len(set(others)) > 1 for others in plans.values())
 
 
-@pytest.mark.parametrize("techniques", [{"balancing": "algorithm2"}, {"balancing": True}], ids=["algorithm2", "own"])
-@pytest.mark.parametrize("offload", ["predict", "feedback", "feedback-no-memory"])
-def test_nothing_is_lost_under_any_policy(simulated: Simulated, techniques: dict[str, Any], offload: str) -> None:
-    fleet = {"offload": offload, "first_seed_s": 2.0}
+@pytest.mark.parametrize("policies", [Policies(), *rlboost.POLICIES.values()], ids=["own", *rlboost.POLICIES])
+def test_nothing_is_lost_under_any_policy(simulated: Simulated, policies: Policies) -> None:
     churn = {"mean_up_s": 4.0, "mean_down_s": 1.0}
-    done, log = simulated(run={"steps": 3}, trace=churn, techniques=techniques, fleet=fleet)
+    done, log = simulated(run={"steps": 3}, trace=churn, policies=policies)
     steps = [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
     assert [e["responses"] for e in steps] == [64] * 3
     assert sum(e["made"] for e in steps) == done.token_schedule.real_tokens
@@ -91,13 +91,17 @@ def test_first_t_seed_is_as_good_as_the_best_constant(
         return next(e["s"] for e in log if (e["kind"], e["name"]) == ("scalar", "step") and e["step"] == 2)
 
     own_s, constant_s = second_s(), list[float]()
-    for seed_s in (3.0, 4.5, 6.0):
-        monkeypatch.setattr(offload.PredictedSeeding, "replan", lambda self, others, now, s=seed_s: planned(others, s))
+    for local_s in (3.0, 4.5, 6.0):
+        monkeypatch.setattr(
+            offload.PredictedLocalTime, "replan", lambda self, others, now, s=local_s: planned(others, s)
+        )
         constant_s.append(second_s())
     assert own_s <= 1.03 * min(constant_s) < max(constant_s)
 
 
-def planned(others: offload.RemoteFleet, seed_s: float) -> offload.SeedPlan:
+def planned(others: offload.RemoteFleet, local_s: float) -> offload.LocalPlan:
     return (
-        offload.SeedPlan(seed_s=seed_s, most_workers=9, why="", hold=True) if others.workers else offload.GENERATE_ALL
+        offload.LocalPlan(local_s=local_s, most_workers=9, why="", hold=True)
+        if others.workers
+        else offload.GENERATE_ALL
     )

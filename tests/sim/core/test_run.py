@@ -107,7 +107,9 @@ def test_granule_changes_figures_little(recipe: Callable[..., Recipe], tmp_path:
 def test_trainer_machine_never_trains_and_generates_at_once(simulated: Simulated) -> None:
     """When no worker is left, `local` generates again, but not while it trains."""
     done, log = simulated(
-        run={"steps": 6}, trace={"nodes": 1, "mean_up_s": 5.0, "mean_down_s": 3.0}, techniques={"seeding": False}
+        run={"steps": 6},
+        trace={"nodes": 1, "mean_up_s": 5.0, "mean_down_s": 3.0},
+        techniques={"trainer_generates": False},
     )
     trainer = sum((msgspec.convert(e["bill"], Totals) for e in log if "bill" in e), Totals()).holders["trainer"]
     training_s = done.trainer.trained_tokens * 0.000185

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from windfall.link.messages import columns
 from windfall.sim.core import loop as loops
+from windfall.sim.core.draws import MeasuredLengths
 from windfall.sim.core.loop import VirtualLoop
-from windfall.sim.core.service import MeasuredLengths, Service
 from windfall.sim.machines.decode import FILLER, STOP, Decode, DecodeRow, distinct_token, simulated
 from windfall.sim.machines.network import Network, shares
+from windfall.step_time import StepTime
 
-SERVICE = Service(fixed_s=0.01, each_s=0.001, context_s=1e-5, prefill_s=0.0002, over_batch=3, over_s=0.002)
+SERVICE = StepTime(fixed_s=0.01, each_s=0.001, context_s=1e-5, prefill_s=0.0002, over_batch=3, over_s=0.002)
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 
 
@@ -35,7 +36,7 @@ def plain_s(lengths: list[int], steps: int, prefill: int = 0) -> float:
     total = SERVICE.prefill_s * prefill
     for step in range(steps):
         alive = [n for n, length in enumerate(lengths) if length > step]
-        total += SERVICE.step_s(len(alive), 0, sum(10 * n + step for n in alive))
+        total += SERVICE.step_s(len(alive), sum(10 * n + step for n in alive)) if alive else 0.0
     return total
 
 
@@ -55,9 +56,10 @@ def test_completed_steps_after_an_elapsed_time(lengths: list[int], elapsed_s: fl
 
 
 @given(seconds=st.floats(0.001, 100), batch=st.integers(1, 100), context=st.integers(0, 100000))
-def test_steps_in_is_the_inverse_of_steps_s(seconds: float, batch: int, context: int) -> None:
+def test_so_many_steps_take_that_long(seconds: float, batch: int, context: int) -> None:
     count = SERVICE.steps_in(seconds, batch, context)
-    assert SERVICE.steps_s(count, batch, context) == pytest.approx(seconds)
+    grown_s = SERVICE.context_s * batch * count * (count - 1) / 2  # every step adds a token to each context
+    assert count * SERVICE.step_s(batch, context) + grown_s == pytest.approx(seconds)
 
 
 @given(

@@ -9,10 +9,10 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.recipe.file import parse_recipe
-from windfall.sim.core import run, scenario, serving_load
-from windfall.sim.core.service import Service
+from windfall.sim.core import request_load, run, scenario
 from windfall.sim.machines.lender import SimLender, learned
 from windfall.sim.report.figures import Figures, figures
+from windfall.step_time import StepTime
 
 SPEED = {"fixed_s": 0.01, "each_s": 0.0003, "prefill_s": 0.00002, "context_s": 1e-8}
 LENDERS = {
@@ -96,10 +96,10 @@ def test_sessions_with_several_turns_on_lenders(tmp_path: Path) -> None:
 def test_requests_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "requests.csv"
     file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{n},{100 + n},50\n" for n in range(40)))
-    load = serving_load.read(file, lenders=2, per_s=0.0)
+    load = request_load.read(file, lenders=2, per_s=0.0)
     assert [r.prompt for r in load.arrivals(1, 0.0, 4.0)] == [101, 103]
     assert [r.prompt for r in load.arrivals(1, 40.0, 44.0)] == [101, 103], "the file repeats"
-    fast = serving_load.read(file, lenders=2, per_s=2.0)
+    fast = request_load.read(file, lenders=2, per_s=2.0)
     assert sum(len(fast.arrivals(n, 0.0, 10.0)) for n in range(2)) == pytest.approx(40, abs=2)
     _, lenders, _ = simulate(tmp_path, {"requests_file": file, "requests_per_s": 2.0}, run={"steps": 2})
     assert all(x.turns_s for x in lenders)
@@ -110,9 +110,9 @@ def test_requests_from_a_file(tmp_path: Path) -> None:
     for text, message in wrong.items():
         file.write_text(text)
         with pytest.raises(WindfallError, match=message):
-            serving_load.read(file, lenders=2, per_s=0.0)
+            request_load.read(file, lenders=2, per_s=0.0)
     with pytest.raises(WindfallError, match="cannot read the requests"):
-        serving_load.read(tmp_path / "missing.csv", lenders=2, per_s=0.0)
+        request_load.read(tmp_path / "missing.csv", lenders=2, per_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_wrong_settings_are_errors_that_name_the_key(keys: dict[str, Any], where
 
 
 def test_learned_step_times_are_those_of_the_formula() -> None:
-    service = Service(fixed_s=0.01, each_s=0.0002, context_s=2e-8)
+    service = StepTime(fixed_s=0.01, each_s=0.0002, context_s=2e-8)
     estimate = learned(service)
     for batch, context in ((1, 500), (40, 80_000), (200, 300_000)):
-        assert estimate.predict_s(batch, context) == pytest.approx(service.step_s(batch, 0, context), rel=0.02)
+        assert estimate.predict_s(batch, context) == pytest.approx(service.step_s(batch, context), rel=0.02)

@@ -11,17 +11,18 @@ import pytest
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.sim.core import loop as loops
+from windfall.sim.core.draws import LogNormalLengths
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.loop import VirtualLoop
 from windfall.sim.core.run import Simulation
-from windfall.sim.core.service import LogNormalLengths, Service
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.linked_trainer import LinkedTrainer
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import SimWorker, WorkerSpec
+from windfall.step_time import StepTime
 from windfall.types import Lease, Sampling
 
-SERVICE = Service(fixed_s=0.01, each_s=0.001, prefill_s=0.0001)
+SERVICE = StepTime(fixed_s=0.01, each_s=0.001, prefill_s=0.0001)
 Simulated = Callable[..., Any]
 
 
@@ -158,7 +159,7 @@ def test_trainer_machine_never_generates_while_it_trains() -> None:
 
     async def play(dispatch: FakeDispatch, worker: SimWorker, loop: VirtualLoop) -> None:
         trainer = LinkedTrainer(
-            Service(fixed_s=1.0, each_s=1.0, update_s=3.0),
+            StepTime(fixed_s=1.0, each_s=1.0, update_s=3.0),
             TokenSchedule(LogNormalLengths(median=1, sigma=0), granule=1, prompt_tokens=1, max_tokens=9),
         )  # fmt: skip
         trainer.local = lambda: worker

@@ -263,7 +263,7 @@ def test_training_time_is_separate_from_the_update() -> None:
         }
         log += [span | {"step": n}, {"kind": "scalar", "name": "step", "step": n, "trained": tokens}]
     found = event_log.training(log, [1, 2])
-    assert found == event_log.Training(train_s=(2.0 + 4.0 + 2 * 2.0) / 4000, update_s=1.0)
+    assert found == event_log.TrainingTimes(train_s=(2.0 + 4.0 + 2 * 2.0) / 4000, update_s=1.0)
     assert event_log.training(log, []) is None
 
 

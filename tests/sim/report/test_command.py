@@ -15,10 +15,11 @@ from windfall.errors import WindfallError
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run import cli
-from windfall.sim.calibrate.fit import SPECS, StepTime, held_out_errors, line, scaled
+from windfall.sim.calibrate import event_log
+from windfall.sim.calibrate.command import held_out_errors
 from windfall.sim.core.scenario import build, read_lengths
-from windfall.sim.core.service import Service
 from windfall.sim.report import variants
+from windfall.step_time import StepPoint, fit
 
 HARVEST = str(Path(__file__).parent.parent.parent.parent / "recipes" / "sim-harvest.toml")
 QUICK = ["--set", "run.steps=3", "--set", "rollout.groups=8", "--set", "sim.skip_steps=1"]
@@ -110,45 +111,6 @@ def test_lengths_from_a_run(tmp_path: Path) -> None:
 # calibration
 
 
-def test_benchmark_file_is_fitted_and_its_rollouts_predicted(tmp_path: Path) -> None:
-    rows = [("decode", f"batch {b}", 2.0 + 0.01 * b, "ms") for b in (1, 16, 64, 256)]
-    rows += [("prefill", "64 x 1024", 200_000.0, "tok/s"), ("rollout", "64 x 128 in, 256 out", 20_000.0, "tok/s")]
-    figures = [{"model": "m", "engine": "e", "what": w, "case": c, "value": v, "unit": u} for w, c, v, u in rows]
-    path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({"figures": figures, "training": ["packed   12.0 ms    50,000 tok/s"]}))
-    out = run_sim("calibrate", str(path))
-    for key in ("fixed_s = 0.002", "each_s = 1e-05", "prefill_s = 5e-06", "train_s = 2e-05", "mean 0.0%"):
-        assert key in out
-    predicted = 64 * 256 / (256 * 0.00264 + 64 * 128 / 200_000)
-    assert f"held out: 64 x 128 in, 256 out: {predicted:,.0f} tok/s, measured 20,000" in out
-    out = run_sim("calibrate", str(path), "--gpu", "H200", "--to", "H100")
-    assert "not measured" in out
-    assert f"fixed_s = {0.002 * 4.8 / 3.35:.6g}" in out
-
-
-def test_engine_that_slows_down_and_kv_cache_reads_are_fitted(tmp_path: Path) -> None:
-    """Steps of 2 ms, plus 0.01 ms per response up to 256 and 0.1 ms above. Half of the 0.01 ms is the KV cache."""
-
-    def step_ms(batch: int) -> float:
-        return 2.0 + 0.01 * batch + 0.09 * max(0, batch - 256)
-
-    rows = [("decode", f"batch {b}", step_ms(b), "ms", (1.0 + 0.005 * b) / step_ms(b)) for b in (1, 16, 64, 256)]
-    rows += [("rollout", "1024 x 128 in, 256 out", 1024 / step_ms(1024) * 1e3, "tok/s", None)]
-    rows += [("group", "16 x 8, 512 in, to 2048 out, mean 602", 20_000.0, "tok/s", None)]
-    names = ("what", "case", "value", "unit", "share")
-    figures = [{"model": "m", "engine": "e"} | dict(zip(names, row, strict=True)) for row in rows]
-    path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({"figures": figures}))
-    out = run_sim("calibrate", str(path))
-    for key in ("fixed_s = 0.002", "each_s = 5e-06", "over_batch = 256", "over_s = 9e-05", "above 256 responses"):
-        assert key in out, key
-    assert f"context_s = {0.005e-3 / 272:.6g}" in out
-    assert "held out: 16 x 8, 512 in" in out
-    assert "held out: 1024" not in out, "this case was fitted"
-    kept = {line.split(" = ")[0]: float(line.split(" = ")[1]) for line in out.splitlines() if " = " in line}
-    assert Service(**kept).step_s(1024, context=1024 * 272) == pytest.approx(step_ms(1024) / 1e3)
-
-
 def test_log_of_a_run_reproduces_its_service_times(tmp_path: Path) -> None:
     run_sim(HARVEST, "--set", "run.steps=8", "--set", "sim.granule=2", "--out", str(tmp_path))
     out = run_sim("calibrate", str(tmp_path / "windfall-0.jsonl"))
@@ -168,29 +130,20 @@ def test_log_of_a_run_reproduces_its_service_times(tmp_path: Path) -> None:
     assert "boot_s: " in out
 
 
-@pytest.mark.parametrize("text", ["", "{}", "not json", '{"figures": []}', '{"t": 1}\n'])
+@pytest.mark.parametrize("text", ["", "{}", "not json", '{"t": 1}\n'])
 def test_file_without_measurements_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file"
     path.write_text(text)
-    with pytest.raises(WindfallError, match=r"benchmarks/engine/gpu\.py"):
+    with pytest.raises(WindfallError, match=r"events\.jsonl"):
         run_sim("calibrate", str(path))
 
 
 def test_fit_is_never_negative() -> None:
-    assert line([StepTime(1, 0.01), StepTime(100, 0.005)]).each_s > 0, "faster with a larger batch: fitted as flat"
-    assert line([StepTime(1, 0.001), StepTime(100, 0.2)]).fixed_s > 0
-    assert line([StepTime(8, 0.5)]) == Service(fixed_s=0.5, each_s=pytest.approx(0.5e-4))
-    assert "held out: nothing" in held_out_errors([StepTime(1, 1.0), StepTime(2, 2.0)])
-
-
-def test_scaled_times_stay_in_their_range() -> None:
-    service = Service(fixed_s=0.01, each_s=1e-4, prefill_s=1e-5, train_s=1e-4, context_s=1e-8, update_s=1.0)
-    for target in SPECS:
-        low, middle, high = scaled(service, "H100", target)
-        for name in ("fixed_s", "each_s", "prefill_s", "train_s", "context_s", "update_s"):
-            assert getattr(low, name) < getattr(middle, name) < getattr(high, name)
-    with pytest.raises(WindfallError, match="H1000"):
-        scaled(service, "H1000", "L4")
+    flat = fit([StepPoint(1, 0.01), StepPoint(100, 0.005)], 1e-4)
+    assert flat.each_s == pytest.approx(1e-4 * flat.fixed_s), "faster with a larger batch: fitted as flat"
+    assert fit([StepPoint(1, 0.001), StepPoint(100, 0.2)], 1e-4).fixed_s > 0
+    assert fit([StepPoint(8, 0.5)], 1e-4).step_s(8) == pytest.approx(0.5)
+    assert "held out: nothing" in held_out_errors([StepPoint(1, 1.0), StepPoint(2, 2.0)], event_log.fit_line)
 
 
 def test_small_recipe_is_valid(recipe: Callable[..., Recipe]) -> None:

@@ -6,9 +6,6 @@ each price is a kind of its own, so only the newest kinds without workers are re
 
 Capacity is used cheapest first. Lenders cost nothing, so their number is advised first, within `fleet.borrowed_max`,
 and the other kinds are advised beside that number of lenders.
-
-With `fleet.autoscale` = "wait_share", AstraFlow's rule is used instead (scheduling/wait_share.py). It does not
-distinguish kinds: the advice for a kind assumes that this kind makes up the whole difference.
 """
 
 from __future__ import annotations
@@ -18,11 +15,10 @@ from dataclasses import dataclass, replace
 
 from windfall.controller.cost import prices
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.local_time import StepMeasurement
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.seed_time import StepMeasurement
-from windfall.controller.scheduling.wait_share import wanted_workers
-from windfall.controller.scheduling.worker_speed import Profile
-from windfall.controller.scheduling.worker_value import NOT_YET, Advice, RunMeasurements, WorkerKind, advise
+from windfall.controller.scheduling.worker_value import RunMeasurements, WorkerAdvice, WorkerKind, advise
+from windfall.step_time import StepTime
 from windfall.types import LOCAL, Lease
 
 KINDS = 16
@@ -41,22 +37,22 @@ class _KindMeasurement:
     """Tokens per second of one worker while it has work; time spent on pulls is included."""
     boot_s: float = 0.0
     """Seconds from the start of a worker until it is ready, including its first pull."""
-    profile: Profile | None = None
+    profile: StepTime | None = None
     slots: int = 0
 
 
 class Advisor:
     def __init__(
         self, dispatch: Dispatch, *, responses: int, trainer_usd_per_h: float, max_count: int, overlap: bool = True,
-        asynchronous: bool = False, by_wait_share: bool = False,
+        asynchronous: bool = False,
     ) -> None:  # fmt: skip
         """`responses`: number of responses in a step. `trainer_usd_per_h`: if 0, the price of the trainer's device is
         used, if its engine reports one. `max_count`: largest number of workers of one kind that is available.
-        `overlap`: groups are trained on while others are generated. `by_wait_share`: use AstraFlow's rule."""
-        self.advice: dict[str, Advice] = {}
+        `overlap`: groups are trained on while others are generated."""
+        self.advice: dict[str, WorkerAdvice] = {}
         """The newest advice, by kind."""
         self._dispatch, self._responses, self._max_count, self._overlap = dispatch, responses, max_count, overlap
-        self._asynchronous, self._by_wait_share = asynchronous, by_wait_share
+        self._asynchronous = asynchronous
         self._ended_s: float | None = None
         """When the last step ended (loop time, seconds)."""
         self._trainer_usd_per_h = trainer_usd_per_h or None
@@ -64,11 +60,11 @@ class Advisor:
         self._tokens = self._train = self._local = 0.0
         """Averages: tokens per step, tokens per second of training, tokens per second of the trainer's engine."""
         self._kinds: dict[str, _KindMeasurement] = {}
-        self._local_profile: Profile | None = None
+        self._local_profile: StepTime | None = None
         self._used: set[str] = set()
         """The lenders that the last step used."""
 
-    def step(self, last: StepMeasurement, now_s: float, held_s: float = 0.0) -> dict[str, Advice]:
+    def step(self, last: StepMeasurement, now_s: float, held_s: float = 0.0) -> dict[str, WorkerAdvice]:
         """A step has ended. Returns the advice that has changed. `held_s`: seconds of the step in which admission held
         generation back."""
         self._learn(last, now_s)
@@ -79,29 +75,20 @@ class Advisor:
             local_profile=self._local_profile, overlap=self._overlap, asynchronous=self._asynchronous,
         )  # fmt: skip
         kinds = {name: self._kind(name, measured, now_s) for name, measured in self._kinds.items()}
-        if self._by_wait_share:
-            advice = self._follow_wait_share(kinds, last.train_wait_s, held_s, step_s)
-        else:
-            advice = advise_all(run, kinds, lent={n for n, k in self._kinds.items() if k.lends})
+        advice = self.advise(run, kinds, wait_s=last.train_wait_s, held_s=held_s, step_s=step_s)
         changed = {n: a for n, a in advice.items() if not self._same(n, a)}
         self.advice = advice
         return changed
 
-    def _follow_wait_share(
-        self, kinds: dict[str, WorkerKind], wait_s: float, held_s: float, step_s: float
-    ) -> dict[str, Advice]:
-        if step_s <= 0:
-            return {name: Advice(count=kind.now, now=kind.now, why=NOT_YET) for name, kind in kinds.items()}
-        workers = sum(kind.now for kind in kinds.values())
-        wait, held = min(1.0, wait_s / step_s), min(1.0, held_s / step_s)
-        more = wanted_workers(workers, wait_share=wait, held_share=held) - workers
-        why = f"the trainer waited for {wait:.0%} of the step, and the gate was closed for {held:.0%}"
-        return {
-            name: Advice(count=min(kind.max_count, max(0, kind.now + more)), now=kind.now, why=why)
-            for name, kind in kinds.items()
-        }
+    def advise(
+        self, run: RunMeasurements, kinds: dict[str, WorkerKind], *, wait_s: float, held_s: float, step_s: float
+    ) -> dict[str, WorkerAdvice]:
+        """The advice for every kind, by its value. Other rules may also use how long a step took, for how long the
+        trainer waited in it, and for how long admission held generation back."""
+        del wait_s, held_s, step_s
+        return advise_all(run, kinds, lent={n for n, k in self._kinds.items() if k.lends})
 
-    def _same(self, name: str, advice: Advice) -> bool:
+    def _same(self, name: str, advice: WorkerAdvice) -> bool:
         before = self.advice.get(name)
         return before is not None and (before.count, before.now, before.why) == (advice.count, advice.now, advice.why)
 
@@ -110,15 +97,15 @@ class Advisor:
         self._tokens = _average(self._tokens, last.tokens)
         if last.train_s > 0:
             self._train = _average(self._train, last.tokens / last.train_s)
-        if last.seed_s > 0 and last.local_tokens:
-            self._local = _average(self._local, last.local_tokens / last.seed_s)
+        if last.local_s > 0 and last.local_tokens:
+            self._local = _average(self._local, last.local_tokens / last.local_s)
         local = [m for m in self._dispatch.members.here() if m.name == LOCAL]
         self._used = self._dispatch.borrowing.take_used()
         here = [m for m in self._dispatch.members.here() if m.name != LOCAL and m.booted and self._counts(m)]
         for member in local:
             self._trainer_usd_per_h = self._trainer_usd_per_h or prices.of(member.lease).if_known
             self._local_profile = self._dispatch.placement.speeds.profile(member.id)
-        step_s = max(last.remote_s, last.seed_s, 1e-9)
+        step_s = max(last.remote_s, last.local_s, 1e-9)
         # In asynchronous training, workers go on generating while they pull.
         pulling_factor = 1.0 if self._asynchronous else max(0.0, 1 - self._dispatch.members.pull_s / step_s)
         for member in here:
@@ -157,7 +144,9 @@ class Advisor:
         )  # fmt: skip
 
 
-def advise_all(run: RunMeasurements, kinds: Mapping[str, WorkerKind], *, lent: Collection[str]) -> dict[str, Advice]:
+def advise_all(
+    run: RunMeasurements, kinds: Mapping[str, WorkerKind], *, lent: Collection[str]
+) -> dict[str, WorkerAdvice]:
     """The advice for every kind. `lent`: the kinds of lenders, which come first."""
     kinds, out = dict(kinds), {}
     for name in sorted(kinds, key=lambda name: name not in lent):

@@ -86,12 +86,13 @@ class Dispatch:
         staleness: int = 0,
         on_new_weights: Literal["interrupt", "finish"] = "interrupt",
         borrowed_max: int = 64,
+        placement: type[Placement] = Placement,
     ) -> None:
         """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe."""
         t = techniques or Techniques()
         self.ledger = Ledger(vocabulary, migrate=t.migration)
         self.members = Members(patience)
-        self.placement = Placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
+        self.placement = placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
         self.turns = self.placement.turns
         self.journal = journal
         self.accounts = accounts or Accounts()

@@ -1,15 +1,15 @@
 """The trainer's own engine in asynchronous training: it generates while the trainer has nothing to train on.
 
-The trainer may begin to train at any moment (`over` is always set): engine and trainer take turns on the machine, one
-engine step or one micro-batch at a time (trainer_engine.py). Responses on the trainer's engine stand still while
-it trains, and become old there. So the engine takes part only if the trainer waits enough of the time:
+The trainer may begin to train at any moment (`may_train` is always set): engine and trainer take turns on the machine,
+one engine step or one micro-batch at a time (trainer_engine.py). Responses on the trainer's engine stand still while it
+trains, and become old there. So the engine takes part only if the trainer waits enough of the time:
 
     GENERATES ── the trainer waited less than STOP_SHARE of a step ──▶ PAUSED     its responses go on elsewhere
               ◀── the trainer waited more than START_SHARE of a step ──
 
 With few workers this adds what the machine can generate; with enough workers it costs nothing, while an engine that
-always took part would hold responses back (docs/async.md has the figures). Without `techniques.seeding` the engine
-generates only if no other worker can.
+always took part would hold responses back (docs/async.md has the figures). Without `techniques.trainer_generates` the
+engine generates only if no other worker can.
 
 Rule: while responses are open, either another worker can take them or the trainer's engine is not paused.
 """
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windfall.controller.rollout.trainer_generation import WITHOUT_LIMIT, TrainerGeneration
+from windfall.controller.rollout.local_generation import WITHOUT_LIMIT, LocalGeneration
+from windfall.controller.scheduling.local_time import OnlyWithoutWorkers
 from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.seed_time import NoSeeding
 
 START_SHARE = 0.25
 """Generate in the next step if the trainer waited for more than this share of the last one."""
@@ -28,7 +28,7 @@ STOP_SHARE = 0.1
 """Do not generate in the next step if the trainer waited for less than this share of the last one."""
 
 
-class IdleGeneration(TrainerGeneration):
+class IdleGeneration(LocalGeneration):
     """A Pace that never holds training back."""
 
     generates = True
@@ -37,16 +37,16 @@ class IdleGeneration(TrainerGeneration):
     def begin(self, step: int) -> None:
         now = self._now()
         wait_share = 1.0 if self.last is None else self.last.train_wait_s / max(1e-9, now - self._step.began_s)
-        if isinstance(self._policy, NoSeeding) or wait_share < STOP_SHARE:
+        if isinstance(self._policy, OnlyWithoutWorkers) or wait_share < STOP_SHARE:
             self.generates = False
         elif wait_share > START_SHARE:
             self.generates = True
         self._step = self._new_step(step, now, WITHOUT_LIMIT, None)
-        self.over.set()
+        self.may_train.set()
         self._apply()
 
     def begin_evaluation(self) -> None:
-        self.over.set()
+        self.may_train.set()
 
     def trainable(self) -> None:
         pass
@@ -59,7 +59,7 @@ class IdleGeneration(TrainerGeneration):
         assert self.last is not None, "end() sets it"
         # Its engine stands still while the trainer trains, so its speed is measured over the rest of the step.
         not_training_s = max(0.0, self._now() - self._step.began_s - train_s)
-        self.last = replace(self.last, seed_s=min(self.last.seed_s, not_training_s))
+        self.last = replace(self.last, local_s=min(self.last.local_s, not_training_s))
 
     def tick(self) -> None:
         self._observe(self._now())

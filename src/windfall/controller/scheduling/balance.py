@@ -8,7 +8,7 @@ Example: `a` has steps of 10 ms + 1 ms per response, `b` of 13 ms + 2 ms per res
 gets eight and `b` two, and their steps are about equally long (18 ms and 17 ms):
 
     >>> from collections import Counter
-    >>> fast, slow = Profile(fixed_s=0.010, each_s=0.001), Profile(fixed_s=0.013, each_s=0.002)
+    >>> fast, slow = StepTime(fixed_s=0.010, each_s=0.001), StepTime(fixed_s=0.013, each_s=0.002)
     >>> def workers(slots):
     ...     return [WorkerLoad(worker=w, running=0, slots=slots, profile=p) for w, p in (("a", fast), ("b", slow))]
     >>> queued = [f"{n}/0" for n in range(10)]
@@ -39,7 +39,8 @@ from itertools import groupby, repeat
 import msgspec
 import numpy as np
 
-from windfall.controller.scheduling.worker_speed import UNKNOWN, Profile
+from windfall.controller.scheduling.worker_speed import UNKNOWN
+from windfall.step_time import StepTime
 
 NEAR = 0.1
 """The longest step may become longer by this share if that makes use of a cached prefix."""
@@ -57,7 +58,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Responses assigned to the worker, including those that wait there."""
     slots: int
     """Responses that the worker can run at once."""
-    profile: Profile | None = None
+    profile: StepTime | None = None
     """Its speed; None: no worker has been measured yet."""
     waiting: int = 0
     """Assigned responses that its engine does not run yet."""

@@ -24,7 +24,7 @@ Rules:
 Example: 40 responses, and one machine of the run with 16 slots. Steps take 10 ms and 0.1 ms for each response, so a
 batch of 25 makes them a quarter longer; a backlog of 24 responses needs two lenders with 16 slots each:
 
-    >>> need = Need(responses=40, own_workers=1, own_slots=16, knee=knee([Profile(fixed_s=0.01, each_s=0.0001)]))
+    >>> need = Need(responses=40, own_workers=1, own_slots=16, knee=knee([StepTime(fixed_s=0.01, each_s=0.0001)]))
     >>> lenders = [LenderCapacity(id=id, slots=16, use=use) for id, use in (("a", 0.6), ("b", 0.1), ("c", 0.3))]
     >>> choose(need, lenders, most=8)
     ['b', 'c']
@@ -39,8 +39,8 @@ from dataclasses import dataclass, replace
 
 from windfall.controller.ledger.episode import Malformed
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.worker_speed import Profile
 from windfall.link.messages import Capacity
+from windfall.step_time import StepTime
 
 LONGER = 0.25
 """Lenders are borrowed until the responses of a batch make its steps longer by at most this share."""
@@ -75,7 +75,7 @@ class LenderCapacity:
     """Tokens of the longest response that fits."""
 
 
-def knee(profiles: Iterable[Profile | None]) -> float:
+def knee(profiles: Iterable[StepTime | None]) -> float:
     """The batch at which steps are longer by the share `LONGER`, for the median of these workers; 1 if none is
     measured."""
     batches = sorted(LONGER * p.fixed_s / p.each_s for p in profiles if p is not None and p.each_s > 0)
@@ -117,7 +117,7 @@ class Borrowing:
 
     def update(
         self, here: Collection[Member], ready: Collection[Member], queued: int, running: Callable[[str], int],
-        profile: Callable[[str], Profile | None], now_s: float, *, room: int = 0,
+        profile: Callable[[str], StepTime | None], now_s: float, *, room: int = 0,
         keeps: Callable[[str], bool] = lambda worker: False,
     ) -> None:  # fmt: skip
         """Sets `in_use` of all lenders. `ready`: workers that may get work now. `room`: as in Need. `keeps`: whether a

@@ -1,5 +1,5 @@
-"""Places responses on workers, and takes them back to move them: applies balance.py and rebalance.py, or RLBoost's
-Algorithm 2 (rlboost.py), to the ledger. No clock, no I/O.
+"""Places responses on workers, and takes them back to move them: applies balance.py and rebalance.py to the ledger. No
+clock, no I/O.
 
     Example: the queue is ["1/0", "1/1", "2/0"], `a` and `b` have free slots, and `b` has the prompt of group 1 in its
     prefix cache.
@@ -22,19 +22,18 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
 
 import msgspec
 
 from windfall.controller.ledger.ledger import Ledger, LedgerEntry, room
-from windfall.controller.scheduling import rlboost
 from windfall.controller.scheduling.balance import WorkerLoad, place
-from windfall.controller.scheduling.fleet_speed import FleetSpeed
 from windfall.controller.scheduling.members import Member
-from windfall.controller.scheduling.rebalance import Running, rebalance
+from windfall.controller.scheduling.rebalance import Move, Running, rebalance
+from windfall.controller.scheduling.step_model import FleetSpeed
 from windfall.controller.scheduling.turn_routing import NextTurn, route
 from windfall.controller.scheduling.turns import Turns
-from windfall.controller.scheduling.worker_speed import Profile, WorkerSpeeds
+from windfall.controller.scheduling.worker_speed import WorkerSpeeds
+from windfall.step_time import StepTime
 
 PREFILL_SHARE = 0.1
 """If more than this share of a worker's tokens must be prefilled again, ignore its step times: they measure prefill,
@@ -55,17 +54,17 @@ class _Prefill:
 
 
 class Placement:
-    def __init__(
-        self, ledger: Ledger, *, balancing: bool | Literal["algorithm2"] = True, affinity: bool = True
-    ) -> None:
+    def __init__(self, ledger: Ledger, *, balancing: bool = True, affinity: bool = True) -> None:
         """`balancing` False: all workers count as equally fast, and running responses do not move. `affinity` False:
         what is in a worker's prefix cache does not matter."""
         self.speeds, self.turns = WorkerSpeeds(), Turns()
-        self._ledger, self._balancing, self._affinity = ledger, balancing, affinity
+        self._ledger = ledger
+        self._balancing = balancing
+        self._affinity = affinity
         self._prefix_holders: dict[str, dict[str, None]] = {}
         """By group: the workers that have its prompt in their prefix cache. They are in the order in which they got it,
         so that the order does not depend on the process."""
-        self._move_targets: dict[str, str] = {}
+        self.move_targets: dict[str, str] = {}
         """By response: the worker to which it is being moved."""
         self._finished = self._finished_tokens = 0
         self._least_context: dict[str, int] = {}
@@ -90,7 +89,7 @@ class Placement:
 
     def fleet_speed(self, members: Iterable[Member]) -> FleetSpeed | None:
         """The combined speed of these workers; None if the speed of one is not known, or if there are no workers."""
-        counts: dict[Profile, int] = {}
+        counts: dict[StepTime, int] = {}
         slots = 0
         for member in members:
             profile = self.speeds.profile(member.id)
@@ -179,7 +178,7 @@ class Placement:
         fixed: int | None, out: dict[str, list[LedgerEntry]],
     ) -> set[str]:  # fmt: skip
         """Assigns next turns. Returns those that wait for the worker that has their tokens."""
-        if not self._affinity or self._balancing is not True or not self.turns.queued:
+        if not self._affinity or not self._balancing or not self.turns.queued:
             return set()
         next_turns = []
         for id in self.turns.queued:
@@ -207,21 +206,27 @@ class Placement:
     ) -> None:  # fmt: skip
         free_slots = sum(max(0, load.slots - load.running) for load in loads)
         first = list(islice(queued, free_slots))
-        if self._balancing == "algorithm2":
-            chosen = rlboost.select(first, loads, coming=coming, move_targets=self._move_targets)
-        else:
-            chosen = place(
-                first, loads, backlog=len(queued) - len(first), coming=coming,
-                prefix_holders=self._prefix_holders if self._affinity else None,
-                move_targets=self._move_targets, typical=self.typical,
-            )  # fmt: skip
-        for id, worker in chosen:
+        for id, worker in self.choose(first, loads, backlog=len(queued) - len(first), coming=coming):
             self._take(id, worker, versions, out)
+
+    def choose(
+        self, queued: Sequence[str], loads: Sequence[WorkerLoad], *, backlog: int, coming: int
+    ) -> list[tuple[str, str]]:
+        """(response, worker) for each queued response that should start now (balance.py)."""
+        return place(
+            queued,
+            loads,
+            backlog=backlog,
+            coming=coming,
+            prefix_holders=self._prefix_holders if self._affinity else None,
+            move_targets=self.move_targets,
+            typical=self.typical,
+        )
 
     def _take(self, id: str, worker: str, versions: Mapping[str, int], out: dict[str, list[LedgerEntry]]) -> None:
         """Take a response from the queue and assign it."""
         self._ledger.queue.remove(id)  # the head, unless an earlier response waits for more room
-        self._move_targets.pop(id, None)
+        self.move_targets.pop(id, None)
         self._prefix_holders.setdefault(id.rpartition("/")[0], {})[worker] = None
         entry = self._ledger.assign(id, worker, versions[worker])
         alone = self._ledger.running(worker) == 1
@@ -235,18 +240,20 @@ class Placement:
         """(worker, response that it should release) for each move; the queue is empty. `longest`: as in `assign`."""
         if not self._balancing:
             return []
-        if self._balancing == "algorithm2":
-            moves = rlboost.balance(loads, self._held)
-        else:
-            moves = rebalance(
-                loads, self._held, typical=self.typical, least_context=lambda worker: self._least_context.get(worker, 0)
-            )
+        moves = self.moves(loads)
         rooms, entries = longest or {}, self._ledger.entries
         moves = [move for move in moves if room(entries[move.id].episode) <= rooms.get(move.target, math.inf)]
-        self._move_targets |= {move.id: move.target for move in moves}
+        self.move_targets |= {move.id: move.target for move in moves}
         return [(move.source, entries[move.id]) for move in moves]
 
-    def _held(self, worker: str) -> list[Running]:
+    def moves(self, loads: Sequence[WorkerLoad]) -> list[Move]:
+        """The running responses that should continue on another worker (rebalance.py)."""
+        return rebalance(
+            loads, self.held, typical=self.typical, least_context=lambda worker: self._least_context.get(worker, 0)
+        )
+
+    def held(self, worker: str) -> list[Running]:
+        """The responses that a worker has."""
         out = [
             Running(
                 id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves,
@@ -266,7 +273,7 @@ class Placement:
         """This group of `size` responses is complete: its prefix and moves are forgotten."""
         self._prefix_holders.pop(group, None)
         for sibling in range(size):  # a response may have finished on the worker that was asked to release it
-            self._move_targets.pop(f"{group}/{sibling}", None)
+            self.move_targets.pop(f"{group}/{sibling}", None)
 
 
 def _with(load: WorkerLoad, more: int) -> WorkerLoad:

@@ -7,7 +7,7 @@ Example: `a` runs one response, with steps of 40.4 ms; `b` runs two, and would h
 1,000 tokens are left, so moving the response of `a` to `b` saves 30 s. It costs 0.2 s: a round trip of 0.05 s and 500
 tokens of prefill, which stop `b`:
 
-    >>> slow, fast = Profile(fixed_s=0.04, each_s=0.0004), Profile(fixed_s=0.01, each_s=0.0001)
+    >>> slow, fast = StepTime(fixed_s=0.04, each_s=0.0004), StepTime(fixed_s=0.01, each_s=0.0001)
     >>> loads = [
     ...     WorkerLoad(worker="a", running=1, slots=9, profile=slow),
     ...     WorkerLoad(worker="b", running=2, slots=9, profile=fast),
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import msgspec
 
 from windfall.controller.scheduling.balance import ROUND_TRIP_S, WorkerLoad
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.step_time import StepTime
 
 MAX_STEP_RATIO = 0.85
 """A busy worker is joined only if its step is shorter than this share of the source's step."""
@@ -104,9 +104,9 @@ def _is_balanced(loads: Sequence[WorkerLoad]) -> bool:
         if load.waiting or (not running and load.slots):
             return False
         if running < load.slots:
-            shortest_s = min(shortest_s, profile.step_s(running + 1))
+            shortest_s = min(shortest_s, profile.fixed_s + profile.each_s * (running + 1))
         if running:
-            longest_s = max(longest_s, profile.step_s(running))
+            longest_s = max(longest_s, profile.fixed_s + profile.each_s * running)
     return shortest_s >= MAX_STEP_RATIO * longest_s
 
 
@@ -115,7 +115,7 @@ class _Worker:
 
     __slots__ = ("candidates", "count", "n", "name", "prefill_s", "profile", "slots", "waiting")
 
-    def __init__(self, n: int, load: WorkerLoad, profile: Profile) -> None:
+    def __init__(self, n: int, load: WorkerLoad, profile: StepTime) -> None:
         self.n, self.name, self.slots, self.profile = n, load.worker, load.slots, profile
         self.count, self.waiting = load.running, load.waiting
         self.prefill_s = 1 / load.prefill_tok_per_s if load.prefill_tok_per_s > 0 else profile.each_s

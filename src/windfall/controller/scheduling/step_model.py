@@ -13,7 +13,7 @@ are described by:
 
 Each is stored at PARTS points, spread evenly over generated + trainable, because half of all groups may become complete
 with the last few tokens. The values are learned from every step. With them the end of a step can be computed for any
-T_seed and any fleet, from its start or from any point within it. Training takes groups in the order in which they
+local time and any fleet, from its start or from any point within it. Training takes groups in the order in which they
 become complete, so it ends when the last group is complete and everything left by then is trained:
 
     end = max over groups of (when the group is complete + training time of it and of all groups after it)
@@ -27,14 +27,81 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from windfall.controller.scheduling.fleet_speed import FleetSpeed, StepRates
+from windfall.step_time import StepTime
 
 PARTS = 32
 """Points at which the model stores its values."""
 SEARCH_POINTS = 24
-"""Number of values of T_seed that are compared in each of two rounds."""
+"""Number of local times that are compared in each of two rounds."""
 MIN_SLOWDOWN, MAX_SLOWDOWN = 0.25, 8.0
 """Slowdowns outside this range are clipped: they are errors in the rates."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSpeed:
+    """Workers that share responses so that their engine steps are equally long.
+
+    >>> one = FleetSpeed.of(StepTime(fixed_s=0.01, each_s=0.0001), slots=256)
+    >>> round(one.tok_per_s(100)), round((one + one).tok_per_s(200)), one.tok_per_s(1000) == one.tok_per_s(256)
+    (5000, 10000, True)
+    >>> reads = FleetSpeed.of(StepTime(fixed_s=0.01, each_s=0.0001, context_s=1e-7, usual_context=500), slots=256)
+    >>> round(reads.tok_per_s(100, 100 * 500)), round(reads.tok_per_s(100, 100 * 1500))
+    (5000, 3333)
+    """
+
+    workers: tuple[tuple[StepTime, int], ...] = ()
+    """Each profile, with the number of workers that have it."""
+    slots: float = math.inf
+    """Responses that all workers together can run at once."""
+
+    @classmethod
+    def of(cls, profile: StepTime, slots: float = math.inf, count: int = 1) -> FleetSpeed:
+        return cls(((profile, count),), slots * count)
+
+    @classmethod
+    def constant(cls, tok_per_s: float) -> FleetSpeed:
+        """The same speed for any number of responses."""
+        return cls.of(StepTime(fixed_s=0.0, each_s=1 / tok_per_s)) if tok_per_s > 0 else cls()
+
+    def __add__(self, other: FleetSpeed) -> FleetSpeed:
+        if not (self.workers and other.workers):
+            return self if self.workers else other
+        counts = dict(self.workers)
+        for profile, count in other.workers:
+            counts[profile] = counts.get(profile, 0) + count
+        return FleetSpeed(tuple(counts.items()), self.slots + other.slots)
+
+    def tok_per_s(self, responses: float, context: float = 0.0) -> float:
+        """Tokens per second for this number of responses. `context`: total tokens in their contexts; 0: the usual
+        context.
+
+        n responses get n * slope / (n + bend); a worker adds 1 / each_s to the slope, fixed_s / each_s to the bend."""
+        running = min(responses, self.slots)
+        if running <= 0:
+            return 0.0
+        slope = bend = 0.0
+        for profile, count in self.workers:
+            each_s = profile.each_s
+            if context and profile.context_s:
+                each_s = max(each_s / 64, each_s + profile.context_s * (context / running - profile.usual_context))
+            slope += count / each_s
+            bend += count * profile.fixed_s / each_s
+        return running * slope / (running + bend)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRates:
+    """How many tokens and responses a step has, how fast they are generated, and how fast they are trained on."""
+
+    tokens: float
+    responses: float
+    local: FleetSpeed
+    """The trainer's own engine."""
+    others: FleetSpeed
+    """All other workers."""
+    train_tok_per_s: float
+    pull_s: float = 0.0
+    """Seconds until the other workers have loaded the new weights and begin to generate."""
 
 
 class Progress(NamedTuple):
@@ -148,21 +215,21 @@ class StepModel:
         return parts
 
     def end_s(
-        self, rates: StepRates, seed_s: float, start: Progress = START, parts: Sequence[StepPart] | None = None
+        self, rates: StepRates, local_s: float, start: Progress = START, parts: Sequence[StepPart] | None = None
     ) -> float:
         """Seconds from the start of the step until everything is trained. `parts`: result of `remaining`, if known."""
-        at_s, trained_s = start.at_s, seed_s + start.trainable / rates.train_tok_per_s
+        at_s, trained_s = start.at_s, local_s + start.trainable / rates.train_tok_per_s
         for part in self.remaining(rates, start) if parts is None else parts:
             begun_s = at_s
-            for from_s, at_s, share in _intervals(begun_s, part, rates.pull_s, seed_s):
+            for from_s, at_s, share in _intervals(begun_s, part, rates.pull_s, local_s):
                 if not self.steps:  # nothing learned yet: assume that groups become complete evenly
                     trained_s = max(max(trained_s, from_s) + share * part.trainable / rates.train_tok_per_s, at_s)
             if self.steps:
                 trained_s = max(max(trained_s, (begun_s + at_s) / 2) + part.trainable / rates.train_tok_per_s, at_s)
         return trained_s
 
-    def best_seed_s(self, rates: StepRates, start: Progress = START) -> float:
-        """The T_seed with which the step ends soonest; the shortest of several equal ones."""
+    def best_local_s(self, rates: StepRates, start: Progress = START) -> float:
+        """The local time with which the step ends soonest; the shortest of several equal ones."""
         parts = self.remaining(rates, start)
         low, high, best = start.at_s, self.generated_s(rates, start), start.at_s
         for _ in range(2):
@@ -180,14 +247,14 @@ class StepModel:
         return at_s
 
 
-def _intervals(at_s: float, part: StepPart, pull_s: float, seed_s: float) -> Iterator[tuple[float, float, float]]:
+def _intervals(at_s: float, part: StepPart, pull_s: float, local_s: float) -> Iterator[tuple[float, float, float]]:
     """(start, end, share of the part) of each interval with a constant rate, for a part that begins at `at_s`. Local
-    generates until `seed_s`; the others generate from `pull_s` on."""
+    generates until `local_s`; the others generate from `pull_s` on."""
     tokens, (local, others, both) = part.tokens, part.rates
     while tokens > 0:
-        seeding, pulled = at_s < seed_s, at_s >= pull_s
-        rate = (both if seeding else others) if pulled else local if seeding else 0.0
-        until_s = min(seed_s if seeding else math.inf, math.inf if pulled else pull_s)
+        generates, pulled = at_s < local_s, at_s >= pull_s
+        rate = (both if generates else others) if pulled else local if generates else 0.0
+        until_s = min(local_s if generates else math.inf, math.inf if pulled else pull_s)
         done = tokens if math.isinf(until_s) else min(tokens, rate * (until_s - at_s))
         end_s = until_s if done < tokens else at_s + tokens / rate if rate > 0 else math.inf
         yield at_s, end_s, done / part.tokens

@@ -20,7 +20,7 @@ not even those whose tokens it has, and no turn waits for a worker without slots
 Example: `a` has the 4,000 tokens of the turn and runs eight responses, `b` is idle. Prefill on `b` would take 0.4 s;
 the longer steps on `a` cost less:
 
-    >>> profile = Profile(fixed_s=0.01, each_s=0.0002)
+    >>> profile = StepTime(fixed_s=0.01, each_s=0.0002)
     >>> loads = [
     ...     WorkerLoad(worker=w, running=n, slots=9, profile=profile, prefill_tok_per_s=10_000)
     ...     for w, n in (("a", 8), ("b", 0))
@@ -45,7 +45,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from windfall.controller.scheduling.balance import NEAR, WorkerLoad
-from windfall.controller.scheduling.worker_speed import UNKNOWN, Profile
+from windfall.controller.scheduling.worker_speed import UNKNOWN
+from windfall.step_time import StepTime
 
 TYPICAL = 64.0
 """Tokens of a turn, before any turn has ended."""
@@ -96,7 +97,7 @@ def route(
 class _Fleet:
     def __init__(self, loads: Sequence[WorkerLoad], typical: float, longest: Mapping[str, float]) -> None:
         measured = all(load.profile is not None for load in loads)
-        profiles: list[Profile] = [load.profile if measured and load.profile else UNKNOWN for load in loads]
+        profiles: list[StepTime] = [load.profile if measured and load.profile else UNKNOWN for load in loads]
         self._index = {load.worker: n for n, load in enumerate(loads)}
         self._typical = typical
         self._fixed = np.array([p.fixed_s for p in profiles])

@@ -1,8 +1,11 @@
 """The speed of each worker at every batch size, learned from the tokens that arrive. Pure: the caller measures time.
 
-An engine step takes `fixed_s` (reading the weights) plus `each_s` for every response in the batch, and generates one
-token of each response. These two numbers are a complete profile: throughput grows with the batch, ever more slowly, and
-can be predicted for batch sizes that were never seen.
+    step time = slowdown * (fixed + per_response * batch + per_context_token * tokens in the context of the whole batch)
+
+If only the batch size were considered, a worker with long responses would look slow and one that has just begun would
+look fast, because reading the KV cache takes time, too. So the three coefficients are fitted to the measurements of all
+workers of a device, and a worker has one value of its own, its slowdown. Until a device has MIN_WINDOWS measurements,
+each of its workers has a line over the batch size, without contexts.
 
 Rules:
 - Tokens count for the batch size at which they were generated; sizes within half an octave count as one size.
@@ -10,7 +13,8 @@ Rules:
   So a change is accepted after three windows, and what was learned about the other sizes is kept.
 - One outlier has little effect: its deviation is limited to a factor of four and has a weight of a tenth.
 - Unseen batch sizes are predicted from workers of the same device, or else from all, scaled to the worker's own speed.
-- Where the context of the responses is reported, workers of one device share a profile (device_profile.py).
+- The fit of a device slowly forgets older measurements. A slowdown within NOISE counts as none; otherwise noise would
+  give one of two equal workers twice as many responses as the other.
 """
 
 from __future__ import annotations
@@ -19,250 +23,331 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from windfall.controller.scheduling.device_profile import DeviceProfiles, Window, streak
-from windfall.controller.scheduling.least_squares import LineSums
+import numpy as np
+
+from windfall.step_time import StepPoint, StepTime, fit, non_negative
 from windfall.types import LOCAL
 
 WINDOW_FRAMES, WINDOW_MIN_S, WINDOW_MAX_S = 8, 0.1, 2.0
 """A window has 8 frames and at least 0.1 s, or all frames of 2 s; shorter windows are mostly noise."""
-PREFILL_WEIGHT = 0.3
-"""Weight of the newest prefill in the average."""
-GAIN, FAST_GAIN = 0.1, 0.5
-"""Weight of a new window: GAIN normally, FAST_GAIN from the third deviating window in a row."""
-DEVIATION, MAX_DEVIATION = math.log(1.2), math.log(4)
-"""A window deviates if its log ratio exceeds DEVIATION. Values above MAX_DEVIATION are clipped."""
+MAX_DEVIATION = math.log(4)
+"""Log ratios of measured and expected step times are clipped to this."""
+SIZE_GAIN, SIZE_DEVIATION = 0.1, math.log(1.2)
+"""Weight of a new window at one batch size, and the log ratio above which the window deviates."""
+SLOWDOWN_GAIN, SLOWDOWN_DEVIATION = 0.05, math.log(1.3)
+"""The same for the slowdown of a worker."""
+FAST_GAIN = 0.5
+"""Weight of a new window from the third deviating window in a row."""
 ENOUGH_WINDOWS = 8
 """Number of windows after which a batch size is well known; further windows do not raise its weight."""
 MIN_RATIO = 1 / 4096
-"""Minimum of each_s / fixed_s, so that no response is free."""
-KNEE = 0.8
-"""Share of the highest throughput that defines the knee."""
+"""Minimum of each_s / fixed_s and of fixed_s / each_s, so that no response is free."""
 PRIOR_WEIGHT = 0.25
 """Weight of the prior, in windows, at a batch of one and at four times the largest batch seen."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
-    """Step time and throughput by batch size.
-
-    >>> engine = Profile(fixed_s=0.002, each_s=0.00001)
-    >>> round(engine.tok_per_s(100)), round(engine.tok_per_s(800)), engine.knee
-    (33333, 80000, 800)
-    """
-
-    fixed_s: float
-    """Seconds of a step with an empty batch."""
-    each_s: float
-    """Seconds that a response with the usual context adds to a step."""
-    context_s: float = 0.0
-    """The part of `each_s` that is due to each token in the context of a response, in seconds."""
-    context: float = 0.0
-    """The usual context of a response, in tokens."""
-
-    def step_s(self, batch: float) -> float:
-        """Seconds between two tokens of a response."""
-        return self.fixed_s + self.each_s * batch
-
-    def tok_per_s(self, batch: float) -> float:
-        return batch / self.step_s(batch) if batch > 0 else 0.0
-
-    @property
-    def knee(self) -> int:
-        """The batch size with 0.8 of the highest throughput of any batch; twice this size gives a ninth more."""
-        return max(1, round(KNEE / (1 - KNEE) * self.fixed_s / self.each_s))
-
-    def times(self, factor: float) -> Profile:
-        """The profile of a worker that is slower by this factor."""
-        return Profile(fixed_s=self.fixed_s * factor, each_s=self.each_s * factor)
-
-
-UNKNOWN = Profile(fixed_s=1.0, each_s=1 / 32)
-"""The profile assumed before any measurement. Only the ratio of the two numbers has a meaning."""
+PREFILL_WEIGHT = 0.3
+"""Weight of the newest prefill in the average."""
+RETAIN = 0.999
+"""Factor by which each new window multiplies the weight of all older measurements of a device."""
+MIN_WINDOWS = 16
+"""Number of windows before a device has coefficients of its own."""
+MIN_REFIT_WINDOWS = 4
+"""Minimum number of windows between two fits of a device."""
+NOISE = math.log(1.15)
+"""A slowdown whose logarithm is below this counts as none."""
+MIN_TOKENS = 2
+"""Minimum tokens per response in a window of a device; shorter windows are mostly noise."""
+UNKNOWN = StepTime(fixed_s=1.0, each_s=1 / 32)
+"""The step time assumed before any measurement. Only the ratio of the two numbers has a meaning."""
 
 
 @dataclass(slots=True)
-class _Size:
-    """Measurements at one batch size."""
+class _Window:
+    """Tokens that a worker generated in an interval of time."""
 
-    batch: float
-    log_step_s: float
-    windows: int = 1
-    streak: int = 0
-    """Windows in a row that deviated by more than DEVIATION; negative: faster than expected."""
-
-    def gain(self, deviation: float) -> float:
-        self.streak = streak(self.streak, deviation, DEVIATION)
-        return FAST_GAIN if abs(self.streak) >= 3 else max(GAIN, 1 / (self.windows + 1))
-
-
-@dataclass(slots=True)
-class _Window(Window):
     size: int = 0
     """Half-octave of the batch size."""
     frames: int = 0
+    tokens: float = 0
+    seconds: float = 0.0
+    batch_seconds: float = 0.0
+    """Seconds times batch size."""
+    context_seconds: float = 0.0
+    """Seconds times tokens in the context of the batch."""
+
+    @property
+    def batch(self) -> float:
+        return self.batch_seconds / self.seconds
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per token of one response."""
+        return self.batch_seconds / self.tokens
+
+    def add(self, other: _Window) -> None:
+        self.tokens += other.tokens
+        self.seconds += other.seconds
+        self.batch_seconds += other.batch_seconds
+        self.context_seconds += other.context_seconds
+
+
+@dataclass(slots=True)
+class _Average:
+    """The logarithm of a time or of a ratio, averaged over windows."""
+
+    log: float = 0.0
+    windows: int = 0
+    streak: int = 0
+    """Windows in a row that deviated, including the last one; negative: faster than expected."""
+
+    def gain(self, deviation: float, bound: float, least: float, prior: int) -> float:
+        """The weight of a window with this deviation. `prior`: windows that the average counted for before the first.
+
+        >>> average = _Average()
+        >>> [average.gain(x, bound=0.2, least=0.1, prior=1) for x in (0.5, 0.5, 0.1, -0.5, -0.5, -0.5)]
+        [1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
+        """
+        side = (deviation > bound) - (deviation < -bound)
+        self.streak = side * (1 + abs(self.streak)) if side * self.streak >= 0 else side
+        return FAST_GAIN if abs(self.streak) >= 3 else max(least, 1 / (self.windows + prior))
+
+
+@dataclass(slots=True)
+class _Size(_Average):
+    """The logarithm of the step time at one batch size."""
+
+    batch: float = 0.0
+
+
+@dataclass(slots=True)
+class _Device:
+    """What the workers of one device share."""
+
+    products: np.ndarray = field(default_factory=lambda: np.zeros((4, 4)))
+    """Weighted sums of products of (1, batch, context, step time), each divided by the expected step time."""
+    windows: int = 0
+    fitted: StepTime | None = None
+    log_slowdown: float = 0.0
+    """Median over its workers."""
+    refit_in: int = 0
+    """Windows until fit and median are computed again. One window of one worker changes them little."""
+    usual: StepTime | None = None
+    """The step time of workers without a slowdown, with the usual context. None: not computed since the last window."""
+
+    def add(self, batch: float, context: float, step_s: float, expected_s: float) -> None:
+        row = np.array([1.0, batch, context, step_s]) / expected_s
+        self.products = RETAIN * self.products + np.outer(row, row)
+        self.windows += 1
+        self.refit_in -= 1
 
 
 @dataclass(slots=True)
 class _Worker:
-    device: str
+    kind: str
+    """The name of its device."""
+    device: _Device
     sizes: dict[int, _Size] = field(default_factory=dict)
     window: _Window | None = None
-    fitted: Profile | None = None
-    """The fitted profile; None if there are newer measurements."""
+    device_window: _Window = field(default_factory=_Window)
+    """The window for the fit of the device, which may consist of several."""
+    slowdown: _Average = field(default_factory=_Average)
+    """Logarithm of how many times slower the worker is than the fit of its device."""
+    line: StepTime | None = None
+    """The line over the batch sizes; None if there are newer measurements."""
 
-    def profile(self, prior: Profile) -> Profile:
-        """The profile of a worker with at least one measurement."""
-        if self.fitted is None:
-            self.fitted = _fit(self.sizes.values(), prior)
-        return self.fitted
+    def fitted(self, prior: StepTime) -> StepTime:
+        """The line of a worker with at least one measurement."""
+        if self.line is None:
+            self.line = _fit(self.sizes.values(), prior)
+        return self.line
 
-    def learn(self, size: int, batch: float, step_s: float, prior: Profile) -> None:
-        log_s, known = math.log(step_s), self.sizes.get(size)
+    def learn(self, window: _Window, prior: StepTime) -> None:
+        batch, log_s, known = window.batch, math.log(window.step_s), self.sizes.get(window.size)
         if known is None:
             if self.sizes:
-                expected = math.log(self.profile(prior).step_s(batch))
+                expected = math.log(self.fitted(prior).step_s(batch))
                 log_s = expected + _clip(log_s - expected)
-            self.sizes[size] = _Size(batch, log_s)
+            self.sizes[window.size] = _Size(log_s, windows=1, batch=batch)
         else:
-            deviation = _clip(log_s - known.log_step_s)
-            gain = known.gain(deviation)
+            deviation = _clip(log_s - known.log)
+            gain = known.gain(deviation, SIZE_DEVIATION, SIZE_GAIN, prior=1)
             # With few windows, the first ones may have been outliers: then the other sizes do not change.
             for other in self.sizes.values() if known.windows >= ENOUGH_WINDOWS else (known,):
-                other.log_step_s += deviation * gain
+                other.log += deviation * gain
             known.batch += (batch - known.batch) * gain
             known.windows += 1
-        self.fitted = None
+        self.line = None
 
 
 class WorkerSpeeds:
-    """The profiles of all workers."""
+    """The step times of all workers."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
-        self._typical: dict[str | None, Profile] = {}
-        """Median profile by device; None: of all devices. It is kept when the last worker of a device is gone."""
+        self._devices: dict[str, _Device] = {}
+        """By name. The trainer's own engine counts as another device, because it shares its machine."""
+        self._typical: dict[str | None, StepTime] = {}
+        """Median line by device; None: of all devices. It is kept when the last worker of a device is gone."""
         self._new_windows = 0
-        self._devices = DeviceProfiles()
-        self._last: tuple[tuple[float, float, float], Profile] | None = None
-        """The last coefficients of a device and their profile: most workers of a large fleet share them."""
+        self._usual_context = 0.0
+        """Mean number of tokens in the context of one response."""
+        self._device_windows = 0
         self._prefill_s: dict[str, float] = {}
         """Seconds to prefill one token, by device."""
 
     def join(self, worker: str, device: str) -> None:
-        self._workers[worker] = _Worker(device)
         local = worker.partition("#")[0] == LOCAL  # the trainer may have several engines
-        self._devices.join(worker, f"{device} of the trainer" if local else device)
+        name = f"{device} of the trainer" if local else device
+        self._workers[worker] = _Worker(device, self._devices.setdefault(name, _Device()))
 
     def forget(self, worker: str) -> None:
         self._workers.pop(worker, None)
-        self._devices.forget(worker)
 
     def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: float = 0.0) -> None:
         """The worker had `batch` responses for `seconds` and generated `tokens`. `context`: tokens in the context of
         all of them; 0: not known. Time without work must not be included."""
         if batch <= 0 or tokens < 0 or not 0 <= seconds < math.inf:
             return
-        known = self._workers.setdefault(worker, _Worker(""))
+        if worker not in self._workers:
+            self.join(worker, "")
+        known = self._workers[worker]
         size = (batch * batch).bit_length()  # half-octaves
         window = known.window
         if window is None or window.size != size:
-            self._close(worker, known)
-            window = known.window = _Window(size=size)
+            self._close(known)
+            window = known.window = _Window(size)
         window.frames += 1
         window.tokens += tokens
         window.seconds += seconds
         window.batch_seconds += seconds * batch
         window.context_seconds += seconds * context
         if window.seconds >= WINDOW_MIN_S and (window.frames >= WINDOW_FRAMES or window.seconds >= WINDOW_MAX_S):
-            self._close(worker, known)
+            self._close(known)
 
-    def _close(self, worker: str, known: _Worker) -> None:
+    def _close(self, known: _Worker) -> None:
         window = known.window
         if window is None or not window.tokens or not window.seconds:
             return  # no tokens yet: the time counts for the next window, unless the batch changes
         known.window = None
-        self._devices.observe(worker, window)
-        known.learn(window.size, window.batch, window.step_s, self._prior(known))
+        if window.context_seconds > 0:
+            known.device_window.add(window)
+            if known.device_window.tokens >= MIN_TOKENS * known.device_window.batch:
+                self._learn_device(known, known.device_window)
+                known.device_window = _Window()
+        known.learn(window, self._prior(known))
         self._new_windows += 1
-        if known.device not in self._typical or self._new_windows >= max(ENOUGH_WINDOWS, len(self._workers)):
+        if known.kind not in self._typical or self._new_windows >= max(ENOUGH_WINDOWS, len(self._workers)):
             self._new_windows = 0
             self._compare()
 
-    def _prior(self, known: _Worker) -> Profile:
-        return self._typical.get(known.device) or self._typical.get(None) or UNKNOWN
+    def _prior(self, known: _Worker) -> StepTime:
+        return self._typical.get(known.kind) or self._typical.get(None) or UNKNOWN
 
     def _compare(self) -> None:
-        """Computes the median profile of every device and of all devices."""
-        by_device: dict[str, list[Profile]] = {}
+        """Computes the median line of every device and of all devices."""
+        by_device: dict[str, list[StepTime]] = {}
         for known in self._workers.values():
             if known.sizes:
-                by_device.setdefault(known.device, []).append(known.profile(self._prior(known)))
-        for device, profiles in by_device.items():
-            self._typical[device] = _median(profiles)
-        self._typical[None] = _median([p for profiles in by_device.values() for p in profiles])
+                by_device.setdefault(known.kind, []).append(known.fitted(self._prior(known)))
+        for device, lines in by_device.items():
+            self._typical[device] = _median(lines)
+        self._typical[None] = _median([line for lines in by_device.values() for line in lines])
 
-    def profile(self, worker: str) -> Profile | None:
-        """None: no worker has been measured yet."""
-        if (found := self._devices.coefficients(worker)) is not None:
-            if self._last is None or self._last[0] is not found:
-                fixed_s, each_s, context_s = found
-                made = Profile(fixed_s=fixed_s, each_s=each_s, context_s=context_s, context=self._devices.context)
-                self._last = (found, made)
-            return self._last[1]
+    def _learn_device(self, known: _Worker, window: _Window) -> None:
+        batch, context, step_s = window.batch, window.context_seconds / window.seconds, window.step_s
+        device, expected_s = known.device, step_s
+        if device.windows >= MIN_WINDOWS:
+            if device.fitted is None or device.refit_in <= 0:
+                device.fitted = self._refit(device)
+            expected_s = device.fitted.step_s(batch, context)
+            log_ratio = _clip(math.log(step_s / expected_s))
+            slowdown = known.slowdown
+            deviation = log_ratio - slowdown.log
+            slowdown.windows += 1
+            slowdown.log += deviation * slowdown.gain(deviation, SLOWDOWN_DEVIATION, SLOWDOWN_GAIN, prior=MIN_WINDOWS)
+            # Slowdowns are relative to each other, not to the fit; otherwise both could drift away together.
+            step_s = expected_s * math.exp(log_ratio - slowdown.log + device.log_slowdown)
+        device.add(batch, context, step_s, expected_s)
+        self._device_windows += 1
+        self._usual_context += (context / batch - self._usual_context) / min(self._device_windows, 1000)
+        for other in self._devices.values():
+            other.usual = None
+
+    def _refit(self, device: _Device) -> StepTime:
+        workers = [w for w in self._workers.values() if w.device is device and w.slowdown.windows]
+        slowdowns = sorted(w.slowdown.log for w in workers)
+        device.log_slowdown = slowdowns[len(slowdowns) // 2] if slowdowns else 0.0
+        device.refit_in = max(MIN_REFIT_WINDOWS, len(slowdowns))
+        fixed_s, each_s, context_s = non_negative(device.products)
+        return StepTime(fixed_s=fixed_s, each_s=each_s, context_s=context_s)
+
+    def profile(self, worker: str) -> StepTime | None:
+        """The step time of a worker with the usual context. None: no worker has been measured yet."""
         known = self._workers.get(worker)
         if known is None:
             return self._typical.get(None)
+        device = known.device
+        if device.fitted is not None:
+            if abs(known.slowdown.log) > NOISE:
+                return self._with_usual_context(device.fitted, math.exp(known.slowdown.log))
+            if device.usual is None:
+                device.usual = self._with_usual_context(device.fitted, 1.0)
+            return device.usual
         if known.sizes:
-            return known.profile(self._prior(known))
-        return self._typical.get(known.device) or self._typical.get(None)
+            return known.fitted(self._prior(known))
+        return self._typical.get(known.kind) or self._typical.get(None)
 
-    def measured(self, worker: str) -> dict[int, tuple[float, float, int]]:
-        """(batch, step time in seconds, number of windows) by half-octave of the batch size."""
+    def _with_usual_context(self, time: StepTime, slowdown: float) -> StepTime:
+        each_s = time.each_s + time.context_s * self._usual_context
+        fixed_s = max(time.fixed_s, each_s * MIN_RATIO)
+        return StepTime(
+            fixed_s=slowdown * fixed_s,
+            each_s=slowdown * max(each_s, fixed_s * MIN_RATIO),
+            context_s=slowdown * time.context_s,
+            usual_context=self._usual_context,
+        )
+
+    def measured(self, worker: str) -> dict[int, StepPoint]:
+        """Step times by half-octave of the batch size; their weights are numbers of windows."""
         known = self._workers.get(worker)
         sizes = known.sizes if known is not None else {}
-        return {n: (s.batch, math.exp(s.log_step_s), s.windows) for n, s in sizes.items()}
+        return {n: StepPoint(s.batch, math.exp(s.log), s.windows) for n, s in sizes.items()}
 
     def tok_per_s(self, worker: str, batch: int) -> float:
         """0: no worker has been measured yet."""
-        profile = self.profile(worker)
-        return profile.tok_per_s(batch) if profile is not None else 0.0
+        time = self.profile(worker)
+        return time.tok_per_s(batch) if time is not None else 0.0
 
     def prefilled(self, worker: str, tokens: int, seconds: float) -> None:
         """The worker prefilled `tokens` in `seconds`, not counting its decode steps."""
         known = self._workers.get(worker)
         if known is not None and tokens > 0 and seconds > 0:
-            old, new = self._prefill_s.get(known.device), seconds / tokens
-            self._prefill_s[known.device] = new if old is None else old + PREFILL_WEIGHT * (new - old)
+            old, new = self._prefill_s.get(known.kind), seconds / tokens
+            self._prefill_s[known.kind] = new if old is None else old + PREFILL_WEIGHT * (new - old)
 
     def prefill_tok_per_s(self, worker: str) -> float:
         """Prefill speed in tokens per second; 0: not known."""
         known = self._workers.get(worker)
-        prefill_s = self._prefill_s.get(known.device) if known is not None else None
+        prefill_s = self._prefill_s.get(known.kind) if known is not None else None
         return 1 / prefill_s if prefill_s else 0.0
 
 
-def _fit(sizes: Iterable[_Size], prior: Profile) -> Profile:
-    """Fits step time over batch size, in relative error. Far from measurements, it follows the scaled `prior`."""
-    points = [(s.batch, math.exp(s.log_step_s), float(min(s.windows, ENOUGH_WINDOWS))) for s in sizes]
+def _fit(sizes: Iterable[_Size], prior: StepTime) -> StepTime:
+    """Fits step time over batch size. Far from measurements, it follows the scaled `prior`."""
+    points = [(s.batch, math.exp(s.log), float(min(s.windows, ENOUGH_WINDOWS))) for s in sizes]
+    fixed_s, each_s = prior.fixed_s, prior.each_s
     weight = sum(w for _, _, w in points)
-    slowdown = math.exp(sum(w * math.log(y / prior.step_s(x)) for x, y, w in points) / weight)
+    slowdown = math.exp(sum(w * math.log(y / (fixed_s + each_s * x)) for x, y, w in points) / weight)
+    fixed_s *= slowdown
+    each_s *= slowdown
     far = 4 * max(x for x, _, _ in points)
-    scaled = prior.times(slowdown)
-    points += [(1.0, scaled.step_s(1.0), PRIOR_WEIGHT), (far, scaled.step_s(far), PRIOR_WEIGHT)]
-    sums = LineSums.relative(points)
-    fixed, each = sums.line() or (sums.constant(), 0.0)
-    if fixed <= 0:
-        each = sums.slope()
-        fixed = each * MIN_RATIO
-    elif each < fixed * MIN_RATIO:
-        fixed = sums.proportional(MIN_RATIO)
-        each = fixed * MIN_RATIO
-    return Profile(fixed_s=fixed, each_s=each)
+    points.append((1.0, fixed_s + each_s, PRIOR_WEIGHT))
+    points.append((far, fixed_s + each_s * far, PRIOR_WEIGHT))
+    return fit(points, MIN_RATIO)
 
 
-def _median(profiles: list[Profile]) -> Profile:
-    at = len(profiles) // 2
-    return Profile(fixed_s=sorted(p.fixed_s for p in profiles)[at], each_s=sorted(p.each_s for p in profiles)[at])
+def _median(lines: list[StepTime]) -> StepTime:
+    at = len(lines) // 2
+    return StepTime(fixed_s=sorted(p.fixed_s for p in lines)[at], each_s=sorted(p.each_s for p in lines)[at])
 
 
 def _clip(deviation: float) -> float:

@@ -1,7 +1,7 @@
 """How many workers are worth having, in tokens per dollar, and why. Pure: measured rates in, advice out.
 
-A step generates W tokens and trains on them. The trainer's own engine generates L tokens per second for T seconds
-("seeding"). Then the same machine trains at A tokens per second while the fleet, at R tokens per second in total,
+A step generates W tokens and trains on them. The trainer's own engine generates L tokens per second for T seconds.
+Then the same machine trains at A tokens per second while the fleet, at R tokens per second in total,
 generates the rest. T can be chosen freely:
 
     everything is generated at   T + (W - (L + R) * T) / R
@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.step_time import StepTime
 
 MIN_GAIN = 0.03
 MIN_STEPS = 2
@@ -57,7 +57,7 @@ class RunMeasurements:
     """None: not known."""
     local_tok_per_s: float = 0.0
     """Tokens per second of the trainer's own engine; 0: it has none."""
-    local_profile: Profile | None = None
+    local_profile: StepTime | None = None
     responses: int = 0
     """Number of responses in a step; 0: rates do not depend on the number of workers."""
     overlap: bool = True
@@ -85,7 +85,7 @@ class WorkerKind:
     """Seconds until a new worker is ready."""
     losses_per_h: float = 0.0
     """Losses per worker and hour."""
-    profile: Profile | None = None
+    profile: StepTime | None = None
     slots: int = 0
     """Responses that a worker can run at once; 0: any number."""
     max_count: int = 64
@@ -108,7 +108,7 @@ class ValuePoint(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advice:
+class WorkerAdvice:
     count: int
     """The best number of workers of this kind."""
     now: int
@@ -121,7 +121,7 @@ class Advice:
     """From 0 workers to a few more than `count` and `now`."""
 
 
-def _batch_factor(profile: Profile | None, slots: int, responses: int, engines_now: int, engines: int) -> float:
+def _batch_factor(profile: StepTime | None, slots: int, responses: int, engines_now: int, engines: int) -> float:
     """The factor by which an engine's rate changes when `engines`, not `engines_now`, share the responses."""
     if profile is None or not responses:
         return 1.0
@@ -146,13 +146,13 @@ def step_s(run: RunMeasurements, fleet_tok_per_s: float) -> float:
         return w / min(rate, rate * (local + fleet) / (rate + local))
     if not run.overlap:
         return w / (local + fleet) + train_s
-    seed_s = (w - fleet * train_s) / (local + fleet) if local > 0 else 0.0
-    seed_s = min(max(0.0, seed_s), w / (local + fleet))
-    generated_s = seed_s + max(0.0, w - (local + fleet) * seed_s) / fleet if fleet > 0 else seed_s
-    return max(seed_s + train_s, generated_s)
+    local_s = (w - fleet * train_s) / (local + fleet) if local > 0 else 0.0
+    local_s = min(max(0.0, local_s), w / (local + fleet))
+    generated_s = local_s + max(0.0, w - (local + fleet) * local_s) / fleet if fleet > 0 else local_s
+    return max(local_s + train_s, generated_s)
 
 
-def advise(run: RunMeasurements, kind: WorkerKind, others: Sequence[WorkerKind] = ()) -> Advice:
+def advise(run: RunMeasurements, kind: WorkerKind, others: Sequence[WorkerKind] = ()) -> WorkerAdvice:
     """The best number of workers of `kind` while `others` stay as they are.
 
     >>> run = RunMeasurements(
@@ -162,7 +162,7 @@ def advise(run: RunMeasurements, kind: WorkerKind, others: Sequence[WorkerKind] 
     """
     unmeasured = [k.name for k in others if k.now and k.tok_per_s <= 0]
     if run.steps < MIN_STEPS or min(run.tokens_per_step, run.train_tok_per_s, kind.tok_per_s) <= 0 or unmeasured:
-        return Advice(count=kind.now, now=kind.now, why=NOT_YET)
+        return WorkerAdvice(count=kind.now, now=kind.now, why=NOT_YET)
     base_usd_per_h, unknown = run.trainer_usd_per_h or 0.0, [] if run.trainer_usd_per_h else ["the trainer"]
     for other in (kind, *(k for k in others if k.now)):
         if other.usd_per_h is None:
@@ -171,7 +171,7 @@ def advise(run: RunMeasurements, kind: WorkerKind, others: Sequence[WorkerKind] 
             base_usd_per_h += other.now * other.usd_per_h
     if unknown or kind.usd_per_h is None:
         why = f"no price is known for {', '.join(unknown)}: set a price in the lease"
-        return Advice(count=kind.now, now=kind.now, why=why)
+        return WorkerAdvice(count=kind.now, now=kind.now, why=why)
     engines_now = sum(k.now for k in (kind, *others)) + (run.local_tok_per_s > 0)
     points = []
     for n in range(max(kind.max_count, kind.now + 2) + 1):
@@ -186,7 +186,7 @@ def advise(run: RunMeasurements, kind: WorkerKind, others: Sequence[WorkerKind] 
     best = _best(points, kind)
     if best.tokens_per_usd < now.tokens_per_usd * (1 + MIN_GAIN):
         best = now
-    return Advice(
+    return WorkerAdvice(
         count=best.workers, now=kind.now, why=_why(kind, points, best, base_usd_per_h),
         tokens_per_usd_now=now.tokens_per_usd, tokens_per_usd_best=best.tokens_per_usd,
         curve=tuple(points[: max(best.workers, kind.now) + 3]),

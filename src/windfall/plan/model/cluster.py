@@ -42,13 +42,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from windfall.errors import WindfallError, nearest
 from windfall.plan.model import devices
 from windfall.plan.model.devices import Gpu, Terms
-from windfall.sim.core.service import Service
+from windfall.step_time import StepTime
 
 EngineName = Literal["windfall", "vllm"]
 ENGINES = get_args(EngineName)
@@ -342,20 +342,19 @@ def _device(row: Mapping[str, Any], where: str) -> Gpu:
     )  # fmt: skip
 
 
-def _service(row: Mapping[str, Any], key: str, where: str) -> Service | None:
+def _service(row: Mapping[str, Any], key: str, where: str) -> StepTime | None:
     """Measured times; a trainer that never generates needs no step times."""
     times = row.get(key)
     if times is None:
         return None
-    names = tuple(f.name for f in fields(Service))
     if not isinstance(times, dict):
         raise WindfallError(f"'{key}' is not a table", where=where, fix=f"Write {key} = {{ fixed_s = 0.02 }}.")
-    _only(times, names, f"{where}, {key}")
+    _only(times, StepTime.KEYS, f"{where}, {key}")
     needed = "fixed_s" if key == "worker" else "train_s"
     given = {name: _number(times, name, f"{where}, {key}", None) for name in times}
     if needed not in given:
         raise WindfallError(f"'{needed}' is missing", where=f"{where}, {key}", fix=f"Set {needed}.")
-    return Service(**{"fixed_s": 1e-9, "each_s": 0.0, **given})
+    return StepTime(**{"fixed_s": 1e-9, "each_s": 0.0, **given})
 
 
 def _tables(data: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
@@ -436,6 +435,6 @@ def _unpriced(gpu: Gpu) -> Gpu:
 def _times(gpu: Gpu) -> dict[str, Any]:
     made = {"worker": gpu.worker, "trainer": gpu.trainer}
     return {
-        key: {f.name: t for f in fields(service) if (t := getattr(service, f.name))}
+        key: {name: t for name in StepTime.KEYS if (t := getattr(service, name))}
         for key, service in made.items() if service is not None
     }  # fmt: skip

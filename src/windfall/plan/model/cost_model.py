@@ -10,8 +10,8 @@ communication overlapped.
 
 A weight update costs the rollout side a pull and, for running responses, one prefill of their context.
 
-`Efficiency` holds what hardware reaches of its data sheet. measured.py fits it to an H200; for other GPUs the same
-shares are assumed, and every plan says so.
+`Efficiency` holds what hardware reaches of its data sheet, fitted to an H200. For other GPUs the same shares are
+assumed, and every plan says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import lru_cache
 
 from windfall.plan.model.devices import Gpu
 from windfall.plan.model.workload import VALUE_BYTES, Workload, kv_bytes
-from windfall.sim.core.service import Service
+from windfall.step_time import StepTime
 from windfall.trainer.model import activation_memory
 from windfall.trainer.ranks.rank_budget import STATE_BYTES, ModelShape, RankBudget, rank_budget
 
@@ -47,30 +47,34 @@ RECOMPUTE = 4 / 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    launch_s: float = 4.0e-5
+    """What hardware reaches of its data sheet: the fit of benchmarks/fleet/plan_fit.py to an H200."""
+
+    launch_s: float = 3.64254e-5
     """Seconds per layer and decode step, whatever the batch."""
-    weights: float = 0.85
+    weights: float = 1.0
     """Share of memory bandwidth reached while reading weights."""
-    kv: float = 0.75
+    kv: float = 0.841258
     """Share of memory bandwidth reached while reading the KV cache."""
-    decode: float = 0.60
+    decode: float = 0.68432
     """Share of peak FLOP/s in the matrix products of decoding."""
-    sample_s: float = 2.0e-6
+    sample_s: float = 0.0
     """Seconds per response and step for sampling."""
-    prefill: float = 0.60
-    train: float = 0.50
+    prefill: float = 0.679682
+    train: float = 0.939256
     """Share of peak FLOP/s in training."""
-    elementwise: float = 20_000.0
+    elementwise: float = 62_183.0
     """Time of training outside of matrix products, in FLOP at peak speed, per token, layer, hidden value and pass
     (forward, and two of the backward pass). Counted in FLOP, so that a model reaches the same share of peak FLOP/s on
     every GPU; by bandwidth, GPUs with much of it would look too good at training (docs/plan.md)."""
-    publish_bytes_per_s: float = 18e9
+    publish_bytes_per_s: float = 19.523e9
     """Bytes per second at which a trainer's GPU makes new weights available."""
-    publish_s: float = 0.0
+    publish_s: float = 0.0609454
     """Seconds of publishing, whatever the size."""
     slower: float = 1.0
     """Factor on all times, fitted to one measured figure of a system."""
-    source: str = "assumed"
+    source: str = "fitted to docs/engine-gpu.md, one H200, 2026-11-16"
+    held_out: str = "decode 4%, rollout 5%, group 10%, prefill 21%, train 10%, publish 86%"
+    """Mean errors of a fit to some of the figures on the others (benchmarks/fleet/plan_fit.py)."""
 
 
 def elementwise_s(shape: ModelShape, gpu: Gpu, e: Efficiency) -> float:
@@ -93,7 +97,7 @@ class Replica:
 
     gpu: Gpu
     tp: int
-    service: Service
+    service: StepTime
     slots: int
     """Responses that run at once."""
     kv_tokens: int
@@ -103,12 +107,12 @@ class Replica:
     def tok_per_s(self, batch: float, work: Workload) -> float:
         """Tokens per second at this batch size, prefill included."""
         batch = max(1.0, min(batch, self.slots))
-        step_s = self.service.step_s(batch, 0, batch * work.mean_context)
+        step_s = self.service.step_s(batch, batch * work.mean_context)
         prompt_s = self.service.prefill_s * work.prompt_tokens / work.mean_tokens
         return 1 / (step_s / batch + prompt_s)
 
 
-def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency) -> Service:
+def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency) -> StepTime:
     """Step times of a replica. The larger of reading the weights and computing is a bend at one batch size.
 
     >>> from windfall.plan.model.devices import find
@@ -124,7 +128,7 @@ def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency) -> Servi
         sent = 2 * (tp - 1) / tp * shape.hidden * VALUE_BYTES
         fixed_s += 2 * shape.layers * ALL_REDUCE_S
         each_s += 2 * shape.layers * sent / (gpu.link * LINK_SHARE)
-    return Service(
+    return StepTime(
         fixed_s=fixed_s, each_s=max(each_s, 1e-9), context_s=kv_bytes(shape) / (tp * gpu.bandwidth * e.kv),
         prefill_s=2 * shape.parameters / (tp * gpu.flops * e.prefill), over_batch=weights_s / token_s, over_s=token_s,
     ).slower(e.slower)  # fmt: skip
@@ -154,7 +158,7 @@ def replica(work: Workload, gpu: Gpu, tp: int, e: Efficiency) -> Replica:
     )  # fmt: skip
 
 
-def _check_measured(gpu: Gpu, times: Service | None, gpus: int) -> None:
+def _check_measured(gpu: Gpu, times: StepTime | None, gpus: int) -> None:
     if times is None and gpu.measured_only:
         raise DoesNotFit(f"the speed of {gpu.name} is not known: measure it with a short run and --measured RUN")
     if times is not None and gpus > 1:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from windfall.controller.cost import prices
 from windfall.errors import WindfallError, nearest
-from windfall.sim.core.service import Service
+from windfall.step_time import StepTime
 
 PCIE4, PCIE5 = 25e9, 50e9
 """Bytes per second that a PCIe x16 link reaches in one direction."""
@@ -42,9 +42,9 @@ class Gpu:
     reserved_source: str = ""
     """Where the price comes from, for people."""
     spot_source: str = ""
-    worker: Service | None = None
+    worker: StepTime | None = None
     """Measured step times of an engine on one of these, for one model; instead of the cost model's."""
-    trainer: Service | None = None
+    trainer: StepTime | None = None
     """Measured `train_s` and `update_s` of a trainer on one of these."""
     measured_only: bool = False
     """No data sheet describes it: it can be planned only with measured times."""

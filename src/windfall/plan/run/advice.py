@@ -18,8 +18,9 @@ from typing import NamedTuple
 from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.plan.model import cluster as clusters
-from windfall.plan.model import devices, measured
+from windfall.plan.model import devices
 from windfall.plan.model.cluster import Cluster, ClusterMachine, Kind
+from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.model.workload import Workload
 from windfall.plan.run import run_log
@@ -83,7 +84,7 @@ def better_plan(recipe: Recipe, events: Sequence[Event], work: Workload | None =
     request = PlanRequest(
         cluster=_present(recipe, cluster, workers),
         work=run_log.with_lengths(left, lengths),
-        efficiency=measured.efficiency(),
+        efficiency=Efficiency(),
         objective=plan.objective,
         budget_usd_per_h=plan.budget_usd_per_h or math.inf,
         deadline_h=max(1e-3, plan.deadline_h - hours_used) if plan.deadline_h else 0.0,

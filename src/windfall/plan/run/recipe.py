@@ -38,9 +38,9 @@ from windfall.run import worker_sources
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
 from windfall.sim.core.scenario import with_keys
-from windfall.sim.core.service import Service
 from windfall.sim.report.figures import figures
 from windfall.sim.section import SimKind
+from windfall.step_time import StepTime
 
 PORT = 29400
 SOME_ADDRESS = "192.0.2.1"
@@ -55,8 +55,8 @@ AWAY_S = 1e-3
 """Seconds after the start at which spot workers leave that are away on average."""
 
 
-def _engine_keys(service: Service) -> dict[str, float]:
-    """An engine for [sim]: the keys of sim/core/service.py without those of training."""
+def _engine_keys(service: StepTime) -> dict[str, float]:
+    """An engine for [sim]: the times of a step without those of training."""
     names = ("fixed_s", "each_s", "context_s", "prefill_s", "over_batch", "over_s")
     return {name: value for name in names if (value := asdict(service)[name])}
 

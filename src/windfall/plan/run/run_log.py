@@ -25,9 +25,8 @@ from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.plan.model import cluster as clusters
-from windfall.plan.model import measured
 from windfall.plan.model.cluster import Cluster, ClusterMachine
-from windfall.plan.model.cost_model import LINK_SHARE
+from windfall.plan.model.cost_model import LINK_SHARE, Efficiency
 from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.model.workload import Workload
 from windfall.plan.run.recipe import simulate
@@ -37,7 +36,7 @@ from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import service
-from windfall.sim.core.service import Service
+from windfall.step_time import StepTime
 from windfall.types import LOCAL
 
 HEADER = f"{'part':44} {'planned':>12} {'measured':>12} {'unit':6} {'error':>8}"
@@ -74,16 +73,16 @@ def lengths_of(steps: Iterable[Event]) -> list[int]:
 class RunSpeeds:
     """Measured times of one run."""
 
-    workers: dict[str, Service]
+    workers: dict[str, StepTime]
     """Step times of an engine by kind, with prefill and context included."""
-    trainer: Service | None
+    trainer: StepTime | None
     trainer_device: str
     lengths: list[int]
     prompt_tokens: float
     weights_s: float = 0.0
     """Median seconds from an offer of new weights until a worker holds them; a worker's first pull is longer."""
 
-    def worker(self, machine: ClusterMachine) -> Service | None:
+    def worker(self, machine: ClusterMachine) -> StepTime | None:
         price = 0.0 if machine.lease == "borrowed" else machine.kind.usd_per_h
         for kind, times in self.workers.items():
             if same_kind(kind, device=machine.gpu.name, lease=machine.lease, usd_per_h=price):
@@ -106,7 +105,7 @@ def speeds(events: Sequence[Event], where: str) -> RunSpeeds:
     ranks = len(str(start.get("rank_pids", "")).split())
     trainer = None
     if trained is not None and ranks <= 1:  # the times of several ranks do not say what one of them does
-        trainer = Service(fixed_s=1e-9, each_s=0.0, **trained._asdict())
+        trainer = StepTime(fixed_s=1e-9, each_s=0.0, **trained._asdict())
     pulls = [e["s"] for e in events if e["name"] == "worker_ready" and e.get("version", 0) > 0 and e.get("s", 0) > 0]
     return RunSpeeds(
         workers={kind: times for kind, times in event_log.services(steps, None).items() if kind != LOCAL},
@@ -209,7 +208,7 @@ def _with_own_times(recipe: Recipe, events: Sequence[Event], seen: RunSpeeds) ->
         return []
     work = with_lengths(recipe_workload(recipe), seen.lengths, seen.prompt_tokens)
     cluster = with_speeds(clusters.parse(plan.cluster, "plan.cluster"), seen, work)
-    request = PlanRequest(cluster=cluster, work=work, efficiency=measured.efficiency())
+    request = PlanRequest(cluster=cluster, work=work, efficiency=Efficiency())
     counts = {
         (kind, w.gpus): w.count
         for w in plan.workers
@@ -243,7 +242,7 @@ def parts(recipe: Recipe, events: Sequence[Event], seen: RunSpeeds) -> list[Chec
             continue
         busiest = max(points, key=lambda p: p.weight * p.batch)
         context = busiest.batch * (recipe.sim.prompt_tokens + mean / 2)
-        step_s = service(mine[0].worker, "plan.workers").step_s(busiest.batch, 0, context)
+        step_s = service(mine[0].worker, "plan.workers").step_s(busiest.batch, context)
         name = f"engine step, {kind}, batch {busiest.batch:.0f}"
         out.append(CheckedPart(name, step_s * 1e3, busiest.step_s * 1e3, "ms"))
     if seen.weights_s:

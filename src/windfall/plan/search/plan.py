@@ -182,7 +182,7 @@ def in_flight(work: Workload) -> float:
 
 def step_time(engine: Replica, batch: float, work: Workload) -> float:
     """Seconds of an engine step with this many responses of mean context."""
-    return engine.service.step_s(batch, 0, batch * work.mean_context)
+    return engine.service.step_s(batch, batch * work.mean_context)
 
 
 def batch_at(engine: Replica, step_s: float, work: Workload) -> float:

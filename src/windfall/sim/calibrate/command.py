@@ -1,15 +1,12 @@
-"""`windfall sim calibrate FILE...`: fits the service times of a machine to measurements and prints them as TOML for a
-recipe.
-
-A file is the event log of a run or its folder (event_log.py), or the JSON that benchmarks/engine/gpu.py writes
-(gpu.py). Times from a log hold for that run's model and lengths. Printed errors are on held-out points.
+"""`windfall sim calibrate FILE...`: fits the step times of a machine to the event log of a run (event_log.py), and
+prints them as TOML for a recipe. They hold for that run's model and lengths. Printed errors are on held-out points.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,56 +16,55 @@ from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.sim.calibrate import event_log
-from windfall.sim.calibrate.fit import held_out_errors, scaled
-from windfall.sim.calibrate.gpu import from_benchmark
-from windfall.sim.core.service import Service
+from windfall.step_time import StepPoint, StepTime
 from windfall.types import LOCAL
 
-FIX = "Give events.jsonl of a run, its folder, or the JSON of benchmarks/engine/gpu.py."
+FIX = "Give events.jsonl of a run, or its folder."
 
 
-def main(paths: Sequence[Path], *, gpu: str = "", to: str = "") -> None:
+def main(paths: Sequence[Path]) -> None:
     if not paths:
         raise WindfallError("no file given", where="windfall sim calibrate", fix=FIX)
-    if to and not gpu:
-        raise WindfallError("the measured GPU is not given", where="--to", fix="Name the measured GPU with --gpu.")
     for path in paths:
         print(f"# {path}")
         file = path / "events.jsonl" if path.is_dir() else path
         for name, service, notes in _services(file):
             print("\n".join(f"# {note}" for note in notes))
-            if to:
-                _print_scaled(name, service, gpu, to)
-            else:
-                print(toml(name, service))
+            print(toml(name, service))
 
 
-def _services(path: Path) -> list[tuple[str, Service, list[str]]]:
+def _services(path: Path) -> list[tuple[str, StepTime, list[str]]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        services = from_log(read(path))
     except (OSError, UnicodeDecodeError) as e:
         raise WindfallError(f"cannot read the file: {e}", where=str(path), fix=FIX) from e
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError:
-        data = None
-    if isinstance(data, dict) and "figures" in data:
-        services = from_benchmark(data)
-    else:
-        try:
-            services = from_log(read(path))
-        except (KeyError, TypeError) as e:
-            what = f"the file has no measurements: {type(e).__name__}: {e}"
-            raise WindfallError(what, where=str(path), fix=FIX) from e
+    except (KeyError, TypeError) as e:
+        what = f"the file has no measurements: {type(e).__name__}: {e}"
+        raise WindfallError(what, where=str(path), fix=FIX) from e
     if not services:
         raise WindfallError("nothing to fit: the file has no step times", where=str(path), fix=FIX)
     return services
 
 
-def toml(name: str, service: Service) -> str:
+def held_out_errors(points: Sequence[StepPoint], fit_points: Callable[[Sequence[StepPoint]], StepTime]) -> str:
+    """A note with the relative error at each point when it is predicted from a fit of the others. The smallest and the
+    largest batch are left out as well, which makes this a hard test.
+
+    >>> held_out_errors([StepPoint(1, 0.011), StepPoint(10, 0.02), StepPoint(100, 0.12)], event_log.fit_line)
+    'step times, each left out in turn: batch 1 -9%, batch 10 +5%, batch 100 -8%; mean 7.3%'
+    """
+    if len(points) < 3:
+        return "held out: nothing, because there are fewer than three batch sizes"
+    fits = [fit_points([*points[:n], *points[n + 1 :]]) for n in range(len(points))]
+    errors = [f.step_s(p.batch) / p.step_s - 1 for f, p in zip(fits, points, strict=True)]
+    each = ", ".join(f"batch {p.batch:.3g} {error:+.0%}" for p, error in zip(points, errors, strict=True))
+    return f"step times, each left out in turn: {each}; mean {statistics.mean(map(abs, errors)):.1%}"
+
+
+def toml(name: str, service: StepTime) -> str:
     """The service times as a section of a recipe.
 
-    >>> print(toml("worker", Service(fixed_s=0.01, each_s=0.0001)))
+    >>> print(toml("worker", StepTime(fixed_s=0.01, each_s=0.0001)))
     [sim.worker]
     fixed_s = 0.01
     each_s = 0.0001
@@ -76,18 +72,10 @@ def toml(name: str, service: Service) -> str:
     return "\n".join([f"[sim.{name}]", *(f"{k} = {v:.6g}" for k, v in asdict(service).items() if v)])
 
 
-def _print_scaled(name: str, service: Service, gpu: str, to: str) -> None:
-    low, middle, high = scaled(service, gpu, to)
-    print(f"# scaled from {gpu} to {to} by published memory bandwidth and FLOP/s: not measured")
-    for bound, part in (("from", low), ("to", high)):
-        print(f"# {bound}: " + ", ".join(f"{k} {v:.3g}" for k, v in asdict(part).items() if v))
-    print(toml(name, middle))
-
-
 # from the log of a run
 
 
-def from_log(events: Sequence[Event]) -> list[tuple[str, Service, list[str]]]:
+def from_log(events: Sequence[Event]) -> list[tuple[str, StepTime, list[str]]]:
     steps = event_log.steps_of(events)
     granule = next((e["granule"] for e in events if e["name"] == "start" and "granule" in e), 1)
     numbers = [e["step"] for e in steps]
@@ -97,7 +85,10 @@ def from_log(events: Sequence[Event]) -> list[tuple[str, Service, list[str]]]:
     points, out = event_log.speeds(steps), []
     for kind, service in event_log.services(steps, trained).items():
         notes = [f"{kind}: {len(points[kind])} batch sizes, {sum(p.weight for p in points[kind]):.0f} windows"]
-        notes += [held_out_errors(points[kind]), *(trainer_notes if kind == LOCAL else worker_notes)]
+        notes += [
+            held_out_errors(points[kind], event_log.fit_line),
+            *(trainer_notes if kind == LOCAL else worker_notes),
+        ]
         times = {n: getattr(service, n) / granule for n in ("fixed_s", "each_s", "train_s")}  # per real token
         out.append(("trainer" if kind == LOCAL else "worker", replace(service, **times), notes))
     return out

@@ -1,4 +1,4 @@
-"""Reads from the event log of a run how long its parts took, for the formulas of sim/core/service.py. Pure.
+"""Reads from the event log of a run how long its parts took, for the formulas of step_time.py. Pure.
 
 A log contains the time of an engine step at several batch sizes for every kind of worker (`speeds`), spans of training
 with the optimizer's part, pulls, checkpoints and rewards. It does not separate the cost of prefill and of long contexts
@@ -14,18 +14,19 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from windfall.events.log import Event
-from windfall.sim.calibrate.fit import StepTime, line
-from windfall.sim.core.service import Service
+from windfall.step_time import StepPoint, StepTime, fit
 from windfall.types import LOCAL
 
+FLAT = 1e-4
+"""Minimum time that a response adds to a step, as a share of the fixed time."""
 UNLIMITED_PER_S = 1e18
 """Bytes per second that stand for no limit."""
 SHARED_PULLS = 1.5
 """A pull with more than this many concurrent pulls on average, itself included, shared the bandwidth."""
 
 
-class Training(NamedTuple):
-    """Training times, averaged over the measured steps."""
+class TrainingTimes(NamedTuple):
+    """Times of training, averaged over the measured steps."""
 
     train_s: float
     """Seconds per trained token."""
@@ -37,12 +38,12 @@ def steps_of(events: Sequence[Event]) -> list[Event]:
     return [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
 
 
-def speeds(steps: Iterable[Event]) -> dict[str, list[StepTime]]:
+def speeds(steps: Iterable[Event]) -> dict[str, list[StepPoint]]:
     """Step times by batch size for each kind of worker, averaged over these steps.
 
     >>> rows = [{"speeds": {"local": [[4.0, 0.1, 2], [40.0, 0.3, 1]]}}, {"speeds": {"local": [[4.0, 0.2, 2]]}}]
     >>> speeds(rows)["local"][0]
-    StepTime(batch=4.0, step_s=0.15000000000000002, weight=4.0)
+    StepPoint(batch=4.0, step_s=0.15000000000000002, weight=4.0)
     """
     sums: dict[str, dict[int, list[float]]] = {}
     for event in steps:
@@ -53,13 +54,17 @@ def speeds(steps: Iterable[Event]) -> dict[str, list[StepTime]]:
                 for n, x in enumerate((batch * windows, step_s * windows, windows)):
                     row[n] += x
     return {
-        kind: sorted(StepTime(b / w, s / w, float(w)) for b, s, w in sizes.values() if w)
+        kind: sorted(StepPoint(b / w, s / w, float(w)) for b, s, w in sizes.values() if w)
         for kind, sizes in sums.items()
     }
 
 
-def training(events: Sequence[Event], numbers: Iterable[int]) -> Training | None:
-    """Training times of the steps with these numbers. None: they trained on nothing."""
+def fit_line(points: Sequence[StepPoint]) -> StepTime:
+    return fit(points, FLAT)
+
+
+def training(events: Sequence[Event], numbers: Iterable[int]) -> TrainingTimes | None:
+    """Times of training of the steps with these numbers. None: they trained on nothing."""
     wanted = set(numbers)
     trained = {e["step"]: e["trained"] for e in steps_of(events) if e["step"] in wanted and e.get("trained")}
     spans = [e for e in events if (e["kind"], e["name"]) == ("span", "train") and e["step"] in trained]
@@ -69,7 +74,7 @@ def training(events: Sequence[Event], numbers: Iterable[int]) -> Training | None
     update_s = statistics.mean(e.get("update_s", 0.0) for e in spans)
     # The time that the controller waited: transferring samples is part of training on them.
     whole_s = sum(e["s"] + e.get("asked_s", e.get("early_s", 0.0)) - e.get("update_s", 0.0) for e in spans)
-    return Training(train_s=whole_s / tokens, update_s=update_s)
+    return TrainingTimes(train_s=whole_s / tokens, update_s=update_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +117,11 @@ def pulls(events: Sequence[Event], until_s: float) -> Pulls:
     )
 
 
-def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Service]:
-    """Service times of every kind of worker in these steps."""
+def services(steps: Sequence[Event], trained: TrainingTimes | None) -> dict[str, StepTime]:
+    """Step times of every kind of worker in these steps."""
     out = {}
     for kind, points in speeds(steps).items():
-        out[kind] = line(points)
+        out[kind] = fit_line(points)
         if kind == LOCAL and trained is not None:
             out[kind] = replace(out[kind], **trained._asdict())
     return out

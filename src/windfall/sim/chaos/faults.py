@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
 
-from windfall.sim.core.service import uniform
+from windfall.sim.core.draws import uniform
 
 FaultKind = Literal[
     "kill", "notice", "false_notice", "cut", "flap", "freeze", "delay", "double", "echo", "hole", "stale", "garbage",

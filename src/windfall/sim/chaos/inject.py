@@ -19,10 +19,10 @@ import msgspec
 from windfall.events.log import Event
 from windfall.link import messages as m
 from windfall.sim.chaos.faults import Fault, FaultKind
+from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.loop import VirtualLoop
 from windfall.sim.core.run import Simulation
-from windfall.sim.core.service import uniform
 from windfall.sim.core.token_schedule import id_token_of
 from windfall.sim.machines.worker import SimWorker
 from windfall.types import LOCAL, Feedback, Task, Turn

@@ -311,7 +311,7 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
         "running": len(d.ledger._running),
         "groups with pages": len(g._prefix_holders),
         "sessions": len(g.turns._sessions),
-        "responses with a chosen worker": len(g._move_targets),
+        "responses with a chosen worker": len(g.move_targets),
     }
     counts = {
         **{name: n for name, n in bounded.items() if n > limit},

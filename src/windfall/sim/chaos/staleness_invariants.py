@@ -24,7 +24,7 @@ from windfall.controller.scheduling.admission import Admission
 from windfall.link import messages as m
 from windfall.sim.chaos import InvariantBroken
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
-from windfall.sim.core.service import uniform
+from windfall.sim.core.draws import uniform
 from windfall.sim.core.token_schedule import id_token_of
 
 

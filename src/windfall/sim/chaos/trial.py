@@ -34,7 +34,7 @@ from windfall.sim.chaos.faults import KINDS, Fault, draw
 from windfall.sim.chaos.inject import FaultInjector
 from windfall.sim.chaos.invariants import Invariants, compare
 from windfall.sim.core import run, scenario
-from windfall.sim.core.service import uniform
+from windfall.sim.core.draws import uniform
 from windfall.sim.report.compare import output_folder
 
 LAST_EVENTS = 12
@@ -120,7 +120,8 @@ def recipe(seed: int) -> Recipe:
         "fleet": {"local": pick("local", True, True, False), "heartbeat_s": 0.3, "suspect_s": 1.0, "gone_s": 2.5,
                   "stalled_s": 5.0, "trainer_price_usd_per_h": 80.0, "borrowed_max": pick("borrowed", 1, 64)},
         "trace": {"nodes": pick("nodes", 4, 6, 8), "price_usd_per_h": 5.0, "mean_up_s": 1e9},
-        "techniques": {"seeding": pick("seeding", True, True, False), "balancing": pick("balancing", True, True, False),
+        "techniques": {"trainer_generates": pick("seeding", True, True, False),
+                       "balancing": pick("balancing", True, True, False),
                        "pipelining": pick("pipelining", True, True, False)},
         "sim": {
             "granule": pick("granule", 1, 1, 3), "boot_s": 0.3, "weights_bytes": 1e8, "egress_bytes_per_s": 2e9,

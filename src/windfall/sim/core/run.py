@@ -1,5 +1,5 @@
-"""One simulated run: windfall's own controller, rollout, dispatch and seeding in virtual time, with simulated workers
-and a simulated trainer at the other end of their links. No policy is implemented twice.
+"""One simulated run: windfall's own controller, rollout and scheduling in virtual time, with simulated workers and a
+simulated trainer at the other end of their links. No policy is implemented twice.
 
     simulate ─┬─ _run_controllers  one controller after another (controller/assembly.py)  until the run or its time ends
               ├─ fleet             machines that come and go by the trace             never ends
@@ -33,9 +33,9 @@ from windfall.errors import WindfallError, run_until_first
 from windfall.events.log import EventLog, Sink
 from windfall.models.text import Text
 from windfall.sim.core import loop as loops
+from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import Scenario
-from windfall.sim.core.service import uniform
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.env import SimEnv, SimText
 from windfall.sim.machines.fleet import SimFleet, Stay
@@ -101,7 +101,14 @@ class Simulation:
             journal = Journal(self._journal, settings_digest(recipe), staleness=recipe.rollout.staleness)
         self.controller_starts += 1
         again = self.controller_starts > 1
-        life = ControllerLife(recipe, events, journal, resumed=again, read_journal=self._find)
+        life = ControllerLife(
+            recipe,
+            events,
+            journal,
+            resumed=again,
+            read_journal=self._find,
+            policies=self.scenario.policies,
+        )
         if self._stopping:
             life.stop.set()
         return life

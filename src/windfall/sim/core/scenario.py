@@ -5,26 +5,28 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+from windfall.controller.assembly import Policies
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import read
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log
-from windfall.sim.core import serving_load
-from windfall.sim.core.service import LogNormalLengths, MeasuredLengths, Service
-from windfall.sim.core.serving_load import GeneratedLoad, ServingLoad
+from windfall.sim.core import request_load
+from windfall.sim.core.draws import LogNormalLengths, MeasuredLengths
+from windfall.sim.core.request_load import GeneratedLoad, RequestLoad
 from windfall.sim.core.sessions import SessionShape
 from windfall.sim.core.token_schedule import LengthDistribution
 from windfall.sim.machines import market
 from windfall.sim.machines.decode import simulated
-from windfall.sim.machines.market import MarketRates, Prices
+from windfall.sim.machines.market import Prices
 from windfall.sim.section import Sim, SimKind
+from windfall.step_time import StepTime
 
 STEPS_PER_MEDIAN = 32
 """Number of simulated tokens in a response of median length, unless the recipe sets `sim.granule`."""
@@ -33,6 +35,7 @@ TRACE_S = 30 * 86400.0
 GENERATED_STAYS = 10_000
 """Number of machine stays in a generated trace if the simulation has no time limit."""
 ONE_TURN = SessionShape()
+OWN_POLICIES = Policies()
 MICRO_TOKENS = 16384
 """Micro-batch size in tokens if the recipe lets the trainer choose."""
 
@@ -42,7 +45,7 @@ class MachineKind:
     """One type of worker machine."""
 
     device: str
-    service: Service
+    service: StepTime
     slots: int
     kv_tokens: int
     prices: Prices
@@ -58,7 +61,7 @@ class Scenario:
     """Real tokens that one simulated token stands for."""
     quantum_s: float
     """Workers report tokens at multiples of this time, about as long as a granule takes. 0: when a response ends."""
-    trainer: Service
+    trainer: StepTime
     worker: MachineKind
     """The kind of machine of workers that stay for the whole run."""
     kinds: tuple[MachineKind, ...]
@@ -69,8 +72,10 @@ class Scenario:
     """Length of the generated trace in seconds; the simulation must not run longer. inf for a trace from a file:
     machines that are up at its end stay up."""
     sessions: SessionShape = ONE_TURN
-    serving_load: ServingLoad | None = None
+    request_load: RequestLoad | None = None
     """The requests of the lenders, if there are any."""
+    policies: Policies = OWN_POLICIES
+    """What the controller decides by."""
 
 
 def build(recipe: Recipe) -> Scenario:
@@ -94,7 +99,7 @@ def build(recipe: Recipe) -> Scenario:
         recipe=scaled(recipe, granule), real=recipe, granule=granule,
         quantum_s=min(_quantum_s(recipe, k) for k in kinds) * granule if granule > 1 else 0.0,
         trainer=service(s.trainer, "sim.trainer"), worker=worker, kinds=kinds,
-        lengths=_lengths(s), changes=tuple(changes(recipe)), sessions=sessions(s), serving_load=_serving_load(recipe),
+        lengths=_lengths(s), changes=tuple(changes(recipe)), sessions=sessions(s), request_load=_request_load(recipe),
         trace_s=math.inf if t.file or not t.nodes or s.seconds else _trace_length_s(recipe) / t.speedup,
     )  # fmt: skip
 
@@ -106,13 +111,13 @@ def sessions(s: Sim) -> SessionShape:
     )  # fmt: skip
 
 
-def _serving_load(recipe: Recipe) -> ServingLoad | None:
+def _request_load(recipe: Recipe) -> RequestLoad | None:
     x = recipe.sim.lenders
     if x is None:
         return None
     service(x.serving, "sim.lenders.serving")  # raises an error for wrong keys
     if x.requests_file is not None:
-        return serving_load.read(x.requests_file, lenders=x.count, per_s=x.requests_per_s)
+        return request_load.read(x.requests_file, lenders=x.count, per_s=x.requests_per_s)
     return GeneratedLoad(
         seed=recipe.run.seed, per_s=x.requests_per_s, prompt_tokens=x.prompt_tokens,
         generated_tokens=x.generated_tokens, peak=x.peak,
@@ -140,16 +145,15 @@ def scaled(recipe: Recipe, granule: int) -> Recipe:
     return with_keys(recipe, {"rollout": {"max_tokens": max_tokens}, "train": {"micro_tokens": micro_tokens}})
 
 
-def service(keys: dict[str, float], where: str) -> Service:
+def service(keys: dict[str, float], where: str) -> StepTime:
     """Build and check the service times of one machine.
 
     >>> service({"fixed_s": 0.01, "each_s": 0.0001}, "sim.worker").step_s(100)
     0.02
     """
-    known = [f.name for f in fields(Service)]
     for name, value in keys.items():
-        if name not in known:
-            raise WindfallError(f"unknown key {name!r}", where=where, fix=nearest(name, known))
+        if name not in StepTime.KEYS:
+            raise WindfallError(f"unknown key {name!r}", where=where, fix=nearest(name, StepTime.KEYS))
         if not (math.isfinite(value) and value >= 0):
             raise WindfallError(f"{name} is {value}", where=where, fix="Use 0 or more seconds.")
     missing = [n for n in ("fixed_s", "each_s") if not keys.get(n)]
@@ -158,23 +162,17 @@ def service(keys: dict[str, float], where: str) -> Service:
         raise WindfallError(f"{' and '.join(missing)} must be above 0", where=where, fix=fix)
     if where == "sim.trainer" and not keys.get("train_s"):
         raise WindfallError("train_s must be above 0", where=where, fix="Give the seconds per trained token.")
-    return Service(**keys)
+    return StepTime(**keys)
 
 
 def changes(recipe: Recipe) -> list[Change]:
     """The changes of the recipe's trace, in seconds of the simulation."""
-    t, s = recipe.trace, recipe.sim
+    t = recipe.trace
 
     def generate() -> list[Change]:
-        rates = MarketRates(
-            nodes=t.nodes, mean_up_s=t.mean_up_s, mean_down_s=t.mean_down_s, arrivals_per_h=s.arrivals_per_h,
-            bursts_per_h=s.bursts_per_h, burst_share=s.burst_share, day_s=s.day_s,
-        )  # fmt: skip
-        if s.market == "poisson" and not s.arrivals_per_h:
-            fix = "Set it to the number of machines that arrive per hour."
-            raise WindfallError("no machine would ever arrive", where="sim.arrivals_per_h", fix=fix)
         # The run's seed is part of the trace's seed, so each seed of a simulation gets its own trace.
-        return list(_generated(s.market, rates, _trace_length_s(recipe), t.seed + 7919 * recipe.run.seed))
+        seed = t.seed + 7919 * recipe.run.seed
+        return list(_generated(t.nodes, t.mean_up_s, t.mean_down_s, _trace_length_s(recipe), seed))
 
     events = trace.resolve(nodes=t.nodes, file=t.file, start_s=t.start_s, generate=generate)
     if t.speedup == 1:
@@ -183,9 +181,9 @@ def changes(recipe: Recipe) -> list[Change]:
 
 
 @functools.lru_cache(maxsize=16)
-def _generated(kind: str, rates: MarketRates, seconds: float, seed: int) -> tuple[Change, ...]:
+def _generated(nodes: int, mean_up_s: float, mean_down_s: float, seconds: float, seed: int) -> tuple[Change, ...]:
     """A generated trace. It is kept, because runs that are compared have the same one."""
-    return tuple(market.generate(kind, rates, seconds=seconds, seed=seed))
+    return tuple(trace.synthetic(nodes=nodes, mean_up_s=mean_up_s, mean_down_s=mean_down_s, seconds=seconds, seed=seed))
 
 
 def _trace_length_s(recipe: Recipe) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from windfall.sim.core.service import standard_normal, uniform
+from windfall.sim.core.draws import standard_normal, uniform
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

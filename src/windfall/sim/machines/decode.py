@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windfall.link.messages import Tokens
-from windfall.sim.core.service import Service
+from windfall.step_time import StepTime
 from windfall.types import Finish
 
 N = TypeVar("N", int, NDArray[np.int64])
@@ -85,7 +85,7 @@ class DecodeRow:
 
 
 class Decode:
-    def __init__(self, service: Service, granule: int, *, kv_tokens: int = 0, distinct_tokens: bool = False) -> None:
+    def __init__(self, service: StepTime, granule: int, *, kv_tokens: int = 0, distinct_tokens: bool = False) -> None:
         """`kv_tokens`: size of the KV cache in real tokens; 0: unlimited. `distinct_tokens`: every token depends on its
         response and position, which is slower."""
         self.service, self.granule, self.kv_tokens, self._distinct = service, granule, kv_tokens, distinct_tokens

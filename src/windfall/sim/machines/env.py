@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from windfall.sim.core.service import uniform
+from windfall.sim.core.draws import uniform
 from windfall.sim.core.sessions import SessionShape
 from windfall.sim.machines.decode import FILLER, OBSERVED, STOP
 from windfall.types import Feedback, Task, Turn

@@ -18,15 +18,16 @@ from windfall.errors import WindfallError
 from windfall.providers.trace_formats import Change
 from windfall.run import worker_sources
 from windfall.serve.slo import Objectives
+from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario, service
-from windfall.sim.core.service import Service, uniform
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines import market
 from windfall.sim.machines.lender import LenderSpec, SimLender
 from windfall.sim.machines.market import Prices
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
+from windfall.step_time import StepTime
 from windfall.types import LOCAL, Lease, LeaseKind
 
 
@@ -113,8 +114,8 @@ class SimFleet:
             keep_share=self._scenario.real.engine.keep_share,
         )  # fmt: skip
 
-    def _service(self, node: str, worker: Service) -> Service:
-        """Service times of this node. With sim.worker_spread, each node has its own constant factor."""
+    def _service(self, node: str, worker: StepTime) -> StepTime:
+        """Step times of this node. With sim.worker_spread, each node has its own constant factor."""
         spread = self._scenario.real.sim.worker_spread
         if not spread:
             return worker
@@ -181,7 +182,7 @@ class SimFleet:
     def _start_lenders(self) -> None:
         """Lenders are there from the beginning: they serve whether or not there is a run. A run that borrows from none
         refuses them."""
-        x, load = self._scenario.real.sim.lenders, self._scenario.serving_load
+        x, load = self._scenario.real.sim.lenders, self._scenario.request_load
         if x is None or load is None or not self._scenario.real.fleet.borrowed_max:
             return
         for n in range(x.count):

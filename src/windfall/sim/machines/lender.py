@@ -19,14 +19,12 @@ from typing import Any
 from windfall.link import messages as m
 from windfall.serve.capacity import CapacityMeter
 from windfall.serve.memory_policy import MemoryPolicy
-from windfall.serve.slo import Objectives, RolloutLoad, credit_s, objective_slack_s, rows_allowed
-from windfall.serve.slo import ServingLoad as RequestsNow
-from windfall.serve.step_time import StepShape, StepTime
+from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, credit_s, objective_slack_s, rows_allowed
 from windfall.sim.core.link import SimLink
-from windfall.sim.core.service import Service
-from windfall.sim.core.serving_load import ServingLoad
+from windfall.sim.core.request_load import RequestLoad
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
+from windfall.step_time import LearnedStepTime, StepTime
 
 TICK_S = 1.0
 STARVED_S = 2.0
@@ -39,8 +37,8 @@ MAX_PREFILL = 0.95
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LenderSpec:
     number: int
-    serving: Service
-    load: ServingLoad
+    serving: StepTime
+    load: RequestLoad
     objectives: Objectives
     serving_kv_tokens: int
     """Tokens of the served model that fit into the whole KV memory."""
@@ -125,15 +123,15 @@ class SimLender(SimWorker):
         base, lending = self.spec.service, self._lending
         count, context = len(self._requests), sum(r.context for r in self._requests)
         at_end = tuple((r.elapsed_s + TICK_S, r.lent_s) for r in self._requests)  # of this tick, if nothing is lent
-        requests = RequestsNow(last_tokens_s=(now,) * count, lent_s=at_end, context=round(context))
+        requests = ServingLoad(last_tokens_s=(now,) * count, lent_s=at_end, context=round(context))
         self._slack_s = objective_slack_s(requests, lending.objectives, self._serving_time, now)
         batch = len(self._decode) - len(self._decode.waiting)
         each = self._decode.context // batch if batch else lending.response_tokens // 2
         full = RolloutLoad(running=self.spec.slots, waiting=0, context=each * self.spec.slots)
         most = rows_allowed(self._slack_s, lending.objectives, self._rollout_time, full)
         rows = min(batch, most)
-        serving_s = lending.serving.step_s(count, 0, context) if count else 0.0
-        step_s = base.step_s(rows, 0, each * rows) if rows else 0.0
+        serving_s = lending.serving.step_s(count, context) if count else 0.0
+        step_s = base.step_s(rows, each * rows) if rows else 0.0
         turns = self._turns_lent(credit_s(requests, lending.objectives), serving_s, step_s)
         rows = rows if turns else 0
         self._rollout_s = turns * step_s
@@ -143,7 +141,7 @@ class SimLender(SimWorker):
         self.meter.observe(now, rows=most, use=self._use)
         if rows:
             self.meter.stepped(TICK_S * (1.0 - self._prefill_share) * self._rollout_s / self._turn_s)
-            alone_s = base.step_s(batch, 0, self._decode.context)
+            alone_s = base.step_s(batch, self._decode.context)
             slower = batch / rows * self._turn_s / turns / alone_s / (1.0 - self._prefill_share)
             self._decode.service, self._stopped_s = base.slower(slower), None
         elif batch and self._stopped_s is None:
@@ -218,10 +216,10 @@ class SimLender(SimWorker):
             self._start_steps(from_now=False)
 
 
-def learned(service: Service) -> StepTime:
+def learned(service: StepTime) -> LearnedStepTime:
     """What a host learns of steps that take exactly as long as these formulas say."""
-    out = StepTime()
+    out = LearnedStepTime()
     for n in range(48):
         batch, each = 1 + (n * 37) % 128, 200 + (n * 531) % 4000
-        out.observe(StepShape(batch, batch * each), service.step_s(batch, 0, batch * each))
+        out.observe(service.step_s(batch, batch * each), batch, batch * each)
     return out

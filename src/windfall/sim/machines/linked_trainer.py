@@ -18,9 +18,9 @@ from typing import Any
 
 from windfall.link import messages as m
 from windfall.sim.core.link import SimLink
-from windfall.sim.core.service import Service
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.worker import SimWorker
+from windfall.step_time import StepTime
 from windfall.training import CheckpointState, Report
 
 REDIAL_S = 0.2
@@ -40,7 +40,7 @@ class SimWeights:
 
 class LinkedTrainer:
     def __init__(
-        self, service: Service, token_schedule: TokenSchedule, *, save_s: float = 0.0, down_s: float = 0.0,
+        self, service: StepTime, token_schedule: TokenSchedule, *, save_s: float = 0.0, down_s: float = 0.0,
         micro_tokens: int = 0, facts: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._service, self._token_schedule, self._save_s, self._down_s = service, token_schedule, save_s, down_s
@@ -143,13 +143,13 @@ class LinkedTrainer:
         began_s = asyncio.get_running_loop().time()
         match order:
             case m.Forward():
-                await self._work(self._service.training_s(self._real_tokens(order.samples)) / 3)
+                await self._work(self._service.train_s * self._real_tokens(order.samples) / 3)  # a forward pass
                 return m.LogProbs(old=tuple(s.behavior for s in order.samples))
             case m.ForwardBackward():
                 self._samples += order.samples
                 tokens = self._real_tokens(order.samples)
                 self.trained_tokens += tokens
-                await self._work(self._service.training_s(tokens))
+                await self._work(self._service.train_s * tokens)
                 return m.GradientAdded(s=asyncio.get_running_loop().time() - began_s)
             case m.OptimStep():
                 return await self._update(order)

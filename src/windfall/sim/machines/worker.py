@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from windfall.link import messages as m
 from windfall.sim.core.link import SimLink
-from windfall.sim.core.service import Service
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.decode import Decode
 from windfall.sim.machines.kept_sessions import KeptSessions
 from windfall.sim.machines.network import Network
+from windfall.step_time import StepTime
 from windfall.types import Lease
 
 REDIAL_S = 1.0
@@ -40,7 +40,7 @@ class WorkerSpec:
 
     name: str
     lease: Lease
-    service: Service
+    service: StepTime
     slots: int
     network: Network | None = None
     """None: it shares memory with the trainer and has every version at once."""

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from windfall.events.log import Event
 from windfall.sim.calibrate.event_log import Pulls
 from windfall.sim.core.run import Simulation
-from windfall.sim.core.service import Service
 from windfall.sim.machines.fleet import Stay
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import SimWorker, WorkerSpec
 from windfall.sim.replay.log import Incident, RecordedWorker
+from windfall.step_time import StepTime
 from windfall.types import LOCAL
 
 
@@ -51,7 +51,7 @@ class ReplayedFleet:
         self,
         simulation: Simulation,
         events: Sequence[Sequence[FleetEvent]],
-        services: Mapping[str, Service],
+        services: Mapping[str, StepTime],
         pulls: Pulls,
         start_s: float,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Builds the scenario that replays a recorded run. Service times are fitted to some of its steps; lengths and rewards
+"""Builds the scenario that replays a recorded run. Step times are fitted to some of its steps; lengths and rewards
 are as recorded.
 
 Fitted: the times of engine steps, training, pulls, rewards and checkpoints. Taken from the record: the responses and
@@ -16,12 +16,13 @@ from windfall.controller.rollout.stream import seed_of
 from windfall.envs.base import HELD_OUT
 from windfall.errors import WindfallError
 from windfall.sim.calibrate import event_log
+from windfall.sim.core.draws import MeasuredLengths
 from windfall.sim.core.scenario import MachineKind, Scenario, scaled, with_keys
-from windfall.sim.core.service import MeasuredLengths, Service
 from windfall.sim.core.token_schedule import id_token_of
 from windfall.sim.machines import market
 from windfall.sim.machines.env import SimEnv
 from windfall.sim.replay.log import Record
+from windfall.step_time import StepTime
 from windfall.types import LOCAL, Feedback, Task, Turn
 
 Fit = Literal["first-half", "all"]
@@ -81,7 +82,7 @@ class RecordedEnv(SimEnv):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    services: Mapping[str, Service]
+    services: Mapping[str, StepTime]
     pulls: event_log.Pulls
     reward_s: float
     steps: int
@@ -124,7 +125,7 @@ def fitted(record: Record, fit: Fit) -> Fitted:
     )
 
 
-def _similar(kind: str, measured: Mapping[str, Service]) -> Service:
+def _similar(kind: str, measured: Mapping[str, StepTime]) -> StepTime:
     """The times of the same lease kind and device at another price, if measured; otherwise of the slowest worker."""
     same = [s for k, s in measured.items() if k.partition(" at $")[0] == kind.partition(" at $")[0]]
     others = [s for k, s in measured.items() if k != LOCAL]

@@ -21,8 +21,6 @@ NO_WORKERS = {
     "fleet": {"workers": 0, "workers_max": 0, "borrowed_max": 0, "local": True},
     "sim": {"prices_file": None, "lenders": None},
 }
-ALGORITHM_1 = {"fleet": {"offload": "feedback"}}
-ALGORITHM_2 = {"techniques": {"balancing": "algorithm2"}}
 VARIANTS = {
     "colocated": Variant("only the trainer's machine, which generates and trains in turn", NO_WORKERS),
     "disaggregated": Variant("the trainer only trains; workers generate", {"fleet": {"local": False}}),
@@ -30,11 +28,8 @@ VARIANTS = {
         "responses of a lost worker start again from the first token", {"techniques": {"migration": False}}
     ),
     "windfall": Variant("the recipe as it is", {}),
-    "algorithm1": Variant("T_seed by RLBoost's Algorithm 1 instead of a prediction", ALGORITHM_1),
-    "algorithm2": Variant("placement and migration by RLBoost's Algorithm 2", ALGORITHM_2),
-    "rlboost": Variant("RLBoost's Algorithms 1 and 2", ALGORITHM_1 | ALGORITHM_2),
     "no-seeding": Variant(
-        "the trainer generates only when there is no other worker", {"techniques": {"seeding": False}}
+        "the trainer generates only when there is no other worker", {"techniques": {"trainer_generates": False}}
     ),
     "no-balancing": Variant(
         "round-robin placement, and no response is rebalanced", {"techniques": {"balancing": False}}

@@ -1,33 +1,37 @@
-"""The cost model fitted to this project's own measurements of one H200, and its error on the rest. Pure.
+"""Fits the efficiencies of the planner's cost model to windfall's own measurements of one H200. The defaults of
+`Efficiency` (plan/model/cost_model.py) are the fit to all figures. Also reports the error of a fit to some of the
+figures on the others: `python benchmarks/fleet/plan_fit.py`.
 
 The table holds the figures of docs/engine-gpu.md (2026-11-16, torch 2.11, random bfloat16 weights in Qwen3's shapes;
 `python benchmarks/engine/gpu.py` and `python benchmarks/train/gpu.py`). Rows marked `fit` determine the efficiencies;
-all others are predicted (`held_out`). Plans use a fit to all rows. Five numbers are fitted to the decode steps: launch,
+all others are predicted (`held_out`). Five numbers are fitted to the decode steps: launch,
 weights, FLOP/s, KV and sampling; two to training (FLOP/s, and what moves bytes); one to prefill; one or two to
-publishing. The fit minimizes the relative error (controller/scheduling/least_squares.py).
+publishing.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from windfall.controller.scheduling.least_squares import LineSums, non_negative
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
+
+from benchmarks.engine.calibrate_gpu import DECODE_CONTEXT, log_normal
+from windfall import step_time
 from windfall.plan.model.cost_model import Efficiency, decode_service, elementwise_s, optimizer_s
 from windfall.plan.model.devices import TABLE
 from windfall.plan.model.workload import MODELS, VALUE_BYTES, kv_bytes
-from windfall.sim.calibrate.gpu import DECODE_CONTEXT, log_normal
-from windfall.sim.core.service import Service
 from windfall.sim.machines.decode import Decode, DecodeRow
+from windfall.step_time import StepPoint, StepTime, non_negative
 from windfall.trainer.ranks.rank_budget import STATE_BYTES, ModelShape
 
-SOURCE = "fitted to docs/engine-gpu.md, one H200, 2026-11-16"
 H200 = TABLE["H200"]
 SMALL, LARGE = MODELS["Qwen3-0.6B"], MODELS["Qwen3-8B"]
 HALF = replace(LARGE, layers=16)
@@ -86,11 +90,11 @@ def fit(rows: Sequence[Row] = TABLE_ROWS) -> Efficiency:
     table = np.array(trained)
     table /= table[:, -1:]
     compute, elementwise = non_negative(table.T @ table)
-    e = replace(e, train=1 / max(compute, 1.0), elementwise=elementwise, source=SOURCE)
+    e = replace(e, train=1 / max(compute, 1.0), elementwise=elementwise)
     shares = [r.value * matmul_flops(r.shape) / H200.flops for r in rows if r.part == "prefill"]
-    published = [(VALUE_BYTES * r.shape.parameters, r.value, 1.0) for r in rows if r.part == "publish"]
-    fixed_s, byte_s = LineSums.relative(published).line() or (0.0, LineSums.relative(published).slope())
-    return replace(e, prefill=statistics.mean(shares), publish_s=fixed_s, publish_bytes_per_s=1 / byte_s)
+    published = [StepPoint(VALUE_BYTES * r.shape.parameters, r.value) for r in rows if r.part == "publish"]
+    time = step_time.fit(published, 1e-15)
+    return replace(e, prefill=statistics.mean(shares), publish_s=time.fixed_s, publish_bytes_per_s=1 / time.each_s)
 
 
 def _training_s(row: Row, e: Efficiency) -> float:
@@ -124,12 +128,6 @@ def _columns(row: Row, e: Efficiency) -> tuple[float, float, float, float, float
     return row.shape.layers, weights_s * by_weights, compute_s * (not by_weights), kv_s, row.size
 
 
-@cache
-def efficiency() -> Efficiency:
-    """Fitted to all rows: for plans. `held_out` says how well a fit to some of them predicts the others."""
-    return fit()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
     row: Row
@@ -146,7 +144,7 @@ def predict(row: Row, e: Efficiency) -> Prediction:
     service = decode_service(row.shape, H200, 1, e)
     match row.part:
         case "decode":
-            value = service.step_s(row.size, 0, row.size * DECODE_CONTEXT)
+            value = service.step_s(row.size, row.size * DECODE_CONTEXT)
         case "rollout":
             value = _rollout(service, [256] * row.size, row.size, 128)
         case "group":
@@ -162,7 +160,7 @@ def predict(row: Row, e: Efficiency) -> Prediction:
     return Prediction(row=row, predicted=value)
 
 
-def _rollout(service: Service, lengths: Sequence[int], prompts: int, prompt: int) -> float:
+def _rollout(service: StepTime, lengths: Sequence[int], prompts: int, prompt: int) -> float:
     decode = Decode(service, 1)
     for n, length in enumerate(lengths):
         decode.add(
@@ -189,3 +187,19 @@ def held_out(rows: Sequence[Row] = TABLE_ROWS) -> HeldOut:
     predictions = tuple(predict(r, e) for r in rows if not r.fit)
     errors = [abs(p.error) for p in predictions]
     return HeldOut(statistics.mean(errors), max(errors, default=math.nan), predictions)
+
+
+def main() -> None:
+    print(fit())
+    done = held_out()
+    print(f"held-out: {len(done.predictions)} figures, mean {done.mean:.1%}, worst {done.worst:.1%}")
+    for part, error in done.by_part().items():
+        print(f"  {part:8} {error:.1%}")
+    for p in done.predictions:
+        print(
+            f"  {p.row.part:8} {p.row.model:14} {p.row.size:6} {p.row.value:12.5g} {p.predicted:12.5g} {p.error:+.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -7,12 +7,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.papers.rlboost import THETA, balance, knee, select
 from windfall.controller.scheduling.balance import WorkerLoad
 from windfall.controller.scheduling.rebalance import Running
-from windfall.controller.scheduling.rlboost import THETA, balance, select
-from windfall.controller.scheduling.worker_speed import Profile
+from windfall.step_time import StepTime
 
-PROFILE = Profile(fixed_s=0.01, each_s=0.001)  # knee 40
+PROFILE = StepTime(fixed_s=0.01, each_s=0.001)  # knee 40
 
 
 def load(name: str, running: int, *, slots: int = 100, waiting: int = 0) -> WorkerLoad:
@@ -65,7 +65,7 @@ def test_pending_response_moves_to_a_worker_without_pending_ones() -> None:
 
 def test_all_above_b_move_to_an_idle_worker() -> None:
     moves = balance([load("a", 60), load("b", 30), load("c", 0)], held)
-    assert len(moves) == 60 - PROFILE.knee
+    assert len(moves) == 60 - knee(PROFILE)
     assert {(m.source, m.target) for m in moves} == {("a", "c")}
     assert balance([load("a", 39), load("b", 30), load("c", 0)], held) == []
     assert balance([load("a", 60), load("b", 1)], held) == [], "no worker is idle"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from windfall.errors import WindfallError
-from windfall.sim.core.service import standard_normal, uniform
+from windfall.sim.core.draws import standard_normal, uniform
 
 PERIOD_S = 30.0
 
@@ -30,7 +30,7 @@ class SimRequest(NamedTuple):
     generated: int
 
 
-class ServingLoad(Protocol):
+class RequestLoad(Protocol):
     def arrivals(self, lender: int, begin_s: float, end_s: float) -> list[SimRequest]:
         """The requests that a lender, given by its number, gets in this time."""
         ...

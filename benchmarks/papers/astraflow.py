@@ -1,5 +1,6 @@
 """AstraFlow's autoscaling rule (arXiv 2605.15565). It computes how many workers asynchronous training needs from w, the
-share of the time in which the trainer waits for data. It uses neither speeds nor prices. Pure.
+share of the time in which the trainer waits for data. It uses neither speeds nor prices. For simulated runs: set
+`Scenario.policies` to POLICIES.
 
     w is above MORE_ABOVE     generation is the bottleneck: workers / (1 - w) workers would keep the trainer busy
     w is below FEWER_BELOW    training is the bottleneck: keep SPARE times the workers whose work is used
@@ -13,6 +14,10 @@ time in which it did (`held_s` of a step).
 from __future__ import annotations
 
 import math
+
+from windfall.controller.assembly import Policies
+from windfall.controller.rollout.advisor import Advisor
+from windfall.controller.scheduling.worker_value import NOT_YET, RunMeasurements, WorkerAdvice, WorkerKind
 
 MORE_ABOVE = 0.10
 FEWER_BELOW = 0.05
@@ -34,3 +39,25 @@ def wanted_workers(workers: int, *, wait_share: float, held_share: float) -> int
         used = workers * (1 - min(1.0, held_share)) * SPARE
         return max(1, min(workers, math.ceil(used - 1e-9)))
     return workers
+
+
+class WaitShareAdvisor(Advisor):
+    """The rule does not distinguish kinds: the advice for a kind assumes that it makes up the whole difference."""
+
+    def advise(
+        self, run: RunMeasurements, kinds: dict[str, WorkerKind], *, wait_s: float, held_s: float, step_s: float
+    ) -> dict[str, WorkerAdvice]:
+        del run
+        if step_s <= 0:
+            return {name: WorkerAdvice(count=kind.now, now=kind.now, why=NOT_YET) for name, kind in kinds.items()}
+        workers = sum(kind.now for kind in kinds.values())
+        wait, held = min(1.0, wait_s / step_s), min(1.0, held_s / step_s)
+        more = wanted_workers(workers, wait_share=wait, held_share=held) - workers
+        why = f"the trainer waited for {wait:.0%} of the step, and the gate was closed for {held:.0%}"
+        return {
+            name: WorkerAdvice(count=min(kind.max_count, max(0, kind.now + more)), now=kind.now, why=why)
+            for name, kind in kinds.items()
+        }
+
+
+POLICIES = Policies(advisor=WaitShareAdvisor)

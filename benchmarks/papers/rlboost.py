@@ -1,9 +1,9 @@
-"""RLBoost's Algorithms 1 and 2 as published, for comparison with windfall's own policies. Pure.
+"""RLBoost's Algorithms 1 and 2 as published, for comparison with windfall's own policies in simulated runs: set
+`Scenario.policies` to one of POLICIES.
 
-- Algorithm 1 (`RLBoostSeeding`, selected by `fleet.offload = "feedback"`) chooses T_seed. windfall's own policy is
-  seed_time.PredictedSeeding.
-- Algorithm 2 (`select` and `balance`, selected by `techniques.balancing = "algorithm2"`) places and moves responses.
-  windfall's own policies are balance.py and rebalance.py.
+- Algorithm 1 chooses T_seed. It changes T_seed by the imbalance of the last step divided by eta, remembers the T_seed
+  that worked for each fleet size, and bounds the number of instances that are worth having.
+- Algorithm 2 (`select` and `balance`) places and moves responses.
 
     select    Choose the worker with the fewest pending responses among those with fewer than THETA. If there is none,
               hold the response back.
@@ -24,25 +24,42 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+from windfall.controller.assembly import Policies
+from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.scheduling.balance import WorkerLoad
+from windfall.controller.scheduling.local_time import (
+    GENERATE_ALL,
+    LocalPlan,
+    LocalTimePolicy,
+    RemoteFleet,
+    StepMeasurement,
+)
+from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.rebalance import Held, Move, Running
-from windfall.controller.scheduling.seed_time import GENERATE_ALL, RemoteFleet, SeedingPolicy, SeedPlan, StepMeasurement
+from windfall.recipe.sections import Recipe
+from windfall.sim.core import scenario
+from windfall.sim.core.scenario import Scenario
+from windfall.sim.report import variants
+from windfall.step_time import StepTime
 
 THETA = 8
+KNEE = 0.8
+"""Share of the highest throughput that defines the knee."""
 SAME = 1e-3
 """Mean numbers of workers that differ by less than this count as equal; the difference is a rounding error."""
 
 
 @dataclass(slots=True)
-class RLBoostSeeding(SeedingPolicy):
-    """Algorithm 1: T_seed follows the imbalance of the last step. It is planned once per step."""
+class Algorithm1(LocalTimePolicy):
+    """T_seed follows the imbalance of the last step. It is planned once per step."""
 
     first_s: float = 150.0
     """T_init: T_seed of the first step, in seconds."""
     eta: float = 3.0
-    seed_s: float = field(init=False)
+    local_s: float = field(init=False)
     """T_seed in seconds."""
     memory: dict[int, float] = field(default_factory=dict)
     """T_seed by number of workers."""
@@ -51,20 +68,29 @@ class RLBoostSeeding(SeedingPolicy):
     remembers: bool = True
 
     def __post_init__(self) -> None:
-        self.seed_s = self.first_s
+        self.local_s = self.first_s
 
-    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
-        if last is not None and last.workers > 0 and math.isfinite(last.seed_s):
-            self.seed_s = max(0.0, self.seed_s + (last.train_wait_s - last.remote_wait_s) / self.eta)
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
+        if last is not None and last.workers > 0 and math.isfinite(last.local_s):
+            self.local_s = max(0.0, self.local_s + (last.train_wait_s - last.remote_wait_s) / self.eta)
             if last.train_s > 0:
-                self.most_workers = (last.remote_s * last.workers + self.seed_s) / last.train_s
+                self.most_workers = (last.remote_s * last.workers + self.local_s) / last.train_s
             if abs(last.workers - fleet.workers) < SAME and self.remembers:
-                self.memory[fleet.workers] = self.seed_s
+                self.memory[fleet.workers] = self.local_s
         if fleet.workers == 0:
             return GENERATE_ALL
-        self.seed_s = self.memory.get(fleet.workers, self.seed_s)
+        self.local_s = self.memory.get(fleet.workers, self.local_s)
         why = f"from the imbalance of earlier steps, {fleet.workers} workers"
-        return SeedPlan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
+        return LocalPlan(local_s=self.local_s, most_workers=self.most_workers, why=why)
+
+
+def knee(time: StepTime) -> int:
+    """The batch size with 0.8 of the highest throughput of any batch; twice this size gives a ninth more.
+
+    >>> knee(StepTime(fixed_s=0.002, each_s=0.00001))
+    800
+    """
+    return max(1, round(KNEE / (1 - KNEE) * time.fixed_s / time.each_s))
 
 
 def select(
@@ -112,10 +138,9 @@ def select(
 def balance(loads: Sequence[WorkerLoad], held: Held) -> list[Move]:
     """Algorithm 2, rebalancing.
 
-    >>> from windfall.controller.scheduling.worker_speed import Profile
-    >>> profile = Profile(fixed_s=0.004, each_s=0.002)
+    >>>     >>> profile = StepTime(fixed_s=0.004, each_s=0.002)
     >>> loads = [WorkerLoad(worker=w, running=n, slots=99, profile=profile) for w, n in (("a", 10), ("b", 0))]
-    >>> profile.knee, [m.id for m in balance(loads, lambda w: [Running(id=f"{i}/0", context=5) for i in range(10)])]
+    >>> knee(profile), [m.id for m in balance(loads, lambda w: [Running(id=f"{i}/0", context=5) for i in range(10)])]
     (8, ['0/0', '1/0'])
     """
     if len(loads) < 2:
@@ -129,9 +154,39 @@ def balance(loads: Sequence[WorkerLoad], held: Held) -> list[Move]:
     busiest = max(loads, key=lambda load: load.running)
     if idle is None or busiest.profile is None:
         return []
-    above = max(0, busiest.running - busiest.profile.knee)
+    above = max(0, busiest.running - knee(busiest.profile))
     return _moves(busiest, idle, held(busiest.worker)[: min(above, idle.slots)])
 
 
 def _moves(source: WorkerLoad, target: WorkerLoad, chosen: Sequence[Running]) -> list[Move]:
     return [Move(id=r.id, source=source.worker, target=target.worker, gain_s=0.0, cost_s=0.0) for r in chosen]
+
+
+class Algorithm2(Placement):
+    def __init__(self, ledger: Ledger, *, balancing: bool = True, affinity: bool = True) -> None:
+        del affinity  # the algorithm knows neither prefix caches nor turns
+        super().__init__(ledger, balancing=balancing, affinity=False)
+
+    def choose(
+        self, queued: Sequence[str], loads: Sequence[WorkerLoad], *, backlog: int, coming: int
+    ) -> list[tuple[str, str]]:
+        del backlog
+        return select(queued, loads, coming=coming, move_targets=self.move_targets)
+
+    def moves(self, loads: Sequence[WorkerLoad]) -> list[Move]:
+        return balance(loads, self.held)
+
+
+POLICIES = {
+    "algorithm1": Policies(local_time=Algorithm1),
+    "algorithm2": Policies(placement=Algorithm2),
+    "rlboost": Policies(local_time=Algorithm1, placement=Algorithm2),
+    "rlboost without memory": Policies(local_time=partial(Algorithm1, remembers=False), placement=Algorithm2),
+}
+
+
+def build(recipe: Recipe, name: str) -> Scenario:
+    """The scenario of a recipe with one of POLICIES, or of one of the simulator's own variants."""
+    if name in POLICIES:
+        return replace(scenario.build(recipe), policies=POLICIES[name])
+    return scenario.build(variants.apply(recipe, name))

@@ -1,28 +1,26 @@
-"""T_seed: how long the trainer's own engine generates at the start of a step before the machine trains. Pure.
+"""The local time: how long the trainer's own engine generates at the start of a step before the machine trains. Pure.
 
-    step:   [ local generates: seed_s ][ local trains on groups as they become complete ..... update ]
+    step:   [ local generates: local_s ][ local trains on groups as they become complete ..... update ]
             [ others pull ][ others generate ............................... ][ others wait ]
 
-"Local" is the trainer's own engine. If T_seed is too short, the trainer waits for groups. If it is too long, the other
-workers have nothing left to do while the trainer still trains. Without other workers T_seed must be unbounded: the step
-then generates everything and trains afterward.
+"Local" is the trainer's own engine. If it generates too briefly, the trainer waits for groups. If it generates for too
+long, the other workers have nothing left to do while the trainer still trains. Without other workers the local time
+must be unbounded: the step then generates everything and trains afterward.
 
-There are three policies with the same interface:
+There are two policies with the same interface (benchmarks/papers has RLBoost's):
 
-- `rlboost.RLBoostSeeding` is RLBoost's Algorithm 1. It changes T_seed by the imbalance of the last step divided by eta,
-  remembers the T_seed that worked for each fleet size, and bounds the number of instances that are worth having.
-- `PredictedSeeding` computes T_seed. A step has W tokens; local generates L tokens per second; the fleet generates R
+- `PredictedLocalTime` computes it. A step has W tokens; local generates L tokens per second; the fleet generates R
   tokens per second once it has pulled the weights (after P seconds); training consumes A tokens per second. If work
   could be split freely, generation and training would end together with
 
-      T_seed = (W (1 - R / A) + R P) / (L + R)
+      local time = (W (1 - R / A) + R P) / (L + R)
 
   Work cannot be split freely. How groups become complete, and how the last responses slow down, is learned from every
-  step (scheduling/step_model.py), and T_seed is the value with which the step would end soonest. W, L and A are the
-  averages of recent steps. R is the sum of the known speeds of the present workers, so a change of the fleet takes
+  step (scheduling/step_model.py), and the local time is the one with which the step would end soonest. W, L and A are
+  the averages of recent steps. R is the sum of the known speeds of the present workers, so a change of the fleet takes
   effect in the step in which it is seen. Even with a very fast fleet nothing can be trained on before the first groups
   are complete; until then local generates, too.
-- `NoSeeding` lets local generate only when there is no other worker.
+- `OnlyWithoutWorkers` lets local generate only when there is no other worker.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from windfall.controller.scheduling.fleet_speed import FleetSpeed, StepRates
-from windfall.controller.scheduling.step_model import START, Progress, StepModel
+from windfall.controller.scheduling.step_model import START, FleetSpeed, Progress, StepModel, StepRates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +53,7 @@ class StepMeasurement:
     """Measurements of one step, in seconds and tokens."""
 
     tokens: int
-    seed_s: float
+    local_s: float
     """Seconds for which local generated."""
     local_tokens: int
     train_s: float
@@ -77,31 +74,31 @@ class StepMeasurement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeedPlan:
-    seed_s: float
-    """T_seed in seconds; infinite: until everything is generated."""
+class LocalPlan:
+    local_s: float
+    """The local time in seconds; infinite: until everything is generated."""
     most_workers: float
     """With more workers than this, some would wait for training."""
     why: str
     hold: bool = False
-    """Keep generating after T_seed until something is trainable: before that the trainer could only wait."""
+    """Keep generating after `local_s` until something is trainable: before that the trainer could only wait."""
 
 
-class SeedingPolicy(Protocol):
-    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
+class LocalTimePolicy(Protocol):
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
         """Plans the step that begins now. `last`: the previous step; None at the start of a run."""
         ...
 
-    def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan | None:
+    def replan(self, fleet: RemoteFleet, now: Progress) -> LocalPlan | None:
         """Plans again while local still generates. `now`: the progress of the step. None, the default: no new plan."""
         return None
 
 
-GENERATE_ALL = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="no other worker: generate, then train")
+GENERATE_ALL = LocalPlan(local_s=math.inf, most_workers=math.inf, why="no other worker: generate, then train")
 
 
 @dataclass(slots=True)
-class PredictedSeeding:
+class PredictedLocalTime:
     """The model in the module docstring. It has no constants that are specific to a language model or machine."""
 
     newest: float = 0.5
@@ -114,17 +111,17 @@ class PredictedSeeding:
     """A: tokens per second of training."""
     model: StepModel = field(default_factory=StepModel)
 
-    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
         if last is not None:
             self._learn(last)
         return self.replan(fleet, START)
 
-    def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan:
+    def replan(self, fleet: RemoteFleet, now: Progress) -> LocalPlan:
         if fleet.workers == 0:
             return GENERATE_ALL
         if not (self.tokens and self.local_tok_per_s and self.train_tok_per_s and fleet.tok_per_s > 0):
             # Generate everywhere and measure. This costs only the overlap of one step.
-            return SeedPlan(seed_s=math.inf, most_workers=math.inf, why="measuring: not every rate is known yet")
+            return LocalPlan(local_s=math.inf, most_workers=math.inf, why="measuring: not every rate is known yet")
         rates = StepRates(
             tokens=self.tokens, responses=fleet.responses, train_tok_per_s=self.train_tok_per_s, pull_s=fleet.pull_s,
             local=fleet.local_speed or FleetSpeed.constant(self.local_tok_per_s),
@@ -135,12 +132,12 @@ class PredictedSeeding:
             f", trained at {self.train_tok_per_s:,.0f}"
         )
         most_workers = self.train_tok_per_s / (fleet.tok_per_s / fleet.workers)
-        return SeedPlan(seed_s=self.model.best_seed_s(rates, now), most_workers=most_workers, why=why, hold=True)
+        return LocalPlan(local_s=self.model.best_local_s(rates, now), most_workers=most_workers, why=why, hold=True)
 
     def _learn(self, last: StepMeasurement) -> None:
         self.tokens = self._average(self.tokens, last.tokens)
-        if last.seed_s > 0 and last.local_tokens:
-            self.local_tok_per_s = self._average(self.local_tok_per_s, last.local_tokens / last.seed_s)
+        if last.local_s > 0 and last.local_tokens:
+            self.local_tok_per_s = self._average(self.local_tok_per_s, last.local_tokens / last.local_s)
         if last.train_s > 0:
             self.train_tok_per_s = self._average(self.train_tok_per_s, last.tokens / last.train_s)
         if last.progress and last.speeds:
@@ -150,9 +147,13 @@ class PredictedSeeding:
         return new if old == 0 else (1 - self.newest) * old + self.newest * new
 
 
-class NoSeeding(SeedingPolicy):
+class OnlyWithoutWorkers(LocalTimePolicy):
     """Local generates only when there is no other worker."""
 
-    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
         del last
-        return SeedPlan(seed_s=0.0, most_workers=math.inf, why="no seeding") if fleet.workers else GENERATE_ALL
+        return (
+            LocalPlan(local_s=0.0, most_workers=math.inf, why="other workers generate")
+            if fleet.workers
+            else GENERATE_ALL
+        )

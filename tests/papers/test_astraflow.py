@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windfall.controller.scheduling.wait_share import FEWER_BELOW, MORE_ABOVE, SPARE, wanted_workers
+from benchmarks.papers.astraflow import FEWER_BELOW, MORE_ABOVE, SPARE, WaitShareAdvisor, wanted_workers
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.worker_value import NOT_YET, RunMeasurements, WorkerKind
+from windfall.events.log import EventLog
 
 shares = st.floats(0, 1)
 
@@ -45,3 +49,19 @@ def test_it_settles_on_a_fleet_that_keeps_the_trainer_busy(train: float, each: f
     assert workers == before
     enough = train / each
     assert (1 - MORE_ABOVE) * enough - 1e-6 <= workers <= max(1, math.ceil(SPARE * enough)) + 1
+
+
+def test_the_workers_of_all_kinds_count(tmp_path: Path) -> None:
+    kinds = {
+        name: WorkerKind(name=name, now=1, tok_per_s=0.0, usd_per_h=None, max_count=8) for name in ("spot a", "spot b")
+    }
+    run = RunMeasurements(steps=1, tokens_per_step=1.0, train_tok_per_s=1.0, trainer_usd_per_h=None)
+    dispatch = Dispatch(events=EventLog(tmp_path / "events.jsonl"))
+    advisor = WaitShareAdvisor(dispatch, responses=64, trainer_usd_per_h=0.0, max_count=8, asynchronous=True)
+    first = advisor.advise(run, kinds, wait_s=0.0, held_s=0.0, step_s=0.0)
+    assert {a.why for a in first.values()} == {NOT_YET}
+    waited = advisor.advise(run, kinds, wait_s=5.0, held_s=0.0, step_s=10.0)["spot a"]
+    assert (waited.now, waited.count) == (1, 3)
+    assert waited.why == "the trainer waited for 50% of the step, and the gate was closed for 0%"
+    held = advisor.advise(run, kinds, wait_s=0.0, held_s=9.0, step_s=10.0)
+    assert [a.count for a in held.values()] == [0, 0]

@@ -17,11 +17,11 @@ from tests.support.virtual_fleet import LoopHost
 from tests.support.virtual_loop import StepLoop
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.local_generation import LocalGeneration
 from windfall.controller.rollout.stream import Rollout
-from windfall.controller.rollout.trainer_generation import TrainerGeneration
 from windfall.controller.scheduling.borrowing import HOLD_S
+from windfall.controller.scheduling.local_time import LocalPlan, RemoteFleet, StepMeasurement
 from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.seed_time import RemoteFleet, SeedPlan, StepMeasurement
 from windfall.controller.scheduling.step_model import Progress
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog, read
@@ -34,18 +34,18 @@ from windfall.worker.worker_link import WorkerLink
 
 
 class Fixed:
-    """A seeding policy with a constant T_seed that records its arguments."""
+    """A policy with a constant local time that records its arguments."""
 
-    def __init__(self, seed_s: float) -> None:
-        self.seed_s, self.hold = seed_s, False
+    def __init__(self, local_s: float) -> None:
+        self.local_s, self.hold = local_s, False
         self.planned: list[tuple[StepMeasurement | None, RemoteFleet]] = []
         self.replanned: list[RemoteFleet] = []
 
-    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
         self.planned.append((last, fleet))
-        return SeedPlan(seed_s=self.seed_s, most_workers=math.inf, why="a test", hold=self.hold)
+        return LocalPlan(local_s=self.local_s, most_workers=math.inf, why="a test", hold=self.hold)
 
-    def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan | None:
+    def replan(self, fleet: RemoteFleet, now: Progress) -> LocalPlan | None:
         self.replanned.append(fleet)
         return None
 
@@ -77,12 +77,12 @@ async def worker(dispatch: Dispatch, step_s: float, *, name: str) -> AsyncIterat
 
 
 class World:
-    def __init__(self, folder: Path, seed_s: float) -> None:
+    def __init__(self, folder: Path, local_s: float) -> None:
         self.folder = folder
         self.events = EventLog(folder / "events.jsonl")
         self.dispatch = Dispatch(events=self.events)
-        self.policy = Fixed(seed_s)
-        self.seeding = TrainerGeneration(self.dispatch, self.policy, self.events, responses=12)
+        self.policy = Fixed(local_s)
+        self.local_generation = LocalGeneration(self.dispatch, self.policy, self.events, responses=12)
         text: Any = CharacterText()
         options = Options(max_tokens=40, reward_tries=1)
         self.rollout = Rollout(self.dispatch, InProcess(Asks(right)), text, options, seed=SEED, events=self.events)
@@ -91,10 +91,10 @@ class World:
         """Runs the rollout of a step; returns its seconds."""
         time = asyncio.get_running_loop().time
         started = time()
-        self.seeding.begin(1)
+        self.local_generation.begin(1)
         groups = [g async for g in self.rollout.groups(tasks, size=4, sampling=Sampling())]
-        self.seeding.generated()
-        self.seeding.end(tokens=self.rollout.sampled_tokens, train_s=0.5, train_wait_s=0.1)
+        self.local_generation.generated()
+        self.local_generation.end(tokens=self.rollout.sampled_tokens, train_s=0.5, train_wait_s=0.1)
         assert sorted(g.index for g in groups) == list(tasks)
         assert all(len(r.tokens) == 21 for g in groups for r in g.responses)
         assert self.dispatch.ledger.lost_tokens() == 0
@@ -113,12 +113,12 @@ class World:
 
 
 @asynccontextmanager
-async def world(folder: Path, seed_s: float, *engines: tuple[str, float]) -> AsyncIterator[World]:
-    w = World(folder, seed_s)
+async def world(folder: Path, local_s: float, *engines: tuple[str, float]) -> AsyncIterator[World]:
+    w = World(folder, local_s)
 
     async def tick() -> None:
         while True:
-            w.seeding.tick()
+            w.local_generation.tick()
             await asyncio.sleep(0.01)
 
     tasks = [asyncio.create_task(tick()), asyncio.create_task(w.dispatch.watch())]
@@ -152,30 +152,30 @@ def test_alone_the_trainers_engine_generates_everything(tmp_path: Path) -> None:
         async with world(tmp_path, 0.01, (LOCAL, 0.002)) as w:
             await w.step()
             assert w.generated(LOCAL) == 12 * 21
-            assert w.seeding.last is not None
-            assert w.seeding.last.local_tokens == 12 * 21
-            assert w.seeding.last.workers == 0
+            assert w.local_generation.last is not None
+            assert w.local_generation.last.local_tokens == 12 * 21
+            assert w.local_generation.last.workers == 0
 
     play(main())
 
 
-def test_engine_is_paused_after_seed_time_and_its_responses_continue_elsewhere(tmp_path: Path) -> None:
+def test_engine_is_paused_after_local_time_and_its_responses_continue_elsewhere(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.1, (LOCAL, 0.01), ("w", 0.01)) as w:
             time = asyncio.get_running_loop().time
             began = time()
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.policy.planned)
-            await w.until(w.seeding.over.is_set)
+            await w.until(w.local_generation.may_train.is_set)
             assert 0.08 < time() - began < 0.12
             assert w.state() is WorkerState.PAUSED
             await step
             assert 0 < w.generated(LOCAL) < 12 * 21
             assert w.generated(LOCAL) + w.generated("w") == 12 * 21, "nothing is generated twice"
-            last = w.seeding.last
+            last = w.local_generation.last
             assert last is not None
             assert (last.local_tokens, last.train_s, last.train_wait_s) == (w.generated(LOCAL), 0.5, 0.1)
-            assert 0.08 < last.seed_s < 0.12
+            assert 0.08 < last.local_s < 0.12
             assert 0.9 < last.workers <= 1
             await w.step([3, 4])  # the engine takes part in the next step
             assert [o.workers for _, o in w.policy.planned] == [1, 1]
@@ -200,7 +200,7 @@ def test_plan_is_reviewed_when_the_speed_of_the_fleet_becomes_known(tmp_path: Pa
     play(main())
 
 
-def test_zero_seed_time_lets_training_begin_at_once(tmp_path: Path) -> None:
+def test_zero_local_time_lets_training_begin_at_once(tmp_path: Path) -> None:
     """Also in the second step, when the engine is still paused from the first."""
 
     async def main() -> None:
@@ -210,7 +210,7 @@ def test_zero_seed_time_lets_training_begin_at_once(tmp_path: Path) -> None:
                 step = asyncio.create_task(w.step(tasks))
                 await w.until(lambda count=count: len(w.policy.planned) > count)
                 began = asyncio.get_running_loop().time()
-                await w.until(w.seeding.over.is_set)
+                await w.until(w.local_generation.may_train.is_set)
                 assert asyncio.get_running_loop().time() - began < 0.02
                 assert not step.done()
                 await step
@@ -218,22 +218,22 @@ def test_zero_seed_time_lets_training_begin_at_once(tmp_path: Path) -> None:
     play(main())
 
 
-@pytest.mark.parametrize("seed_s", [0.0, 0.05])
-def test_engine_generates_until_something_is_trainable(tmp_path: Path, seed_s: float) -> None:
-    """Even with a very short T_seed: the trainer could only wait."""
+@pytest.mark.parametrize("local_s", [0.0, 0.05])
+def test_engine_generates_until_something_is_trainable(tmp_path: Path, local_s: float) -> None:
+    """Even with a very short local time: the trainer could only wait."""
 
     async def main() -> None:
-        async with world(tmp_path, seed_s, (LOCAL, 0.01), ("w", 0.01)) as w:
+        async with world(tmp_path, local_s, (LOCAL, 0.01), ("w", 0.01)) as w:
             w.policy.hold = True
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.generated(LOCAL) > 40)
-            assert (w.state(), w.seeding.over.is_set()) == (WorkerState.READY, False)
-            w.seeding.trainable()
-            assert (w.state(), w.seeding.over.is_set()) == (WorkerState.PAUSED, True)
+            assert (w.state(), w.local_generation.may_train.is_set()) == (WorkerState.READY, False)
+            w.local_generation.trainable()
+            assert (w.state(), w.local_generation.may_train.is_set()) == (WorkerState.PAUSED, True)
             await step
             assert w.generated(LOCAL) + w.generated("w") == 12 * 21
             await w.step([3, 4])  # nothing becomes trainable: it generates until the end
-            assert w.seeding.over.is_set()
+            assert w.local_generation.may_train.is_set()
 
     play(main())
 
@@ -295,14 +295,14 @@ def test_lender_whose_service_needs_it_does_not_keep_the_engine_paused(tmp_path:
     assert "local_resumed" in [e["name"] for e in read(tmp_path / "events.jsonl")]
 
 
-def test_time_before_the_step_does_not_count_as_seed_time(tmp_path: Path) -> None:
+def test_time_before_the_step_does_not_count_as_local_time(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.1, (LOCAL, 0.01), ("w", 0.01)) as w:
-            w.seeding.begin_evaluation()
+            w.local_generation.begin_evaluation()
             await asyncio.sleep(0.5)
             await w.step()
-            assert w.seeding.last is not None
-            assert w.seeding.last.seed_s < 0.4
+            assert w.local_generation.last is not None
+            assert w.local_generation.last.local_s < 0.4
 
     play(main())
 
@@ -311,13 +311,13 @@ def test_engine_that_joins_during_a_step_takes_part_in_it(tmp_path: Path) -> Non
     async def main() -> None:
         async with world(tmp_path, math.inf, ("w", 0.02)) as w:
             step = asyncio.create_task(w.step(range(20)))  # more responses than `w` has slots
-            await w.until(w.seeding.over.is_set)
+            await w.until(w.local_generation.may_train.is_set)
             async with worker(w.dispatch, 0.005, name=LOCAL):
-                await w.until(lambda: not w.seeding.over.is_set())
+                await w.until(lambda: not w.local_generation.may_train.is_set())
                 await w.until(lambda: w.generated(LOCAL) > 0)
                 await step
-            assert w.seeding.last is not None
-            assert w.seeding.last.local_tokens > 0
+            assert w.local_generation.last is not None
+            assert w.local_generation.last.local_tokens > 0
 
     play(main())
 
@@ -340,14 +340,14 @@ def test_worker_that_released_its_last_response_is_billed_as_waiting(tmp_path: P
     play(main())
 
 
-def test_engine_continues_after_seed_time_until_another_worker_joins(tmp_path: Path) -> None:
+def test_engine_continues_after_local_time_until_another_worker_joins(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.0, (LOCAL, 0.01)) as w:
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.generated(LOCAL) > 24)
             async with worker(w.dispatch, 0.005, name="late"):
                 await w.until(lambda: w.state() is WorkerState.PAUSED)
-                assert w.seeding.over.is_set()
+                assert w.local_generation.may_train.is_set()
                 await step
             assert w.generated("late") > 0
 
@@ -370,11 +370,11 @@ def test_flapping_worker_does_no_harm(tmp_path: Path) -> None:
     play(main())
 
 
-@pytest.mark.parametrize("seed_s", [0.02, math.inf])
-def test_worker_ten_times_slower_does_not_delay_the_end(tmp_path: Path, seed_s: float) -> None:
+@pytest.mark.parametrize("local_s", [0.02, math.inf])
+def test_worker_ten_times_slower_does_not_delay_the_end(tmp_path: Path, local_s: float) -> None:
     async def main() -> None:
         engines = ((LOCAL, 0.01), ("quick", 0.01), ("slow", 0.1))
-        async with world(tmp_path, seed_s, *engines) as w:
+        async with world(tmp_path, local_s, *engines) as w:
             for n in (9, 10):  # speeds are learned
                 await w.step([n])
             before = {name: w.generated(name) for name in ("slow", "quick", LOCAL)}
@@ -391,7 +391,7 @@ def test_without_an_engine_training_may_begin_at_once(tmp_path: Path) -> None:
         async with world(tmp_path, math.inf, ("w", 0.001)) as w:
             step = asyncio.create_task(w.step())
             await asyncio.sleep(0)
-            assert w.seeding.over.is_set()
+            assert w.local_generation.may_train.is_set()
             await step
 
     play(main())

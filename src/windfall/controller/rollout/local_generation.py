@@ -1,10 +1,10 @@
-"""Runs T_seed: the trainer's own engine generates at the start of a step, then it is paused so that the GPU can train.
+"""The trainer's own engine ("local") generates at the start of a step, then it is paused so that the GPU can train.
 
-scheduling/seed_time.py and scheduling/rlboost.py decide how long T_seed is; this module acts on the decision.
+scheduling/local_time.py decides how long it generates, the local time; this module acts on the decision.
 
-                 T_seed passed, but nothing is trainable yet (plan.hold)
+             local time passed, but nothing is trainable yet (plan.hold)
     begin() ──▶ GENERATING ─────────────────────────────────────────────▶ DUE
-                        │ T_seed passed,                                   │
+                        │ local time passed,                               │
                         │ another worker can continue                      │
                         ▼                     trainable(), another worker  │
                      TRAINING ◀────────────────────────────────────────────┘
@@ -13,7 +13,7 @@ scheduling/seed_time.py and scheduling/rlboost.py decide how long T_seed is; thi
     any phase ──▶ NO_ENGINE when the trainer's engine is gone ──▶ GENERATING when it is back and responses are open
     any phase ──▶ TRAINING  when every response of the step is generated
 
-`over` is set in TRAINING and NO_ENGINE, and only there: then training may begin. If T_seed has passed but no other
+`may_train` is set in TRAINING and NO_ENGINE, and only there. If the local time has passed but no other
 worker is available, the phase stays as it is, and the check is repeated every RETRY_S.
 
 Rule: while responses are open, either another worker can take them or the trainer's engine is not paused. A run
@@ -28,39 +28,19 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.fleet_speed import FleetSpeed
+from windfall.controller.scheduling.local_time import LocalPlan, LocalTimePolicy, RemoteFleet, StepMeasurement
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.rlboost import RLBoostSeeding
-from windfall.controller.scheduling.seed_time import (
-    NoSeeding,
-    PredictedSeeding,
-    RemoteFleet,
-    SeedingPolicy,
-    SeedPlan,
-    StepMeasurement,
-)
-from windfall.controller.scheduling.step_model import Progress
+from windfall.controller.scheduling.step_model import FleetSpeed, Progress
 from windfall.events.log import EventLog
 from windfall.types import LOCAL
 
 RETRY_S = 0.05
-"""Seconds between two checks for another worker after T_seed has passed."""
+"""Seconds between two checks for another worker after the local time has passed."""
 SPEED_CHANGE = 0.1
 """Plan again if the measured speed of the fleet has changed by more than this share since the last plan."""
 REVIEW_S = 0.5
 """Seconds between two comparisons of the plan with new measurements."""
-WITHOUT_LIMIT = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="")
-
-
-def seeding_policy(name: str, *, first_s: float = 150.0) -> SeedingPolicy:
-    """The policy for this value of `fleet.offload`; "never" if `techniques.seeding` is off.
-
-    >>> seeding_policy("predict").plan(None, RemoteFleet(workers=0, tok_per_s=0)).seed_s
-    inf
-    """
-    if name.startswith("feedback"):
-        return RLBoostSeeding(first_s=first_s, remembers=name == "feedback")
-    return NoSeeding() if name == "never" else PredictedSeeding()
+WITHOUT_LIMIT = LocalPlan(local_s=math.inf, most_workers=math.inf, why="")
 
 
 class Phase(Enum):
@@ -69,9 +49,9 @@ class Phase(Enum):
     IDLE = auto()
     """No step has begun."""
     GENERATING = auto()
-    """The trainer's engine generates. T_seed may still be planned again."""
+    """The trainer's engine generates. The local time may still be planned again."""
     DUE = auto()
-    """T_seed has passed, but nothing is trainable: the trainer's engine keeps generating."""
+    """The local time has passed, but nothing is trainable: the trainer's engine keeps generating."""
     TRAINING = auto()
     """Training may begin. The trainer's engine is paused, or everything is generated."""
     NO_ENGINE = auto()
@@ -85,7 +65,7 @@ class _Step:
     number: int
     began_s: float
     """When the step began (loop time, seconds)."""
-    plan: SeedPlan
+    plan: LocalPlan
     fleet: RemoteFleet | None
     """The other workers for which the plan was made; None in an evaluation, which is never planned again."""
     accepted_before: int
@@ -98,11 +78,11 @@ class _Step:
     """The earliest time of the next comparison with new measurements (loop time, seconds)."""
     trainable: bool = False
     """Something can be trained on."""
-    seeding: Phase = Phase.GENERATING
+    generating: Phase = Phase.GENERATING
     """The phase to which TRAINING returns: GENERATING, or DUE if the step has reached it."""
     generating_since_s: float | None = None
     """When the trainer's engine began to generate (loop time, seconds); None while it does not."""
-    seeded_s: float = 0.0
+    local_s: float = 0.0
     """Seconds for which the trainer's engine generated before `generating_since_s`."""
     worker_seconds: float = 0.0
     """Number of other workers, summed over time (worker-seconds). Divided by the step time, it is their mean number."""
@@ -114,14 +94,14 @@ class _Step:
 
     def stop_generating(self, now: float) -> None:
         if self.generating_since_s is not None:
-            self.seeded_s += now - self.generating_since_s
+            self.local_s += now - self.generating_since_s
             self.generating_since_s = None
 
 
-class TrainerGeneration:
-    def __init__(self, dispatch: Dispatch, policy: SeedingPolicy, events: EventLog, responses: int) -> None:
+class LocalGeneration:
+    def __init__(self, dispatch: Dispatch, policy: LocalTimePolicy, events: EventLog, responses: int) -> None:
         """`responses`: the number of responses in a step."""
-        self.over = asyncio.Event()
+        self.may_train = asyncio.Event()
         """Set while training may begin."""
         self.last: StepMeasurement | None = None
         """Measurements of the last complete step."""
@@ -154,8 +134,8 @@ class TrainerGeneration:
     def trainable(self) -> None:
         """Something can be trained on."""
         self._step.trainable = True
-        if self._step.seeding is Phase.DUE:
-            self._seed_time_passed()
+        if self._step.generating is Phase.DUE:
+            self._local_time_passed()
 
     def generated(self) -> None:
         """Every response of the step is generated. From now on the trainer's machine only trains."""
@@ -178,7 +158,7 @@ class TrainerGeneration:
         ends = [m.last_tokens_s for m in members if m.id not in local and m.last_tokens_s > step.began_s]
         self.last = StepMeasurement(
             tokens=tokens,
-            seed_s=step.seeded_s,
+            local_s=step.local_s,
             local_tokens=sum(generated[id] for id in local),
             train_s=train_s,
             train_wait_s=train_wait_s,
@@ -195,30 +175,30 @@ class TrainerGeneration:
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
         if phase in (Phase.TRAINING, Phase.NO_ENGINE):
-            self.over.set()
+            self.may_train.set()
         else:
-            self.over.clear()
+            self.may_train.clear()
 
     def _start(self) -> None:
         """GENERATING if the trainer has an engine, else NO_ENGINE."""
         self._cancel_timer()
         step, local = self._step, self._local()
-        step.seeding = Phase.GENERATING
+        step.generating = Phase.GENERATING
         if local is None:
             self._enter(Phase.NO_ENGINE)
             return
         self._enter(Phase.GENERATING)
-        if step.plan.seed_s > 0 or step.plan.hold:
+        if step.plan.local_s > 0 or step.plan.hold:
             self._resume(local)
-        self._set_timer(step.plan.seed_s)
+        self._set_timer(step.plan.local_s)
 
-    def _seed_time_passed(self) -> None:
+    def _local_time_passed(self) -> None:
         """DUE if the plan waits for something trainable; TRAINING if another worker can continue; else check again."""
         local, step = self._local(), self._step
         if local is None or self._phase is Phase.NO_ENGINE:
             self._enter(Phase.NO_ENGINE)
         elif step.plan.hold and not step.trainable:
-            step.seeding = Phase.DUE
+            step.generating = Phase.DUE
             self._enter(Phase.DUE)
         elif local.state in (WorkerState.READY, WorkerState.PAUSED) and self._others():
             if local.state is WorkerState.READY:
@@ -243,11 +223,11 @@ class TrainerGeneration:
                 self._start()
         elif local.state is WorkerState.PAUSED and self._dispatch.ledger.queue and (why := self._why_alone()):
             self._events.instant("local_resumed", why=why)
-            self._enter(self._step.seeding)
+            self._enter(self._step.generating)
             self._resume(local)
 
     def _replan(self, now: float) -> None:
-        """While GENERATING: plan T_seed again if the fleet has changed, or its measured speed by more than
+        """While GENERATING: plan the local time again if the fleet has changed, or its measured speed by more than
         SPEED_CHANGE."""
         step, before, fleet = self._step, self._step.plan, self._step.fleet
         if self._phase is not Phase.GENERATING or fleet is None or step.generating_since_s is None:
@@ -255,7 +235,7 @@ class TrainerGeneration:
         changed = len(self._others()) != fleet.workers
         if not changed and now < step.review_s:
             return
-        measuring = math.isinf(before.seed_s) and fleet.workers > 0
+        measuring = math.isinf(before.local_s) and fleet.workers > 0
         new, step.review_s = self._remote_fleet(), now + REVIEW_S
         same_speed = abs(new.tok_per_s - fleet.tok_per_s) <= SPEED_CHANGE * fleet.tok_per_s
         if not changed and not measuring and same_speed:
@@ -264,8 +244,8 @@ class TrainerGeneration:
         plan = self._policy.replan(new, self._progress(now))
         if plan is not None:
             step.plan = plan
-            self._set_timer(max(0.0, step.began_s + plan.seed_s - now))
-            if changed or plan.seed_s != before.seed_s:
+            self._set_timer(max(0.0, step.began_s + plan.local_s - now))
+            if changed or plan.local_s != before.local_s:
                 self._log_plan(plan, new)
 
     def _resume(self, local: Member) -> None:
@@ -277,10 +257,10 @@ class TrainerGeneration:
             self._step.generating_since_s = now
 
     def _set_timer(self, seconds: float) -> None:
-        """Calls `_seed_time_passed` after `seconds`; never, if infinite. Replaces an earlier timer."""
+        """Calls `_local_time_passed` after `seconds`; never, if infinite. Replaces an earlier timer."""
         self._cancel_timer()
         if math.isfinite(seconds):
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._seed_time_passed)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._local_time_passed)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
@@ -289,7 +269,7 @@ class TrainerGeneration:
 
     # what is known about the workers
 
-    def _new_step(self, number: int, now: float, plan: SeedPlan, fleet: RemoteFleet | None) -> _Step:
+    def _new_step(self, number: int, now: float, plan: LocalPlan, fleet: RemoteFleet | None) -> _Step:
         return _Step(
             number=number,
             began_s=now,
@@ -300,11 +280,11 @@ class TrainerGeneration:
             generated_before={m.id: m.generated for m in self._dispatch.members.all.values()},
         )
 
-    def _log_plan(self, plan: SeedPlan, fleet: RemoteFleet) -> None:
+    def _log_plan(self, plan: LocalPlan, fleet: RemoteFleet) -> None:
         self._events.instant(
             "plan",
             step=self._step.number,
-            seed_s=plan.seed_s,
+            seed_s=plan.local_s,
             most_workers=plan.most_workers,
             others=fleet.workers,
             why=plan.why,

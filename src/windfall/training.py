@@ -97,7 +97,7 @@ class CheckpointState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
+class NewVersion:
     """A version that workers can pull."""
 
     version: int

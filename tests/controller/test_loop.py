@@ -24,7 +24,7 @@ from windfall.envs.held_out import EvaluationTasks
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.recipe.file import parse_recipe
-from windfall.training import CheckpointState, Published, Report, TrainerLost
+from windfall.training import CheckpointState, NewVersion, Report, TrainerLost
 from windfall.types import Group, Response, Sampling, Task
 
 
@@ -127,8 +127,8 @@ class World:
             self._completed = state.step
         return Report(**values)  # pyright: ignore
 
-    async def publish(self, *, id: str) -> Published:
-        return Published(version=self._completed, digest="")
+    async def publish(self, *, id: str) -> NewVersion:
+        return NewVersion(version=self._completed, digest="")
 
     # Pace: the trainer does not generate here, so training may begin at once.
 
@@ -149,7 +149,7 @@ class World:
         admission.restore(version=self.kept.step, next_task=self.kept.next_task)
         return self.kept
 
-    def offer(self, published: Published) -> None:
+    def offer(self, published: NewVersion) -> None:
         self.done.append(("offer", published.version))
         self.version = published.version
 

@@ -36,7 +36,7 @@ from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.llama import LlamaBody, UnsupportedModel
 from windfall.trainer.model.logprobs import Learner, compare, pack_rows
-from windfall.trainer.model.policy import Policy
+from windfall.trainer.model.policy import PolicyModule
 from windfall.trainer.packs import packs
 from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
@@ -93,7 +93,7 @@ def samples(count: int = 6, seed: int = 0, longest: int = 60, vocabulary: int = 
     return out
 
 
-def gradients_of(policy: Policy, pack: list[Sample]) -> dict[str, torch.Tensor]:
+def gradients_of(policy: PolicyModule, pack: list[Sample]) -> dict[str, torch.Tensor]:
     sums = policy.gradients
     assert sums is not None
     sums.zero()
@@ -102,8 +102,8 @@ def gradients_of(policy: Policy, pack: list[Sample]) -> dict[str, torch.Tensor]:
     return {n: g.clone() for n, g in ((n, sums.of(p)) for n, p in policy.model.named_parameters()) if g is not None}
 
 
-def policy_of(model: Any) -> Policy:
-    policy = Policy(model)
+def policy_of(model: Any) -> PolicyModule:
+    policy = PolicyModule(model)
     policy.gradients = Gradients(model)
     return policy
 

@@ -23,7 +23,7 @@ from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.llama import LlamaLayer
 from windfall.trainer.model.logprobs import Learner
-from windfall.trainer.model.policy import Policy
+from windfall.trainer.model.policy import PolicyModule
 from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.trainer.ranks.sharding import is_sharded, sharded_policy
 from windfall.training import Sample
@@ -97,7 +97,7 @@ def learn(learner: Learner, pack: list[Sample]) -> None:
 
 
 def learner_of(policy: Any, keep: int | None) -> Learner:
-    learner = Learner(policy, Gradients(policy.model if isinstance(policy, Policy) else policy))
+    learner = Learner(policy, Gradients(policy.model if isinstance(policy, PolicyModule) else policy))
     said: list[str] = []
     learner.choose_layers(LEAST if keep is None else keep, said.append)
     if keep is None:

@@ -24,7 +24,7 @@ from windfall.recipe.sections import Recipe, Train
 from windfall.trainer import trainer as trainer_module
 from windfall.trainer.model import head, logprobs
 from windfall.trainer.model.gradients import Gradients
-from windfall.trainer.model.policy import Policy
+from windfall.trainer.model.policy import PolicyModule
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.packs import packs
 from windfall.trainer.trainer import TorchTrainer
@@ -488,7 +488,7 @@ def test_memory_and_random_state_are_those_of_the_device_that_computes(
 ) -> None:
     """With train.offload, the weights are stored on another device than the one that computes."""
     computes = torch.device("cpu", 0)
-    t, asked = trainer(Policy(model, device=computes)), list[torch.device]()
+    t, asked = trainer(PolicyModule(model, device=computes)), list[torch.device]()
     assert t.model.device != computes
     for name in ("peak_bytes", "random_state", "set_random_state"):
         original = getattr(trainer_module, name)

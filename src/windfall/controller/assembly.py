@@ -49,7 +49,7 @@ from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.models.text import Text
 from windfall.recipe.sections import Recipe
-from windfall.training import CheckpointState, Published, TrainerLost
+from windfall.training import CheckpointState, NewVersion, TrainerLost
 from windfall.types import Lease
 
 TRAINER_START_S = 600.0
@@ -227,7 +227,7 @@ class ControllerLife:
             self.journal.write_trained(step, tuple(tasks))
             self.journal.flush()
 
-    def offer(self, published: Published) -> None:
+    def offer(self, published: NewVersion) -> None:
         hello = self.trainer.hello
         if hello is not None:  # otherwise it was just lost, and the next trainer announces its version
             self.state = CheckpointState(step=published.version, next_task=self.state.next_task)

@@ -32,7 +32,7 @@ from windfall.controller.step_batch import StepBatch, describe_updates
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.recipe.sections import Recipe
-from windfall.training import NOT_FINITE, NOTHING, CheckpointState, Published, Report, Sample, TrainerLost
+from windfall.training import NOT_FINITE, NOTHING, CheckpointState, NewVersion, Report, Sample, TrainerLost
 from windfall.types import Group
 from windfall.verbs import TrainingVerbs
 
@@ -56,7 +56,7 @@ class Run(Protocol):
         open."""
         ...
 
-    def offer(self, published: Published) -> None:
+    def offer(self, published: NewVersion) -> None:
         """Assign work with this version from now on."""
         ...
 

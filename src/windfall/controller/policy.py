@@ -20,7 +20,7 @@ from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
-from windfall.training import CheckpointState, Published, Report, Sample
+from windfall.training import CheckpointState, NewVersion, Report, Sample
 from windfall.types import Response, Sampling
 
 
@@ -120,16 +120,16 @@ class FleetPolicy:
     async def optim_step(self, state: CheckpointState | None = None, *, id: str) -> Report:
         return await self._trainer.optim_step(state, id=id)
 
-    async def publish(self, *, id: str) -> Published:
+    async def publish(self, *, id: str) -> NewVersion:
         return self._offer(await self._trainer.publish(id=id))
 
     async def save(self, *, id: str) -> str:
         return await self._trainer.save(id=id)
 
-    async def load(self, path: str, *, id: str) -> Published:
+    async def load(self, path: str, *, id: str) -> NewVersion:
         return self._offer(await self._trainer.load(path, id=id))
 
-    def _offer(self, published: Published) -> Published:
+    def _offer(self, published: NewVersion) -> NewVersion:
         self._calls = {id: call for id, call in self._calls.items() if not call.done()}
         hello = self._trainer.hello
         url = "" if hello is None else hello.url

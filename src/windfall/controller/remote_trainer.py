@@ -19,7 +19,7 @@ from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import FrameTooLarge, Link, LinkClosed
 from windfall.link.samples import parts
-from windfall.training import CheckpointState, Published, Report, Sample, TrainerLost
+from windfall.training import CheckpointState, NewVersion, Report, Sample, TrainerLost
 
 
 class RemoteTrainer:
@@ -82,7 +82,7 @@ class RemoteTrainer:
         reply = await self._ask(order, m.Optimized)
         return Report(**reply.report)  # pyright: ignore[reportArgumentType]
 
-    async def publish(self, *, id: str) -> Published:
+    async def publish(self, *, id: str) -> NewVersion:
         """Publish the weights of the completed step as its version."""
         return _published(await self._ask(m.Publish(id=id), m.PublishedVersion))
 
@@ -90,7 +90,7 @@ class RemoteTrainer:
         """Write a checkpoint of the published version. Returns its path."""
         return (await self._ask(m.Save(id=id), m.Saved)).path
 
-    async def load(self, path: str, *, id: str) -> Published:
+    async def load(self, path: str, *, id: str) -> NewVersion:
         """Continue from this checkpoint, and publish its weights."""
         return _published(await self._ask(m.LoadCheckpoint(id=id, path=path), m.PublishedVersion))
 
@@ -122,5 +122,5 @@ class RemoteTrainer:
         return reply
 
 
-def _published(reply: m.PublishedVersion) -> Published:
-    return Published(version=reply.version, digest=reply.digest, update_bytes=reply.update_bytes)
+def _published(reply: m.PublishedVersion) -> NewVersion:
+    return NewVersion(version=reply.version, digest=reply.digest, update_bytes=reply.update_bytes)

@@ -39,7 +39,7 @@ from windfall.errors import WindfallError
 from windfall.recipe.sections import Recipe
 from windfall.trainer.model.logprobs import BaseLearner, Learner
 from windfall.trainer.model.lora import Adapters
-from windfall.trainer.model.policy import Policy
+from windfall.trainer.model.policy import PolicyModule
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.packs import packs_of_ranks
 from windfall.trainer.ranks import sharded_file
@@ -127,7 +127,7 @@ class TorchTrainer:
     ) -> None:
         """`model`: a model of transformers or a sharded policy (sharding.py). `reference`: the model of the KL penalty,
         or the `Adapters` of `model`, for its base. `orders` reach all ranks."""
-        policy = model if isinstance(model, Policy) else Policy(model)
+        policy = model if isinstance(model, PolicyModule) else PolicyModule(model)
         self.model = policy.model
         self.algorithm = algorithm
         self.micro_tokens = micro_tokens

@@ -113,6 +113,7 @@ def test_stopped_reaper_is_woken_up_to_end(tmp_path: Path) -> None:
     async def main() -> None:
         async with hosting(hostile.LeavesProcesses, file=str(path), count=1) as pool:
             assert (await ask(pool, 1)).reward == 1.0
+            wait_until_left(path, KINDS)
             os.kill(pool._children[0].process._process.pid, signal.SIGSTOP)
             os.kill(environment_pid(pool), signal.SIGSTOP)
 

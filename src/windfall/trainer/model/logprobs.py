@@ -26,7 +26,7 @@ from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.head import WeightsFn
 from windfall.trainer.model.llama import LlamaBody, PackedRows, UnsupportedModel
 from windfall.trainer.model.lora import Adapters
-from windfall.trainer.model.policy import Policy
+from windfall.trainer.model.policy import PolicyModule
 from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.training import Sample
 
@@ -44,10 +44,10 @@ class Learner:
         ranks: TrainerRanks | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
-        """`model`: a model of transformers, or a Policy. Without `gradients` it can only score. `ranks`: those that the
-        policy is split over."""
+        """`model`: a model of transformers, or a PolicyModule. Without `gradients` it can only score. `ranks`: those
+        that the policy is split over."""
         self.ranks = ranks or TrainerRanks.alone()
-        self.policy = model if isinstance(model, Policy) else Policy(model)
+        self.policy = model if isinstance(model, PolicyModule) else PolicyModule(model)
         self.policy.gradients = gradients
         self.experts = ExpertCounts(self.policy.model, self.policy.device) if gradients is not None else None
         """How tokens spread over experts; None if this learner only scores."""
@@ -151,7 +151,7 @@ def pack_rows(samples: Sequence[Sample], device: torch.device) -> tuple[PackedRo
     return PackedRows(ids=ids, positions=positions, wanted=rows, batch=Packed.of(lengths, device)), ids[rows + 1]
 
 
-def compare(policy: Policy) -> None:
+def compare(policy: PolicyModule) -> None:
     """Compare both implementations of the layers on two short sequences, with gradients if there are any.
     UnsupportedModel if they differ."""
     model, gradients, own = policy.model, policy.gradients, policy.body

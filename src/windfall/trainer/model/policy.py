@@ -1,6 +1,6 @@
 """The model as it is trained: body and head in one module, which can be the root of FSDP2.
 
-    policy = Policy(model)
+    policy = PolicyModule(model)
     policy(rows, targets, temperature=1.0)                        log-probs and entropies
     policy(rows, targets, sizes, 1.0, weights_fn).backward()      adds the gradient to every trained weight
 
@@ -21,7 +21,7 @@ from windfall.trainer.model.head import Head, WeightsFn
 from windfall.trainer.model.llama import LlamaBody, PackedRows
 
 
-class Policy(torch.nn.Module):
+class PolicyModule(torch.nn.Module):
     def __init__(self, model: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
         """`dtype` and `device` are those of the passes, if they differ from those in which weights are stored."""
         super().__init__()

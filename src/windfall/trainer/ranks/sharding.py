@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from windfall.models import attention
-from windfall.trainer.model.policy import Policy
+from windfall.trainer.model.policy import PolicyModule
 from windfall.trainer.ranks.ranks import TrainerRanks
 
 
@@ -49,7 +49,7 @@ def sharded_policy(
     offload: bool = False,
     trained: bool = True,
     prepare: Callable[[Any], None] = lambda model: None,
-) -> Policy:
+) -> PolicyModule:
     """The model of a configuration, split over the ranks, computing in `dtype`. Rank 0 passes its tensors. `prepare`
     may change the module before it is split, for example add adapters. Weights that are not trained are stored in the
     compute dtype, too."""
@@ -61,7 +61,7 @@ def sharded_policy(
     for p in model.parameters():
         if not p.requires_grad and p.is_floating_point():
             p.data = p.to(dtype)
-    policy = Policy(model, dtype=dtype, device=torch.device(ranks.device))
+    policy = PolicyModule(model, dtype=dtype, device=torch.device(ranks.device))
     _split(policy, decoder_layers(model), ranks, dtype=dtype, offload=offload)
     fill(model, source, ranks)
     return policy

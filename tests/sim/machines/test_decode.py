@@ -104,7 +104,7 @@ def one_by_one(lengths: list[int], kv_tokens: int) -> tuple[float, dict[int, int
         while queue and (not runs or sum(r[1] + r[2] + 1 for r in [*runs, queue[0]]) <= kv_tokens):
             runs.append(queue.pop(0))
             prefill += runs[-1][1] + runs[-1][2]
-        total += SERVICE.step_s(len(runs), prefill, sum(r[1] + r[2] for r in runs))
+        total += SERVICE.step_s(len(runs), sum(r[1] + r[2] for r in runs)) + SERVICE.prefill_s * prefill
         step += 1
         for r in runs:
             r[2] += 1

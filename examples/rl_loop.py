@@ -8,7 +8,8 @@ workers get them. windfall samples, differentiates, updates, publishes and saves
 
     sample ──▶ reward ──▶ credit ──▶ forward_backward ──▶ optim_step ──▶ publish ──▶ sample ...
 
-Every call has an id. If the trainer is lost, the verbs raise TrainerLost: repeat the calls of the step with their ids.
+Every call has an id. If the trainer is lost, the verbs raise TrainerLost: wait for `policy.connected` and repeat the
+calls of the step with their ids.
 """
 
 from __future__ import annotations

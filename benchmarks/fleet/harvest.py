@@ -112,8 +112,8 @@ async def run_trainer(folder: Path) -> int:
     from windfall.link.socket import Dialer
     from windfall.trainer import derived
     from windfall.trainer import process as training
-    from windfall.trainer.agent import TrainerAgent
     from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
+    from windfall.trainer.service import TrainerService
     from windfall.training import CheckpointState
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
@@ -143,7 +143,7 @@ async def run_trainer(folder: Path) -> int:
     )  # fmt: skip
     address = await training._address(folder)
     lock = threading.Lock()
-    host = TrainerAgent(
+    host = TrainerService(
         trainer=SleepingTrainer(LOCAL), state=CheckpointState(step=0, next_task=0), secret=secret, hello=hello,
         publish=publish, save=lambda state: "nowhere", dialer=Dialer(address, "/trainer", m.ToTrainer, ssl=None),
         address=lambda: address, lock=lock,

@@ -9,8 +9,8 @@
 
 Every call has an id, which the loop chooses. A call that was performed and is made again with the same id, because its
 answer was lost, is not performed again: the caller gets the first answer. If the trainer is lost, the gradients that no
-`optim_step` has used are lost with it, and the pending call raises TrainerLost: the loop then repeats its calls since
-the last `optim_step`, with their ids.
+`optim_step` has used are lost with it, and the pending call raises TrainerLost: the loop then waits for a trainer
+(`connected`) and repeats its calls since the last `publish`, with their ids.
 
 `windfall train` runs controller/loop.py over these verbs; examples/rl_loop.py is a loop of your own.
 """
@@ -37,7 +37,9 @@ class TrainingVerbs(Protocol):
 
 
 class Policy(TrainingVerbs, Protocol):
-    """One model that is being trained, as a loop of your own sees it."""
+    """One model that is being trained, as a loop of your own sees it. controller.policy.FleetPolicy implements it."""
+
+    async def connected(self, timeout_s: float) -> object: ...
 
     async def sample(
         self, prompt: Sequence[int], n: int, *, id: str, max_tokens: int, sampling: Sampling | None = None

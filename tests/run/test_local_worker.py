@@ -19,8 +19,8 @@ from windfall.engine.engine_thread import EngineThread
 from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
-from windfall.trainer.agent import TrainerAgent
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
+from windfall.trainer.service import TrainerService
 from windfall.training import CheckpointState, Report
 from windfall.types import Request, Sampling
 from windfall.worker.worker_link import PulledWeights, WorkerLink
@@ -67,7 +67,7 @@ class Process:
         self.links: asyncio.Queue[MemoryLink] = asyncio.Queue()
         any_trainer: Any = self.trainer
         any_dialer: Any = SimpleNamespace(url="", dial=self._dial)
-        self.agent = TrainerAgent(
+        self.agent = TrainerService(
             trainer=any_trainer, state=CheckpointState(step=0, next_task=0), secret="s", dialer=any_dialer,
             hello=lambda **fields: SimpleNamespace(**fields), publish=self.trainer.publish, save=lambda state: "",
             address=lambda: "x", retry_s=0.01, patience_s=5.0, say=lambda line: None,

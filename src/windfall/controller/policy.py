@@ -1,8 +1,8 @@
 """A policy on a fleet of workers: the verbs of verbs.Policy for a loop of your own.
 
-    sample       ──▶ dispatch: each response is an episode of the ledger, on whatever workers there are
-    other verbs  ──▶ the trainer, behind its link
-    publish      ──▶ the trainer, then workers are offered the new version
+    sample           each response is an episode of the ledger, on whatever workers there are
+    publish, load    workers are offered the new version
+    other verbs      as remote_trainer.RemoteTrainer: the trainer performs them, behind its link
 
 Rule: the id of a call of `sample` is the beginning of the ids of its responses, and their seeds follow from them. A
 call that is made again with its id, while it runs or after it, gets the same responses, until the next `publish`.
@@ -20,26 +20,25 @@ from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
-from windfall.training import CheckpointState, NewVersion, Report, Sample
+from windfall.training import NewVersion
 from windfall.types import Response, Sampling
 
 
-class FleetPolicy:
+class FleetPolicy(RemoteTrainer):
     environment = "a loop of its own"
     """It owns its responses (dispatch.ResponseOwner), and answers their turns itself."""
 
     def __init__(
         self,
         dispatch: Dispatch,
-        trainer: RemoteTrainer,
         *,
         stop: frozenset[int],
         sampling: Sampling,
         seed: int = 0,
     ) -> None:
         """`stop`: token ids that end a response. `sampling`: what `sample` uses unless it is told otherwise."""
+        super().__init__()
         self._dispatch = dispatch
-        self._trainer = trainer
         self._stop = stop
         self._sampling = sampling
         self._seed = seed
@@ -55,7 +54,11 @@ class FleetPolicy:
         if id not in self._calls:
             work = self._sample(tuple(prompt), n, id, max_tokens, sampling or self._sampling)
             self._calls[id] = asyncio.create_task(work, name=f"sample {id}")
-        return await asyncio.shield(self._calls[id])
+        try:
+            return await asyncio.shield(self._calls[id])
+        except Exception:  # raised again: a call that failed was not performed, and may be made again
+            self._calls.pop(id, None)
+            raise
 
     async def _sample(
         self, prompt: tuple[int, ...], n: int, id: str, max_tokens: int, sampling: Sampling
@@ -111,27 +114,14 @@ class FleetPolicy:
         else:
             future.set_exception(error)
 
-    async def forward(self, samples: Sequence[Sample], *, id: str) -> list[Sample]:
-        return await self._trainer.forward(samples, id=id)
-
-    async def forward_backward(self, samples: Sequence[Sample], *, id: str) -> float:
-        return await self._trainer.forward_backward(samples, id=id)
-
-    async def optim_step(self, state: CheckpointState | None = None, *, id: str) -> Report:
-        return await self._trainer.optim_step(state, id=id)
-
     async def publish(self, *, id: str) -> NewVersion:
-        return self._offer(await self._trainer.publish(id=id))
-
-    async def save(self, *, id: str) -> str:
-        return await self._trainer.save(id=id)
+        return self._offer(await super().publish(id=id))
 
     async def load(self, path: str, *, id: str) -> NewVersion:
-        return self._offer(await self._trainer.load(path, id=id))
+        return self._offer(await super().load(path, id=id))
 
     def _offer(self, published: NewVersion) -> NewVersion:
         self._calls = {id: call for id, call in self._calls.items() if not call.done()}
-        hello = self._trainer.hello
-        url = "" if hello is None else hello.url
+        url = "" if self.hello is None else self.hello.url
         self._dispatch.set_offer(Offer(version=published.version, digest=published.digest, url=url))
         return published

@@ -10,7 +10,7 @@ run's folder and with the ranks of the trainer, so a worker cannot pass for the 
 the supervisor in the same way, with that secret. Use TLS against an attacker who can read or change traffic.
 
 The controller calls `challenge` (link/gate.py), and so does the supervisor (run/ranks/joined_ranks.py). The peers call
-`join` (worker/controller_client.py, trainer/agent.py, run/ranks/join.py). Between a controller and an environment
+`join` (worker/controller_client.py, trainer/service.py, run/ranks/join.py). Between a controller and an environment
 server it is the server that listens and calls `challenge` (envs/remote/server.py), with a token of its own.
 """
 

@@ -224,7 +224,7 @@ class _Link:
         self.server = server
         self.lost = False
         self.result: Any = None
-        """Of the last call of the fork server."""
+        """The answer to the last call of the fork server."""
         self._connection = connection
         self._import_error: asyncio.Future[WindfallError | None] = asyncio.get_running_loop().create_future()
         """Resolves when the imports are done. Raises ForkServerLost if the fork server was killed."""

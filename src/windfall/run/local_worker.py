@@ -20,12 +20,12 @@ from windfall.engine.factory import build_engine
 from windfall.engine.group.group import EngineGroup
 from windfall.link import tls
 from windfall.link.messages import EngineSpec
-from windfall.trainer.agent import TrainerAgent
 from windfall.trainer.derived import OWN_ENGINE_SHARE
 from windfall.trainer.own_engine.interface import OwnEngine
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
 from windfall.trainer.own_engine.trainer_turn import TrainerTurn
 from windfall.trainer.ranks.process import RankPart, cpu_threads
+from windfall.trainer.service import TrainerService
 from windfall.types import LOCAL, Lease
 from windfall.worker.controller_client import ControllerClient
 
@@ -53,7 +53,7 @@ class LocalWorker:
         if self._engine is not None:
             self._engine.invalidate()
 
-    async def run(self, trainer: TrainerAgent) -> None:
+    async def run(self, trainer: TrainerService) -> None:
         address, fleet, failed = self._where(), self.part.recipe.fleet, list[Exception]()
 
         def build(spec: EngineSpec) -> tuple[Any, int]:
@@ -85,7 +85,7 @@ class LocalWorker:
             if code != 1:
                 return  # the run is over, or the engine was refused for good
 
-    def build(self, spec: EngineSpec, trainer: TrainerAgent) -> tuple[TrainerEngine, int]:
+    def build(self, spec: EngineSpec, trainer: TrainerService) -> tuple[TrainerEngine, int]:
         """The engine, and the number of responses that it decodes at once. Runs in the engine's thread."""
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class ModuleWorker(LocalWorker):
         super().__init__(part, secret, where)
         self.lock = threading.Lock()
 
-    def build(self, spec: EngineSpec, trainer: TrainerAgent) -> tuple[TrainerEngine, int]:
+    def build(self, spec: EngineSpec, trainer: TrainerService) -> tuple[TrainerEngine, int]:
         device, weights = self.part.ranks.device, self.part.weights
         with self.lock:  # the engine for GPUs changes the layout of the module's weights
             merged = weights.merged()
@@ -127,7 +127,7 @@ class RanksWorker(LocalWorker):
         )
         self.lock = TrainerTurn(self._group.pause)
 
-    def build(self, spec: EngineSpec, trainer: TrainerAgent) -> tuple[TrainerEngine, int]:
+    def build(self, spec: EngineSpec, trainer: TrainerService) -> tuple[TrainerEngine, int]:
         with self.lock.engines:
             slots = self._group.build(spec)
         own = TrainerEngine(self._group, self.lock.engines, published=lambda: trainer.manifest, share_memory=True)

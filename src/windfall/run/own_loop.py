@@ -21,7 +21,6 @@ from typing import Any
 
 from windfall import algorithms, devices
 from windfall.controller.policy import FleetPolicy
-from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.engine.factory import build_engine
@@ -35,9 +34,9 @@ from windfall.models.text import Text
 from windfall.recipe.sections import Recipe
 from windfall.run.commands.in_process import in_process_worker
 from windfall.trainer import checkpoint, trained_weights
-from windfall.trainer.agent import TrainerAgent
 from windfall.trainer.derived import derive, fingerprint, spec, text_for
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
+from windfall.trainer.service import TrainerService
 from windfall.training import CheckpointState
 from windfall.worker.worker_link import PulledWeights
 
@@ -70,15 +69,15 @@ class _MemoryDialer:
 
     url = "this process"
 
-    def __init__(self, gate: Gate, trainer: RemoteTrainer) -> None:
+    def __init__(self, gate: Gate, policy: FleetPolicy) -> None:
         self._gate = gate
-        self._trainer = trainer
+        self._policy = policy
         self._serving: set[asyncio.Task[None]] = set()
 
     async def dial(self, timeout_s: float) -> Link:
         del timeout_s
         controllers_end, trainers_end = pair("controller", "trainer")
-        task = asyncio.create_task(self._gate.trainer(controllers_end, self._trainer.attend))
+        task = asyncio.create_task(self._gate.trainer(controllers_end, self._policy.attend))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
         return trainers_end
@@ -99,7 +98,9 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens)
     lock = threading.Lock()
-    remote = RemoteTrainer()
+    events = EventLog(Path("/dev/null"))
+    dispatch = Dispatch(events=events, vocabulary=model.config.vocab_size)
+    policy = FleetPolicy(dispatch, stop=text.stop, sampling=recipe.rollout.sampling(), seed=recipe.run.seed)
     gate = Gate(recipe.run.name, SECRET, log=_ignore_event, max_workers=1, trainer_secret=SECRET)
 
     def hello(**more: Any) -> m.TrainerHello:
@@ -112,11 +113,11 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
             **more,
         )
 
-    service = TrainerAgent(
+    service = TrainerService(
         trainer=trainer,
         state=CheckpointState(step=0, next_task=0),
         secret=SECRET,
-        dialer=_MemoryDialer(gate, remote),  # pyright: ignore[reportArgumentType]
+        dialer=_MemoryDialer(gate, policy),  # pyright: ignore[reportArgumentType]
         hello=hello,
         lock=lock,
         publish=_LocalVersion,
@@ -135,13 +136,10 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
             digest=weights.pull(order.url, order.version, order.digest, stop=stop).digest, tensors=None
         )
 
-    events = EventLog(Path("/dev/null"))
-    dispatch = Dispatch(events=events, vocabulary=model.config.vocab_size)
     serving = asyncio.create_task(service.run(), name="trainer")
     try:
-        first = await remote.connected(START_S)
+        first = await policy.connected(START_S)
         dispatch.set_offer(Offer(version=first.version, digest=first.digest, url=first.url))
-        policy = FleetPolicy(dispatch, remote, stop=text.stop, sampling=recipe.rollout.sampling(), seed=recipe.run.seed)
         async with in_process_worker(dispatch, shared, slots, pull=pull, on_failure=policy.fail):
             yield OpenedPolicy(policy=policy, text=text)
     finally:

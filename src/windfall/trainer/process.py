@@ -24,11 +24,11 @@ from windfall.processes import process
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint, derived, trained_weights
-from windfall.trainer.agent import TrainerAgent
 from windfall.trainer.own_engine.interface import MakeEngine, NoEngine, run_beside
 from windfall.trainer.ranks import process as rank
 from windfall.trainer.ranks.process import RankPart, Setup
 from windfall.trainer.ranks.rank_place import RankPlace
+from windfall.trainer.service import TrainerService, cannot_load
 from windfall.training import CheckpointState
 from windfall.weights.serve import serve
 
@@ -115,7 +115,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     if sharded:
         write = partial(weights.write_published, model, publisher, lambda: orders.call(part.collect))
     local = make_engine(part, secret, where) if f.local else NoEngine()
-    host = TrainerAgent(
+    host = TrainerService(
         trainer=trainer,
         state=state,
         secret=secret,
@@ -136,6 +136,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
             keep=recipe.checkpoint.keep,
             base=loaded.base,
         ),
+        load=cannot_load if sharded or loaded.adapters else partial(trained_weights.load_into, model, trainer),
         address=where,
     )
     part.copied = host.release_module

@@ -16,8 +16,8 @@ from windfall.controller.ledger.journal_format import FILE_NAME
 from windfall.controller.ledger.journal_reader import UNKNOWN, Damage, JournalContents, count_tokens
 from windfall.events.log import Event, EventLog
 
-CHECKPOINT_FACTS = ("checkpoint_damaged", "checkpoint_unchecked")
-"""Facts that a trainer reports about its checkpoints. Each becomes an event of the same name."""
+DAMAGED = "checkpoint_damaged"
+"""What a trainer reports about damaged checkpoints. It becomes an event of this name."""
 
 
 class Recovery:
@@ -29,7 +29,7 @@ class Recovery:
         self._events = events
         self._saved: deque[int] = deque(maxlen=checkpoints + 1)
         """Steps of the last checkpoints. Steps before the oldest are forgotten: a long log must not fill memory."""
-        self._reported: set[tuple[str, str]] = set()
+        self._reported: set[str] = set()
         """Facts about checkpoints that are in the log: each is logged once, no matter how many trainers report it."""
         self._lengths: dict[int, list[list[int]]] = {}
         """By step since the last checkpoint: for every task that it used, the number of tokens of each response."""
@@ -41,9 +41,8 @@ class Recovery:
 
     def report_checkpoints(self, step: int, facts: Mapping[str, Any]) -> None:
         """Log what a trainer at `step` reports about the checkpoints it found."""
-        for name in CHECKPOINT_FACTS:
-            if name in facts and (name, facts[name]) not in self._reported:
-                self._events.instant(name, step=step, pid=facts["pid"], what=facts[name])
+        if DAMAGED in facts and facts[DAMAGED] not in self._reported:
+            self._events.instant(DAMAGED, step=step, pid=facts["pid"], what=facts[DAMAGED])
 
     def report_journal(
         self, contents: JournalContents, *, step: int, next_task: int, open_tasks: Collection[int] = ()
@@ -73,8 +72,8 @@ class Recovery:
                 file = event.get("file")
                 if isinstance(file, str) and FILE_NAME.fullmatch(file):
                     self._file = file
-            case "instant", name if name in CHECKPOINT_FACTS:
-                self._reported.add((name, str(event.get("what", ""))))
+            case "instant", "checkpoint_damaged":
+                self._reported.add(str(event.get("what", "")))
 
     def saved(self, step: int) -> bool:
         """The checkpoint of `step` is on disk. Returns whether the journal may be rotated: after a fallback, only once

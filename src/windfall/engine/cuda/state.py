@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
 
 DTYPES = {"seed": torch.int64, "temperature": torch.float32, "top_p": torch.float32}
-"""Of the tensors of a DeviceState that are not int32."""
+"""The dtypes of the tensors of a DeviceState that are not int32."""
 STOPS = 8  # upper limit for the stop tokens of a response that the device checks
 
 

@@ -50,11 +50,11 @@ class EnvCall:
 
     @property
     def session(self) -> Key:
-        """Of a feedback: the session that its last turn continues."""
+        """The session that the last turn of this call for feedback continues."""
         return (self.args[1], *(tuple(turn[:2]) for turn in self.args[3][:-1]))
 
     def session_after(self, value: object) -> Key | None:
-        """Of a feedback with this value: the session that waits for the next turn, or None if there is none."""
+        """The session that waits for its next turn after feedback with this value; None if there is none."""
         if not isinstance(value, Feedback) or value.observation is None:
             return None
         return (*self.session, (self.args[3][-1][0], value.observation))

@@ -196,8 +196,6 @@ class Console:
                     f"[red]checkpoint damaged[/]: {escape(event['what'])}; continuing from step {event['step']}; "
                     "later steps are repeated"
                 )
-            case "checkpoint_unchecked":
-                self._out.print(f"[yellow]checkpoint not verified[/]: {escape(event['what'])}")
             case "journal_lost":
                 what = f"{event['responses']:,} responses with {event['tokens']:,} tokens are generated again"
                 if not event["responses"]:

@@ -1,4 +1,4 @@
-"""A simulated trainer, with its end of a link: trainer/agent.py in virtual time. It counts real tokens.
+"""A simulated trainer, with its end of a link: trainer/service.py in virtual time. It counts real tokens.
 
     start ──▶ dial ──▶ [ a verb of verbs.py ]* ──▶ dial again when the link closes
       ▲                                                   │

@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from windfall.errors import WindfallError, last_line
-from windfall.trainer.agent import Lock, TrainerAgent
 from windfall.trainer.ranks.process import RankPart
+from windfall.trainer.service import Lock, TrainerService
 
 
 class OwnEngine(Protocol):
@@ -33,7 +33,7 @@ class OwnEngine(Protocol):
         """The weights are about to change: generate nothing before they belong to a version again."""
         ...
 
-    async def run(self, trainer: TrainerAgent) -> None:
+    async def run(self, trainer: TrainerService) -> None:
         """Generate for the run. Raises an error if the engine cannot be built."""
         ...
 
@@ -59,7 +59,7 @@ class NoEngine:
     def invalidate(self) -> None:
         pass
 
-    async def run(self, trainer: TrainerAgent) -> None:
+    async def run(self, trainer: TrainerService) -> None:
         pass
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ MAX_REFUSALS = 3
 has just taken over the port of a dead controller."""
 
 
-def _cannot_load(path: str) -> CheckpointState:
+def cannot_load(path: str) -> CheckpointState:
     raise WindfallError(
         "this trainer cannot load a checkpoint while it runs", where=path, fix="Start a run with it: model.path."
     )
@@ -58,7 +58,7 @@ class Lock(Protocol):
 
 
 @dataclass(kw_only=True)
-class TrainerAgent:
+class TrainerService:
     trainer: Trainer
     state: CheckpointState
     publish: Callable[[int], Any]
@@ -91,12 +91,14 @@ class TrainerAgent:
     """Seconds between two attempts to dial. If the controller answers, but its handshake fails, they double up to 25
     times this."""
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
-    load: Callable[[str], CheckpointState] = _cannot_load
+    load: Callable[[str], CheckpointState] = cannot_load
     """Loads a checkpoint into the module and the optimizer; returns its state."""
     _updates: int = field(default=0, init=False)
     """Optimizer updates since the last version was published."""
     _completed: CheckpointState | None = field(default=None, init=False)
     """The state after the step that is complete but not published yet."""
+    _early: m.PublishedVersion | None = field(default=None, init=False)
+    """The version that was published because the link was lost before Publish: the answer to that Publish."""
     _answers: dict[str, object] = field(default_factory=dict, init=False)
     """Answers to the verbs since the last update, by their ids."""
     _used_answers: dict[str, object] = field(default_factory=dict, init=False)
@@ -141,10 +143,12 @@ class TrainerAgent:
                         logged = why
                         self.say(f"no link: {why}")
                 if self._completed is not None:  # the link was lost before Publish: this step must not be lost, too
-                    await self._publish()
+                    self._early = await self._publish()
                 if self._updates:
                     return 4
-                self._answers = {}
+                # Gradients are dropped, and log-probs were perhaps for a controller that is gone: these are asked anew.
+                again = (m.GradientAdded, m.LogProbs)
+                self._answers = {k: v for k, v in self._answers.items() if not isinstance(v, again)}
                 if refusals >= MAX_REFUSALS:
                     return 2
                 await self._run_in_thread(self.trainer.begin)
@@ -210,6 +214,7 @@ class TrainerAgent:
                 return m.GradientAdded(s=time.monotonic() - started)
             case m.OptimStep():
                 self._updates += 1  # until a version is published, the weights belong to none
+                self._early = None
                 report = await self._run_in_thread(self._update, room=True)
                 if request.step is not None:
                     self._completed = CheckpointState(
@@ -227,6 +232,8 @@ class TrainerAgent:
 
     async def _publish(self) -> m.PublishedVersion:
         """Publish the weights of the completed step."""
+        if self._completed is None and self._early is not None:
+            return self._early
         if self._completed is None:
             raise LinkClosed("nothing to publish: no step was completed since the last version")
         self._manifest = await self._run_in_thread(self.publish, self._completed.step)

@@ -1,8 +1,9 @@
-"""The trainer's agent: which controllers it accepts requests from, and when it exits."""
+"""The trainer's service: which controllers it accepts requests from, and when it exits."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -17,8 +18,8 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.gate import Gate
 from windfall.link.memory import MemoryLink, pair
-from windfall.trainer.agent import MAX_REFUSALS, TrainerAgent
-from windfall.training import CheckpointState
+from windfall.trainer.service import MAX_REFUSALS, TrainerService
+from windfall.training import CheckpointState, Report
 
 SECRET = "the-secret-of-the-trainer"
 ENGINE = m.EngineSpec(
@@ -61,7 +62,7 @@ def hello(**fields: Any) -> m.TrainerHello:
     return m.TrainerHello(micro_tokens=1, model="m", engine=ENGINE, url="http://_:1", facts={}, **fields)
 
 
-def run_agent(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, SavingTrainer, list[str]]:
+def run_service(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, SavingTrainer, list[str]]:
     dials, trainer, lines = Dials(*plays), SavingTrainer(), list[str]()
 
     def save(state: CheckpointState) -> str:
@@ -71,18 +72,21 @@ def run_agent(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, Saving
     async def run() -> int:
         any_trainer: Any = trainer
         any_dialer: Any = dials
-        agent = TrainerAgent(
+        service = TrainerService(
             trainer=any_trainer, state=CheckpointState(step=2, next_task=4), secret=SECRET, dialer=any_dialer,
             hello=hello, publish=lambda version: SimpleNamespace(version=version, digest="d"), save=save,
             address=lambda: "x", patience_s=patience_s, retry_s=0.01, say=lines.append,
         )  # fmt: skip
-        return await agent.run()
+        return await service.run()
 
     return asyncio.run(asyncio.wait_for(run(), 60)), dials, trainer, lines
 
 
+CALLS = itertools.count()
+
+
 async def request_save(link: MemoryLink) -> None:
-    await link.send(m.Save(id="save"))
+    await link.send(m.Save(id=f"save {next(CALLS)}"))
     await link.receive()
     await link.close("enough")
 
@@ -142,7 +146,7 @@ async def refuses_for_now(link: MemoryLink) -> None:
 
 
 def test_accepts_requests_from_the_controller_of_its_run() -> None:
-    code, dials, trainer, lines = run_agent(controller(), controller(), gone)
+    code, dials, trainer, lines = run_service(controller(), controller(), gone)
     assert code == 1
     assert trainer.saves == 2
     assert dials.dials > 3
@@ -155,38 +159,38 @@ def test_accepts_requests_from_the_controller_of_its_run() -> None:
 )  # fmt: skip
 def test_ignores_other_controllers_and_keeps_dialing(play: Play) -> None:
     started = time.monotonic()
-    code, dials, trainer, lines = run_agent(play)
+    code, dials, trainer, lines = run_service(play)
     assert (code, trainer.saves) == (1, 0)
     assert time.monotonic() - started < 30, "an impostor must not occupy it for ever"
     assert dials.dials > 1
     assert len([line for line in lines if "secret" in line]) == 1, lines
-    _, _, trainer, _ = run_agent(play, controller(), gone)
+    _, _, trainer, _ = run_service(play, controller(), gone)
     assert trainer.saves > 0
 
 
 @pytest.mark.parametrize("play", [silent, silent_after_challenge])
 def test_silent_controller_does_not_end_it(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "TIMEOUT_S", 0.05)
-    code, _, trainer, lines = run_agent(play, controller(), gone)
+    code, _, trainer, lines = run_service(play, controller(), gone)
     assert code == 1
     assert trainer.saves > 0
     assert any("waited 0.05 s for a TrainerWelcome" in line for line in lines)
 
 
 def test_refused_agent_logs_the_reason_and_exits_with_2() -> None:
-    code, dials, trainer, lines = run_agent(controller("another secret"), patience_s=60.0)
+    code, dials, trainer, lines = run_service(controller("another secret"), patience_s=60.0)
     assert (code, trainer.saves, dials.dials) == (2, 0, MAX_REFUSALS)
     assert any("refused: wrong token" in line for line in lines)
     assert not any(SECRET in line for line in lines)
 
 
 def test_one_refusal_by_another_run_at_the_old_port_is_survived() -> None:
-    code, _, trainer, _ = run_agent(controller("another secret"), controller(), gone)
+    code, _, trainer, _ = run_service(controller("another secret"), controller(), gone)
     assert (code, trainer.saves > 0) == (1, True)
 
 
 def test_retries_when_asked_to() -> None:
-    code, dials, _, lines = run_agent(refuses_for_now)
+    code, dials, _, lines = run_service(refuses_for_now)
     assert code == 1
     assert MAX_REFUSALS < dials.dials < 12, "it backs off; otherwise there would be 30"
     assert all(len(line) < 300 and "\n" not in line for line in lines)
@@ -200,8 +204,8 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
 
     def publish(version: int) -> Any:
         seen.append(("copying", lock.locked()))
-        agent.release_module()
-        agent.release_module()  # a second call has no effect
+        service.release_module()
+        service.release_module()  # a second call has no effect
         seen.append(("hashing", lock.locked()))
         with lock:  # as the engine does meanwhile
             pass
@@ -217,17 +221,17 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
         await gate.trainer(link, serve)
 
     async def run() -> None:
-        await agent.run()
+        await service.run()
 
     dials: Any = Dials(play, gone)
-    agent = TrainerAgent(
+    service = TrainerService(
         trainer=trainer, state=CheckpointState(step=2, next_task=4), secret=SECRET, dialer=dials, hello=hello,
         publish=publish, save=lambda state: "", address=lambda: "x", patience_s=0.3, retry_s=0.01,
         say=lambda line: None, lock=lock,
     )  # fmt: skip
-    agent.make_room = lambda: seen.append(("room", lock.locked()))
-    agent.give_back = lambda: seen.append(("give back", lock.locked()))
-    agent.invalidate = lambda: seen.append(("invalidate", lock.locked()))
+    service.make_room = lambda: seen.append(("room", lock.locked()))
+    service.give_back = lambda: seen.append(("give back", lock.locked()))
+    service.invalidate = lambda: seen.append(("invalidate", lock.locked()))
     with pytest.raises(TypeError):  # a finish without a report raises
         asyncio.run(asyncio.wait_for(run(), 60))
     after = [("room", True), ("invalidate", True), ("finish", True), ("give back", True)]
@@ -259,5 +263,82 @@ def test_error_in_work_is_reported_and_ends_the_process(error: Exception, report
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavingTrainer, "finish", finish, raising=False)
         with pytest.raises(type(error)):
-            run_agent(play)
+            run_service(play)
     assert received == [reported]
+
+
+class CountingTrainer:
+    """A trainer that counts what it performs."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def begin(self) -> None:
+        self.done.append("drop")
+
+    def accumulate(self, samples: Any) -> None:
+        self.done.append("gradient")
+
+    def finish(self) -> Report:
+        self.done.append("update")
+        return Report(tokens=1, responses=1)
+
+
+VERBS = (
+    m.ForwardBackward(id="1", samples=()), m.OptimStep(id="2", step=3, next_task=5), m.Publish(id="3"), m.Save(id="4"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "again"),
+    [
+        (1, ["drop", "gradient", "update", "publish 3", "save"]),  # a gradient that no update has used is lost
+        (2, ["save"]),
+        (3, ["save"]),
+        (4, []),
+    ],
+)
+@pytest.mark.parametrize("answered", [True, False])
+def test_calls_repeated_after_a_lost_link_are_performed_once(before: int, again: list[str], answered: bool) -> None:
+    """The link is lost after this many calls, maybe before the last of them is answered."""
+    trainer: Any = CountingTrainer()
+    answers: list[list[object]] = [[], []]
+
+    async def first(link: Any, hello: m.TrainerHello) -> None:
+        for n, verb in enumerate(VERBS[:before], 1):
+            await link.send(verb)
+            if answered or n < before:
+                answers[0].append(await link.receive())
+        while trainer.done[-1:] != [("gradient", "update", "publish 3", "save")[before - 1]]:
+            await asyncio.sleep(0.001)
+        await link.close("lost")
+
+    async def second(link: Any, hello: m.TrainerHello) -> None:
+        trainer.done.append("-")
+        for verb in VERBS:
+            await link.send(verb)
+            answers[1].append(await link.receive())
+        await link.close("enough")
+
+    def gate(serve: Any) -> Play:
+        made = Gate("run", "t" * 20, log=lambda *_, **__: None, max_workers=1, trainer_secret=SECRET)
+        return lambda link: made.trainer(link, serve)
+
+    def publish(version: int) -> Any:
+        trainer.done.append(f"publish {version}")
+        return SimpleNamespace(version=version, digest="d")
+
+    async def run() -> None:
+        dials: Any = Dials(gate(first), gate(second), gone)
+        await TrainerService(
+            trainer=trainer, state=CheckpointState(step=2, next_task=4), secret=SECRET, dialer=dials, hello=hello,
+            publish=publish, save=lambda state: trainer.done.append("save") or "there", address=lambda: "x",
+            patience_s=0.3, retry_s=0.01, say=lambda line: None,
+        ).run()  # fmt: skip
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    performed = trainer.done[trainer.done.index("-") + 1 :]
+    assert [x for x in performed if x != "drop"] == [x for x in again if x != "drop"]
+    assert trainer.done.count("publish 3") == trainer.done.count("update") == 1
+    assert answers[1][: len(answers[0])] == answers[0] or before == 1
+    assert [type(x).__name__ for x in answers[1]] == ["GradientAdded", "Optimized", "PublishedVersion", "Saved"]

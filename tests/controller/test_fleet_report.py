@@ -17,7 +17,7 @@ from windfall.events.log import Clock, EventLog, read
 from windfall.link.messages import Capacity
 from windfall.recipe.file import parse_recipe
 from windfall.run.views import top
-from windfall.run.views.console import summarize
+from windfall.run.views.summary import summarize
 from windfall.types import Lease
 
 STEP = {
@@ -67,8 +67,8 @@ def test_snapshot_and_summary_count_the_same_tokens(tmp_path: Path) -> None:
         log.instant("resumed", step=1)
         log.scalar("step", step=2, made=1000, restored=0, **values)
         assert written(fleet)["generated"] == 1090
-    lines = summarize(read(path), tmp_path, finished=True)
-    assert "1,090 generated" in "".join(lines)
+    lines = dict(summarize(read(path)))
+    assert "1,090 generated" in lines["tokens"]
     log = EventLog(path)
     restarted = ControllerLife(parse_recipe({}, where="here"), log, None, resumed=True).report
     assert written(restarted)["generated"] == 1090
@@ -120,8 +120,8 @@ def test_top_reads_the_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[st
         fleet.note_staleness(STEP)
         (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
     top.show(tmp_path, once=True)
-    line = "mean 0.4, max 1, bound 2; lag 0:5 1:4; too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
-    assert f"staleness of the last step: {line}" in capsys.readouterr().out
+    line = "stale 0.4 (max 1, bound 2); too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
+    assert f"last step: {line}" in capsys.readouterr().out
 
 
 def test_snapshot_has_what_lenders_reported(tmp_path: Path) -> None:

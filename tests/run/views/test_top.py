@@ -39,24 +39,18 @@ def snapshot(**more: Any) -> dict[str, Any]:
 def shown(fleet: dict[str, Any], *, live: bool, width: int = 200) -> str:
     out = Console(width=width, record=True, highlight=False)
     with out.capture() as captured:
-        out.print(top.table(fleet, live=live, run=Path("runs/r"), width=width))
+        out.print(top.table(fleet, live=live, run=Path("runs/r")))
     return captured.get()
 
 
-@pytest.mark.parametrize(
-    ("width", "columns"),
-    [(130, list(top.COLUMNS)), (80, ["worker", "lease", "state", "running", "tok/s", "tokens", "age", "reason"]),
-     (50, ["worker", "state", "running", "tok/s", "reason"])],
-)  # fmt: skip
-def test_narrow_terminal_shows_fewer_columns_and_cuts_only_the_reason(width: int, columns: list[str]) -> None:
+def test_narrow_terminal_cuts_the_reason_first() -> None:
     why = "no heartbeat for 8 s; the link was closed by the machine of the worker"
     workers = [worker("w1.1", "ready", price_usd_per_h=3.29), worker("w2.1", "gone", why=why)]
-    lines = shown(snapshot(workers=workers), live=True, width=width).splitlines()
+    lines = shown(snapshot(workers=workers), live=True, width=120).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("worker "))
-    assert lines[start].split() == columns
-    assert max(map(len, lines[start:])) <= width
-    assert "no heartbeat for" in lines[-1]
-    assert lines[start + 1 :][0].count("\N{HORIZONTAL ELLIPSIS}") == 0
+    assert lines[start].split() == list(top.COLUMNS)
+    assert max(map(len, lines[start:])) <= 120
+    assert "spot $3.29/h" in lines[start + 1]
 
 
 def test_present_workers_come_before_gone_ones() -> None:
@@ -102,21 +96,13 @@ STALENESS = {
 
 def test_staleness_of_the_last_step_is_shown() -> None:
     text = shown(snapshot(staleness=STALENESS), live=True)
-    expected = "mean 0.4, max 1, bound 2; too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
-    assert f"\nstaleness of the last step: {expected}\n" in text
-    text = shown(snapshot(staleness=STALENESS | {"counts": [12, 40, 12]}), live=True, width=80)
-    assert (
-        "\nstaleness of the last step: mean 0.4, max 1, bound 2; lag 0:12 1:40 2:12;"
-        "\n  too old 3 (1,204 tok); waited 1.2 s; held 0.4 s\n" in text
-    )
+    assert "\nlast step: stale 0.4 (max 1, bound 2); too old 3 (1,204 tok); waited 1.2 s; held 0.4 s\n" in text
     calm = STALENESS | {"mean": None, "max": 0, "too_old": 0, "too_old_tokens": 0, "held_s": 0.0, "train_wait_s": 0.0}
-    assert "staleness of the last step: mean -, max 0, bound 2\n" in shown(snapshot(staleness=calm), live=True)
+    assert "last step: nothing was trained\n" in shown(snapshot(staleness=calm), live=True)
 
 
 def test_synchronous_run_shows_no_staleness() -> None:
-    earlier = shown(snapshot(), live=True)  # fleet.json of earlier versions has no such key
-    assert "stale" not in earlier
-    assert shown(snapshot(staleness=None), live=True) == earlier
+    assert "stale" not in shown(snapshot(staleness=None), live=True)
 
 
 def test_only_the_newest_gone_workers_are_shown() -> None:
@@ -165,18 +151,8 @@ def test_graders_are_shown() -> None:
     assert "graders" not in shown(snapshot(graders=None), live=True)
 
 
-def test_header_shows_what_the_prefix_caches_save() -> None:
-    assert "prefill:" not in shown(snapshot(), live=True)
-    workers = [worker("a", "ready", kept_sessions=3, kept_tokens=4096), worker("b", "gone", kept_sessions=9)]
-    prefill = {"prefilled": 250, "reused": 750, "lookups": 40, "hits": 30}
-    text = shown(snapshot(workers=workers, prefill=prefill), live=True)
-    assert "prefill: 75% of 1,000 tokens saved, 30 of 40 turns found their prefix" in text
-    assert "kept: 3 sessions with 4,096 tokens" in text
-
-
-def test_lenders_show_their_state_slack_and_share(tmp_path: Path) -> None:
+def test_lenders_are_added_up() -> None:
     lender = {"in_use": True, "slots": 3, "state": "frozen", "use": 0.4, "lent": 0.25, "slack_s": None}
     out = shown(snapshot(workers=[worker("[l]", "ready", kind="borrowed", lender=lender)]), live=True)
     assert "lenders: 1 of 1 in use, 3 of 8 slots open, 25% of their time lent" in out
-    assert "[l]: frozen, 5 running, 3 of 8 slots open, no requests, 40% of its memory serves, 25% lent" in out
     assert "lenders" not in shown(snapshot(), live=True)

@@ -32,7 +32,7 @@ from windfall.models.text import Text
 from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
 from windfall.recipe.sections import Recipe, RolloutSection
 from windfall.run.commands.in_process import in_process_worker
-from windfall.run.views.rewards import graded, parts, passes
+from windfall.run.views.figures import graded, passes, reward_parts
 from windfall.trainer import checkpoint
 from windfall.trainer.derived import context_of, derive, spec, text_for
 from windfall.types import Group, Prompt, Request, Sampling
@@ -126,7 +126,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     of_all = graded({"graded": len(rewards), "responses": tasks * size})
     out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.description)}{of_all}")
     described_more = describe_passes(recipe.eval, [r for r in by_task if r]) | describe_scores(scores)
-    if more := passes(described_more).removeprefix(", ") + parts(described_more):
+    if more := passes(described_more).removeprefix(", ") + reward_parts(described_more):
         out.print(more.strip())
     failures = rollout.failures
     out.print(

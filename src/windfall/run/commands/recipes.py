@@ -86,7 +86,7 @@ def recipe(
     from rich.console import Console
 
     from windfall.recipe import reference
-    from windfall.run.views.tables import plain_table
+    from windfall.run.views.figures import plain_table
 
     columns = ("key", "default", "meaning")
     if not section and not all:

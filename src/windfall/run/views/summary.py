@@ -1,0 +1,139 @@
+"""The summary at the end of a run: what it learned, generated, lost and cost. Pure: events in, text out."""
+
+from __future__ import annotations
+
+import msgspec
+from rich.markup import escape
+
+from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
+from windfall.events.log import Event
+from windfall.run.views.figures import Labeled, graded, number, percent
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def spark(values: list[float], width: int = 30) -> str:
+    """A line chart in one line of text.
+
+    >>> spark([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    return "".join(BARS[round((m - low) / ((high - low) or 1) * (len(BARS) - 1))] for m in means)
+
+
+def summarize(events: list[Event]) -> list[Labeled]:
+    """A summary in a few lines of rich markup, for a run that finished, was stopped, or died."""
+    steps = [e for e in events if e["kind"] == "scalar" and e["name"] == "step"]
+    learned = [*_rewards(events, steps), *_tokens(steps), *_staleness(steps)]
+    return [*learned, *_fleet(events, steps), *_cost(events, steps)]
+
+
+def _rewards(events: list[Event], steps: list[Event]) -> list[Labeled]:
+    out: list[Labeled] = []
+    evals = [e for e in events if e["kind"] == "scalar" and e["name"] == "eval" and e["reward"] is not None]
+    if len(evals) > 1:
+        first, last = evals[0], evals[-1]
+        on = f", on {escape(last['on'])}" if last.get("on") else ""
+        before, after = (f"{e['reward']:.3f}{graded(e)}" for e in (first, last))
+        out.append(("evaluation reward", f"{before} before, {after} after{on}"))
+        passed = first.get("pass_at") or {}
+        for k, value in (last.get("pass_at") or {}).items():
+            if k in passed:
+                out.append((f"pass@{k}", f"{number(passed[k])} before, {number(value)} after"))
+    if trained := [e["reward"] for e in steps if e["reward"] is not None]:
+        out.append(("training reward", f"{trained[0]:.3f} first, {trained[-1]:.3f} last   {spark(trained)}"))
+    if missing := sum(e["missing"] for e in steps):
+        out.append(("rewards missing", f"{missing} (not trained on)"))
+    return out
+
+
+def _tokens(steps: list[Event]) -> list[Labeled]:
+    if not steps:
+        return []
+    generated = sum(e["made"] - e.get("restored", 0) for e in steps)
+    speed = generated / max(1e-9, sum(e.get("counted_s", e["s"]) for e in steps))
+    out = [("tokens", f"{generated:,} generated, {speed:,.0f} tok/s including training")]
+    not_finite = sum(e.get("updates_not_finite", 0) for e in steps)
+    skipped = sum(e.get("updates_skipped", 0) for e in steps) - not_finite
+    if skipped:
+        out.append(("updates skipped", f"{skipped} (no gradient; the weights did not change)"))
+    if not_finite:
+        out.append(("updates skipped", f"{not_finite} (gradient not finite; the weights did not change)"))
+    return out
+
+
+def _staleness(steps: list[Event]) -> list[Labeled]:
+    """Nothing for a synchronous run. A run that became asynchronous when it was resumed counts only those steps."""
+    steps = [e for e in steps if "staleness_mean" in e]
+    if not steps:
+        return []
+
+    def total(key: str) -> float:
+        return sum(e.get(key) or 0 for e in steps)
+
+    counts = [(n, count) for e in steps for n, count in enumerate(e.get("staleness_counts") or [])]
+    out: list[Labeled] = []
+    if responses := sum(count for _, count in counts):
+        mean, most = sum(n * count for n, count in counts) / responses, max(n for n, count in counts if count)
+        out.append(("staleness", f"{mean:.2f} mean, {most} max, bound {steps[-1]['staleness_bound']}"))
+    too_old, tokens, waited_s = total("too_old"), total("too_old_tokens"), total("train_wait_s")
+    dropped = f"{percent(tokens, total('made'))} of sampled tokens: {tokens:,} in {too_old:,} responses"
+    return [
+        *out,
+        ("dropped as too old", dropped),
+        ("trainer waited", f"{percent(waited_s, total('s'))} of the time: {waited_s:,.1f} s"),
+        ("generation held back", f"{total('held_s'):,.1f} s, to keep responses fresh"),
+    ]
+
+
+def _fleet(events: list[Event], steps: list[Event]) -> list[Labeled]:
+    """How many workers joined and were lost, and what happened to their tokens."""
+    joined, lost, left = ([e for e in events if e["name"] == f"worker_{n}"] for n in ("joined", "lost", "left"))
+    if not joined:
+        return []
+    total = {k: sum(e.get(k) or 0 for e in steps) for k in ("moved", "lost_tokens", "repeated", "late")}
+    kept = sum(e.get("kept_tokens") or 0 for e in lost)
+    trainer_lost = sum(e["name"] == "trainer_lost" for e in events)
+    again = f"; the trainer was lost {trainer_lost} times" if trainer_lost else ""
+    return [
+        ("workers", f"{len(joined)} joined, {len(lost)} lost, {len(left)} left{again}"),
+        ("responses moved", f"{total['moved']}, with all their tokens ({kept:,} from lost workers)"),
+        ("tokens lost", f"{total['lost_tokens']}"),
+        ("tokens generated twice", f"{total['repeated'] + total['late']}"),
+    ]
+
+
+def bill_of(event: Event) -> Totals | None:
+    return msgspec.convert(event["bill"], Totals) if event.get("bill") else None
+
+
+def _cost(events: list[Event], steps: list[Event]) -> list[Labeled]:
+    """What the run cost and for what, compared with the same run on the trainer's machine alone."""
+    total = sum((bill for bill in map(bill_of, events) if bill), Totals())
+    out: list[Labeled] = []
+    trained, bought = sum(e["trained"] for e in steps), total.all
+    per_million = total.usd_per_million(trained)
+    if per_million is not None and bought.total_usd:
+        note = ", at least: some workers have no price" if bought.unpriced_s > 0 else ""
+        parts = sorted(bought.usd.items(), key=lambda item: -item[1])
+        names = {"paused": "training"}
+        shares = ", ".join(f"{names.get(b, b)} {usd / bought.total_usd:.0%}" for b, usd in parts if usd > 0)
+        out.append(("cost", f"${bought.total_usd:,.2f}, ${per_million:,.2f} per million trained tokens{note}"))
+        out.append(("", shares))
+        spans = [e for e in events if e["kind"] == "span" and e["name"] == "train" and "error" not in e]
+        alone = reserved_only(total, train_s=sum((e.get("s") or 0.0) + (e.get("early_s") or 0.0) for e in spans))
+        if alone is not None and alone.usd:
+            cost = f"${alone.usd:,.2f}, ${alone.usd_per_million(trained):,.2f} per million"
+            out.append(("cost on the trainer alone", f"{cost}, by the tok/s measured on {alone.measured_on}"))
+    if (value := borrowed_value(total)) is not None:
+        saved = ""
+        if value.saved_usd is not None:
+            saved = f"; saved ${value.saved_usd:,.2f} at the price of {escape(value.priced_as)}"
+        gave = f"{value.tokens:,} tokens ({value.share:.0%}) in {value.hours:,.1f} machine hours"
+        out.append(("borrowed", f"{gave}{saved}"))
+    return out

@@ -11,7 +11,7 @@ from windfall.recipe.reference import Key, all_sections, keys_of, main_keys
 HEAD = """# Recipes
 
 One TOML file describes a run. `windfall train RECIPE.toml --dry-run` checks it and prints what differs from the
-defaults, and what that amounts to: size of the model, devices, batch, fleet. With `--all` it prints every key.
+defaults. `windfall recipe --all` prints every key.
 `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before any work
 starts. Some keys need an extra, such as `wandb`: run `pip install -e '.[wandb]'` in a clone. `-` in the default column
 means that the key is not set. `windfall recipe` prints these tables on the console, and `windfall new`

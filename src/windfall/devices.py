@@ -20,22 +20,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from windfall.errors import WindfallError
 
 LOCK_TIMEOUT_S = 120.0
 """Seconds to wait until other processes have allocated their memory; then this process continues without the lock."""
-DECODE_ROWS = 32
-"""Rows of the measured matrix products: about the batch size of a small engine."""
-MAX_MEASURED_SIZE = 512
-"""Larger matrices are measured at this size, so that the measurement takes milliseconds for every model."""
-MARGIN = 1.1
-"""oneDNN is turned off if it takes this many times as long as BLAS: it is the default, and measurements are noisy."""
-
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _restricted_to: str | None = None
 """The device to which `restrict` has restricted this process."""
@@ -157,44 +147,17 @@ def resolve(device: str, dtype: str, threads: int) -> tuple[str, str]:
     return device, ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype
 
 
-def choose_matmul_library(model: Any, *, deterministic: bool) -> bool:
-    """Let torch multiply matrices on this CPU with oneDNN or, where that is faster, with its BLAS library. Returns
-    whether oneDNN is used. The setting applies to the whole process, to the engine and the trainer.
-
-    The two libraries round differently. So a deterministic run does not measure, because its workers must agree bit for
-    bit. It uses the library that was faster on every measured machine of this architecture (docs/engine.md)."""
+def choose_matmul_library() -> bool:
+    """Let torch multiply matrices on this CPU with oneDNN or with its BLAS library, whichever was faster on
+    machines of this architecture (docs/engine.md). Returns whether oneDNN is used. The setting applies to the whole
+    process. The two libraries round differently, so all processes of a run must make the same choice."""
     import torch
 
     if not torch.backends.mkldnn.is_available():
         return False
-    if deterministic:
-        used = platform.machine() not in ("aarch64", "arm64")
-    else:
-        shapes = {m.weight.shape for m in model.modules() if isinstance(m, torch.nn.Linear)}
-        measured = {(min(a, MAX_MEASURED_SIZE), min(b, MAX_MEASURED_SIZE)) for a, b in shapes}
-        used = _onednn_is_faster(frozenset(measured), model.dtype, torch.get_num_threads())
+    used = platform.machine() not in ("aarch64", "arm64")
     torch.backends.mkldnn.enabled = used  # pyright: ignore[reportAttributeAccessIssue]
     return used
-
-
-@cache
-def _onednn_is_faster(shapes: frozenset[tuple[int, int]], dtype: Any, threads: int) -> bool:
-    """Measure one linear layer of each shape (outputs, inputs). `threads` only identifies the cached result."""
-    import torch
-
-    del threads
-    layers = [(torch.ones(DECODE_ROWS, b, dtype=dtype), torch.ones(a, b, dtype=dtype)) for a, b in shapes]
-    took_s = {True: float("inf"), False: float("inf")}
-    with torch.inference_mode():
-        for attempt in range(4):
-            for used in took_s:
-                torch.backends.mkldnn.enabled = used  # pyright: ignore[reportAttributeAccessIssue]
-                began_s = time.perf_counter()
-                for x, weight in layers:
-                    torch.nn.functional.linear(x, weight)
-                if attempt:  # the first call of each library includes its initialization
-                    took_s[used] = min(took_s[used], time.perf_counter() - began_s)
-    return took_s[True] <= MARGIN * took_s[False]
 
 
 def describe(device: str, count: int = 1) -> str:

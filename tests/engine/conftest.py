@@ -17,7 +17,7 @@ from windfall.models import attention
 def plain(request: pytest.FixtureRequest) -> Any:
     """The model as transformers runs it: the oracle."""
     torch.set_num_threads(1)
-    devices.choose_matmul_library(None, deterministic=True)  # like a worker of a deterministic run
+    devices.choose_matmul_library()  # like a worker of a deterministic run
     return build(request.param)
 
 

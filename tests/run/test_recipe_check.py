@@ -61,7 +61,6 @@ def test_messages_without_a_chat_template_are_refused_before_anything_starts(tmp
 def test_adapters_that_cannot_fit_are_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
     for lora, model, expected in (
-        ({"targets": ["q_prj"]}, "tiny", "no layer named 'q_prj' in this model\nDid you mean 'q_proj'?"),
         ({"path": str(tmp_path / "no")}, "tiny", "this folder has no adapter_config.json"),
         ({"path": str(tmp_path), "rank": 8}, "tiny", "train.lora.rank is 8, but this adapter has rank 4"),
         ({}, str(tmp_path), "this model is an adapter itself"),
@@ -69,4 +68,3 @@ def test_adapters_that_cannot_fit_are_refused_before_anything_starts(tmp_path: P
         with pytest.raises(WindfallError) as e:
             recipe_check.check(parse_recipe({"train": {"lora": lora}, "model": {"path": model}}, where="here"))
         assert expected in str(e.value)
-    recipe_check.check(parse_recipe({"train": {"lora": {"targets": ["q_proj", "mlp.up_proj"]}}}, where="here"))

@@ -109,7 +109,6 @@ def check_export(windfall: Windfall, run: Path, base: Path) -> None:
     assert code == 0
     folder = run / "exports" / "step-000002"
     assert f"wrote {folder.absolute()}: {base} with the adapter" in out
-    assert "read back and found equal" in out
     code, _, err = windfall("export", str(run))
     assert code == 2
     assert "this already exists" in err
@@ -155,7 +154,6 @@ def test_export_copies_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     made = export.export(tmp_path / "run", tmp_path / "out")
     assert made.damaged[0].startswith("step-000002/model.safetensors: it has")
     assert made.source.name == "step-000001"
-    assert (made.dtype, made.parameters) == ("F32", sum(p.numel() for p in model.parameters()))
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(t, back.state_dict()[n]) for n, t in model.state_dict().items())
     assert not (tmp_path / "out" / "windfall").exists()

@@ -24,7 +24,7 @@ from windfall.types import Chunk, Request
 def versions(name: str, count: int) -> list[Any]:
     """`count` models that differ in their weights, with windfall's attention."""
     torch.set_num_threads(1)
-    devices.choose_matmul_library(None, deterministic=True)
+    devices.choose_matmul_library()
     model = build(name)
     model.set_attn_implementation(attention.NAME)
     out = [model]

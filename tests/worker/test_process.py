@@ -64,7 +64,7 @@ def test_workers_are_added_by_hand(tmp_path: Path) -> None:
          "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True,
     )  # fmt: skip
     (tmp_path / "r.toml").write_text(RECIPE)
-    tls = ("--tls-cert", str(cert), "--tls-key", str(key))
+    tls = ("--set", f"fleet.tls_cert={cert}", "--set", f"fleet.tls_key={key}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

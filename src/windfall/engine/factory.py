@@ -148,7 +148,7 @@ def _build_engine(spec: EngineSpec, device: str, given: Any, share: float, versi
     self_test(spec, device, model)
     why = "it is not a GPU" if not device.startswith("cuda") else cuda_engine_refusal(spec, model)
     if device == "cpu":
-        choose_matmul_library(model, deterministic=spec.deterministic)
+        choose_matmul_library()
     # Only one process at a time may measure the free memory and allocate its share.
     with gpu_memory_lock(device):
         running, kv_tokens = engine_sizes(spec, token_bytes(model), device, share)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import sys
@@ -20,7 +19,7 @@ from windfall import __version__, parts
 from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError, file_system_error, nearest
 from windfall.run.commands.env_server import env_server
-from windfall.run.commands.options import Overrides, RecipeFile, TlsCert, TlsKey, token_option
+from windfall.run.commands.options import Overrides, RecipeFile, token_option
 from windfall.run.commands.recipes import new
 from windfall.run.commands.recipes import recipe as recipe_keys
 
@@ -42,7 +41,6 @@ app = typer.Typer(
     cls=_Commands, help="Train language models with reinforcement learning on GPUs that come and go.",
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
-bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
 fleet = typer.Typer(help="Preview workers on clusters and clouds.", no_args_is_help=True)
 
 TrainerToken = Annotated[
@@ -75,9 +73,6 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print what differs from defaults; start nothing.")
     ] = False,
-    all: Annotated[bool, typer.Option("--all", help="With --dry-run: print all keys, also those at defaults.")] = False,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     token: Annotated[str | None, token_option("; by default a new one is created")] = None,
     trainer_token: Annotated[
         str | None,
@@ -86,17 +81,16 @@ def train(
 ) -> None:
     """Train with a recipe: start a controller, a trainer and workers. Ctrl-C saves and shows how to resume."""
     from windfall.link import invitation
-    from windfall.recipe.file import load_recipe
-    from windfall.run import dry_run as dry_runs
+    from windfall.recipe.file import dump_recipe, load_recipe
     from windfall.run import recipe_check, start
 
-    if all and not dry_run:
-        raise WindfallError("--all only changes what --dry-run prints", where="--all", fix="Add --dry-run.")
-    parsed = load_recipe(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
+    parsed = load_recipe(recipe, set)
     chosen = invitation.token(token) if token is not None else None
     report = recipe_check.check(parsed)
-    if dry_run:
-        print(dry_runs.describe(parsed, report, all_keys=all))
+    if dry_run:  # what is printed is a recipe itself
+        print(dump_recipe(parsed, all_keys=False))
+        print(f"# {report}\n# checked: {recipe_check.CHECKED}")
+        print(f"# not checked: {recipe_check.NOT_CHECKED}; nothing was started")
         return
     print(report)
     secret = invitation.token(trainer_token) if trainer_token is not None else None
@@ -106,15 +100,13 @@ def train(
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that was stopped or killed.")],
     set: Overrides = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """Resume a run that was stopped or killed, from its last checkpoint and its journal. Nothing is lost."""
     from windfall.recipe.file import load_recipe
     from windfall.run import start
     from windfall.run_folder import recipe_file
 
-    start.resume(load_recipe(recipe_file(run), [*(set or []), *_tls(tls_cert, tls_key)]), run)
+    start.resume(load_recipe(recipe_file(run), set), run)
 
 
 def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create.")]) -> None:
@@ -194,8 +186,7 @@ def trainer(
     ] = "",
     folder: Annotated[Path | None, typer.Option(help="Directory for the log. Default: a new temporary one.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(help="Additional certificate (PEM) to trust.")] = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    set: Overrides = None,
     patience: Annotated[
         float, typer.Option(min=1.0, help="Seconds without a place in the run after which the command exits.")
     ] = 600.0,
@@ -203,13 +194,12 @@ def trainer(
     """Join a run as one rank of its trainer, for a run with train.rendezvous, until that run ends.
 
     Start one for every GPU, with torchrun, srun or by hand. Its number is in the environment: RANK, WORLD_SIZE and
-    LOCAL_RANK, or those of Slurm.
+    LOCAL_RANK, or those of Slurm. --set changes keys for this machine only, such as fleet.tls_cert.
     """
     from windfall.run.ranks import join as joining
 
-    overrides = _tls(tls_cert, tls_key)
     raise typer.Exit(
-        joining.main(join, token, host=host, folder=folder, ca=tls_ca, overrides=overrides, patience_s=patience)
+        joining.main(join, token, host=host, folder=folder, ca=tls_ca, overrides=set or (), patience_s=patience)
     )
 
 
@@ -324,19 +314,6 @@ def generate(
     offline.generate(path, prompt, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed)
 
 
-@bench.command(name="engine", epilog="Example: windfall bench engine --model smollm2-135m --requests 32")
-def bench_engine(
-    model: Annotated[str, typer.Option(help="Model: tiny, smollm2-135m, a directory or a hub id.")] = "tiny",
-    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=4, help="Upper limit for the tokens of a response.")] = 160,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads. 0: all cores.")] = 0,
-) -> None:
-    """Compare the engine with transformers' generate: useful tokens/s for equal and uneven lengths."""
-    from windfall.run.commands import bench_engine as measure
-
-    measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
-
-
 @fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes")
 def fleet_preview(
     recipe: RecipeFile, set: Overrides = None,
@@ -390,13 +367,6 @@ def _add_commands() -> None:
 
 _add_commands()
 app.add_typer(fleet, name="fleet", rich_help_panel="Add machines")
-app.add_typer(bench, name="bench", rich_help_panel="Measure")
-
-
-def _tls(cert: Path | None, key: Path | None) -> list[str]:
-    """The TLS options as overrides of recipe keys."""
-    given = {"fleet.tls_cert": cert, "fleet.tls_key": key}
-    return [f"{name}={json.dumps(str(path.resolve()))}" for name, path in given.items() if path is not None]
 
 
 def _one_of(value: str, where: str, known: tuple[str, ...]) -> str:

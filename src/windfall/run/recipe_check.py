@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
 
 from windfall import algorithms
@@ -22,7 +21,6 @@ from windfall.models.text import Text
 from windfall.providers import trace
 from windfall.providers.trace import Change
 from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
-from windfall.recipe.lora import choose_layers
 from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
 from windfall.types import Task
@@ -82,24 +80,6 @@ def check_adapter(recipe: Recipe) -> None:
         raise WindfallError(what, where=f"model.path = {recipe.model.path}", fix=fix)
     if lora.path is not None:
         adapter_folder.check_asked(lora.path, adapter_folder.read_config(lora.path), rank=lora.rank, alpha=lora.alpha)
-    names = _layer_names(where) if isinstance(where, Path) else []
-    if names:  # otherwise the trainer finds out
-        choose_layers(names, lora.targets)
-
-
-def _layer_names(folder: Path) -> list[str]:
-    """The names of the matrices within the decoder layers of a model, from the headers of its files."""
-    from safetensors import SafetensorError, safe_open
-
-    names: list[str] = []
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(str(path), framework="np") as file:
-                matrices = [n for n in file.keys() if len(file.get_slice(n).get_shape()) == 2]  # noqa: SIM118
-        except (OSError, SafetensorError):  # the trainer reports it when it loads the model
-            return []
-        names += [n.removesuffix(".weight") for n in matrices if re.search(r"\.\d+\..*\.weight$", n)]
-    return names
 
 
 def _check_group_size(recipe: Recipe) -> None:

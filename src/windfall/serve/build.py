@@ -67,7 +67,7 @@ def build_host(
     tell("comparing the engine with transformers on a small model of this kind ...")
     factory.self_test(spec, device, model)
     if device == "cpu":
-        choose_matmul_library(model, deterministic=False)
+        choose_matmul_library()
     token_bytes = factory.token_bytes(model)
     running, kv_tokens = factory.engine_sizes(spec, token_bytes, device, share)
     layout = blocks.layout(kv_tokens * token_bytes, spec.page_size * token_bytes, least_blocks=LEAST_BLOCKS)

@@ -56,7 +56,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     where_loaded = "cpu" if sharded else device
     model = load.load(trained_weights.model_to_load(recipe, found), dtype=dtype, device=where_loaded)
     if device == "cpu":
-        devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
+        devices.choose_matmul_library()
     tokenizer = load.load_tokenizer(source)
     tokenizer.save_pretrained(folder / "tokenizer")  # for the controller, which reads it without torch
     model.generation_config.save_pretrained(folder / "tokenizer")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from windfall.run.commands.options import Overrides, RecipeFile, TlsKey, token_option
+from windfall.run.commands.options import Overrides, RecipeFile, token_option
 
 
 def env_server(
@@ -27,7 +27,7 @@ def env_server(
     tls_cert: Annotated[
         Path | None, typer.Option(help="Certificate chain (PEM) of the server; runs then connect over https.")
     ] = None,
-    tls_key: TlsKey = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key (PEM) of the certificate.")] = None,
 ) -> None:
     """Host the environment of a recipe for runs on other machines, which name this server in env.servers.
 

@@ -12,10 +12,6 @@ RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="Recipe 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a recipe key; may be repeated.")
 ]
-TlsCert = Annotated[
-    Path | None, typer.Option(help="Certificate chain (PEM) of the controller; workers then connect over https.")
-]
-TlsKey = Annotated[Path | None, typer.Option(help="Private key (PEM) of the certificate.")]
 
 
 def _warn_of_visible_token(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:

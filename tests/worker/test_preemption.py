@@ -6,7 +6,6 @@ Not covered: the real services; IPv6; containers that cannot reach the address.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import subprocess
 import sys
 from typing import Any
@@ -16,13 +15,10 @@ from aiohttp import web
 
 from tests.support import quiet_loop
 from tests.support.hostile.metadata_services import (
-    ACTION,
     CLOUDS,
     EVENTS,
     POLL_S,
-    PREEMPTED,
     TIMEOUT_S,
-    WARNED_AT,
     Aws,
     Azure,
     Gcp,
@@ -33,7 +29,6 @@ from tests.support.hostile.metadata_services import (
     serve,
 )  # fmt: skip
 from windfall.errors import WindfallError
-from windfall.worker import preemption
 from windfall.worker.preemption import PreemptionNotice, watch
 
 
@@ -47,7 +42,6 @@ def test_aws_notice_is_reported_once() -> None:
             assert notice.source == "aws"
             assert notice.left_s == pytest.approx(120, abs=3)
             assert "terminate" in notice.detail
-            assert len(cloud.tokens) == 1
             cloud.action = {"action": "stop", "time": "2017-09-18T08:22:00Z"}
             assert (await watch_task.expect(2))[1].left_s == 0.0
             cloud.action = {"action": "hibernate", "time": "at once"}
@@ -56,97 +50,7 @@ def test_aws_notice_is_reported_once() -> None:
     quiet_loop.run(run())
 
 
-def test_expired_aws_token_is_renewed_within_the_poll() -> None:
-    async def run() -> None:
-        cloud, at_s = Aws(), dict[str, float]()
-
-        async def handler(request: web.Request) -> web.StreamResponse:
-            answer = await cloud(request)
-            at_s["refused" if answer.status == 401 else request.path] = quiet_loop.now_s()
-            return answer
-
-        async with serve(handler) as url, Watch({"aws": url}, poll_s=0.5, timeout_s=2.0) as watch_task:
-            await watch_task.expect(0)
-            cloud.expire()
-            cloud.warn()
-            await watch_task.expect(1)
-        assert cloud.refused == 1
-        assert 0 <= at_s["/latest/api/token"] - at_s["refused"] < 0.4, "the poll did not fail, so there was no back-off"
-
-    quiet_loop.run(run())
-
-
-@pytest.mark.parametrize("name", ["aws", "gcp"])
-def test_state_is_reset_after_a_failure(name: str) -> None:
-    async def run() -> None:
-        cloud, asked = CLOUDS[name](), list[str]()
-
-        async def handler(request: web.Request) -> web.StreamResponse:
-            asked.append(request.path_qs.partition("&")[0])
-            broken = request.path == WARNED_AT[name] and len(asked) == 2
-            return web.Response(status=400) if broken else await cloud(request)
-
-        async with serve(handler) as url, Watch({name: url}, timeout_s=2.0) as watch_task:
-            await watch_task.expect(0)
-        wait = f"{PREEMPTED}?wait_for_change=true"
-        token = "/latest/api/token"
-        assert asked[:4] == ([token, ACTION, token, ACTION] if name == "aws" else [PREEMPTED, wait, PREEMPTED, wait])
-
-    quiet_loop.run(run())
-
-
-def test_aws_token_is_renewed_before_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "AWS_TOKEN_S", 1)
-
-    async def run() -> None:
-        cloud = Aws()
-        async with serve(cloud) as url, Watch({"aws": url}):
-            await asyncio.sleep(0.7)
-        assert len(cloud.tokens) == 2
-        assert cloud.refused == 0
-
-    quiet_loop.run(run())
-
-
-def test_gcp_long_poll_reports_immediately() -> None:
-    async def run() -> None:
-        cloud = Gcp()
-        async with serve(cloud) as url, Watch({"gcp": url}, poll_s=0.3) as watch_task:
-            await asyncio.sleep(0.5)
-            assert [a.get("wait_for_change") for a in cloud.asked] == [None, "true"]
-            assert cloud.asked[1]["last_etag"] == "5ea0"
-            assert float(cloud.asked[1]["timeout_sec"]) <= 15
-            began_s = quiet_loop.now_s()
-            cloud.warn()
-            (notice,) = await watch_task.expect(1)
-            assert quiet_loop.now_s() - began_s < 1, "the notice must not wait for the end of the long poll"
-            assert (notice.source, notice.left_s) == ("gcp", None)
-
-    quiet_loop.run(run())
-
-
-def test_gcp_long_poll_that_times_out_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "GCP_WAIT_S", 0.3)
-
-    async def run() -> None:
-        cloud, at_s = Gcp(), list[float]()
-
-        async def handler(request: web.Request) -> web.StreamResponse:
-            at_s.append(quiet_loop.now_s())
-            return await cloud(request)
-
-        async with serve(handler) as url, Watch({"gcp": url}, poll_s=0.3, timeout_s=2.0) as watch_task:
-            await asyncio.sleep(1.3)
-            waits_s = [b - a for a, b in itertools.pairwise(at_s)]
-            assert len(waits_s) >= 2
-            assert 0.27 < min(waits_s[1:]) < 0.5, "long polls must follow each other without a pause"
-            cloud.warn()
-            await watch_task.expect(1)
-
-    quiet_loop.run(run())
-
-
-def test_gcp_without_long_polls_is_polled_with_pauses() -> None:
+def test_gcp_is_polled_with_pauses() -> None:
     async def run() -> None:
         cloud = Gcp(waits=False)
         async with serve(cloud) as url, Watch({"gcp": url}, poll_s=0.1) as watch_task:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import warnings
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -16,7 +17,6 @@ from tests.support.hostile.metadata_services import (
     CLOUDS,
     FAULTS,
     POLL_S,
-    TIMEOUT_S,
     WARNED_AT,
     Aws,
     Azure,
@@ -33,7 +33,7 @@ from windfall.worker.preemption import PreemptionNotice, watch
 
 @pytest.mark.parametrize("name", list(CLOUDS))
 def test_faulty_service_is_polled_until_it_recovers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(preemption, "AZURE_FIRST_S", TIMEOUT_S)
+    monkeypatch.setitem(preemption.SERVICES, "azure", replace(preemption.SERVICES["azure"], first_s=0.0))
 
     async def run(fault: str) -> None:
         cloud, faults, paths = CLOUDS[name](), 0, set[str]()

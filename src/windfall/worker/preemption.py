@@ -4,6 +4,7 @@
     - A service that is unreachable, slow, broken or hostile costs a poll, but never ends the watch: it is retried after
       a delay that doubles up to five poll intervals. It does not affect the other services.
     - No body over 64 KiB is read, redirects are not followed, no proxy is used, and every request has a timeout.
+    - A poll depends on nothing that an earlier poll has found.
 
 All three services use the same link-local address, so no name is resolved: a lookup can hang for longer than the 30 s
 of warning that some services give. The answer shows which cloud it is.
@@ -14,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import ClassVar, Literal
+from typing import Literal
 
 import aiohttp
 import msgspec
@@ -29,8 +30,6 @@ from windfall.errors import WindfallError, nearest
 ADDRESS = "http://169.254.169.254"
 BODY_LIMIT_BYTES = 64 * 1024
 MAX_WAIT_POLLS = 5  # longest delay before a failed service is retried, in poll intervals
-AWS_TOKEN_S = 21600  # the longest lifetime that AWS allows
-GCP_WAIT_S = 10  # length of a long poll. It is short because a broken connection is noticed only at its end
 AZURE_FIRST_S = 125.0  # the first request enables Scheduled Events, and may take two minutes
 
 
@@ -44,6 +43,8 @@ class PreemptionNotice:
 
 
 OnNotice = Callable[[PreemptionNotice], None]
+Events = dict[str, PreemptionNotice]
+"""The current events of a service, by a key that identifies the event."""
 
 
 async def watch(
@@ -64,13 +65,17 @@ async def watch(
         auto_decompress=False,  # a small body must not become a large one
         headers={"Accept-Encoding": "identity"},
     ) as session:
-        services = [SERVICES[n](session, (base_urls or {}).get(n, ADDRESS).rstrip("/"), timeout_s) for n in names]
+        asked = {n: _Metadata(session, (base_urls or {}).get(n, ADDRESS).rstrip("/"), timeout_s) for n in names}
         if clouds == "auto":
-            present = await asyncio.gather(*(service.is_present() for service in services))
-            services = [service for service, yes in zip(services, present, strict=True) if yes]
+            probes = [SERVICES[name].probe(metadata) for name, metadata in asked.items()]
+            answers = await asyncio.gather(*probes, return_exceptions=True)
+            # Any error means that this is not the cloud.
+            found = [name for name, e in zip(asked, answers, strict=True) if not isinstance(e, BaseException)]
+            asked = {name: asked[name] for name in found}
         async with asyncio.TaskGroup() as group:
-            for service in services:
-                group.create_task(_watch_service(service, on_notice, poll_s), name=f"spot warnings of {service.source}")
+            for name, metadata in asked.items():
+                watching = _watch_service(SERVICES[name], metadata, on_notice, poll_s)
+                group.create_task(watching, name=f"spot warnings of {name}")
 
 
 def on_sigterm(loop: asyncio.AbstractEventLoop, on_notice: OnNotice) -> None:
@@ -83,24 +88,22 @@ def on_sigterm(loop: asyncio.AbstractEventLoop, on_notice: OnNotice) -> None:
     loop.add_signal_handler(signal.SIGTERM, report)
 
 
-async def _watch_service(service: _Service, on_notice: OnNotice, poll_s: float) -> None:
-    loop, failures = asyncio.get_running_loop(), 0
+async def _watch_service(service: _Service, metadata: _Metadata, on_notice: OnNotice, poll_s: float) -> None:
+    failures, usual_s = 0, metadata.timeout_s
     reported: deque[str] = deque(maxlen=256)  # bounded, in case a service invents events without end
+    metadata.timeout_s = max(usual_s, service.first_s)
     while True:
-        began_s = loop.time()
         try:
-            events = await service.poll()
+            events = await service.poll(metadata)
             failures = 0
         except Exception:  # fault boundary: any error of a foreign service is a failed poll, never the end of the watch
-            service.reset()
-            events, failures = [], failures + 1
-        for event, notice in events:
+            events, failures = {}, failures + 1
+        metadata.timeout_s = usual_s
+        for event, notice in events.items():
             if event not in reported:
                 reported.append(event)
                 on_notice(notice)
-        # The interval includes the request, so the next poll follows immediately after a long one.
-        spent_s = 0.0 if failures else loop.time() - began_s
-        await asyncio.sleep(max(0.0, delay_s(failures, first_s=poll_s, limit_s=MAX_WAIT_POLLS * poll_s) - spent_s))
+        await asyncio.sleep(delay_s(failures, first_s=poll_s, limit_s=MAX_WAIT_POLLS * poll_s))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,39 +125,19 @@ class _Answer:
         return text
 
 
-class _Service:
-    """The metadata service of one cloud."""
+@dataclass(slots=True)
+class _Metadata:
+    """The metadata service of this machine, as one cloud would answer."""
 
-    source: ClassVar[str]
+    session: aiohttp.ClientSession
+    base_url: str
+    timeout_s: float
 
-    def __init__(self, session: aiohttp.ClientSession, base_url: str, timeout_s: float) -> None:
-        self._session = session
-        self._base_url = base_url
-        self._timeout_s = timeout_s
-
-    async def probe(self) -> None:
-        """Raise unless the service of this cloud answers."""
-        raise NotImplementedError
-
-    async def poll(self) -> list[tuple[str, PreemptionNotice]]:
-        """Return the current events, each as (key that identifies the event, notice). May raise anything."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """After a failure: discard the state that the next request must not rely on."""
-
-    async def is_present(self) -> bool:
-        try:
-            await self.probe()
-        except Exception:  # fault boundary: any other answer means that this is not the cloud
-            return False
-        return True
-
-    async def _request(self, path: str, *, method: str = "GET", timeout_s: float = 0.0, **headers: str) -> _Answer:
-        timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
+    async def get(self, path: str, *, method: str = "GET", **headers: str) -> _Answer:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self._session.request(
-            method, self._base_url + path, headers=named, timeout=timeout, allow_redirects=False
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        async with self.session.request(
+            method, self.base_url + path, headers=named, timeout=timeout, allow_redirects=False
         ) as response:
             body = bytearray()
             async for chunk in response.content.iter_chunked(4096):
@@ -165,75 +148,45 @@ class _Service:
             return _Answer(status=response.status, headers=response.headers, body=bytes(body))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Service:
+    """How one cloud answers. Both functions may raise anything."""
+
+    probe: Callable[[_Metadata], Awaitable[object]]
+    """Raises unless the service of this cloud answers."""
+    poll: Callable[[_Metadata], Awaitable[Events]]
+    first_s: float = 0.0
+    """Seconds that the first poll may take, if that is longer than the usual timeout."""
+
+
 class _AwsAction(msgspec.Struct, frozen=True, kw_only=True):
     action: str
     time: str = ""
 
 
-class _Aws(_Service):
-    """IMDSv2: needs a token, which is valid for six hours. 404 means that no event is planned."""
-
-    source = "aws"
-    _token = ""
-    _renew_at_s = 0.0
-
-    async def probe(self) -> None:
-        await self._renew()
-
-    async def poll(self) -> list[tuple[str, PreemptionNotice]]:
-        body = await self._get("/latest/meta-data/spot/instance-action")
-        if body is None:
-            return []
-        action = msgspec.json.decode(body, type=_AwsAction)
-        detail = f"spot instance-action {action.action[:40]} at {action.time[:40]}"
-        return [(detail, PreemptionNotice(source="aws", left_s=left_s(action.time), detail=detail))]
-
-    async def _get(self, path: str) -> bytes | None:
-        if asyncio.get_running_loop().time() >= self._renew_at_s:
-            await self._renew()
-        answer = await self._request(path, X_aws_ec2_metadata_token=self._token)
-        if answer.status == 401:  # expired early: the machine was suspended, or the service was restarted
-            await self._renew()
-            answer = await self._request(path, X_aws_ec2_metadata_token=self._token)
-        return None if answer.status == 404 else answer.ok()
-
-    async def _renew(self) -> None:
-        answer = await self._request(
-            "/latest/api/token", method="PUT", X_aws_ec2_metadata_token_ttl_seconds=str(AWS_TOKEN_S)
-        )
-        self._token = answer.word()
-        self._renew_at_s = asyncio.get_running_loop().time() + AWS_TOKEN_S / 2
-
-    def reset(self) -> None:
-        self._renew_at_s = 0.0
+async def _aws_token(metadata: _Metadata) -> str:
+    """IMDSv2 answers only with a token."""
+    return (await metadata.get("/latest/api/token", method="PUT", X_aws_ec2_metadata_token_ttl_seconds="60")).word()
 
 
-class _Gcp(_Service):
-    """`preempted` becomes TRUE. The first request is plain; later ones are long polls that name the last state seen."""
+async def _aws(metadata: _Metadata) -> Events:
+    token = await _aws_token(metadata)
+    answer = await metadata.get("/latest/meta-data/spot/instance-action", X_aws_ec2_metadata_token=token)
+    if answer.status == 404:  # no event is planned
+        return {}
+    action = msgspec.json.decode(answer.ok(), type=_AwsAction)
+    detail = f"spot instance-action {action.action[:40]} at {action.time[:40]}"
+    return {detail: PreemptionNotice(source="aws", left_s=left_s(action.time), detail=detail)}
 
-    source = "gcp"
-    _etag = ""
 
-    async def probe(self) -> None:
-        await self.poll()
-
-    async def poll(self) -> list[tuple[str, PreemptionNotice]]:
-        path, timeout_s = "/computeMetadata/v1/instance/preempted", self._timeout_s
-        if self._etag:
-            path += f"?wait_for_change=true&timeout_sec={GCP_WAIT_S}&last_etag={self._etag}"
-            timeout_s += GCP_WAIT_S
-        answer = await self._request(path, timeout_s=timeout_s, Metadata_Flavor="Google")
-        preempted = answer.word()
-        if answer.headers.get("Metadata-Flavor") != "Google" or preempted not in ("TRUE", "FALSE"):
-            raise ValueError("this is not the metadata service of GCP")
-        etag = answer.headers.get("ETag", "")
-        self._etag = etag if etag.isalnum() else ""
-        if preempted == "FALSE":
-            return []
-        return [("preempted", PreemptionNotice(source="gcp", left_s=None, detail="instance preempted"))]
-
-    def reset(self) -> None:
-        self._etag = ""
+async def _gcp(metadata: _Metadata) -> Events:
+    answer = await metadata.get("/computeMetadata/v1/instance/preempted", Metadata_Flavor="Google")
+    preempted = answer.word()
+    if answer.headers.get("Metadata-Flavor") != "Google" or preempted not in ("TRUE", "FALSE"):
+        raise ValueError("this is not the metadata service of GCP")
+    if preempted == "FALSE":
+        return {}
+    return {"preempted": PreemptionNotice(source="gcp", left_s=None, detail="instance preempted")}
 
 
 class _AzureEvent(msgspec.Struct, frozen=True, kw_only=True, rename="pascal"):
@@ -248,38 +201,28 @@ class _AzureEvents(msgspec.Struct, frozen=True, kw_only=True, rename="pascal"):
     events: list[_AzureEvent]
 
 
-class _Azure(_Service):
+async def _azure_name(metadata: _Metadata) -> str:
+    path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+    return (await metadata.get(path, Metadata="true")).word()
+
+
+async def _azure(metadata: _Metadata) -> Events:
     """Scheduled Events. In a scale set every machine gets the events of all machines, so an event must name this one.
     While its name is unknown, every event counts: an unnecessary move costs one prefill, a missed notice more."""
-
-    source = "azure"
-    _name = ""
-    _answered = False
-
-    async def probe(self) -> None:
-        path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-        self._name = (await self._request(path, Metadata="true")).word()
-
-    async def poll(self) -> list[tuple[str, PreemptionNotice]]:
-        if not self._name:
-            await self.is_present()
-        answer = await self._request(
-            "/metadata/scheduledevents?api-version=2020-07-01",
-            timeout_s=self._timeout_s if self._answered else max(AZURE_FIRST_S, self._timeout_s),
-            Metadata="true",
-        )
-        events = msgspec.json.decode(answer.ok(), type=_AzureEvents).events
-        self._answered = True
-        return [(event.event_id, self._notice(event)) for event in events if self._is_ours(event)]
-
-    def _is_ours(self, event: _AzureEvent) -> bool:
-        names = [name.lower() for name in event.resources or ()]
+    try:
+        name = (await _azure_name(metadata)).lower()
+    except Exception:  # fault boundary: see above
+        name = ""
+    answer = await metadata.get("/metadata/scheduledevents?api-version=2020-07-01", Metadata="true")
+    found: Events = {}
+    for event in msgspec.json.decode(answer.ok(), type=_AzureEvents).events:
         taken = event.event_type in ("Preempt", "Terminate") and event.event_status in ("", "Scheduled", "Started")
-        return taken and (not names or not self._name or self._name.lower() in names)
-
-    def _notice(self, event: _AzureEvent) -> PreemptionNotice:
-        left = 0.0 if event.event_status == "Started" else left_s(event.not_before or "")
-        return PreemptionNotice(source="azure", left_s=left, detail=f"{event.event_type} {event.event_id[:80]}")
+        named = [resource.lower() for resource in event.resources or ()]
+        if taken and (not named or not name or name in named):
+            left = 0.0 if event.event_status == "Started" else left_s(event.not_before or "")
+            detail = f"{event.event_type} {event.event_id[:80]}"
+            found[event.event_id] = PreemptionNotice(source="azure", left_s=left, detail=detail)
+    return found
 
 
 def left_s(when: str) -> float | None:
@@ -298,4 +241,8 @@ def left_s(when: str) -> float | None:
     return None
 
 
-SERVICES: dict[str, type[_Service]] = {"aws": _Aws, "gcp": _Gcp, "azure": _Azure}
+SERVICES = {
+    "aws": _Service(probe=_aws_token, poll=_aws),
+    "gcp": _Service(probe=_gcp, poll=_gcp),
+    "azure": _Service(probe=_azure_name, poll=_azure, first_s=AZURE_FIRST_S),
+}

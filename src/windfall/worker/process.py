@@ -91,6 +91,7 @@ def main(
     if not is_address(url):
         what = f"{url!r} is not the address of a controller"
         raise WindfallError(what, where="--join", fix="Give http://HOST:PORT.")
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
     context = tls.client_context(url, ca=ca, pinned=os.environ.get("WINDFALL_TLS_PIN", ""))
     token = invitation.token(token, patience_s)
     check_ranks(device, engine, tensor_parallel)
@@ -121,13 +122,14 @@ def main(
         client = ControllerClient(
             url,
             token,
-            name=name or f"{socket.gethostname()}-{os.getpid()}",
+            name=name,
             lease=lease,
             build=build_engine,
             puller=Puller(key=auth.weights_key(token), ssl=context, shared=tensor_parallel > 1),
             boot=lambda: start.took,
             ssl=context,
             patience_s=patience_s,
+            say=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
         )
         loop = asyncio.get_running_loop()
         preemption.on_sigterm(loop, client.warned)

@@ -4,8 +4,8 @@
            └─ worker NAME-2    CUDA_VISIBLE_DEVICES=2
 
 - The workers are independent: each has its own link, engine and weights, and watches for preemption notices itself.
-- A worker that crashes or is killed is restarted with back-off (slots.py says when). One that was drained or
-  refused, that found no controller, or that reports an error which a person must fix, is not.
+- A worker that crashes or is killed is restarted with back-off. One that was drained or refused, that found no
+  controller, or that reports an error which a person must fix, is not.
 - SIGTERM and Ctrl-C are passed on: every worker drains, and none is restarted. A second Ctrl-C ends them at once.
 - The workers die with the group, however it ends.
 - The group ends when its last worker has ended. Its exit status is the largest of theirs: 0 if all were drained.
@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from windfall import devices, errors
 from windfall.backoff import RestartDelay
@@ -43,19 +43,14 @@ def find_places(
     {'0': '0', '2': '2'}
     """
     seen = devices.gpu_places("cuda", environment, installed)
-    chosen = range(len(seen)) if gpus == "all" else _numbers(gpus)
-    if not seen or max(chosen) >= len(seen):
-        fix = f"Use numbers from 0 to {len(seen) - 1}, or all." if seen else "Start a worker without --gpus."
-        raise WindfallError(f"this machine has {len(seen)} GPUs that can be used", where=f"--gpus {gpus}", fix=fix)
-    return {str(n): seen[n] for n in chosen}
-
-
-def _numbers(gpus: str) -> list[int]:
-    entries = gpus.split(",")
-    if not all(entry.isdecimal() for entry in entries) or len(set(entries)) < len(entries):
+    chosen = [str(n) for n in range(len(seen))] if gpus == "all" else gpus.split(",")
+    if not all(entry.isdecimal() for entry in chosen) or len(set(chosen)) < len(chosen):
         fix = "Give all, or numbers separated by commas, such as 0,2."
         raise WindfallError(f"{gpus!r} is not a list of GPUs", where="--gpus", fix=fix)
-    return [int(entry) for entry in entries]
+    if not seen or max(map(int, chosen)) >= len(seen):
+        fix = f"Use numbers from 0 to {len(seen) - 1}, or all." if seen else "Start a worker without --gpus."
+        raise WindfallError(f"this machine has {len(seen)} GPUs that can be used", where=f"--gpus {gpus}", fix=fix)
+    return {entry: seen[int(entry)] for entry in chosen}
 
 
 def main(places: Mapping[str, devices.Place], options: Mapping[str, object], *, name: str, token: str) -> int:
@@ -64,104 +59,49 @@ def main(places: Mapping[str, devices.Place], options: Mapping[str, object], *, 
     name = name or f"{socket.gethostname()}-{os.getpid()}"
     if not options.get("--threads"):
         options = {**options, "--threads": max(1, (os.cpu_count() or 1) // len(places))}
-    group = WorkerGroup(places, [str(part) for option in options.items() for part in option], name=name, token=token)
-    return asyncio.run(errors.guard(group.run()))
+    group = WorkerGroup([str(part) for option in options.items() for part in option], token)
+    return asyncio.run(errors.guard(group.run({f"{name}-{key}": place for key, place in places.items()})))
 
 
 class WorkerGroup:
-    def __init__(self, places: Mapping[str, devices.Place], options: Sequence[str], *, name: str, token: str) -> None:
-        self._places = places
-        self._options = options
-        self._name = name
+    def __init__(self, options: list[str], token: str) -> None:
+        self._argv = [sys.executable, "-m", "windfall.run.cli", "worker", *options]
         # The token is passed in the environment: every user of the machine can read a command line.
         self._environment = {**os.environ, "WINDFALL_TOKEN": token}
         self._stopping = asyncio.Event()
         self._handles: dict[str, Handle] = {}
 
-    async def run(self) -> int:
+    async def run(self, places: Mapping[str, devices.Place]) -> int:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._terminate)
-        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                keeping = [tasks.create_task(self._keep_running(*place)) for place in self._places.items()]
+            return max(await asyncio.gather(*(self._keep_running(*place) for place in places.items())))
         finally:
             for handle in self._handles.values():
                 handle.kill()
-            loop.remove_signal_handler(signal.SIGTERM)
-            loop.remove_signal_handler(signal.SIGINT)
-        return max(task.result() for task in keeping)
 
-    def _terminate(self) -> None:
-        if not self._stopping.is_set():
-            self._stopping.set()
-            self._signal(signal.SIGTERM)
-            asyncio.get_running_loop().call_later(GRACE_S, self._signal, signal.SIGKILL)
-
-    def _interrupt(self) -> None:
+    def _stop(self, number: int) -> None:
         self._stopping.set()
-        self._signal(signal.SIGINT)
-
-    def _signal(self, number: int) -> None:
         for handle in self._handles.values():
             handle.signal(number)
+            asyncio.get_running_loop().call_later(GRACE_S, handle.kill)
 
-    async def _keep_running(self, key: str, place: devices.Place) -> int:
+    async def _keep_running(self, name: str, place: devices.Place) -> int:
         """Run a worker on this place until it ends for good. Returns its exit status."""
-        name, delay, code = f"{self._name}-{key}", RestartDelay(), 0
+        argv, delay, code = [*self._argv, "--name", name, "--device", place.device], RestartDelay(), 0
         while not self._stopping.is_set():
             began = time.monotonic()
-            code = await self._run_worker(name, place)
+            environment = place.environment(self._environment)
+            self._handles[name] = process.start(name=name, argv=argv, env=environment, log=sys.stderr.fileno())
+            code = await self._handles[name].wait()
             if code in FINAL or self._stopping.is_set():
                 break
             pause_s = delay.after_death(lived_s=time.monotonic() - began)
-            self._say(name, f"{describe_exit(code)}; restarting in {pause_s:g} s")
+            print(f"{name}: {describe_exit(code)}; restarting in {pause_s:g} s", file=sys.stderr, flush=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
         if self._stopping.is_set() and code in (-signal.SIGTERM, -signal.SIGINT):
             return 0  # it had nothing to hand over yet, so it had no handler for the signal
         return code if code >= 0 else 1
-
-    async def _run_worker(self, name: str, place: devices.Place) -> int:
-        argv = [sys.executable, "-m", "windfall.run.cli", "worker", *self._options, "--name", name]
-        reading, writing = os.pipe()
-        try:
-            handle = process.start(
-                name=name, argv=[*argv, "--device", place.device], env=place.environment(self._environment), log=writing
-            )
-        except OSError as e:  # it may be temporary, for example too many processes
-            os.close(reading)
-            self._say(name, f"could not be started: {e}")
-            return 1
-        finally:
-            os.close(writing)
-        self._handles[name] = handle
-        await self._show(name, reading)
-        return await handle.wait()
-
-    async def _show(self, name: str, descriptor: int) -> None:
-        """Print the worker's output line by line, with its name in front, until the worker ends."""
-        reader = asyncio.StreamReader()
-        with os.fdopen(descriptor, "rb") as pipe:
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), pipe
-            )
-            try:
-                while line := await self._line(reader):
-                    self._say(name, line.decode(errors="replace").rstrip("\n"))
-            finally:
-                transport.close()
-
-    @staticmethod
-    async def _line(reader: asyncio.StreamReader) -> bytes:
-        try:
-            return await reader.readuntil(b"\n")
-        except asyncio.IncompleteReadError as e:
-            return e.partial
-        except asyncio.LimitOverrunError as e:  # a line that is longer than the buffer is shown in parts
-            return await reader.readexactly(e.consumed)
-
-    @staticmethod
-    def _say(name: str, line: str) -> None:
-        print(f"{name}: {line}", file=sys.stderr, flush=True)

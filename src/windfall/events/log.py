@@ -7,7 +7,7 @@ Every line has `t` (wall clock, s), `m` (monotonic clock, s), `kind`, `name` and
     {"t": ...,               "kind": "instant", "name": "stopped", "step": 10}
 
 Each line is written in one piece and flushed at once, so a killed process leaves at most one truncated line at the end.
-`scan` skips it, and opening the log again starts a new line. Lines that windfall did not write are skipped and counted.
+`scan` skips it, and opening the log again starts a new line. Lines that windfall did not write are skipped.
 
 The first write that fails raises an error and calls `failed`. After that nothing more is written, because the run is
 ending. A run that was resumed from step k has an instant "resumed" with that step; `read` then leaves out the events of
@@ -166,15 +166,6 @@ def _plain(value: Any) -> Any:
     return _plain(value.item()) if getattr(value, "shape", None) == () else str(value)
 
 
-@dataclass(slots=True)
-class ForeignLines:
-    """Counts the lines of a log that windfall did not write. Lines truncated by a kill are not among them."""
-
-    lines: int = 0
-    first: int = 0
-    """Line number of the first of them, counted from 1."""
-
-
 def parse(line: bytes) -> Event | None:
     """The event on this line, or None if the line is not a complete event written by windfall."""
     try:
@@ -194,19 +185,14 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < MAX_NUMBER
 
 
-def scan(path: Path, foreign: ForeignLines | None = None) -> Iterator[Event]:
+def scan(path: Path) -> Iterator[Event]:
     """The events of a log, one at a time, so that memory use does not depend on the size of the log."""
     with path.open("rb") as file:
-        number, complete = 0, True
+        complete = True
         while line := file.readline(MAX_LINE_BYTES):
             starts_line, complete = complete, line.endswith(b"\n")
-            number += starts_line
-            event = parse(line) if starts_line else None
-            if event is not None:
+            if starts_line and (event := parse(line)) is not None:
                 yield event
-            elif foreign is not None and starts_line and line.strip() and not is_truncated(line):
-                foreign.lines += 1
-                foreign.first = foreign.first or number
 
 
 def is_truncated(line: bytes) -> bool:
@@ -225,11 +211,11 @@ def last(path: Path) -> Event | None:
     return next((e for e in map(parse, reversed(lines)) if e is not None), None)
 
 
-def read(path: Path, *, without: Collection[str] = (), foreign: ForeignLines | None = None) -> list[Event]:
+def read(path: Path, *, without: Collection[str] = ()) -> list[Event]:
     """All events, without those that a later resume has made void. The bill of a void step remains, as an event named
     `void`. Fields in `without` are left out."""
     events: list[Event] = []
-    for event in scan(path, foreign):
+    for event in scan(path):
         if event["name"] == "resumed":
             events = [e for e in map(partial(_void, after=event["step"]), events) if e is not None]
         for key in without:

@@ -1,4 +1,4 @@
-"""Sinks of the event log: TensorBoard, Weights & Biases, MLflow and Prometheus get every number of every scalar event.
+"""Sinks of the event log: TensorBoard, Weights & Biases and Prometheus get every number of every scalar event.
 
     run ──event──▶ ThreadedSink: a bounded queue ──▶ its thread ──▶ the tool
 
@@ -139,43 +139,6 @@ class WandB:
         self._run.finish()
 
 
-class MlFlow:
-    def __init__(self, uri: str, run: str, folder: Path) -> None:
-        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
-        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
-
-        self._metric, self._client = Metric, MlflowClient(tracking_uri=uri)
-        experiment = self._experiment("windfall")
-        tags = {"windfall.folder": str(folder.resolve())}  # a resumed run continues its curves
-        wanted = f"tags.`windfall.folder` = '{tags['windfall.folder'].replace(chr(39), '_')}'"
-        before = self._client.search_runs([experiment], filter_string=wanted, max_results=1)
-        if before:
-            self._run = before[0].info.run_id
-            self._client.update_run(self._run, status="RUNNING")
-        else:
-            self._run = self._client.create_run(experiment, run_name=run, tags=tags).info.run_id
-
-    def _experiment(self, name: str) -> str:
-        from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
-
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
-            with contextlib.suppress(MlflowException):  # another run has just created it
-                return self._client.create_experiment(name)
-            found = self._client.get_experiment_by_name(name)
-        if found is None:
-            raise SinkFailed(f"cannot create the experiment {name!r}")
-        return found.experiment_id
-
-    def write(self, name: str, numbers: dict[str, float], step: int, t: float) -> None:
-        names = [re.sub(r"[^\w\-. :/]", "_", f"{name}/{key}") for key in numbers]
-        metrics = [self._metric(n, v, int(t * 1000), step) for n, v in zip(names, numbers.values(), strict=True)]
-        self._client.log_batch(self._run, metrics=metrics)
-
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
-
-
 class Prometheus:
     """Serves the newest value of every number under /metrics."""
 
@@ -206,7 +169,7 @@ class Prometheus:
 
 def require_tools(wanted: Mapping[str, Any]) -> None:
     """Raise WindfallError if a package is not installed that these keys of the [log] section need."""
-    for module in ("tensorboard", "wandb", "mlflow"):
+    for module in ("tensorboard", "wandb"):
         if not wanted.get(module):
             continue
         spec = importlib.util.find_spec(module)
@@ -216,17 +179,15 @@ def require_tools(wanted: Mapping[str, Any]) -> None:
 
 
 def make_sinks(
-    *, folder: Path, run: str, tensorboard: bool = False, wandb: str = "", mlflow: str = "", prometheus: str = ""
+    *, folder: Path, run: str, tensorboard: bool = False, wandb: str = "", prometheus: str = ""
 ) -> list[ThreadedSink]:
     """The sinks of a recipe's [log] section."""
-    require_tools({"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow})
+    require_tools({"tensorboard": tensorboard, "wandb": wandb})
     sinks: list[ThreadedSink] = []
     if tensorboard:
         sinks.append(ThreadedSink("tensorboard", lambda: TensorBoard(folder / "tensorboard")))
     if wandb:
         sinks.append(ThreadedSink("wandb", lambda: WandB(wandb, run, folder)))
-    if mlflow:
-        sinks.append(ThreadedSink("mlflow", lambda: MlFlow(mlflow, run, folder)))
     if prometheus:
         sinks.append(ThreadedSink("prometheus", lambda: Prometheus(prometheus, run)))
     return sinks

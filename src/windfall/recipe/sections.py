@@ -288,9 +288,6 @@ class LogSection(Section):
     """Also write every scalar for TensorBoard (the extra `tensorboard`)."""
     wandb: str = ""
     """Project of Weights & Biases that also gets every scalar (the extra `wandb`). Empty: none."""
-    mlflow: str = ""
-    """Tracking URI of MLflow, such as "http://10.0.0.9:5000", that also gets every scalar (the extra `mlflow`). Empty:
-    none."""
     prometheus: str = ""
     """Address, as HOST:PORT, at which Prometheus can scrape the newest scalars under /metrics. Empty: none."""
 

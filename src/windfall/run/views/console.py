@@ -52,7 +52,6 @@ LINES = {
     "checkpoint_damaged": "[red]checkpoint damaged[/]: {what}; continuing from step {step}; later steps are repeated",
     "journal_lost": "[yellow]journal lost[/]: {file}: {why} ({bytes:,} bytes); what was in them is generated again",
     "journal_strays": "[yellow]not a journal file, skipped[/]: {files}",
-    "log_foreign": "[yellow]skipped {lines} lines of events.jsonl that windfall did not write[/]; the first is {first}",
     "log_gap": "[yellow]steps {first} to {last} are missing in events.jsonl[/]; the run continues without them",
 }
 """What is shown for an event, by its name, from its fields. Other events are not shown."""

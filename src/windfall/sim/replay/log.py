@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from windfall.controller.cost import prices
 from windfall.errors import WindfallError
-from windfall.events.log import Event, ForeignLines, read
+from windfall.events.log import Event, read
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate.event_log import steps_of
@@ -90,11 +90,9 @@ def record(folder: Path) -> Record:
     for file in (log, recipe_file):
         if not file.is_file():
             raise WindfallError(f"no {file.name} in this folder", where=str(folder), fix=fix)
-    recipe, foreign = load_recipe(recipe_file), ForeignLines()
+    recipe = load_recipe(recipe_file)
     try:
-        parsed = _record(recipe, read(log, foreign=foreign), str(folder))
-        skipped = (f"{foreign.lines} lines of the log are not from windfall and were skipped",) if foreign.lines else ()
-        return replace(parsed, remarks=(*parsed.remarks, *skipped))
+        return _record(recipe, read(log), str(folder))
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         what = f"the log lacks data that a simulation needs: {type(e).__name__}: {e}"
         raise WindfallError(what, where=str(log), fix="It may be from an older windfall. Run it again.") from e

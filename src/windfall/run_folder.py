@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError, describe_exit, describe_write, nearest
-from windfall.recipe.env_sections import AgentEnv, AgentLimits, DatasetEnv
+from windfall.recipe.env_sections import AgentLimits, DatasetEnv
 from windfall.recipe.file import dump_recipe, load_recipe
+from windfall.recipe.section import Section
 from windfall.recipe.sections import Recipe
 
 UNRECORDED = 64
@@ -93,33 +94,27 @@ def replace(path: Path, text: str) -> None:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Make existing paths absolute, so that the run can be resumed from any folder."""
-
-    def resolved(section: Any, *keys: str) -> Any:
-        paths = {key: value for key, value in section if key in keys and isinstance(value, Path)}
-        return section.model_copy(update={key: path.resolve() for key, path in paths.items()})
-
-    def resolved_env(env: Any) -> Any:
-        env = resolved(env, "path", "eval_path", "servers_token")
-        if isinstance(env, AgentLimits):
-            env = env.model_copy(update={"directory": (env.directory or Path.cwd()).resolve()})
-        if isinstance(env, AgentEnv) and env.tasks is not None:
-            return env.model_copy(update={"tasks": resolved_env(env.tasks)})
-        if isinstance(env, DatasetEnv):
-            return env.model_copy(update={"rewards": [_with_absolute_file(reward) for reward in env.rewards]})
-        return env
-
-    env, trace = resolved_env(recipe.env), resolved(recipe.trace, "file")
-    fleet = resolved(recipe.fleet, "tls_cert", "tls_key")
-    sources = {name: resolved(source, *type(source).model_fields) for name, source in fleet.sources.items()}
-    fleet = fleet.model_copy(update=sources)
-    changes = {"env": env, "trace": trace, "fleet": fleet, "eval": resolved(recipe.eval, "path")}
+    """Make paths absolute, so that the run can be resumed from any folder. run.folder stays as it is: a run goes on in
+    its own folder."""
+    changes = {name: _resolved(section) for name, section in recipe if isinstance(section, Section) and name != "run"}
     changes["chat"] = recipe.chat.with_source()
-    if recipe.train.lora is not None:
-        changes["train"] = recipe.train.model_copy(update={"lora": resolved(recipe.train.lora, "path")})
     if Path(recipe.model.path).is_dir():
         changes["model"] = recipe.model.model_copy(update={"path": str(Path(recipe.model.path).resolve())})
     return recipe.model_copy(update=changes)
+
+
+def _resolved(section: Section) -> Section:
+    changes: dict[str, Any] = {}
+    for key, value in section:
+        if isinstance(value, Path):
+            changes[key] = value.resolve()
+        elif isinstance(value, Section):
+            changes[key] = _resolved(value)
+    if isinstance(section, AgentLimits) and section.directory is None:
+        changes["directory"] = Path.cwd().resolve()
+    if isinstance(section, DatasetEnv):
+        changes["rewards"] = [_with_absolute_file(reward) for reward in section.rewards]
+    return section.model_copy(update=changes)
 
 
 def _with_absolute_file(reward: str) -> str:

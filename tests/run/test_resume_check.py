@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.hostile.checkpoints import flip
-from tests.support.hostile.files import DAMAGES, damage, file_for_folder
+from tests.support.hostile.files import DAMAGES, damage
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
@@ -91,30 +90,6 @@ def test_every_rule_is_about_a_key_that_exists() -> None:
 
 
 # its files
-
-
-@pytest.mark.parametrize("name", resume_check.FOLDERS)
-def test_file_in_place_of_a_folder_is_refused(run: Path, name: str) -> None:
-    file_for_folder(run / name)
-    with pytest.raises(WindfallError, match="a file where the run needs a folder") as caught:
-        resume_check.check_files(run)
-    assert caught.value.where == str(run / name)
-
-
-@pytest.mark.parametrize("name", resume_check.FILES)
-def test_folder_in_place_of_a_file_is_refused(run: Path, name: str) -> None:
-    (run / name).unlink(missing_ok=True)
-    (run / name).mkdir()
-    with pytest.raises(WindfallError, match="a folder where the run needs a file") as caught:
-        resume_check.check_files(run)
-    assert caught.value.where == str(run / name)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable_file_is_refused(run: Path) -> None:
-    (run / "events.jsonl").touch(mode=0o000)
-    with pytest.raises(WindfallError, match="no permission to read and write"):
-        resume_check.check_files(run)
 
 
 @pytest.mark.parametrize("kind", sorted(DAMAGES.keys() - {"missing", "a directory"}))
@@ -213,8 +188,7 @@ def trained_on(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(
     ("old", "new", "says"),
-    [("+", "-", "same length as before, but different contents"), ("1+1", "1+1+0", "68 bytes before, 70 now"),
-     ("4\"}\n", "4\"}\n{}\n", "3 bytes were added at its end, which changes the order of its rows")],
+    [("+", "-", "same length as before, but different contents"), ("1+1", "1+1+0", "68 bytes before, 70 now")],
 )  # fmt: skip
 def test_edited_data_is_refused(trained_on: tuple[Path, Path], old: str, new: str, says: str) -> None:
     data, run = trained_on
@@ -232,7 +206,7 @@ def test_data_may_move_but_not_change(trained_on: tuple[Path, Path]) -> None:
     (found,) = resume_check.check_changes(edited(run, f"env.path='{other}'"), run)
     assert found.key == "env.path"
     other.write_text('{"prompt": "1+1=", "answer": "3"}\n')
-    with pytest.raises(WindfallError, match=r"moved\.jsonl instead of .*good\.jsonl: 68 bytes before, 34 now"):
+    with pytest.raises(WindfallError, match=r"moved\.jsonl: 68 bytes before, 34 now"):
         resume_check.check_changes(edited(run, f"env.path='{other}'"), run)
     with pytest.raises(WindfallError, match="cannot read the data file"):
         resume_check.check_changes(edited(run), run)
@@ -243,10 +217,8 @@ def test_run_without_a_record_of_its_data_gets_one(trained_on: tuple[Path, Path]
     record = run / folders.DATA_BEGAN
     original = record.read_bytes()
     record.unlink()
-    assert any("data.began.json: missing" in line for line in resume_check.check_files(run))
     resume_check.check_changes(edited(run), run)
     assert record.read_bytes() == original
-    assert not any("data.began.json" in line for line in resume_check.check_files(run))
 
 
 def test_damaged_record_of_data_is_refused(trained_on: tuple[Path, Path]) -> None:

@@ -38,10 +38,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as e:
-        fix = nearest(path.name, _recipes_in(path.parent)) or "Recipes are TOML files; see recipes/."
+        fix = nearest(path.name, _files_in(path.parent)) or "Recipes are TOML files; see recipes/."
         raise WindfallError("no such recipe file", where=str(path), fix=fix) from e
     except IsADirectoryError as e:
-        inside = sorted(_recipes_in(path))
+        inside = _files_in(path)
         fix = f"Use a file in it: {', '.join(inside[:5])}." if inside else "Give a TOML file; see recipes/."
         raise WindfallError("this is a folder, not a recipe", where=str(path), fix=fix) from e
     except OSError as e:
@@ -56,18 +56,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise WindfallError(f"not valid TOML: {e}", where=str(path), fix="Correct the syntax there.") from e
 
 
-def _recipes_in(folder: Path) -> list[str]:
-    """Names of the recipes in a folder. Other tools also use TOML files: a recipe has a [model] table, or has only
-    tables that recipes have, or is in a folder named `recipes`."""
-    return [p.name for p in folder.glob("*.toml") if folder.name == "recipes" or _is_recipe(p)]
-
-
-def _is_recipe(path: Path) -> bool:
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not readable, or not TOML
-        return False
-    return "model" in data or (bool(data) and data.keys() <= Recipe.model_fields.keys())
+def _files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.toml"))
 
 
 def parse_recipe(data: dict[str, Any], where: str, overrides: Iterable[str] = ()) -> Recipe:

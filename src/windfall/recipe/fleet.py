@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from windfall.recipe.part_sections import with_parts
-from windfall.recipe.section import Count, FilePath, Section
+from windfall.recipe.section import Count, FilePath, Section, with_parts
 from windfall.recipe.worker_source import WorkerSource
 
 

@@ -1,13 +1,17 @@
-"""What every section of a recipe shares: its base class, and the types of common values."""
+"""What every section of a recipe shares: its base class, the types of common values, and the sections that parts add
+(windfall.parts)."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+
+from windfall import parts
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -62,3 +66,30 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
     )
+
+
+Base = TypeVar("Base", bound=Section)
+
+
+def part_sections(prefix: str = "") -> dict[str, type[Section]]:
+    """The sections of all parts directly under `prefix`, such as "fleet.", by name."""
+    found = [added for part in parts.found() if (added := part.section()) is not None]
+    return {
+        path.removeprefix(prefix): section
+        for path, section in found
+        if path.startswith(prefix) and "." not in path.removeprefix(prefix)
+    }
+
+
+def with_parts(prefix: str) -> Callable[[type[Base]], type[Base]]:
+    """Decorate a section with a key for each section that a part adds under `prefix`. On the top level it always has a
+    value, as every section; within another section it is None if it is left out."""
+
+    def decorate(base: type[Base]) -> type[Base]:
+        added: dict[str, Any] = {}
+        for name, section in part_sections(prefix).items():
+            help = f"The keys of [{prefix}{name}] below. {section.__doc__}"
+            added[name] = (section | None, Field(default=None, description=help)) if prefix else (section, section())
+        return create_model(base.__name__, __base__=base, __module__=base.__module__, __doc__=base.__doc__, **added)
+
+    return decorate

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from windfall.errors import nearest
-from windfall.recipe.part_sections import part_sections
-from windfall.recipe.section import Section
+from windfall.recipe.section import Section, part_sections
 from windfall.recipe.sections import Recipe
 
 MEANT_BY: dict[str, str] = {

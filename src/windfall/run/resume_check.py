@@ -1,13 +1,8 @@
-"""Checks before a run is resumed: are its files usable, which recipe keys changed, and is anything left to do?
-
-Damaged files are reported here, before any process starts. The only file that is ever removed is an unusable
-address.json: the next controller writes a new one.
-"""
+"""Checks before a run is resumed: which recipe keys and data files changed, and is anything left to do?"""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +17,11 @@ from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
 from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint, checksums
 
-FILES = (
-    "recipe.toml", folders.BEGAN, "events.jsonl", "samples.jsonl", "token", "trainer.secret", "address.json",
-    "fleet.json", "controller.log", "trainer.log", "fork_server.log", "env.log", ".controller.lock", ".trainer.lock",
-    ".controller.failure", ".trainer.failure", folders.FROZEN_TRAINER,
-)  # fmt: skip
-DATA_BLOCK = 1 << 20
-FOLDERS = ("checkpoints", "journal", "tokenizer", "workers", "tensorboard")
-
 
 def check_files(folder: Path) -> list[str]:
-    """Refuse a run with unusable files. Returns warnings."""
-    for name in (*FILES, *FOLDERS):
-        path, is_folder = folder / name, name in FOLDERS
-        if not path.exists():
-            continue
-        if path.is_dir() is not is_folder:
-            what = "a file where the run needs a folder" if is_folder else "a folder where the run needs a file"
-            raise WindfallError(what, where=str(path), fix="Move it away, or restore the original.")
-        if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if is_folder else 0)):
-            raise WindfallError("no permission to read and write this", where=str(path), fix="Change its permissions.")
-    warnings = data_warnings(folder)
-    path = folder / "address.json"
-    if path.exists() and folders.address(folder) is None:
+    """Remove an unusable address.json: the next controller writes a new one. Returns warnings."""
+    warnings, path = [], folder / "address.json"
+    if path.is_file() and folders.address(folder) is None:
         path.unlink()
         warnings.append(f"{path}: damaged and removed; the controller may get a different port")
     if not (folder / "token").exists():
@@ -85,7 +62,7 @@ def finished(recipe: Recipe, folder: Path) -> int | None:
 
 def check_data(recipe: Recipe, folder: Path) -> None:
     """Raise WindfallError if the data files have changed since the run began: the task of every index depends on their
-    rows. If the run was started before data files were recorded, record them as they are now."""
+    rows. Without a record of them, record them as they are now."""
     now, path = data_digests(recipe), folder / folders.DATA_BEGAN
     if not path.exists():
         try:
@@ -93,66 +70,40 @@ def check_data(recipe: Recipe, folder: Path) -> None:
         except OSError as e:
             raise unwritable("the record of the data files", path, e) from e
         return
-    before = folders.read_json(path)
-    fields = {"file", "bytes", "xxh3"}
+    before, fields = folders.read_json(path), {"file", "bytes", "xxh3"}
     if before is None or not all(isinstance(was, dict) and fields <= {*was} for was in before.values()):
         fix = "Restore it, or remove it to accept the data files as they are now."
         raise WindfallError("the record of the run's data files is damaged", where=str(path), fix=fix)
-    both = [(key, was, now[key]) for key, was in before.items() if key in now]
-    changed = [_describe_change(key, was, is_now) for key, was, is_now in both if _differ(was, is_now)]
+    changed = []
+    for key, was in before.items():
+        if key in now and (was["bytes"], was["xxh3"]) != (now[key]["bytes"], now[key]["xxh3"]):
+            sizes = f"{was['bytes']:,} bytes before, {now[key]['bytes']:,} now"
+            how = sizes if was["bytes"] != now[key]["bytes"] else "same length as before, but different contents"
+            changed.append(f"{key}: {now[key]['file']}: {how}")
     if changed:
         what = "\n  ".join(["the data has changed since this run began:", *changed])
         fix = "Restore the file and resume, or start a new run with the changed file: windfall train RECIPE.toml"
         raise WindfallError(what, where=str(folder), fix=fix)
 
 
-def data_warnings(folder: Path) -> list[str]:
-    """Warnings for a run that has data files, but no record of their contents when it began."""
-    path = folder / folders.DATA_BEGAN
-    if path.exists() or not isinstance(folders.initial_recipe(folder).task_env, JsonLinesEnv | DatasetEnv):
-        return []
-    return [f"{path}: missing; windfall assumes that the data files are those that the run began with"]
-
-
-def _differ(was: dict[str, Any], now: dict[str, Any]) -> bool:
-    return (was["bytes"], was["xxh3"]) != (now["bytes"], now["xxh3"])
-
-
-def _describe_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
-    path = Path(now["file"])
-    how = f"{was['bytes']:,} bytes before, {now['bytes']:,} now"
-    if now["bytes"] == was["bytes"]:
-        how = "same length as before, but different contents"
-    elif now["bytes"] > was["bytes"] and _digest(key, path, was["bytes"])["xxh3"] == was["xxh3"]:
-        how = f"{now['bytes'] - was['bytes']:,} bytes were added at its end, which changes the order of its rows"
-    place = f"{path} instead of {was['file']}" if now["file"] != was["file"] else str(path)
-    return f"{key}: {place}: {how}"
-
-
 def data_digests(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Size and digest of each data file that the recipe names, by recipe key."""
+    """Size and digest of each data file that the recipe names, by recipe key, and by file if there are several. The
+    files of a data set for evaluation are left out: they may change, and with them its result."""
     env = recipe.task_env
     if isinstance(env, DatasetEnv):
-        return _dataset_files(env)
+        files = data_files.find(env.path, env.split, env.subset).files
+        return {f"env.path {file.name}" if len(files) > 1 else "env.path": _digest("env.path", file) for file in files}
     if not isinstance(env, JsonLinesEnv):
         return {}
-    files = {"env.path": env.path, "env.eval_path": env.eval_path}
-    return {key: _digest(key, path) for key, path in files.items() if path is not None}
+    named = {"env.path": env.path, "env.eval_path": env.eval_path}
+    return {key: _digest(key, path) for key, path in named.items() if path is not None}
 
 
-def _dataset_files(env: DatasetEnv) -> dict[str, dict[str, Any]]:
-    """The files of a data set, by recipe key and name. Those of the evaluation are left out: they may change, and with
-    them its result."""
-    files = data_files.find(env.path, env.split, env.subset).files
-    return {f"env.path {file.name}" if len(files) > 1 else "env.path": _digest("env.path", file) for file in files}
-
-
-def _digest(key: str, path: Path, max_bytes: int | None = None) -> dict[str, Any]:
-    """Size and digest of the file, or of its first `max_bytes` bytes."""
+def _digest(key: str, path: Path) -> dict[str, Any]:
     digest, size = xxhash.xxh3_128(), 0
     try:
         with path.open("rb") as file:
-            while block := file.read(DATA_BLOCK if max_bytes is None else min(DATA_BLOCK, max_bytes - size)):
+            while block := file.read(1 << 20):
                 digest.update(block)
                 size += len(block)
     except OSError as e:

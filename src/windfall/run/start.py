@@ -82,11 +82,8 @@ def resume(recipe: Recipe, folder: Path) -> None:
 def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
     """Save the recipe and log its changes. Together with the original recipe, the log then shows which recipe each
     resume used."""
-    began = folders.initial_recipe(folder)
     try:
         folders.write_recipe(recipe, folder)  # changes by --set also apply to the next resume
-        if not (folder / folders.BEGAN).exists():
-            folders.replace(folder / folders.BEGAN, dump_recipe(began))
     except OSError as e:
         fix = "Free disk space or make the folder writable."
         raise errors.unwritable("the recipe", folder, e, fix) from e

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,9 +51,3 @@ FOREIGN_LINES: dict[str, bytes] = {
 
 def damage(path: Path, kind: str) -> None:
     DAMAGES[kind](path)
-
-
-def file_for_folder(path: Path) -> None:
-    """A file where a folder should be."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.write_text("not a folder\n")

@@ -68,7 +68,7 @@ def test_help_shows_the_commands_in_the_order_in_which_a_user_meets_them() -> No
     out = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "200"}).output
     shown = [name for name in re.findall(r"^│ ([a-z][\w-]*) ", out, re.MULTILINE) if not name.startswith("-")]
     assert sorted(shown) == sorted({path[0] for path in commands(ROOT)})
-    assert [*shown[:5], *shown[-3:]] == ["new", "recipe", "train", "resume", "eval", "gateway", "serve", "fleet"]
+    assert [*shown[:5], *shown[-3:]] == ["new", "recipe", "train", "resume", "eval", "env-server", "serve", "fleet"]
 
 
 def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +116,6 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
         (["worker", "--join", "http://h:99999", "--token", "x"], "'http://h:99999' is not the address of a controller"),
         (["worker", "--join", "http://h:1", "--token", "no.such", "--patience", "1"], "waited 1 s for this token file"),
         (["worker", "--join", "http://h:1", "--token", "x", "--device", "cuda:one"], "unknown value 'cuda:one'"),
-        (["worker", "--join", "http://h:1", "--token", "x", "--gpus", "0,0"], "'0,0' is not a list of GPUs"),
-        (["worker", "--join", "http://h:1", "--token", "x", "--gpus", "all", "--device", "cpu"], "--device cpu differ"),
         (["resume", "short.token"], "short.token: this is a file, not a run"),
         (["top", "short.token"], "short.token: this is a file, not a run"),
         (["trian", "small.toml"], "windfall: unknown command 'trian'\nDid you mean 'train'?"),
@@ -125,8 +123,6 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
         (["export", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["page", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["plot", "smal"], "smal: no such run\nDid you mean 'small'?"),
-        (["gateway", "smal"], "smal: no such run\nDid you mean 'small'?"),
-        (["gateway", "started"], "started: this run has no gateway now"),
         (["resume", "x" * 300], "File name too long"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",

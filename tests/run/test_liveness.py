@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from windfall.run.liveness import (
@@ -10,10 +11,10 @@ from windfall.run.liveness import (
     MISSING_S,
     REPEAT_S,
     SILENT_S,
-    ControllerPulse,
-    MissingWorkers,
-    StoppedProcesses,
+    Unchanged,
     WorkerProblems,
+    missing_workers,
+    pulse,
 )
 
 FROZEN_CHECKS = int(FROZEN_S / CHECK_S)
@@ -23,48 +24,49 @@ def snapshot(t: float, pid: int = 7, **more: Any) -> dict[str, Any]:
     return {"t": t, "pid": pid, "ended": False, "version": 1, "workers": [], **more}
 
 
+def checked(pid: int | None, snapshots: Iterable[dict[str, Any] | None], silent: Unchanged[int]) -> list[bool]:
+    """Whether each check of the controller finds it frozen."""
+    return [bool(silent.update(pulse(pid, each))) for each in snapshots]
+
+
 def test_controller_without_new_snapshots_is_frozen() -> None:
-    pulse = ControllerPulse()
-    for t in range(3 * FROZEN_CHECKS):  # the times may even go back: it is enough that they change
-        assert not pulse.update(7, snapshot(-t))
-        assert pulse.alive
-    frozen = [pulse.update(7, snapshot(5.0)) for _ in range(FROZEN_CHECKS + 1)]
-    assert frozen == [False] * FROZEN_CHECKS + [True]
-    assert not pulse.alive
+    silent = Unchanged[int](FROZEN_S)
+    # The times may even go back: it is enough that they change.
+    assert not any(checked(7, (snapshot(-t) for t in range(3 * FROZEN_CHECKS)), silent))
+    assert silent.changed_lately(7)
+    assert checked(7, [snapshot(5.0)] * (FROZEN_CHECKS + 1), silent) == [False] * FROZEN_CHECKS + [True]
+    assert not silent.changed_lately(7)
 
 
 def test_starting_controller_is_not_frozen() -> None:
     """The snapshot on disk is that of its predecessor. Starting the environment may take minutes."""
-    pulse = ControllerPulse()
+    silent = Unchanged[int](FROZEN_S)
     for before in (snapshot(1.0, pid=7), None):
-        for _ in range(10 * FROZEN_CHECKS):
-            assert not pulse.update(8, before)
-            assert not pulse.alive
-    assert not pulse.update(8, snapshot(1.0, pid=8))
-    assert pulse.alive
+        assert not any(checked(8, [before] * 10 * FROZEN_CHECKS, silent))
+        assert not silent.changed_lately(8)
+    assert checked(8, [snapshot(1.0, pid=8)], silent) == [False]
+    assert silent.changed_lately(8)
 
 
 def test_new_controller_process_starts_a_new_count() -> None:
-    pulse = ControllerPulse()
-    for _ in range(FROZEN_CHECKS):
-        assert not pulse.update(7, snapshot(1.0))
-    assert not pulse.update(8, snapshot(1.0, pid=8))
+    silent = Unchanged[int](FROZEN_S)
+    assert not any(checked(7, [snapshot(1.0)] * FROZEN_CHECKS, silent))
+    assert checked(8, [snapshot(1.0, pid=8)], silent) == [False]
     for _ in range(3 * FROZEN_CHECKS):
-        assert not pulse.update(None, snapshot(1.0, pid=8))  # no controller runs
-        assert not pulse.update(8, snapshot(1.0, pid=8, ended=True))  # it has reported its end
+        assert checked(None, [snapshot(1.0, pid=8)], silent) == [False]  # no controller runs
+        assert checked(8, [snapshot(1.0, pid=8, ended=True)], silent) == [False]  # it has reported its end
 
 
 def test_controller_is_alive_until_it_is_silent() -> None:
-    pulse = ControllerPulse()
-    seen = []
+    silent, seen = Unchanged[int](FROZEN_S), list[bool]()
     for _ in range(5):
-        pulse.update(7, snapshot(1.0))
-        seen.append(pulse.alive)
+        silent.update(pulse(7, snapshot(1.0)))
+        seen.append(silent.changed_lately(7))
     assert seen == [n * CHECK_S < SILENT_S for n in range(5)]
 
 
 def test_process_that_stays_stopped_is_frozen() -> None:
-    processes = StoppedProcesses()
+    processes = Unchanged[int](FROZEN_S)
     for _ in range(FROZEN_CHECKS):
         assert processes.update({7: 100}) == []
     assert processes.update({7: 100}) == [7]
@@ -73,27 +75,23 @@ def test_process_that_stays_stopped_is_frozen() -> None:
 
 
 def test_process_that_is_slowed_down_by_stopping_it_is_not_frozen() -> None:
-    processes = StoppedProcesses()
+    processes = Unchanged[int](FROZEN_S)
     for check in range(10 * FROZEN_CHECKS):
         assert processes.update({7: 100 + check // 20}) == []
 
 
 def test_running_worker_outside_the_fleet_is_reported_as_missing() -> None:
-    missing, checks = MissingWorkers(), int(MISSING_S / CHECK_S)
+    missing, checks = Unchanged[str](MISSING_S), int(MISSING_S / CHECK_S)
     fleet = snapshot(1.0, workers=[{"worker": "a#2", "state": "ready"}, {"worker": "b", "state": "gone"}])
     for _ in range(checks):
-        assert missing.update({"a", "b"}, fleet) == []
-    assert missing.update({"a", "b"}, fleet) == ["b"]
-    assert missing.update({"a"}, fleet) == []
+        assert missing.update(missing_workers({"a", "b"}, fleet)) == []
+    assert missing.update(missing_workers({"a", "b"}, fleet)) == ["b"]
+    assert missing.update(missing_workers({"a"}, fleet)) == []
 
 
 def test_no_worker_is_missing_while_the_fleet_is_unknown() -> None:
-    missing = MissingWorkers()
     for silent in (None, snapshot(1.0, version=None)):
-        for _ in range(int(MISSING_S / CHECK_S)):
-            assert missing.update({"a"}, snapshot(1.0)) == []
-        for _ in range(100):
-            assert missing.update({"a"}, silent) == []
+        assert missing_workers({"a"}, silent) == {}
 
 
 def test_each_cause_is_reported_once_then_counted() -> None:

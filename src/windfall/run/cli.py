@@ -129,9 +129,6 @@ def worker(
     ] = 0.0,
     region: Annotated[str, typer.Option(help="Cloud or region of this machine; it selects the price.")] = "",
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, or one GPU such as cuda:1.")] = "auto",
-    gpus: Annotated[
-        str, typer.Option(metavar="all|0,2", help="Start one worker for each of these GPUs, named NAME-0, NAME-2.")
-    ] = "",
     engine: Annotated[
         str, typer.Option(help="Engine: auto, windfall or vllm. auto: what the recipe says (engine.name).")
     ] = "auto",
@@ -157,21 +154,6 @@ def worker(
     chosen = cast("EngineName", _one_of(engine, "--engine", ("auto", "windfall", "vllm")))
     if not re.fullmatch(r"cuda:\d+", device):
         _one_of(device, "--device", ("auto", "cpu", "cuda", "cuda:0"))
-    if gpus:
-        from windfall.worker import worker_group
-
-        if device not in ("auto", "cuda"):
-            fix = "Give one of the two."
-            raise WindfallError(f"--gpus {gpus} and --device {device} differ", where="windfall worker", fix=fix)
-        if tensor_parallel > 1:
-            fix = "Leave --gpus out, and select GPUs with CUDA_VISIBLE_DEVICES; or start one worker for each GPU."
-            raise WindfallError("--gpus starts one worker for each GPU", where="--tensor-parallel", fix=fix)
-        options = {
-            "--join": join, "--lease": kind, "--price": price, "--region": region, "--threads": threads,
-            "--engine": chosen, "--memory": memory, "--clouds": clouds, "--patience": patience,
-            **({"--tls-ca": tls_ca} if tls_ca else {}),
-        }  # fmt: skip
-        raise typer.Exit(worker_group.main(worker_group.find_places(gpus), options, name=name, token=token))
     worker_process.main(
         join, token, name=name, kind=kind, device=device, region=region, price_usd_per_h=price, threads=threads,
         share=memory, clouds=clouds, ca=tls_ca, patience_s=patience, engine=chosen, tensor_parallel=tensor_parallel,
@@ -201,13 +183,6 @@ def trainer(
     raise typer.Exit(
         joining.main(join, token, host=host, folder=folder, ca=tls_ca, overrides=set or (), patience_s=patience)
     )
-
-
-def gateway(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that is running.")]) -> None:
-    """Print the address of a run's gateway. Every agent gets a key of its own for it; docs/agents.md describes it."""
-    from windfall.controller.gateway import agents
-
-    print(agents.address(run))
 
 
 def top(
@@ -346,7 +321,6 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63": worker,
         "trainer --join http://10.0.0.5:29400 --token trainer.secret": trainer,
         "env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000": env_server,
-        "gateway runs/demo": gateway,
     },
 }
 """The commands of the program in the panels of `windfall --help`, by an example that starts with their name, in the

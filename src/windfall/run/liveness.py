@@ -1,7 +1,12 @@
 """How the supervisor judges the processes that it started: frozen, missing, or failing too often. No I/O.
 
 Time is counted in checks, one per CHECK_S, and not read from a clock: while the supervisor itself is suspended it
-cannot observe anything, and a wall clock may be set.
+cannot observe anything, and a wall clock may be set. A process is frozen if one of these is true for FROZEN_S:
+
+- it is a controller, and has not written a new snapshot;
+- it is stopped (SIGSTOP, a debugger) and its CPU time does not change. Until a process has connected or has written a
+  snapshot, it shows no other sign of life, and its start may rightly take minutes: only the kernel can tell frozen from
+  slow. A process that is only slowed down, by SIGSTOP and SIGCONT in turn, uses CPU time between two checks.
 """
 
 from __future__ import annotations
@@ -10,15 +15,16 @@ import math
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from windfall.backoff import delay_s
 from windfall.errors import WindfallError, describe_exit
 
+K = TypeVar("K", int, str)
 CHECK_S = 1.0
 """Seconds between two checks."""
 FROZEN_S = 30.0
-"""Seconds without a new snapshot after which a controller counts as frozen. It is killed and restarted."""
+"""Seconds after which a process counts as frozen. It is killed and restarted."""
 MISSING_S = 15.0
 """Seconds until a worker that runs but is not in the fleet is killed: a frozen one would keep its place forever."""
 SILENT_S = 3.0
@@ -40,70 +46,48 @@ CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 """Signals that end a process because of its own fault. NCCL ends a process that waits too long with SIGABRT."""
 
 
-@dataclass(kw_only=True)
-class ControllerPulse:
-    """Whether a controller process makes progress, judged by the snapshots (fleet.json) that it writes. A controller
-    that has not written one yet is still starting."""
+class Unchanged(Generic[K]):
+    """For how long the state of each of several things has been the same."""
 
-    pid: int = 0
-    unchanged_s: float | None = None
-    """Seconds for which the last snapshot has not changed; None if this process has not written one."""
-    _last: Any = None
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._seen: dict[K, tuple[Any, float]] = {}
+        """The state of each, and the seconds for which it has not changed."""
 
-    def update(self, pid: int | None, snapshot: dict[str, Any] | None) -> bool:
-        """One check of the controller `pid`, with the snapshot on disk. Returns True if the controller is frozen."""
-        if pid is None or snapshot is None or snapshot.get("pid") != pid or snapshot["ended"]:
-            self.pid = 0
-            self.unchanged_s = None
-            self._last = None
-        elif self.pid != pid or snapshot["t"] != self._last:
-            self.pid = pid
-            self.unchanged_s = 0.0
-            self._last = snapshot["t"]
-        else:
-            self.unchanged_s = (self.unchanged_s or 0.0) + CHECK_S
-        return self.unchanged_s is not None and self.unchanged_s >= FROZEN_S
+    def update(self, states: Mapping[K, Any]) -> list[K]:
+        """One check. Returns the things whose state has not changed for the limit.
 
-    @property
-    def alive(self) -> bool:
-        return self.unchanged_s is not None and self.unchanged_s < SILENT_S
-
-
-@dataclass(kw_only=True)
-class MissingWorkers:
-    """Worker processes that run but are not in the fleet."""
-
-    _missing_s: dict[str, float] = field(default_factory=dict)
-
-    def update(self, running: set[str], snapshot: dict[str, Any] | None) -> list[str]:
-        """One check. Returns the workers that are missing for too long. `snapshot`: None without a live controller."""
-        # Without a version workers cannot join yet, and without a live controller the fleet is unknown.
-        if snapshot is None or snapshot["version"] is None:
-            self._missing_s.clear()
-            return []
-        in_fleet = {w["worker"].partition("#")[0] for w in snapshot["workers"] if w["state"] != "gone"}
-        self._missing_s = {name: self._missing_s.get(name, 0.0) + CHECK_S for name in running - in_fleet}
-        return [name for name, s in self._missing_s.items() if s > MISSING_S]
-
-
-@dataclass(kw_only=True)
-class StoppedProcesses:
-    """Processes that were stopped (SIGSTOP, a debugger). Until a process has connected or has written a snapshot, it
-    shows no other sign of life, and its start may rightly take minutes: only the kernel can tell frozen from slow."""
-
-    _stopped: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """By pid: the CPU time of the process, and the seconds for which it has been stopped."""
-
-    def update(self, stopped: Mapping[int, int]) -> list[int]:
-        """One check. `stopped`: the CPU time (clock ticks) of each process that is stopped now, by pid. Returns those
-        that have been stopped for FROZEN_S. A process that is only slowed down, by SIGSTOP and SIGCONT in turn, uses
-        CPU time between two checks."""
-        before = self._stopped
-        self._stopped = {
-            pid: (ticks, before[pid][1] + CHECK_S if pid in before and before[pid][0] == ticks else 0.0)
-            for pid, ticks in stopped.items()
+        >>> frozen = Unchanged(2 * CHECK_S)
+        >>> [frozen.update({"a": 1, "b": n}) for n in range(3)]
+        [[], [], ['a']]
+        """
+        before = self._seen
+        self._seen = {
+            key: (state, before[key][1] + CHECK_S if key in before and before[key][0] == state else 0.0)
+            for key, state in states.items()
         }
-        return [pid for pid, (_, s) in self._stopped.items() if s >= FROZEN_S]
+        return [key for key, (_, unchanged_s) in self._seen.items() if unchanged_s >= self._limit_s]
+
+    def changed_lately(self, key: K | None) -> bool:
+        """Whether its state has changed within SILENT_S."""
+        return key in self._seen and self._seen[key][1] < SILENT_S
+
+
+def pulse(pid: int | None, snapshot: dict[str, Any] | None) -> dict[int, Any]:
+    """The controller's process with the time of the last snapshot (fleet.json) that it wrote. Empty if none runs; one
+    that has not written a snapshot yet is still starting."""
+    if pid is None or snapshot is None or snapshot.get("pid") != pid or snapshot["ended"]:
+        return {}
+    return {pid: snapshot["t"]}
+
+
+def missing_workers(running: set[str], snapshot: dict[str, Any] | None) -> dict[str, None]:
+    """Worker processes that run but are not in the fleet. Without a version workers cannot join yet, and without a live
+    controller (`snapshot` is None) the fleet is unknown."""
+    if snapshot is None or snapshot["version"] is None:
+        return {}
+    in_fleet = {w["worker"].partition("#")[0] for w in snapshot["workers"] if w["state"] != "gone"}
+    return dict.fromkeys(running - in_fleet)
 
 
 @dataclass(kw_only=True)

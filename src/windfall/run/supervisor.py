@@ -102,19 +102,14 @@ class Supervisor:
             env=environment,
         )
         (self.folder / "workers").mkdir(exist_ok=True)
-        async with self._handling_signals(fork_client), fork_client, self._showing_events(), self._joining_ranks():
+        if self.recipe.train.rendezvous:
+            self._joined = JoinedRanks(self.recipe, self.folder, self._console.notice)
+        joined = self._joined or contextlib.nullcontext()
+        async with self._handling_signals(fork_client), fork_client, self._showing_events(), joined:
             await self._run_processes(fork_client, environment)
         if self._error is not None:
             raise self._error
         return bool(self._end and self._end.get("finished"))
-
-    @contextlib.asynccontextmanager
-    async def _joining_ranks(self) -> AsyncIterator[None]:
-        if not self.recipe.train.rendezvous:
-            yield
-            return
-        async with JoinedRanks(self.recipe, self.folder, self._console.notice) as self._joined:
-            yield
 
     async def _run_processes(self, fork_client: ForkClient, environment: dict[str, str]) -> None:
         argv = [sys.executable, "-m", "windfall.run.cli", "_controller", str(self.folder)]
@@ -214,28 +209,27 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Kill controllers, trainers and workers that are frozen, so that they are restarted; and autoscale."""
-        pulse, missing = liveness.ControllerPulse(), liveness.MissingWorkers()
-        stopped = liveness.StoppedProcesses()
+        silent, stopped = liveness.Unchanged[int](liveness.FROZEN_S), liveness.Unchanged[int](liveness.FROZEN_S)
+        missing = liveness.Unchanged[str](liveness.MISSING_S)
         while True:
             await asyncio.sleep(liveness.CHECK_S)
-            handle, snapshot = self._controller, folders.read_json(self.folder / "fleet.json")
-            started = {h.pid: h for h in (handle, *self._ranks) if h is not None and h.running}
-            frozen = set(stopped.update(process.stopped(started)))
-            if pulse.update(handle.pid if handle and handle.running else None, snapshot) and handle is not None:
-                frozen.add(handle.pid)
-                pulse = liveness.ControllerPulse()
-            for pid in frozen:
-                name = started[pid].name
+            started = {h.pid: h for h in (self._controller, *self._ranks) if h is not None and h.running}
+            snapshot, controller = folders.read_json(self.folder / "fleet.json"), self._controller
+            pid = controller.pid if controller is not None and controller.running else None
+            frozen = {*silent.update(liveness.pulse(pid, snapshot)), *stopped.update(process.stopped(started))}
+            for number in frozen:
+                name = started[number].name
                 self._console.notice(f"the {name} has been frozen for {liveness.FROZEN_S:g} s; killing it")
-                started[pid].kill()
+                started[number].kill()
+            snapshot = snapshot if silent.changed_lately(pid) else None
             self._workers = {name: worker for name, worker in self._workers.items() if worker.running}
-            for name in missing.update(set(self._workers), snapshot if pulse.alive else None):
+            for name in missing.update(liveness.missing_workers(set(self._workers), snapshot)):
                 self._console.notice(
                     f"worker {name} runs but has been missing from the fleet for {liveness.MISSING_S:g} s; killing it"
                 )
                 self._workers[name].kill()
             self._kill_frozen_trainer()
-            self._autoscale(snapshot if pulse.alive else None)
+            self._autoscale(snapshot)
 
     def _autoscale(self, snapshot: dict[str, Any] | None) -> None:
         """Scale the workers of each source up or down where that pays."""
@@ -347,18 +341,12 @@ class Supervisor:
 
     async def _follow_log(self, path: Path, offset: int) -> None:
         """Handle every line that is added to the event log after `offset` bytes."""
-        rest, reported = b"", ""
+        rest = b""
         while True:
             data = b""
-            try:
-                if path.is_file():
-                    with path.open("rb") as file:
-                        file.seek(offset)
-                        data = file.read()
-            except OSError as e:  # it may be temporary
-                if str(e) != reported:
-                    reported = str(e)
-                    self._console.notice(f"cannot read the event log: {e}; retrying")
+            with contextlib.suppress(OSError), path.open("rb") as file:  # not there yet, or a temporary problem
+                file.seek(offset)
+                data = file.read()
             offset += len(data)
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:

@@ -186,13 +186,3 @@ class AgentService:
         folders.replace(self._folder / FILE, json.dumps({"url": url, "pid": os.getpid()}))
         self._events.instant("gateway", url=url)
         return url
-
-
-def address(folder: Path) -> str:
-    """The address of the gateway of a run. Raises WindfallError if there is none."""
-    folders.recipe_file(folder)
-    found = folders.read_json(folder / FILE) or {}
-    if "url" not in found:
-        fix = 'Start the run. A gateway is started if the recipe has [env] name = "agent" or "verifiers".'
-        raise WindfallError("this run has no gateway now", where=str(folder), fix=fix)
-    return str(found["url"])

@@ -115,20 +115,12 @@ class JoiningRank:
     async def run(self) -> int:
         """Returns the exit status."""
         loop, current = asyncio.get_running_loop(), asyncio.current_task()
-        stopped = asyncio.Event()
-
-        def stop() -> None:
-            stopped.set()
-            if current is not None:
-                current.cancel()
-
+        assert current is not None
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop)
+            loop.add_signal_handler(number, current.cancel)
         try:
             return await self._join_again_and_again()
         except asyncio.CancelledError:
-            if not stopped.is_set():
-                raise
             return 0
         finally:
             await self._end_process()
@@ -246,7 +238,7 @@ class JoiningRank:
 
     async def _watch(self, handle: Handle) -> int:
         """Wait for the end of the process. Kill it if it is frozen."""
-        stopped = liveness.StoppedProcesses()
+        stopped = liveness.Unchanged[int](liveness.FROZEN_S)
         while handle.running:
             if stopped.update(process.stopped([handle.pid])):
                 self._say(f"the {handle.name} has been frozen for {liveness.FROZEN_S:g} s; killing it")

@@ -83,3 +83,8 @@ def test_places_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     place = devices.Place(device="cuda", gpu="2")
     assert place.environment({"A": "1", "CUDA_VISIBLE_DEVICES": "0,2"}) == {"A": "1", "CUDA_VISIBLE_DEVICES": "2"}
     assert devices.Place().environment({"A": "1"}) == {"A": "1"}
+
+
+def test_device_is_named_without_its_memory() -> None:
+    assert devices.cuda_device_name("no-such-driver.so") is None
+    assert (devices.cuda_device_name() is None) == (not torch.cuda.is_available())

@@ -166,12 +166,23 @@ def describe(device: str, count: int = 1) -> str:
     >>> describe("cpu"), describe("cpu", 2)
     ('cpu', '2x cpu')
     """
-    name = device
-    if device == "cuda":
-        import torch
-
-        name = torch.cuda.get_device_name()
+    name = cuda_device_name() or device if device == "cuda" else device
     return name if count == 1 else f"{count}x {name}"
+
+
+def cuda_device_name(driver: str = "libcuda.so.1") -> str | None:
+    """The name of the first CUDA device according to the driver, or None if there is no device. Unlike torch's function
+    of this kind, it does not allocate memory on the device."""
+    try:
+        cuda = ctypes.CDLL(driver)
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+            return None
+        if cuda.cuDeviceGetName(name, len(name), device):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return name.value.decode(errors="replace")
 
 
 @contextlib.contextmanager

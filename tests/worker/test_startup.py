@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,9 @@ from tests.support.listening_controller import WAIT_S, episode, expected, opened
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling.members import WorkerState
 from windfall.engine.engine_thread import EngineThread
-from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.memory import pair
-from windfall.worker import startup, worker_link
+from windfall.worker import worker_link
 from windfall.worker.preemption import PreemptionNotice
 
 
@@ -142,64 +140,3 @@ def test_engine_that_is_never_built_ends_the_worker(monkeypatch: pytest.MonkeyPa
         await asyncio.to_thread(host.close)
 
     asyncio.run(main())
-
-
-def test_chosen_device_waits_for_prepare_and_raises_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    may_go = threading.Event()
-    monkeypatch.setattr(startup, "prepare", lambda device, threads, vllm: may_go.wait(WAIT_S) and device)
-    start = startup.StartupThread("cpu", 1)
-    assert start.took == m.LoadTimes()
-    may_go.set()
-    assert start.chosen_device() == "cpu"
-    assert start.took.import_s > 0
-
-    def fails(device: str, threads: int, vllm: bool) -> str:
-        raise WindfallError(f"no {device}")
-
-    monkeypatch.setattr(startup, "prepare", fails)
-    start = startup.StartupThread("cuda", 1)
-    start.join()
-    with pytest.raises(WindfallError, match="no cuda"):
-        start.chosen_device()
-
-
-@pytest.mark.parametrize(
-    ("device", "library", "name", "said"),
-    [
-        ("cpu", "libtorch_cuda.so", "NVIDIA H200", ("cpu", "cpu")),
-        ("auto", "libtorch_cuda.so", "NVIDIA H200", ("cuda", "NVIDIA H200")),
-        ("cuda", "libtorch_cuda.so", "NVIDIA H200", ("cuda", "NVIDIA H200")),
-        ("auto", "libtorch_cuda.so", None, None),
-        ("auto", "libtorch_cpu.so", "NVIDIA H200", ("cpu", "cpu")),
-        ("cuda", "libtorch_cpu.so", "NVIDIA H200", None),
-        ("auto", "libtorch_hip.so", None, None),
-    ],
-)
-def test_detected_device_matches_torch(
-    device: str, library: str, name: str | None, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / library).touch()
-    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: found)
-    monkeypatch.setattr(startup, "cuda_device_name", lambda: name)
-    assert startup.detect_device(device) == said
-
-
-def test_detected_device_of_this_machine_matches_torch() -> None:
-    import torch
-
-    from windfall import devices
-
-    glanced = startup.detect_device("auto")
-    if glanced is not None:
-        found, _ = devices.resolve("auto", "auto", 0)
-        assert glanced == (found, devices.describe(found))
-    assert startup.cuda_device_name("no-such-driver.so") is None
-    assert (startup.cuda_device_name() is None) == (not torch.cuda.is_available())
-
-
-def test_lease_names_only_a_used_device() -> None:
-    startup.check_device(("cuda", "NVIDIA H200"), "cuda")
-    with pytest.raises(WindfallError, match="torch cannot use it"):
-        startup.check_device(("cuda", "NVIDIA H200"), "cpu")

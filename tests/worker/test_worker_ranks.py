@@ -42,23 +42,22 @@ def test_ranks_need_as_many_gpus(
 
 
 @pytest.mark.parametrize(("engine", "ranks", "vllm"), [("auto", 4, True), ("vllm", 1, True), ("auto", 1, False)])
-def test_several_ranks_start_as_vllm(monkeypatch: pytest.MonkeyPatch, engine: Any, ranks: int, vllm: bool) -> None:
-    """CUDA must not be initialized in the process that starts the ranks."""
-
+def test_several_ranks_need_vllm(monkeypatch: pytest.MonkeyPatch, engine: Any, ranks: int, vllm: bool) -> None:
     class Started(Exception):
         pass
 
-    def start(device: str, threads: int, *, vllm: bool) -> None:
-        raise Started(vllm)
+    def start(*_: object, **__: object) -> None:
+        raise Started
 
-    monkeypatch.setattr(worker, "StartupThread", start)
-    monkeypatch.setattr(worker.installed, "check", lambda device: None)
-    with pytest.raises(Started) as started:
+    checked: list[str] = []
+    monkeypatch.setattr(worker, "ControllerClient", start)
+    monkeypatch.setattr(worker.installed, "check", checked.append)
+    with pytest.raises(Started):
         worker.main(
             "http://localhost:1", "0" * 64, name="w", kind="spot", device="cpu", region="", price_usd_per_h=0.0,
-            threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0, engine=engine, tensor_parallel=ranks,
+            threads=0, share=0.4, clouds="none", ca=None, patience_s=1.0, engine=engine, tensor_parallel=ranks,
         )  # fmt: skip
-    assert started.value.args == (vllm,)
+    assert checked == (["cpu"] if vllm else [])
 
 
 def test_worker_is_billed_for_all_its_gpus() -> None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from windfall import errors
-from windfall.devices import describe, restrict, visible_gpus
+from windfall.devices import describe, resolve, visible_gpus
 from windfall.engine import choice, factory
 from windfall.engine.choice import EngineName
 from windfall.engine.vllm import factory as vllm_factory
@@ -22,11 +22,11 @@ from windfall.engine.vllm import installed
 from windfall.errors import WindfallError
 from windfall.link import auth, invitation, tls
 from windfall.link import messages as m
+from windfall.processes import process
 from windfall.types import Lease
 from windfall.weights.pull import Puller
 from windfall.worker import preemption
 from windfall.worker.controller_client import ControllerClient
-from windfall.worker.startup import StartupThread, check_device, detect_device
 
 
 def is_address(url: str) -> bool:
@@ -95,27 +95,24 @@ def main(
     context = tls.client_context(url, ca=ca, pinned=os.environ.get("WINDFALL_TLS_PIN", ""))
     token = invitation.token(token, patience_s)
     check_ranks(device, engine, tensor_parallel)
-    device = restrict(device)  # before any thread asks for a device
+    found, _ = resolve(device, "auto", threads)
+    imported = m.LoadTimes(import_s=process.age_s())
     # Of the engines, only vLLM spans several devices. It must initialize CUDA itself, in other processes.
-    vllm = engine == "vllm" or tensor_parallel > 1
-    if vllm:
-        installed.check("cpu" if device == "cpu" else (detect_device(device) or ("cuda",))[0])
-    start = StartupThread(device, threads, vllm=vllm)  # takes seconds, so the arguments are checked before
-    glanced = detect_device(device)
-    held = devices_held(glanced[1] if glanced else describe(start.chosen_device()), tensor_parallel)
+    if engine == "vllm" or tensor_parallel > 1:
+        installed.check(found)
+    held = devices_held(describe(found), tensor_parallel)
     lease = Lease(kind=kind, device=held, region=region, price_usd_per_h=price_usd_per_h)
+    took = [imported]
 
     def build_engine(spec: m.EngineSpec) -> tuple[Any, int]:
-        found = start.chosen_device()
-        if glanced is not None:
-            check_device(glanced, found)
+        """Runs in the engine's thread, while the weights are pulled."""
         chosen = choice.choose(spec, found, asked=engine, tensor_parallel=tensor_parallel)
         print(chosen, file=sys.stderr, flush=True)
         if chosen.name == "vllm":
-            built, slots, took = vllm_factory.build(spec, found, share=share, tensor_parallel=tensor_parallel)
+            built, slots, times = vllm_factory.build(spec, found, share=share, tensor_parallel=tensor_parallel)
         else:
-            built, slots, took = factory.build_engine_timed(spec, found, share=share)
-        start.took = msgspec.structs.replace(start.took, build_s=took.build_s, warm_s=took.warm_s)
+            built, slots, times = factory.build_engine_timed(spec, found, share=share)
+        took.append(msgspec.structs.replace(imported, build_s=times.build_s, warm_s=times.warm_s))
         return built, slots
 
     async def run() -> int:
@@ -126,7 +123,7 @@ def main(
             lease=lease,
             build=build_engine,
             puller=Puller(key=auth.weights_key(token), ssl=context, shared=tensor_parallel > 1),
-            boot=lambda: start.took,
+            boot=lambda: took[-1],
             ssl=context,
             patience_s=patience_s,
             say=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
@@ -150,8 +147,4 @@ def main(
         sys.stderr.flush()
         os._exit(code)
 
-    try:
-        asyncio.run(run_and_exit())
-    except BaseException:  # raised again once the background import has ended
-        start.join()
-        raise
+    asyncio.run(run_and_exit())

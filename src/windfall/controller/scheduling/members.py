@@ -34,8 +34,7 @@ from windfall.link.messages import Capacity, Stats
 from windfall.types import LOCAL, Capabilities, Lease
 
 LOADING_S = {"build": 960.0, "swap": 150.0}
-"""Maximum seconds in these parts of a load: a little more than the worker's own limits (worker/startup.py,
-session.py)."""
+"""Maximum seconds in these parts of a load: a little more than the worker's own limits (worker/worker_link.py)."""
 LEAVING_S = 20.0
 """Maximum seconds from the Drain message until the worker has left; it should take 8 s at most."""
 

@@ -36,7 +36,6 @@ class RestartDelay:
     """Number of such deaths in a row."""
 
     def after_death(self, *, lived_s: float) -> float:
-        """Seconds to wait after the death of a worker at the age `lived_s`."""
         if lived_s >= self.young_s:
             self.deaths = 0
             return 0.0

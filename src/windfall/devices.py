@@ -40,7 +40,6 @@ class Place:
     """The GPU as CUDA_VISIBLE_DEVICES names it: its number or its UUID."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The environment variables of the process."""
         return {**base, VISIBLE: self.gpu} if self.gpu else dict(base)
 
 

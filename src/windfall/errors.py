@@ -159,7 +159,6 @@ def describe_write(error: BaseException, path: Path) -> str:
 
 
 def unwritable(what: str, path: Path, error: OSError, fix: str = "") -> WindfallError:
-    """The error for a file or folder that cannot be written."""
     return WindfallError(f"cannot write {what}: {describe_write(error, path)}", where=str(path), fix=fix)
 
 

@@ -65,7 +65,6 @@ def _is_there(name: str) -> bool:
 
 
 def found() -> list[ProgramPart]:
-    """The parts that work here."""
     installed = _installed()
     return [part for part in installed.values() if installed.keys() >= set(part.needs)]
 

@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -42,13 +41,6 @@ LOCK_TRY_S = 0.3
 """Minimum seconds to try for a lock: a process that only checks whether it is free holds it for microseconds."""
 
 
-def remove(folder: Path) -> None:
-    """Remove the folder of a run."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it holds other runs
-        folder.parent.rmdir()
-
-
 def recipe_file(run: Path) -> Path:
     """The recipe of the run in this folder. Raises WindfallError if there is no run."""
     check_exists(run)
@@ -58,7 +50,6 @@ def recipe_file(run: Path) -> Path:
 
 
 def check_exists(run: Path) -> None:
-    """Raise WindfallError unless there is such a folder."""
     if run.is_file():
         raise WindfallError("this is a file, not a run", where=str(run), fix="Give a folder such as runs/demo.")
     if not run.is_dir():
@@ -82,7 +73,6 @@ def initial_recipe(folder: Path) -> Recipe:
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """Write the recipe that the run uses from now on."""
     replace(folder / "recipe.toml", dump_recipe(recipe))
 
 
@@ -230,7 +220,6 @@ def failure(folder: Path, role: str, code: int, who: str = "") -> WindfallError:
 
 
 def _try_write(folder: Path) -> OSError | None:
-    """Why a small file cannot be written to the folder; None if it can."""
     path = folder / ".room"
     try:
         with path.open("wb") as file:

@@ -236,11 +236,9 @@ class LearnedStepTime:
 
     @property
     def actual_s(self) -> float:
-        """Actual time of the same steps."""
         return self._decode.actual_s + self._prefill.actual_s
 
     def observe(self, seconds: float, rows: int, context: int, prefill: bool = False) -> None:
-        """A step took this long. A step without rows or without a positive time is ignored."""
         if rows > 0 and 0.0 < seconds < math.inf:
             (self._prefill if prefill else self._decode).observe(seconds, rows, context)
 

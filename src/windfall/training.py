@@ -45,7 +45,6 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Number of sampled tokens of the whole response."""
         return self.whole or len(self.targets)
 
     @property

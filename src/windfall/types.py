@@ -190,7 +190,6 @@ class Response:
 
     @property
     def length(self) -> int:
-        """Number of tokens of all segments, prompts included."""
         return sum(len(segment.prompt) + len(segment.tokens) for segment in self.segments)
 
     @property
@@ -201,7 +200,6 @@ class Response:
 
     @property
     def newest_version(self) -> int | None:
-        """The newest version that sampled one of its tokens. None: no token was sampled."""
         return max((v for segment in self.segments for v in set(segment.versions) if v >= 0), default=None)
 
 

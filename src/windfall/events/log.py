@@ -82,7 +82,6 @@ class EventLog:
             raise self._fail(e) from e
 
     def attach(self, sink: Sink) -> None:
-        """Also pass every later event to `sink`."""
         self._sinks.append(sink)
 
     def instant(self, name: str, **fields: Any) -> None:

@@ -181,7 +181,6 @@ def require_tools(wanted: Mapping[str, Any]) -> None:
 def make_sinks(
     *, folder: Path, run: str, tensorboard: bool = False, wandb: str = "", prometheus: str = ""
 ) -> list[ThreadedSink]:
-    """The sinks of a recipe's [log] section."""
     require_tools({"tensorboard": tensorboard, "wandb": wandb})
     sinks: list[ThreadedSink] = []
     if tensorboard:

@@ -58,7 +58,6 @@ class Gate:
         self._logged: dict[tuple[str, str], tuple[float, int]] = {}
 
     async def worker(self, link: Link, serve: Callable[[Link, m.Hello], Awaitable[None]]) -> None:
-        """Authenticate a worker, and serve its link until it ends."""
         hello, proof = await self._authenticate(link, handshake.WORKER, self._worker_secret)
         if hello is None:
             return
@@ -87,7 +86,6 @@ class Gate:
                 self.workers -= 1
 
     async def trainer(self, link: Link, serve: Callable[[Link, m.TrainerHello], Awaitable[None]]) -> None:
-        """Authenticate the trainer, and serve its link until it ends."""
         if not self._trainer_secret:
             await self._refuse(link, "no trainer is expected here")
             return

@@ -118,7 +118,6 @@ class Listener:
             self._server.close()
 
     def add(self, peer: _UnauthenticatedPeer) -> asyncio.TimerHandle:
-        """Register a new connection, and start its timeout."""
         if len(self._peers) >= self.max_unauthenticated:
             busiest = Counter(p.address for p in self._peers.values()).most_common(1)[0][0]
             oldest = next(t for t, p in self._peers.items() if p.address == busiest)

@@ -40,7 +40,6 @@ def in_url(host: str) -> str:
 
 
 def resolve(host: str) -> str:
-    """The address of a host name; OSError if it has none."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
@@ -53,7 +52,6 @@ def address_toward(host: str, port: int) -> str:
 
 
 def free_port(host: str) -> int:
-    """A port of this address that nothing listens on now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as s:
         s.bind((host, 0))

@@ -146,7 +146,6 @@ def dump_recipe(recipe: Recipe, *, all_keys: bool = True) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """A value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str | Path):

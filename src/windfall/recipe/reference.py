@@ -36,7 +36,6 @@ class Key:
 
 
 def keys_of(section: type[Section]) -> list[Key]:
-    """The keys of a section, in its order."""
     return [_key(section, name) for name in section.model_fields]
 
 

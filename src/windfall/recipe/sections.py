@@ -242,7 +242,6 @@ class Eval(Section):
 
     @property
     def samples(self) -> int:
-        """Responses per task."""
         return self.responses or max(self.pass_at, default=1)
 
     @model_validator(mode="after")

@@ -122,14 +122,12 @@ class Autoscaler:
         return self._keep_one and not any(self._ready.get(n) for n in others)
 
     def _respect_ceiling(self) -> None:
-        """Shrink the most expensive sources while the workers cost more than the ceiling."""
         priced = [(n, s) for n, s in self.sources.items() if s.max_count and s.usd_per_h]
         for name, source in sorted(priced, key=lambda item: -(item[1].usd_per_h or 0.0)):
             while self._max_usd_per_h and self._cost() > self._max_usd_per_h + 1e-9 and self._may_change(name, -1):
                 source.count -= 1
 
     def _cost(self) -> float:
-        """Known cost of all workers that were asked for, in $ per hour."""
         return sum(s.count * (s.usd_per_h or 0.0) for s in self.sources.values())
 
 
@@ -156,7 +154,6 @@ class _AdviceFollower:
 
 
 def _price(row: dict[str, Any]) -> float | None:
-    """The price of a worker in fleet.json; None if it is not known."""
     price = row.get("price_usd_per_h", 0.0)
     return price if price > 0 or row.get("kind") == "borrowed" else None
 

@@ -39,7 +39,6 @@ class GpuAssignment:
         return self._workers[worker]
 
     def release(self, worker: str) -> None:
-        """The worker has ended, or was not started."""
         self._workers.pop(worker, None)
 
     def memory_share(self, worker: str) -> float:

@@ -69,7 +69,6 @@ class Unchanged(Generic[K]):
         return [key for key, (_, unchanged_s) in self._seen.items() if unchanged_s >= self._limit_s]
 
     def changed_lately(self, key: K | None) -> bool:
-        """Whether its state has changed within SILENT_S."""
         return key in self._seen and self._seen[key][1] < SILENT_S
 
 
@@ -118,13 +117,11 @@ class Repetition:
         return delay_s(self.count - 1, first_s=self.first_delay_s, factor=self.factor, limit_s=self.max_delay_s)
 
     def final_error(self, error: WindfallError) -> WindfallError:
-        """The last error with the number of failures, to end the run with."""
         repeats = f" ({self.count} times in a row, with no new step in between)" if self.count > 1 else ""
         return WindfallError(error.what + repeats, where=error.where, fix=error.fix)
 
 
 def failures() -> Repetition:
-    """For a trainer that fails."""
     return Repetition(limit=MAX_FAILURES, first_delay_s=FIRST_DELAY_S, factor=5.0)
 
 

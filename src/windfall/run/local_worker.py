@@ -31,7 +31,6 @@ from windfall.worker.controller_client import ControllerClient
 
 
 def make(part: RankPart, secret: str, where: Callable[[], str]) -> OwnEngine:
-    """The trainer's own engine for a run with fleet.local = true."""
     return RanksWorker(part, secret, where) if part.ranks.distributed else ModuleWorker(part, secret, where)
 
 

@@ -57,7 +57,6 @@ def preload_run(folder: str) -> None:
 
 
 def import_modules() -> None:
-    """Import what windfall imports inside functions."""
     on_gpu = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
     for name in (*LAZY_MODULES, *(GPU_MODULES if on_gpu else ())):
         importlib.import_module(name)

@@ -1,4 +1,7 @@
-"""Checks a recipe before any process starts: model, environment, trace, certificates, context, KV cache. No torch."""
+"""Checks a recipe before any process starts: model, environment, trace, certificates, fleet. No torch.
+
+The trainer checks the rest when it has loaded the model.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,27 @@ import asyncio
 from pathlib import Path
 
 from windfall import algorithms
-from windfall import run_folder as folders
 from windfall.controller.gateway import agents
 from windfall.engine.vllm import installed
 from windfall.envs.grade import trial
 from windfall.envs.hosting import evaluation_data, recipe_host
-from windfall.envs.prompt_lengths import fit, is_agent, prompt_lengths
+from windfall.envs.prompt_lengths import is_agent
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError, install_command
 from windfall.events.sinks import require_tools
 from windfall.link import tls
-from windfall.models import load, tokenizer
-from windfall.models.text import Text
+from windfall.models import load
 from windfall.providers import trace
 from windfall.providers.trace import Change
 from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
 from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
-from windfall.types import Task
 from windfall.weights import adapter_folder
 
 CHECKED = (
     "all keys, that the model is known or its folder exists, two calls to the environment, trace, certificates, fleet"
 )
-NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory"
+NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory, and prompts into its context"
 GENERATED_TRACE_S = 24 * 3600.0
 """Length of a generated trace in seconds."""
 
@@ -53,12 +53,10 @@ def check(recipe: Recipe) -> str:
     if agent and recipe.task_env is recipe.env:  # it has tasks of its own
         return agent.removesuffix("; ")
     host, o = recipe_host(recipe), recipe.rollout
-    task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
+    _, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
     if agent:
         agents.check_grader(recipe, host)
-        return f"{agent}{report}"
-    unchecked = check_context(recipe, task)
-    return f"{report}; {unchecked}" if unchecked else report
+    return f"{agent}{report}"
 
 
 def _check_engine(recipe: Recipe) -> None:
@@ -78,8 +76,6 @@ def check_adapter(recipe: Recipe) -> None:
         what = "this model is an adapter itself, and [train.lora] would train another one on top of it"
         fix = "Set train.lora.path to this folder and model.path to its base, or merge it first: windfall export"
         raise WindfallError(what, where=f"model.path = {recipe.model.path}", fix=fix)
-    if lora.path is not None:
-        adapter_folder.check_asked(lora.path, adapter_folder.read_config(lora.path), rank=lora.rank, alpha=lora.alpha)
 
 
 def _check_group_size(recipe: Recipe) -> None:
@@ -101,26 +97,3 @@ def trace_changes(recipe: Recipe) -> list[Change]:
         )
 
     return trace.resolve(nodes=t.nodes, file=t.file, start_s=t.start_s, generate=generate)
-
-
-def check_context(recipe: Recipe, task: Task) -> str:
-    """Refuse what the trainer would refuse, as far as the files of the model show it. Returns what was not checked."""
-    where = load.resolve(recipe.model.path)
-    if not isinstance(where, Path) or not (where / "tokenizer.json").is_file():
-        return f"prompts were not checked: {where} has no tokenizer.json here yet"
-    try:
-        text = Text(tokenizer.load(where), **recipe.chat.options())
-    except WindfallError as e:  # transformers can read more kinds of tokenizers
-        return f"prompts were not checked: {e.what}"
-    prompts = [len(text.prompt(task.prompt))]
-    context = (folders.read_json(where / "config.json") or {}).get("max_position_embeddings")
-    context = context if isinstance(context, int) else None
-    if context and 0 < context - recipe.rollout.max_tokens < prompts[0]:  # other prompts may be shorter
-        prompts = asyncio.run(_first_lengths(recipe, text))
-    fit(recipe, prompts, context)
-    return ""
-
-
-async def _first_lengths(recipe: Recipe, text: Text) -> list[int]:
-    async with recipe_host(recipe) as env:
-        return await prompt_lengths(env, recipe, text)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from pathlib import Path
 
 from windfall import errors
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
-from windfall.events import log as events
 from windfall.events.log import EventLog
 from windfall.link import auth
 from windfall.models import load
@@ -40,7 +40,7 @@ def new_folder(recipe: Recipe) -> Path:
             folders.replace(folder / folders.DATA_BEGAN, data)
         except OSError as e:
             error = errors.unwritable("the recipe", folder, e, "Free disk space, or set run.folder.")
-            folders.remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             raise error from e
         return folder
     raise WindfallError("ten thousand runs with this name exist", where=str(wanted), fix="Set run.name.")
@@ -50,20 +50,12 @@ def train(recipe: Recipe, folder: Path, *, token: str | None = None, secret: str
     """Run training in `folder` until it ends or is stopped. `token`: what workers join with; `secret`: what the other
     machines of the trainer join with. None creates one."""
     with folders.owned(folder):
-        try:
-            auth.make_token(folder / "token", token)
-            auth.make_token(folder / "trainer.secret", secret)
-            _run(recipe, folder, Console(recipe, folder))
-        except WindfallError as e:
-            # If no worker ever joined, the folder is kept only if the error message refers to it.
-            referred = any(text in str(e) for text in (str(folder), ".log", "windfall resume"))
-            if not _had_work(folder) and not referred:
-                folders.remove(folder)
-            raise
+        auth.make_token(folder / "token", token)
+        auth.make_token(folder / "trainer.secret", secret)
+        _run(recipe, folder, Console(recipe, folder))
 
 
 def resume(recipe: Recipe, folder: Path) -> None:
-    """Resume the run in `folder` with the recipe as it is now."""
     console = Console(recipe, folder)
     with folders.owned(folder):
         warnings = resume_check.check_files(folder)
@@ -90,12 +82,6 @@ def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
     if (folder / "events.jsonl").is_file():
         with contextlib.closing(EventLog(folder / "events.jsonl")) as log:
             log.instant("recipe", changed={c.key: [c.old, c.new] for c in changes})
-
-
-def _had_work(folder: Path) -> bool:
-    """Whether a worker joined or a step was completed. Before that, the journal contains only its header."""
-    log, signs = folder / "events.jsonl", (("instant", "worker_joined"), ("scalar", "step"))
-    return log.is_file() and any((e["kind"], e["name"]) in signs for e in events.scan(log))
 
 
 def _run(recipe: Recipe, folder: Path, console: Console) -> None:

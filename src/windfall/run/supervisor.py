@@ -232,7 +232,6 @@ class Supervisor:
             self._autoscale(snapshot)
 
     def _autoscale(self, snapshot: dict[str, Any] | None) -> None:
-        """Scale the workers of each source up or down where that pays."""
         if self._stopping:
             return
         names = {w["worker"].partition("#")[0] for w in (snapshot or {}).get("workers", []) if w["state"] != "gone"}
@@ -340,7 +339,6 @@ class Supervisor:
             await asyncio.gather(show, return_exceptions=True)
 
     async def _follow_log(self, path: Path, offset: int) -> None:
-        """Handle every line that is added to the event log after `offset` bytes."""
         rest = b""
         while True:
             data = b""

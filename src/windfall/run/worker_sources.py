@@ -28,7 +28,6 @@ Url = Callable[[], Awaitable[str]]
 
 
 def _part(source: WorkerSource) -> SourcePart:
-    """The part that this section belongs to."""
     return next(p for p in parts.found() if isinstance(p, SourcePart) and isinstance(source, p.section()[1]))
 
 

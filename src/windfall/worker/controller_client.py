@@ -65,9 +65,7 @@ class WeightPuller(Protocol):
         """The weights that were pulled last, or their adapter; None: the engine shares them."""
         ...
 
-    def base_tensors(self) -> Mapping[str, Any]:
-        """The base of the adapter that was pulled last."""
-        ...
+    def base_tensors(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(eq=False)
@@ -156,7 +154,6 @@ class ControllerClient:
             self._end.set_result(code)
 
     async def _serve_links(self) -> int:
-        """Connect and serve, one link after another. Returns the exit status."""
         alone_s, failures, last_line = time.monotonic(), 0, ""
         while True:
             if self.address is not None:

@@ -124,7 +124,6 @@ class WorkerLink:
             await asyncio.gather(*tasks, return_exceptions=True)  # a cancellation of this task itself is not lost
 
     def say(self, message: object) -> None:
-        """Send a message. Call this from the event loop's thread."""
         self._outbox.put_nowait(message)
 
     def _emit(self, message: object) -> None:

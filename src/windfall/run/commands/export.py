@@ -81,7 +81,6 @@ def _is_run(folder: Path) -> bool:
 
 
 def _write_merged(path: Path, work: Path) -> str:
-    """Write the base with the adapter merged into it. Returns the base."""
     base = adapter_folder.read_base(path)
     dtype = _dtype_of(load.adapter_base(path)) if base is None else base.dtype
     load.load(str(path), dtype=dtype, device="cpu").save_pretrained(work)

@@ -113,7 +113,6 @@ class JoiningRank:
         self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """Returns the exit status."""
         loop, current = asyncio.get_running_loop(), asyncio.current_task()
         assert current is not None
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -206,7 +205,6 @@ class JoiningRank:
     async def _run_process(
         self, link: SocketLink, folder: Path, device: Place, welcome: m.RankWelcome, start: m.StartRank
     ) -> None:
-        """Run the rank's process once, and report how it ended."""
         place = replace(
             self._place,
             machine=start.machine,
@@ -256,7 +254,6 @@ class JoiningRank:
             return {}
 
     async def _end_process(self) -> None:
-        """Kill the process and wait for its end."""
         if self._process is not None and self._process.running:
             self._process.kill()
         if self._running is not None:

@@ -58,7 +58,6 @@ class JoinedRank:
         self._sending: set[asyncio.Task[None]] = set()
 
     def start(self, order: m.StartRank) -> Handle:
-        """Start its process. If the rank has been lost meanwhile, the returned handle has already ended."""
         self._attempt = order.attempt
         name = f"rank-{self.rank}" if self.rank else "trainer"
         self._process = Handle(name=name, pid=0, send=self._stop)
@@ -69,7 +68,6 @@ class JoinedRank:
         return self._process
 
     def process_of(self, attempt: int) -> Handle | None:
-        """Its process of this start, unless it has ended."""
         running = attempt == self._attempt and self._process is not None and self._process.running
         return self._process if running else None
 
@@ -111,7 +109,6 @@ class JoinedRank:
 
 class JoinedRanks:
     def __init__(self, recipe: Recipe, folder: Path, notice: Callable[[str], None]) -> None:
-        """`notice` shows a line to the user."""
         self._recipe = recipe
         self._folder = folder.resolve()
         self._notice = notice
@@ -146,7 +143,6 @@ class JoinedRanks:
         await self._port.close()
 
     async def start(self) -> RankGroup:
-        """Wait until all ranks have joined, then start their processes."""
         ranks = await self._wait()
         self._attempt += 1
         try:
@@ -196,7 +192,6 @@ class JoinedRanks:
         return f"rank{'s' * (len(late) > 1)} {', '.join(late)} of 0 to {self._size - 1}" if late else ""
 
     async def _attend(self, link: SocketLink) -> None:
-        """Serve the link of a rank until it ends."""
         try:
             hello, proof = await handshake.challenge(
                 link, handshake.RANK, self._recipe.run.name, lambda _: self._secret

@@ -165,7 +165,6 @@ class Console:
             self._out.print("  the worker must also be able to reach the weights port, which fleet.weights_port sets)")
 
     def page(self, url: str) -> None:
-        """Show once, at the start, where the page of the run is."""
         self._out.print(f"watch the run: {escape(url)}")
 
     def is_finished(self, steps: int) -> None:
@@ -221,7 +220,6 @@ class Console:
 
 
 def _text(value: Any) -> Any:
-    """A field of an event, safe for rich's markup."""
     if isinstance(value, list):
         return escape(", ".join(map(str, value)))
     return escape(value) if isinstance(value, str) else value

@@ -42,7 +42,6 @@ def show(run: Path, *, once: bool = False, every_s: float = 1.0) -> None:
 
 
 def view(run: Path) -> Group:
-    """The current state of the run in this folder."""
     path, live = run / "fleet.json", folders.held(run)
     snapshot = folders.read_json(path)
     try:

@@ -164,7 +164,7 @@ def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch
             order: Any = await link.receive()
             frames.append(order)
             if isinstance(order, m.Forward):
-                await link.send(m.LogProbs(old=tuple(np.full(3, float(s.advantage)).tobytes() for s in order.samples)))
+                await link.send(m.LogProbs(old=tuple(np.full(3, float(s.advantage)) for s in order.samples)))
             else:
                 await link.send(m.GradientAdded(s=0.5))
 

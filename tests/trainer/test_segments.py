@@ -11,7 +11,7 @@ import pytest
 from windfall import algorithms
 from windfall.algorithms.base import SampledTokens
 from windfall.controller.credit import credit, outcomes
-from windfall.link.samples import pack, unpack
+from windfall.link import messages as m
 from windfall.training import Sample
 from windfall.types import Group, Response, Task
 
@@ -64,7 +64,9 @@ def test_response_counts_once(name: str) -> None:
 def test_segments_on_the_wire_and_in_totals() -> None:
     segmented, _ = groups()
     sample = credit([segmented], algorithms.make("grpo"), 64)[0][1]
-    assert unpack(pack(sample)).whole == 12
+    received = m.decoder(m.ForwardBackward)(m.encode(m.ForwardBackward(id="1", samples=(sample,))))
+    assert received.samples[0].whole == 12
+    assert received.samples[0].behavior.tolist() == sample.behavior.tolist()
     r = segmented.responses[0]
     assert (r.sampled_count, r.oldest_version, r.length) == (12, 4, 9 + 12 + 6)
     assert [part.id for part in r.segments] == ["0/0", "0/0+1", "0/0+4"]

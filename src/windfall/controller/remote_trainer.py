@@ -64,10 +64,10 @@ class RemoteTrainer:
 
     async def forward(self, samples: Sequence[Sample], *, id: str) -> list[Sample]:
         """The samples with the log-probs of the present policy, for steps of several updates."""
-        out: list[bytes] = []
+        out: list[np.ndarray] = []
         for n, part in enumerate(parts(samples)):
             out += (await self._ask(m.Forward(id=f"{id}.{n}", samples=part), m.LogProbs)).old
-        return [replace(s, old=np.frombuffer(old)) for s, old in zip(samples, out, strict=True)]
+        return [replace(s, old=old) for s, old in zip(samples, out, strict=True)]
 
     async def forward_backward(self, samples: Sequence[Sample], *, id: str) -> float:
         """Add the gradient of these samples. Returns the seconds that the trainer worked on it."""

@@ -7,8 +7,6 @@ same peer once in REPEAT_S, so a peer that dials in a loop fills neither the dis
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -118,9 +116,7 @@ class Gate:
         why = clip(why)
         if log:
             self._log_refusal(link, why)
-        with contextlib.suppress(LinkClosed, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await link.send(m.Refused(why=why, again=again))
+        await handshake.refuse(link, why, again=again)
         await link.close(why)
 
     def _log_refusal(self, link: Link, why: str) -> None:

@@ -17,6 +17,7 @@ server it is the server that listens and calls `challenge` (envs/remote/server.p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,6 +94,13 @@ async def challenge(link: Link, role: Role, run: str, secret: Callable[[Any], st
     ):
         raise PeerRefused("wrong token, or a proof for another challenge")
     return hello, auth.proof(needed, role.welcome_purpose, run, nonce, hello.nonce)
+
+
+async def refuse(link: Link, why: str, *, again: bool = False) -> None:
+    """Tell the peer why it may not join, if it still listens."""
+    with contextlib.suppress(LinkClosed, TimeoutError):
+        async with asyncio.timeout(1.0):
+            await link.send(m.Refused(why=clip(why), again=again))
 
 
 async def join(link: Link, role: Role, secret: str, hello: Callable[..., Any]) -> Any:

@@ -17,13 +17,16 @@ new handle, so a late frame is recognized by its handle alone.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
+from windfall.training import Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 11
+PROTOCOL = 12
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -259,21 +262,6 @@ class Left(Message, frozen=True, tag=17):
     refused: bool = False  # True if this worker cannot run the model, and a restart would not help
 
 
-class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A training.Sample on the wire. Arrays are bytes of float64, except `lag`: uint16."""
-
-    ids: tuple[int, ...]
-    targets: tuple[int, ...]
-    behavior: bytes
-    advantage: float
-    limit: int
-    old: bytes | None = None
-    lag: bytes | None = None
-    engines: tuple[str, ...] = ()  # engines of consecutive stretches of the targets
-    engine_tokens: tuple[int, ...] = ()  # number of targets of each stretch
-    whole: int = 0  # sampled tokens of the whole response, if this is one of several segments
-
-
 class TrainerHello(Message, frozen=True, tag=18):
     """Trainer to controller: the answer to Challenge."""
 
@@ -304,20 +292,20 @@ class Forward(Message, frozen=True, tag=19):
     Every verb has an id. A trainer that has performed a verb answers it again from memory if it arrives again."""
 
     id: str
-    samples: tuple[SampleMessage, ...]
+    samples: tuple[Sample, ...]
 
 
 class LogProbs(Message, frozen=True, tag=20):
     """Trainer to controller: the answer to Forward."""
 
-    old: tuple[bytes, ...]  # log-probs of each sample: float64
+    old: tuple[np.ndarray, ...]  # log-probs of each sample: float64
 
 
 class ForwardBackward(Message, frozen=True, tag=21):
     """Controller to trainer, when groups are ready: add the gradient of these samples."""
 
     id: str
-    samples: tuple[SampleMessage, ...]
+    samples: tuple[Sample, ...]
 
 
 class GradientAdded(Message, frozen=True, tag=22):
@@ -449,7 +437,28 @@ ToTrainer = Challenge | TrainerWelcome | Refused | Verb
 FromRank = RankHello | RankStarted | RankEnded
 ToRank = Challenge | RankWelcome | Refused | StartRank | StopRank | RunEnded
 
-encode = msgspec.msgpack.Encoder().encode
+ARRAYS = ("d", "H")  # dtypes of arrays in messages: float64 and uint16
+
+
+def _encode_array(value: object) -> tuple[str, bytes]:
+    if not isinstance(value, np.ndarray) or value.dtype.char not in ARRAYS:
+        raise TypeError(f"a message cannot contain {value!r}")
+    return value.dtype.char, value.tobytes()
+
+
+def _decode_array(kind: type, value: Any) -> np.ndarray:
+    code, data = value
+    if kind is not np.ndarray or code not in ARRAYS:
+        raise ValueError(f"not an array: {kind}, {code!r}")
+    return np.frombuffer(data, code)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+
+
+def decoder(receives: Any) -> Callable[[bytes], Any]:
+    """Decodes the messages of a union. Raises ValueError for anything else."""
+    return msgspec.msgpack.Decoder(receives, dec_hook=_decode_array).decode
 
 
 def columns(frame: Tokens) -> tuple[array[int], array[float]]:

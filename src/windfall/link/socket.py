@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import WebSocketError, WSMsgType, web
 
 from windfall.link import listener
 from windfall.link.base import BadFrame, FrameTooLarge, LinkClosed, clip
-from windfall.link.messages import MAX_FRAME_BYTES, encode
+from windfall.link.messages import MAX_FRAME_BYTES, decoder, encode
 
 Handler = Callable[["SocketLink"], Awaitable[None]]
 UNAUTHENTICATED_BYTES = 64 << 10  # bytes accepted from a peer before it has authenticated, all frames together
@@ -44,7 +43,7 @@ class SocketLink:
         self.max_frame_bytes = max_frame_bytes
         self.authenticated = authenticated
         self._socket, self._drop = socket, drop
-        self._decode = msgspec.msgpack.Decoder(receives).decode
+        self._decode = decoder(receives)
         self._limit_closing: asyncio.Future[Any] | None = None  # closes the link, once the byte limit is exceeded
 
     def limit_exceeded(self) -> None:

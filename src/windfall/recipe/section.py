@@ -38,6 +38,15 @@ def suggested_name(name: str) -> str:
     return f'"{module}:{function}"' if re.fullmatch(r"[\w.]+", module) and re.fullmatch(r"(?!py$)\w+", function) else ""
 
 
+def _check_endpoint(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if value and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError("write it as HOST:PORT, such as '10.0.0.5:29400'")
+    return value
+
+
+Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+"""HOST:PORT, or empty."""
 FunctionName = Annotated[str, AfterValidator(_check_function)]
 """A function or a class, as "package.module:name"."""
 

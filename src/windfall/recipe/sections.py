@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from windfall.errors import WindfallError
 from windfall.recipe.env_sections import AgentEnv, AgentLimits, ArithmeticEnv, DatasetEnv, Env
 from windfall.recipe.fleet import Fleet
 from windfall.recipe.lora import Lora
-from windfall.recipe.section import Beta, Count, Device, FilePath, Section, Share, with_parts
+from windfall.recipe.section import Beta, Count, Device, Endpoint, FilePath, Section, Share, with_parts
 from windfall.types import Sampling
 
 
@@ -175,7 +175,7 @@ class Train(Section):
     ranks: Count | Literal["auto"] = "auto"
     """Processes of the trainer, each with its own GPU and its own part of the model. "auto" uses every GPU of the
     machine, and one process without a GPU; with `rendezvous` it is the number that torchrun or srun has started."""
-    rendezvous: str = ""
+    rendezvous: Endpoint = ""
     """Address of this machine, as HOST:PORT, at which the ranks of a trainer on several machines find it. Use an
     address of a private network. The run then starts no ranks itself: `windfall trainer --join` does."""
     machine_timeout_s: float = Field(default=600.0, gt=0)
@@ -194,13 +194,6 @@ class Train(Section):
     engine_gap_limit: float = Field(default=0.3, gt=0)
     """End the run before the update if that mean gap is above this (nats): the engine and the trainer then do not
     compute the same model."""
-
-    @model_validator(mode="after")
-    def _machines_can_meet(self) -> Train:
-        host, _, port = self.rendezvous.rpartition(":")
-        if self.rendezvous and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
-            raise ValueError(f"rendezvous must be HOST:PORT, such as '10.0.0.5:29400', not {self.rendezvous!r}")
-        return self
 
     @model_validator(mode="after")
     def _gaps_in_order(self) -> Train:
@@ -322,16 +315,8 @@ class LogSection(Section):
     """Also write every scalar for TensorBoard (the extra `tensorboard`)."""
     wandb: str = ""
     """Project of Weights & Biases that also gets every scalar (the extra `wandb`). Empty: none."""
-    prometheus: str = ""
+    prometheus: Endpoint = ""
     """Address, as HOST:PORT, at which Prometheus can scrape the newest scalars under /metrics. Empty: none."""
-
-    @field_validator("prometheus")
-    @classmethod
-    def _is_address(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if value and not (host and port.isdecimal() and int(port) < 1 << 16):
-            raise ValueError(f"prometheus must be HOST:PORT, such as '127.0.0.1:9400', not {value!r}")
-        return value
 
 
 @with_parts("")

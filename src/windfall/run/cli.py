@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -22,9 +22,7 @@ from windfall.run.commands.env_server import env_server
 from windfall.run.commands.options import Overrides, RecipeFile, token_option
 from windfall.run.commands.recipes import new
 from windfall.run.commands.recipes import recipe as recipe_keys
-
-if TYPE_CHECKING:
-    from windfall.engine.choice import EngineName
+from windfall.types import LeaseKind
 
 
 class _Commands(TyperGroup):
@@ -123,14 +121,14 @@ def worker(
     join: Annotated[str, typer.Option(metavar="URL", help="Address of the controller; the run prints it at startup.")],
     token: Annotated[str, token_option("; it may be created after the worker starts")],
     name: Annotated[str, typer.Option(help="Name of the worker. Default: host name and process id.")] = "",
-    lease: Annotated[str, typer.Option(help="Lease terms: reserved, spot or borrowed.")] = "spot",
+    lease: Annotated[LeaseKind, typer.Option(help="Lease terms.")] = "spot",
     price: Annotated[
         float, typer.Option(min=0.0, help="Price of this machine in $ per hour. 0: look it up in the price table.")
     ] = 0.0,
     region: Annotated[str, typer.Option(help="Cloud or region of this machine; it selects the price.")] = "",
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, or one GPU such as cuda:1.")] = "auto",
     engine: Annotated[
-        str, typer.Option(help="Engine: auto, windfall or vllm. auto: what the recipe says (engine.name).")
+        Literal["auto", "windfall", "vllm"], typer.Option(help="Engine. auto: what the recipe says (engine.name).")
     ] = "auto",
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Number of GPUs that share every layer of one engine. Above 1 it must be vLLM.")
@@ -150,13 +148,12 @@ def worker(
     """Join a run as a worker, from any machine and at any time. The worker may also leave at any time."""
     from windfall.worker import process as worker_process
 
-    kind = _one_of(lease, "--lease", ("reserved", "spot", "borrowed"))
-    chosen = cast("EngineName", _one_of(engine, "--engine", ("auto", "windfall", "vllm")))
-    if not re.fullmatch(r"cuda:\d+", device):
-        _one_of(device, "--device", ("auto", "cpu", "cuda", "cuda:0"))
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        fix = "Give auto, cpu, cuda, or one GPU such as cuda:1."
+        raise WindfallError(f"unknown value {device!r}", where="--device", fix=fix)
     worker_process.main(
-        join, token, name=name, kind=kind, device=device, region=region, price_usd_per_h=price, threads=threads,
-        share=memory, clouds=clouds, ca=tls_ca, patience_s=patience, engine=chosen, tensor_parallel=tensor_parallel,
+        join, token, name=name, kind=lease, device=device, region=region, price_usd_per_h=price, threads=threads,
+        share=memory, clouds=clouds, ca=tls_ca, patience_s=patience, engine=engine, tensor_parallel=tensor_parallel,
     )  # fmt: skip
 
 
@@ -341,13 +338,6 @@ def _add_commands() -> None:
 
 _add_commands()
 app.add_typer(fleet, name="fleet", rich_help_panel="Add machines")
-
-
-def _one_of(value: str, where: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        what = f"unknown value {value!r}; expected one of: {', '.join(known)}"
-        raise WindfallError(what, where=where, fix=nearest(value, known))
-    return value
 
 
 def _exit_with(error: WindfallError) -> None:

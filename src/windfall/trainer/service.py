@@ -34,7 +34,6 @@ from windfall.errors import WindfallError
 from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
-from windfall.link.samples import unpack
 from windfall.link.socket import Dialer
 from windfall.trainer.base import Trainer
 from windfall.training import CheckpointState
@@ -206,11 +205,10 @@ class TrainerService:
         started = time.monotonic()
         match request:
             case m.Forward():
-                samples = [unpack(s) for s in request.samples]
-                scored = await self._run_in_thread(self.trainer.prepare, samples, room=True)
-                return m.LogProbs(old=tuple(np.asarray(s.old, np.float64).tobytes() for s in scored))
+                scored = await self._run_in_thread(self.trainer.prepare, list(request.samples), room=True)
+                return m.LogProbs(old=tuple(np.asarray(s.old, np.float64) for s in scored))
             case m.ForwardBackward():
-                await self._run_in_thread(self.trainer.accumulate, [unpack(s) for s in request.samples], room=True)
+                await self._run_in_thread(self.trainer.accumulate, list(request.samples), room=True)
                 return m.GradientAdded(s=time.monotonic() - started)
             case m.OptimStep():
                 self._updates += 1  # until a version is published, the weights belong to none

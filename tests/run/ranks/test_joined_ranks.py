@@ -426,7 +426,7 @@ def test_command_refused_by_the_run_exits(tmp_path: Path) -> None:
 def test_rendezvous_is_an_address() -> None:
     with pytest.raises(WindfallError, match="Did you mean 'rendezvous'"):
         parse_recipe({"train": {"machines": 2}}, where="test")
-    with pytest.raises(WindfallError, match="rendezvous must be HOST:PORT"):
+    with pytest.raises(WindfallError, match="write it as HOST:PORT"):
         parse_recipe({"train": {"rendezvous": "10.0.0.5"}}, where="test")
 
 

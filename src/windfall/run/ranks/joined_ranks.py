@@ -199,15 +199,15 @@ class JoinedRanks:
         except handshake.PeerRefused as e:
             self._problem = f"{link.peer}: {e}"
             fix = "" if e.again else "; `windfall trainer` needs trainer.secret of the run, not its token"
-            await self._refuse(link, f"{e}{fix}", again=e.again)
+            await handshake.refuse(link, f"{e}{fix}", again=e.again)
             return
         link.authenticated()
         if self._size and hello.size != self._size:
             self._problem = f"{clip(hello.name)}: it is one of {hello.size} ranks, but this trainer has {self._size}"
-            await self._refuse(link, self._problem)
+            await handshake.refuse(link, self._problem)
             return
         if hello.rank in self._joined:
-            await self._refuse(link, f"rank {hello.rank} has already joined", again=True)
+            await handshake.refuse(link, f"rank {hello.rank} has already joined", again=True)
             return
         rank = self._joined[hello.rank] = JoinedRank(hello, link)
         self._size = hello.size
@@ -247,9 +247,3 @@ class JoinedRanks:
                 where = f"rank {rank.rank} on {rank.host}: {message.where}"
                 folders.fail(self._folder, "trainer", WindfallError(message.what, where=where, fix=message.fix))
             process.ended(message.code)
-
-    @staticmethod
-    async def _refuse(link: SocketLink, why: str, *, again: bool = False) -> None:
-        with contextlib.suppress(LinkClosed, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await link.send(m.Refused(why=clip(why), again=again))

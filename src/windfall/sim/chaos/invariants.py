@@ -42,6 +42,7 @@ from windfall.sim.chaos.staleness_invariants import StalenessInvariants
 from windfall.sim.core import loop as loops
 from windfall.sim.core.token_schedule import id_token_of
 from windfall.sim.machines.decode import OBSERVED, STOP, distinct_token
+from windfall.training import Sample
 
 PROGRESS_S = 600.0
 """Longest time without progress, in virtual seconds."""
@@ -244,7 +245,7 @@ class Invariants:
 
     # batch, missing
 
-    def _check_batch(self, step: int, samples: list[m.SampleMessage]) -> None:
+    def _check_batch(self, step: int, samples: list[Sample]) -> None:
         batch: Batch = {}
         for s in samples:
             id_token = s.ids[s.targets[0]]

@@ -21,11 +21,11 @@ from windfall.controller.ledger.ledger import LedgerEntry
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.stream import seed_of
 from windfall.controller.scheduling.admission import Admission
-from windfall.link import messages as m
 from windfall.sim.chaos import InvariantBroken
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
 from windfall.sim.core.draws import uniform
 from windfall.sim.core.token_schedule import id_token_of
+from windfall.training import Sample
 
 
 class StalenessInvariants:
@@ -115,14 +115,14 @@ class StalenessInvariants:
 
     # bound, twice, lost
 
-    def check_batch(self, step: int, samples: list[m.SampleMessage]) -> None:
+    def check_batch(self, step: int, samples: list[Sample]) -> None:
         digest = self._trainer.weights.digest
         self._previous[digest] = (step, self._digest)
         self._digest = digest
         self._trained_in = {t: s for t, s in self._trained_in.items() if s < step}
         for sample in samples:
             id_token = sample.ids[sample.targets[0]]
-            lags = array("H", sample.lag).tolist() if sample.lag is not None else [0] * len(sample.targets)
+            lags = sample.lag.tolist() if sample.lag is not None else [0] * len(sample.targets)
             if max(lags) > self.bound:
                 raise InvariantBroken("bound", f"step {step} trains on {id_token} with a lag of {max(lags)}")
             true = [step - 1 - version for version in self._versions.get(id_token, ()) if version >= 0]

@@ -21,7 +21,7 @@ from windfall.sim.core.link import SimLink
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.worker import SimWorker
 from windfall.step_time import StepTime
-from windfall.training import CheckpointState, Report
+from windfall.training import CheckpointState, Report, Sample
 
 REDIAL_S = 0.2
 ENGINE = m.EngineSpec(
@@ -51,7 +51,7 @@ class LinkedTrainer:
         self.on_start: Callable[[float], None] = lambda started_s: None
         """Called when its process starts, with the time from which it is paid for."""
         self.on_exit: Callable[[], None] = lambda: None
-        self.on_trained: Callable[[int, list[m.SampleMessage]], None] = lambda step, samples: None
+        self.on_trained: Callable[[int, list[Sample]], None] = lambda step, samples: None
         """Called after every completed step with all its samples."""
         self.trained_tokens = 0
         """Real tokens trained on so far."""
@@ -63,7 +63,7 @@ class LinkedTrainer:
         self._link: SimLink | None = None
         self._process: asyncio.Task[None] | None = None
         self._attending: asyncio.Task[None] | None = None
-        self._samples: list[m.SampleMessage] = []
+        self._samples: list[Sample] = []
         self._updated_samples = self._updates = 0
         """Number of samples that were part of an update, and number of updates since the last complete step."""
         self._completed: CheckpointState | None = None
@@ -197,6 +197,6 @@ class LinkedTrainer:
             if local is not None:
                 local.resume_after_training()
 
-    def _real_tokens(self, samples: tuple[m.SampleMessage, ...]) -> int:
+    def _real_tokens(self, samples: tuple[Sample, ...]) -> int:
         """Real tokens of these samples. The first token of a response identifies it."""
         return sum(self._token_schedule.length(s.ids[s.targets[0]]) for s in samples)

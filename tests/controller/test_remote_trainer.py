@@ -8,7 +8,6 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -149,9 +148,13 @@ def sample(tokens: int, mark: float = 0.0) -> Sample:
     )  # fmt: skip
 
 
+def sent_and_received(*samples: Sample) -> tuple[Sample, ...]:
+    return m.decoder(m.ForwardBackward)(m.encode(m.ForwardBackward(id="1.0", samples=samples))).samples
+
+
 def test_engines_of_a_sample_survive_the_wire() -> None:
     sent = replace(sample(9), engines=(("torch", 5), ("vllm", 3)))
-    assert wire.unpack(wire.pack(sent)).engines == sent.engines
+    assert sent_and_received(sent)[0].engines == sent.engines
 
 
 def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +181,7 @@ def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch
         assert len(frames) > 2
         assert [s.advantage for f in frames for s in f.samples] == list(range(7))
         sizes = [len(m.encode(f)) for f in frames]
-        alone = len(m.encode(m.ForwardBackward(id="1.0", samples=(wire.pack(samples[5]),))))
+        alone = len(m.encode(m.ForwardBackward(id="1.0", samples=(samples[5],))))
         assert all(size < 1 << 16 for size in sizes if size != alone), sizes
         frames.clear()
         prepared = await trainer.forward(samples, id="0")
@@ -196,11 +199,7 @@ def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch
 
 def test_lag_survives_the_wire() -> None:
     lag = np.array([2, 1, 0], np.uint16)
-    encoded = m.encode(
-        m.ForwardBackward(id="1.0", samples=(wire.pack(replace(sample(4), lag=lag)), wire.pack(sample(4))))
-    )
-    order = msgspec.msgpack.decode(encoded, type=m.ForwardBackward)
-    older, fresh = (wire.unpack(s) for s in order.samples)
+    older, fresh = sent_and_received(replace(sample(4), lag=lag), sample(4))
     assert older.lag is not None
     assert older.lag.dtype == np.uint16
     assert older.lag.tolist() == [2, 1, 0]
@@ -211,7 +210,7 @@ def test_lag_counts_toward_the_size_of_a_message(monkeypatch: pytest.MonkeyPatch
     """Without a lag, messages are split as before it existed: a split changes the order of summation."""
     fresh = [sample(101) for _ in range(8)]
     older = [replace(s, lag=np.ones(100, np.uint16)) for s in fresh]
-    monkeypatch.setattr(wire, "FRAME_BYTES", 4 * (5 * (101 + 100) + 16 * 100 + 64))
+    monkeypatch.setattr(wire, "FRAME_BYTES", 4 * (5 * (101 + 100) + 16 * 100 + 160))
     assert [len(part) for part in wire.parts(fresh)] == [4, 4]
     assert [len(part) for part in wire.parts(older)] == [3, 3, 2]
     for part in wire.parts(older):

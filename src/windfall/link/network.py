@@ -2,7 +2,7 @@
 
 gloo and NCCL choose a network interface by themselves: gloo takes the one of the host name, which is often the loopback
 interface or a public network. `socket_environment` tells both to use the one with the address of the rendezvous. A
-choice of the user (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) has priority.
+choice of the user (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) has priority, and is needed for an IPv6 address.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 from collections.abc import Mapping
-from pathlib import Path
 
 SIOCGIFADDR = 0x8915
 """ioctl of Linux: the IPv4 address of an interface."""
@@ -59,19 +58,10 @@ def free_port(host: str) -> int:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this address; None if there is none or it cannot be found out."""
+    """The network interface with this IPv4 address; None if there is none or it cannot be found out."""
     try:
-        wanted = ipaddress.ip_address(address.partition("%")[0])
+        wanted = ipaddress.IPv4Address(address)
     except ValueError:
-        return None
-    if wanted.is_loopback:
-        return "lo"
-    if wanted.version == 6:
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net/if_inet6").read_text().splitlines():
-                fields = line.split()
-                if int(fields[0], 16) == int(wanted):
-                    return fields[-1]
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for _, name in socket.if_nameindex():

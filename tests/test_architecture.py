@@ -102,6 +102,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "serve/slo.py",
     "sim/core/draws.py",
     "step_time.py",
+    "training.py",
     "sim/core/sessions.py",
     "sim/machines/kept_sessions.py",
     "sim/machines/decode.py",

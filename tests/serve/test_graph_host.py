@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.support import reference_kernels  # noqa: F401  # GraphEngine also runs on a CPU
 from tests.support.lenders import rollout_model, rollout_spec
 from tests.support.serving import PATIENT, spec, tiny
 from windfall.engine.cuda.engine import GraphEngine

@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans
 from windfall.engine.module_weights import join
 from windfall.errors import WindfallError
 
+KERNELS = {"cuda": "windfall.engine.cuda.kernels"}
+"""The module with the kernels for each type of device. The tests have one for CPUs."""
 SUPPORTED = tuple(skeleton.ARCHITECTURES.values())
 STATIC_ROPE = tuple(rotary.REQUIRED_PARAMETERS)
 
@@ -94,7 +97,7 @@ class Decoder:
         reason = unsupported_reason(model)
         if reason:
             raise WindfallError(f"the GPU engine cannot run this model: {reason}", fix="Use TorchEngine.")
-        return Decoder(model, ops or kernels_for(model.device.type))
+        return Decoder(model, ops or importlib.import_module(KERNELS[model.device.type]))
 
     def stale(self) -> bool:
         """Whether the module's parameters have moved, so that these weights are no longer the module's."""
@@ -155,16 +158,6 @@ class Decoder:
             x = F.linear(ops.swiglu(F.linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
         normed, _ = ops.add_rms_norm(x, residual, self.last_norm, eps)
         return F.linear(normed, self.lm_head)
-
-
-def kernels_for(device: str) -> Any:
-    if device == "cuda":
-        from windfall.engine.cuda import kernels
-
-        return kernels
-    from windfall.engine.cuda import reference
-
-    return reference
 
 
 def _layer(block: Any, config: Any) -> DecoderLayer:

@@ -12,8 +12,6 @@
   that generated them;
 - `sleep` frees the memory of the KV pool. Responses keep their tokens; the next `step` that has work allocates the
   memory and prefills again.
-
-Without a GPU the same engine runs on the reference kernels in plain torch: slow, for tests.
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ def check_engine(
 def check_weights(model: Any) -> None:
     """Check the loaded weights with a few tokens: the log-probs must be finite, and equal to those of plain attention
     within the precision of the weights. This finds damaged files and files of another architecture."""
-    from windfall.engine.selftest import compare
+    from windfall.engine.selftest import judge
 
-    nats = compare.weights_difference(model)
+    nats = judge.weights_difference(model)
     limit = WEIGHTS_NATS[model.dtype.itemsize]
     if not nats < limit:
         what = f"with the loaded weights, windfall's log-probs of a few tokens differ from transformers' by {nats:.2g} "

@@ -180,7 +180,7 @@ def decode_attention(
     q: Tensor, rows: Tensor, state: DeviceState, pool: KVPool, layer: int, scale: float, window: int | None,
     splits: int, prefix_groups: PrefixGroups | None = None,
 ) -> Tensor:  # fmt: skip
-    """See reference.py. With several splits, this must have run once with a pool before it is captured in a graph."""
+    """With several splits, this must have run once with a pool before it is captured in a graph."""
     return _run(
         q, q.shape[1], rows, state, pool, layer, scale, window, splits, rows, q, q, None, 0.0, False, prefix_groups
     )

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from windfall.engine.cuda import reference
+from windfall.engine.cuda import sampling
 from windfall.engine.cuda.kernels import launch
 from windfall.engine.cuda.state import STOPS, DeviceState
 
@@ -123,12 +123,12 @@ def _choose_token(
 def sample(
     logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, truncate: bool
 ) -> None:
-    """See reference.py."""
+    """See engine/cuda/sampling.py."""
     count, size = logits.shape
     if truncate:
         for i in range(0, count, _TRUNCATED_ROWS):
             part = slice(i, i + _TRUNCATED_ROWS)
-            reference.sample(logits[part], rows[part], state, tokens_out[part], logprobs_out[part], True)
+            sampling.sample(logits[part], rows[part], state, tokens_out[part], logprobs_out[part], True)
         return
     blocks = triton.cdiv(size, _BLOCK)
     maxima, sums = torch.empty((2, count, blocks), dtype=torch.float32, device=logits.device)

@@ -130,6 +130,9 @@ class PagedEngine(Engine):
     def take_dropped(self) -> tuple[str, ...]:
         return self._scheduler.retention.take_dropped()
 
+    def warm(self, *sizes: int, longest: int | None = None, shorter: bool = False) -> None:
+        """Do what would delay the first steps: compile kernels, capture graphs. See GraphEngine."""
+
     @property
     @abstractmethod
     def asleep(self) -> bool: ...

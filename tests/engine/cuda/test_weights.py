@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Ll
 from tests.support.small_models import MODELS, SHAPE, build, drain, requests, tokens
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.factory import build_engine, build_model, build_uninitialized
+from windfall.engine.factory import build_engine, build_full_model, build_model
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
 from windfall.weights.publish import Publisher
@@ -121,7 +121,7 @@ def spec(model: Any, **options: Any) -> EngineSpec:
 @pytest.mark.parametrize("name", MODELS)
 def test_module_without_weights_has_everything_else(name: str) -> None:
     model = build(name)
-    made = build_uninitialized(copy.deepcopy(model.config), "cpu", dtype=torch.float32, attn_implementation="windfall")
+    made = build_full_model(model.config.to_dict(), "float32", "cpu")
     wanted = dict(model.named_buffers())
     assert {n: b.tolist() for n, b in made.named_buffers()} == {n: b.tolist() for n, b in wanted.items()}
     assert [(n, p.shape) for n, p in made.named_parameters()] == [(n, p.shape) for n, p in model.named_parameters()]

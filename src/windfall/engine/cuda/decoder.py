@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from windfall.engine.cuda import rotary, skeleton
+from windfall.engine.cuda import skeleton
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans
 from windfall.engine.module_weights import join
@@ -30,7 +30,8 @@ from windfall.errors import WindfallError
 KERNELS = {"cuda": "windfall.engine.cuda.kernels"}
 """The module with the kernels for each type of device. The tests have one for CPUs."""
 SUPPORTED = tuple(skeleton.ARCHITECTURES.values())
-STATIC_ROPE = tuple(rotary.REQUIRED_PARAMETERS)
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embeddings that do not change with the length of the sequence."""
 
 
 def unsupported_reason(model: Any) -> str | None:

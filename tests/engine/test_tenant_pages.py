@@ -161,7 +161,7 @@ def test_the_last_blocks_are_reserved_unless_one_is_in_use() -> None:
     give_up(1)
     assert not t.blocks.reserve("weights", 3), "block 5 is in use"
     assert t.blocks.held("weights") == 0
-    last = [p for p in pages if t.serving.block_of(p) == 5]
+    last = [p for p in pages if p in t.serving.pages_of(5)]
     t.serving.register(last[0], key := key_of(ROOT, (1, 2, 3, 4)))
     t.serving.release(last)
     t.held["serving"] = [[p for p in pages if p not in last]]

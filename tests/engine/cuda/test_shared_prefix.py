@@ -73,7 +73,7 @@ def test_prefix_groups_equal_brute_force(data: st.DataObject, rows: int, least: 
 
 
 def test_prefix_groups_are_uploaded_once() -> None:
-    host_state = HostState(slots=20, pages_each=4, batch=24, stops=8)
+    host_state = HostState(slots=20, pages_each=4, batch=24)
     buffer = host_state.data.copy()
 
     def send(prefix_groups: list[list[int]]) -> tuple[int, dict[str, list[int]]]:
@@ -152,7 +152,7 @@ class Scene:
         self.state = DeviceState(**{**{n: getattr(self.plain, n) for n in DeviceState.__slots__}, "table": spoiled})
 
     def as_tensors(self, found: np.ndarray, room: int) -> PrefixGroups:
-        host_state = HostState(slots=1, pages_each=1, batch=max(room, len(self.rows)), stops=1)
+        host_state = HostState(slots=1, pages_each=1, batch=max(room, len(self.rows)))
         host_state.set_prefix_groups(found, len(self.rows), room)
         names = {
             "first": "group_first",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.graphs import GraphKey, Graphs, batch_for
 from windfall.engine.cuda.host_state import HostState
-from windfall.engine.cuda.state import DTYPES, STOPS, DeviceState, KVPool, PrefixGroups, Spans
+from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans, section
 from windfall.engine.scheduler import Launch, ScheduledRows
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ class DeviceRunner:
         # The position of a finished response is one token past its end.
         decoder.build_rotary_tables(host_state.pages_each * page_size + 2)
         self.buffer = torch.from_numpy(host_state.data.copy()).to(self.device)
-        self.state, self._rows, self._ring_row = state_views(self.buffer, host_state)
+        self.state = DeviceState.of(self.buffer, host_state)
+        self._rows = section(self.buffer, host_state, "rows")
+        self._ring_row = section(self.buffer, host_state, "ring_row", torch.int64)
         self._padding_rows = torch.full_like(self._rows, host_state.slots)
         self._prefix_groups = [section(self.buffer, host_state, n) for n in PREFIX_GROUP_SECTIONS]
         self._no_groups = torch.zeros_like(self._rows)
@@ -240,24 +242,6 @@ def truncates(sampling: Any) -> bool:
 def _next_power_of_two(n: int) -> int:
     """Used to round sizes up, so that there are few different graphs."""
     return 1 << max(0, n - 1).bit_length()
-
-
-def section(buffer: Tensor, host_state: HostState, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
-    """A view of one section of the device's copy of the host state."""
-    return buffer[host_state.offsets[name] : host_state.offsets[name] + host_state.sizes[name]].view(dtype)
-
-
-def state_views(buffer: Tensor, host_state: HostState) -> tuple[DeviceState, Tensor, Tensor]:
-    """The state, the rows of a step, and the ring row of its tokens, all as views of `buffer`."""
-
-    parts = {
-        field.name: section(buffer, host_state, field.name, DTYPES.get(field.name, torch.int32))
-        for field in fields(DeviceState)
-    }
-    parts["stop"] = parts["stop"].view(-1, STOPS)
-    parts["table"] = parts["table"].view(-1, host_state.pages_each)
-    rows, ring_row = section(buffer, host_state, "rows"), section(buffer, host_state, "ring_row", torch.int64)
-    return DeviceState(**parts), rows, ring_row
 
 
 def prefill_arrays(prefill: Sequence[ScheduledRows]) -> list[np.ndarray]:

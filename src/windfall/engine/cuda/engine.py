@@ -28,9 +28,8 @@ from windfall.engine.base import duplicate_id
 from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.device import DEPTH, DeviceRunner, PendingLaunch
 from windfall.engine.cuda.graphs import batch_for
-from windfall.engine.cuda.host_state import HostState
+from windfall.engine.cuda.host_state import STOPS, HostState
 from windfall.engine.cuda.splits import PrefixSharing
-from windfall.engine.cuda.state import STOPS
 from windfall.engine.paged import PagedEngine, Shape
 from windfall.engine.pages import Pages
 from windfall.engine.retention import Retention
@@ -77,7 +76,7 @@ class GraphEngine(PagedEngine):
         count = -(-kv_tokens // page_size)
         each = min(count, -(-((longest or kv_tokens) + 1) // page_size))
         slots = min(max_running, max_rows)
-        host_state = HostState(slots=slots, pages_each=each, batch=batch_for(slots), stops=STOPS)
+        host_state = HostState(slots=slots, pages_each=each, batch=batch_for(slots))
         decoder = Decoder.of(model, ops)
         fit = decoder.sharing()
         pages = Pages(count, page_size) if kv is None else kv.pages

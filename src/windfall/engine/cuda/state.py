@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from windfall.engine.cuda.host_state import STOPS, HostState
+
 if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
 
 DTYPES = {"seed": torch.int64, "temperature": torch.float32, "top_p": torch.float32}
 """The dtypes of the tensors of a DeviceState that are not int32."""
-STOPS = 8  # upper limit for the stop tokens of a response that the device checks
 
 
 class KVPool:
@@ -100,21 +101,26 @@ class DeviceState:
     table: Tensor  # (S, pages per response) int32: page table, the pages of every slot in order
 
     @staticmethod
+    def of(buffer: Tensor, host_state: HostState) -> DeviceState:
+        """Views of the device's copy of the host state."""
+        parts = {
+            field.name: section(buffer, host_state, field.name, DTYPES.get(field.name, torch.int32))
+            for field in fields(DeviceState)
+        }
+        parts["stop"] = parts["stop"].view(-1, STOPS)
+        parts["table"] = parts["table"].view(-1, host_state.pages_each)
+        return DeviceState(**parts)
+
+    @staticmethod
     def new(slots: int, pages_each: int, device: str) -> DeviceState:
         """Initial state for `slots` responses, each of at most `pages_each` pages."""
-        initial = {"temperature": 1.0, "top_p": 1.0, "stop": -1}
-        columns = {"stop": (STOPS,), "table": (pages_each,)}
-        return DeviceState(
-            **{
-                field.name: torch.full(
-                    (slots + 1, *columns.get(field.name, ())),
-                    initial.get(field.name, 0),
-                    dtype=DTYPES.get(field.name, torch.int32),
-                    device=device,
-                )
-                for field in fields(DeviceState)
-            }
-        )
+        host_state = HostState(slots=slots, pages_each=pages_each, batch=1)
+        return DeviceState.of(torch.from_numpy(host_state.data).to(device), host_state)
+
+
+def section(buffer: Tensor, host_state: HostState, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A view of one section of the device's copy of the host state."""
+    return buffer[host_state.offsets[name] : host_state.offsets[name] + host_state.sizes[name]].view(dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

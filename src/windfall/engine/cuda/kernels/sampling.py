@@ -21,8 +21,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from windfall.engine.cuda import sampling
+from windfall.engine.cuda.host_state import STOPS
 from windfall.engine.cuda.kernels import launch
-from windfall.engine.cuda.state import STOPS, DeviceState
+from windfall.engine.cuda.state import DeviceState
 
 _BLOCK, _WARPS = 4096, 4
 _TRUNCATED_ROWS = 32  # rows sorted at a time when top-k or top-p is used: it bounds the memory of that slower path

@@ -2,15 +2,16 @@
 
     a turn ends ──▶ keep(session, pages)   the pages stay held although no sequence runs
     next turn   ──▶ it finds the pages by their tokens, like any prefix; then forget(session)
-    no room     ──▶ make_room(pages)       drops pages of the least useful session, its last page first
+    no room     ──▶ make_room(pages)       drops the least useful sessions
 
 A kept page saves the prefill of one page of tokens, so all pages are worth the same; a page that is needed sooner is
 worth more, because it occupies memory for a shorter time. The least useful session is therefore the one whose next turn
-is predicted to come last. A session that is overdue is expected to take as long again as it is overdue.
+is predicted to come last. A session that is overdue is expected to take as long again as it is overdue. The pages of a
+dropped session are not lost at once: they stay in the prefix cache until they are overwritten.
 
 Rules:
 - Kept sessions never hold more than `share` of all pages. Pages that several sessions share count once.
-- Kept pages are dropped before a running sequence is preempted, and whenever nothing else can run.
+- Kept pages are dropped before a running sequence is evicted, and whenever nothing else can run.
 - A kept page changes no token: it has the contents that prefill would write again. After a swap of the weights,
   `clear` drops all of them.
 """
@@ -41,11 +42,8 @@ def least_useful(sessions: Iterable[tuple[str, float]], now_s: float) -> str | N
 @dataclass(slots=True)
 class _Kept:
     pages: list[int]
-    """In the order of the tokens. They are dropped from the end, because a page is useless without those before it."""
     returns_s: float
     """When the next turn is predicted (the caller's clock, seconds)."""
-    whole: int
-    """Number of pages when it was kept."""
 
 
 class Retention:
@@ -76,7 +74,7 @@ class Retention:
         if not pages or not self._most:
             self._pages.release(pages)
             return
-        self._kept[session] = _Kept(list(pages), self._clock() + keep_s, len(pages))
+        self._kept[session] = _Kept(list(pages), self._clock() + keep_s)
         self._holders.update(pages)
         self._drop_until(lambda: len(self._holders) <= self._most)
 
@@ -84,25 +82,26 @@ class Retention:
         """The session has ended, or its next turn holds the pages itself."""
         kept = self._kept.pop(session, None)
         if kept is not None:
-            self._release(kept.pages)
+            for page in kept.pages:
+                self._holders[page] -= 1
+                if not self._holders[page]:
+                    del self._holders[page]
+            self._pages.release(kept.pages)
 
-    def make_room(self, need: int, *, spare: str = "") -> bool:
-        """Drop kept pages until `need` pages are free. False if that is not possible; `spare` is then the only session
-        that keeps pages."""
-        return self._drop_until(lambda: self._pages.free >= need, spare, needed=True)
+    def make_room(self, need: int) -> bool:
+        """Drop kept sessions until `need` pages are free. False if that is not possible."""
+        if self._pages.free >= need:
+            return True
+        before = list(self._kept)
+        enough = self._drop_until(lambda: self._pages.free >= need)
+        self._dropped.extend(session for session in before if session not in self._kept)
+        return enough
 
     def evict(self, pages: frozenset[int]) -> None:
-        """Release these pages, and those that come after them in a session: another owner takes their memory."""
-        for session, kept in list(self._kept.items()):
-            first = next((i for i, page in enumerate(kept.pages) if page in pages), None)
-            if first is None:
-                continue
-            self._release(kept.pages[first:])
-            if first <= kept.whole // 2 < len(kept.pages):
-                self._dropped.append(session)
-            del kept.pages[first:]
-            if not kept.pages:
-                del self._kept[session]
+        """Drop the sessions that hold one of these pages: another owner takes their memory."""
+        for session in [name for name, kept in self._kept.items() if not pages.isdisjoint(kept.pages)]:
+            self.forget(session)
+            self._dropped.append(session)
 
     def clear(self) -> None:
         """Drop everything, because the contents are no longer valid. Nothing is reported."""
@@ -110,32 +109,15 @@ class Retention:
             self.forget(session)
 
     def take_dropped(self) -> tuple[str, ...]:
-        """Sessions that lost more than half of their pages to others since the last call. Another thread may call this.
-        Pages that only exceed the budget are not lost: they stay in the prefix cache until they are overwritten."""
-        out = []
-        while self._dropped:
-            out.append(self._dropped.popleft())
-        return tuple(out)
+        """Sessions that lost their pages to others since the last call. Another thread may call this. Sessions that
+        only exceed the budget are not reported: most of their pages are still in the prefix cache."""
+        return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
 
-    def _drop_until(self, enough: Callable[[], bool], spare: str = "", *, needed: bool = False) -> bool:
-        """Drop pages until there is enough room: those of the least useful session, then those of the next one. False
-        if there are no more. `needed`: the pages are overwritten now."""
+    def _drop_until(self, enough: Callable[[], bool]) -> bool:
+        """Drop the least useful session until there is enough room. False if there are no more."""
         while not enough():
-            session = least_useful(((s, k.returns_s) for s, k in self._kept.items() if s != spare), self._clock())
+            session = least_useful(((s, k.returns_s) for s, k in self._kept.items()), self._clock())
             if session is None:
                 return False
-            kept = self._kept[session]
-            while kept.pages and not enough():
-                self._release([kept.pages.pop()])
-                if needed and len(kept.pages) == kept.whole // 2:
-                    self._dropped.append(session)
-            if not kept.pages:
-                del self._kept[session]
+            self.forget(session)
         return True
-
-    def _release(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                del self._holders[page]
-        self._pages.release(pages)

@@ -244,7 +244,8 @@ class Scheduler:
         ahead = -(-min(have + self.burst, end) // size)
         # Keep a burst of every running sequence free, so that admission rarely causes an eviction.
         need = ahead - len(cached) + len(self.running) * -(-self.burst // size)
-        if need > self.pages.free and not self._clear_for(s, need):
+        # Kept pages are dropped for it only if nothing runs: otherwise room comes without that.
+        if need > self.pages.free and (self.running or not self.retention.make_room(need)):
             self.pages.release(cached)
             return False
         s.pages = cached + self._allocate(-(-have // size) - len(cached))
@@ -268,14 +269,6 @@ class Scheduler:
             self.host_state.assign(s.slot, s.request, length=have - 1, left=left, position=s.position)
             self.host_state.set_pages(s.slot, 0, s.pages)
         return True
-
-    def _clear_for(self, s: Sequence, need: int) -> bool:
-        """Drop kept pages for a waiting sequence, but only if nothing runs: otherwise room comes without that."""
-        if self.running:
-            return False
-        if not self.retention.make_room(need, spare=s.request.session):
-            self.retention.forget(s.request.session)  # of no use here: the sequence holds those that it has found
-        return need <= self.pages.free
 
     def _allocate(self, count: int) -> list[int]:
         """Pages, after a check that there are enough."""

@@ -40,8 +40,8 @@ def test_no_weight_is_stored_twice_or_lost(name: str, tmp_path: Path) -> None:
     for layer, block in zip(decoder.layers, model.model.layers, strict=True):
         a, mlp = block.self_attn, block.mlp
         for whole, parts in (
-            (layer.qkv, (a.q_proj, a.k_proj, a.v_proj)),
-            (layer.gate_up, (mlp.gate_proj, mlp.up_proj)),
+            (layer.qkv[0], (a.q_proj, a.k_proj, a.v_proj)),
+            (layer.gate_up[0], (mlp.gate_proj, mlp.up_proj)),
         ):
             ends = [p.weight.data_ptr() for p in parts]
             assert ends[0] == whole.data_ptr()
@@ -50,7 +50,7 @@ def test_no_weight_is_stored_twice_or_lost(name: str, tmp_path: Path) -> None:
     after = model.state_dict()
     assert all(torch.equal(t, after[n]) for n, t in before.items())
     again = Decoder.of(model)
-    assert again.layers[0].qkv.data_ptr() == decoder.layers[0].qkv.data_ptr(), "two engines may share a module"
+    assert again.layers[0].qkv[0].data_ptr() == decoder.layers[0].qkv[0].data_ptr(), "two engines may share a module"
     assert not decoder.stale()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()

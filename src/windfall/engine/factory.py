@@ -133,7 +133,6 @@ def _build_engine(spec: EngineSpec, device: str, model: Any, share: float, versi
             max_running=running,
             max_rows=spec.max_rows,
             version=version,
-            keep_share=spec.keep_share,
         )
     # The self-test is valid up to this length; a later prompt may be longer than those that the run has seen.
     engine.limit = min(engine.limit, shrink.fixed_rope_tokens(json.loads(spec.model_config)) or engine.limit)

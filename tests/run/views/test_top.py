@@ -167,11 +167,10 @@ def test_graders_are_shown() -> None:
 
 def test_header_shows_what_the_prefix_caches_save() -> None:
     assert "prefill:" not in shown(snapshot(), live=True)
-    workers = [worker("a", "ready", kept_sessions=3, kept_tokens=4096), worker("b", "gone", kept_sessions=9)]
+    workers = [worker("a", "ready"), worker("b", "gone")]
     prefill = {"prefilled": 250, "reused": 750, "lookups": 40, "hits": 30}
     text = shown(snapshot(workers=workers, prefill=prefill), live=True)
     assert "prefill: 75% of 1,000 tokens saved, 30 of 40 turns found their prefix" in text
-    assert "kept: 3 sessions with 4,096 tokens" in text
 
 
 def test_lenders_show_their_state_slack_and_share(tmp_path: Path) -> None:

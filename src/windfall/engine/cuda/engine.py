@@ -16,9 +16,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +31,7 @@ from windfall.engine.cuda.host_state import STOPS, HostState
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.paged import PagedEngine, Shape
 from windfall.engine.pages import Pages
-from windfall.engine.retention import Retention
 from windfall.engine.scheduler import Scheduler
-from windfall.errors import WindfallError
 from windfall.types import Capabilities, Chunk, Request
 
 if TYPE_CHECKING:
@@ -54,22 +51,16 @@ class GraphEngine(PagedEngine):
         page_size: int = 16,
         max_running: int = 256,
         max_rows: int = 2048,
-        deterministic: bool = False,
         version: int = 0,
         longest: int | None = None,
         burst: int = BURST,
         ops: Any = None,
         sharing: PrefixSharing | None = None,
-        keep_share: float = 0.5,
-        clock: Callable[[], float] = time.monotonic,
         kv: TenantKV | None = None,
     ) -> None:
         """`longest`: upper limit for the tokens of a response and its prompt. `ops`: kernels to use instead of the
-        device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits. `keep_share`:
-        share of the KV pool for sessions whose environment works. `kv`: pages in memory that another engine shares;
-        then `kv_tokens` and `page_size` do not count."""
-        if deterministic:
-            raise WindfallError("the GPU engine has no deterministic mode", fix="Use TorchEngine on a CPU.")
+        device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits. `kv`: pages in
+        memory that another engine shares; then `kv_tokens` and `page_size` do not count."""
         if kv is not None:
             page_size = kv.pages.size
             kv_tokens = kv.pages.capacity * page_size
@@ -85,7 +76,6 @@ class GraphEngine(PagedEngine):
             slots=slots,
             max_rows=max_rows,
             burst=burst,
-            retention=Retention(pages, share=keep_share, clock=clock),
             host_state=host_state,
             sharing=replace(sharing, max_rows=min(sharing.max_rows, fit.max_rows)) if sharing else fit,
         )
@@ -115,10 +105,6 @@ class GraphEngine(PagedEngine):
         for n, chunks in enumerate(self._ready):
             self._ready_finished -= sum(c.id == id and c.finish is not None for c in chunks)
             self._ready[n] = [c for c in chunks if c.id != id]
-
-    @property
-    def in_flight(self) -> bool:
-        return bool(self._pending)
 
     @property
     def unread(self) -> bool:

@@ -94,7 +94,7 @@ class PlacedResponse:
     """Whether the last token has arrived."""
 
     def rest(self) -> Request:
-        """What a child must generate. It keeps nothing for a next turn, which may go to another child."""
+        """What a child must generate."""
         r, done = self.request, len(self.tokens)
         return replace(
             r,
@@ -102,8 +102,6 @@ class PlacedResponse:
             prompt=r.prompt + tuple(self.tokens),
             position=r.position + done,
             max_tokens=r.max_tokens - done,
-            session="",
-            keep_s=0.0,
         )
 
 

@@ -116,12 +116,10 @@ def _prefill(s: dict[str, Any]) -> str:
     p = s.get("prefill") or {}
     if not p.get("reused"):
         return ""
-    kept = [w for w in s["workers"] if w["state"] != "gone" and w.get("kept_sessions")]
-    sessions, tokens = (sum(w[k] for w in kept) for k in ("kept_sessions", "kept_tokens"))
     total = p["reused"] + p["prefilled"]
     return (
         f"\nprefill: {p['reused'] / total:.0%} of {total:,} tokens saved, {p['hits']:,} of {p['lookups']:,} turns "
-        f"found their prefix; kept: {sessions} sessions with {tokens:,} tokens"
+        "found their prefix"
     )
 
 

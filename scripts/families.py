@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from model_families import configuration, families
 
-from windfall.engine.selftest import determinism, judge
+from windfall.engine.selftest import judge
 from windfall.engine.selftest.small_model import build_small_model
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
@@ -82,9 +82,9 @@ def row_of(name: str, kind: str, fields: dict[str, Any], longest: int) -> Row:
 
 
 def deterministic(made: Any, longest: int) -> str:
-    if determinism.neighbor_dependence(made):
+    if judge.neighbor_dependence(made):
         return "refused: shapes depend on tokens"
-    same = determinism.batch_invariant(made, partial(TorchEngine, deterministic=True), longest=longest)
+    same = judge.batch_invariant(made, partial(TorchEngine, deterministic=True), longest=longest)
     return "yes" if same else "refused: bits differ"
 
 
@@ -240,7 +240,7 @@ def routes(model: Any) -> bool:
     difference may not be the slope."""
     vocabulary = model.get_input_embeddings().num_embeddings
     return (
-        determinism.neighbor_dependence(cast(Any, SimpleNamespace(model=model, vocabulary=vocabulary, device="cpu")))
+        judge.neighbor_dependence(cast(Any, SimpleNamespace(model=model, vocabulary=vocabulary, device="cpu")))
         is not None
     )
 

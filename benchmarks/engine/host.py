@@ -62,7 +62,9 @@ class InstantDevice:
 
 def measure(model: Any, rows: int, prompt: int, most: int, siblings: int) -> None:
     longest = prompt + 2 * most
-    engine = GraphEngine(model, kv_tokens=rows * longest, max_running=rows, max_rows=8192, longest=longest)
+    engine = GraphEngine(
+        model, kv_tokens=rows * longest, max_running=rows, max_rows=8192, longest=longest, ops=SimpleNamespace()
+    )
     host_state = engine._scheduler.host_state
     assert host_state is not None
     device: Any = InstantDevice(host_state)

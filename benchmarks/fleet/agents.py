@@ -1,4 +1,4 @@
-"""Multi-turn sessions on several workers: what turn affinity and kept pages save.
+"""Multi-turn sessions on several workers: what turn affinity saves.
 
     python benchmarks/fleet/agents.py                             the tiny model on this CPU, real engines, 2 workers
     python benchmarks/fleet/agents.py --simulated                 64 simulated workers (an 8B model on H200-class GPUs)
@@ -8,8 +8,7 @@
 A session has a prompt, then turns of sampled tokens, each answered by an observation after some time. About 80 % of all
 tokens are prompts and observations, as in agentic RL. Every variant has the same sessions, seeds and times:
 
-    affinity, kept        turns go where their tokens are, and workers keep these (windfall's defaults)
-    affinity              workers keep nothing on purpose; what is left in their prefix caches counts
+    affinity              turns go where their tokens are, in the prefix cache of a worker (windfall's default)
     by speed              turns go to the worker with the shortest step, whatever it has in its cache
     round robin           workers take turns: all get equally many responses
 
@@ -53,13 +52,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is fo
 VOCABULARY = 90
 """Prompts and observations have token ids below this: every model has them. What is sampled may be any id of the
 model."""
-VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
-    "affinity, kept": ({}, 0.5),
-    "affinity": ({}, 0.0),
-    "by speed": ({"affinity": False}, 0.0),
-    "round robin": ({"affinity": False, "balancing": False}, 0.0),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "affinity": {},
+    "by speed": {"affinity": False},
+    "round robin": {"affinity": False, "balancing": False},
 }
-"""[techniques] and engine.keep_share."""
+"""[techniques]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,8 +125,8 @@ class TimedTurns(Turns):
         super().returned(id, observed, now_s)
         self._since[id] = now_s
 
-    def ended(self, id: str, environment: str, worker: str, *, context: int, sampled: int, now_s: float) -> None:
-        super().ended(id, environment, worker, context=context, sampled=sampled, now_s=now_s)
+    def ended(self, id: str, worker: str, *, context: int, sampled: int, now_s: float) -> None:
+        super().ended(id, worker, context=context, sampled=sampled, now_s=now_s)
         if id in self._since:
             self.turn_s.append(now_s - self._since.pop(id))
 
@@ -136,7 +134,7 @@ class TimedTurns(Turns):
 # real engines
 
 
-def make_engines(args: argparse.Namespace, work: Workload, keep_share: float) -> tuple[list[Any], int]:
+def make_engines(args: argparse.Namespace, work: Workload) -> tuple[list[Any], int]:
     """Engines, and the number of responses that each decodes at once."""
     slots = -(-work.sessions // args.workers)
     kv_tokens = int(args.cache * slots * work.longest) + work.longest
@@ -146,12 +144,11 @@ def make_engines(args: argparse.Namespace, work: Workload, keep_share: float) ->
 
         model = load.load("tiny", dtype="float32", device="cpu")
         return [
-            TorchEngine(model, kv_tokens=kv_tokens, max_running=slots, max_rows=512, keep_share=keep_share)
-            for _ in range(args.workers)
+            TorchEngine(model, kv_tokens=kv_tokens, max_running=slots, max_rows=512) for _ in range(args.workers)
         ], slots
     from windfall.engine.factory import build_engine
 
-    spec = engine_spec(args, work, slots, kv_tokens, keep_share)
+    spec = engine_spec(args, work, slots, kv_tokens)
     engines = [
         build_engine(spec, args.device, model=random_model(spec, args.device), share=0.8 / args.workers)[0]
         for _ in range(args.workers)
@@ -159,7 +156,7 @@ def make_engines(args: argparse.Namespace, work: Workload, keep_share: float) ->
     return one_at_a_time(engines) if args.device == "cuda" else engines, slots
 
 
-def engine_spec(args: argparse.Namespace, work: Workload, slots: int, kv_tokens: int, keep_share: float) -> Any:
+def engine_spec(args: argparse.Namespace, work: Workload, slots: int, kv_tokens: int) -> Any:
     from windfall.link.messages import EngineSpec
 
     if args.model == "0.6b":
@@ -175,7 +172,7 @@ def engine_spec(args: argparse.Namespace, work: Workload, slots: int, kv_tokens:
     return EngineSpec(
         model_config=json.dumps(fields), dtype="float32" if args.device == "cpu" else "bfloat16", kv_tokens=kv_tokens,
         page_size=16, max_running=slots, max_rows=2048, deterministic=False, longest=work.longest,
-        wanted=work.sessions, keep_share=keep_share,
+        wanted=work.sessions,
     )  # fmt: skip
 
 
@@ -196,7 +193,7 @@ def make_vllm(args: argparse.Namespace, work: Workload) -> tuple[list[Any], int]
 
     slots = -(-work.sessions // args.workers)
     kv_tokens = int(args.cache * slots * work.longest) + work.longest
-    spec = engine_spec(args, work, slots, kv_tokens, 0.0)
+    spec = engine_spec(args, work, slots, kv_tokens)
     engines = [vllm_factory.build(spec, args.device, share=0.8 / args.workers)[0] for _ in range(args.workers)]
     return one_at_a_time(engines), slots
 
@@ -218,13 +215,6 @@ class OneAtATime(Engine):
     @property
     def counters(self) -> Counters:
         return self._engine.counters
-
-    def forget(self, session: str) -> None:
-        with self._lock:
-            self._engine.forget(session)
-
-    def take_dropped(self) -> tuple[str, ...]:
-        return self._engine.take_dropped()
 
     def __len__(self) -> int:
         return len(self._engine)
@@ -342,7 +332,7 @@ async def until_over(sessions: Sessions, dispatch: Dispatch, log: events.EventLo
 
 
 def vocabulary_of(args: argparse.Namespace, work: Workload) -> int:
-    return json.loads(engine_spec(args, work, 1, 1, 0.0).model_config)["vocab_size"]
+    return json.loads(engine_spec(args, work, 1, 1).model_config)["vocab_size"]
 
 
 def free_memory(device: str) -> None:
@@ -366,19 +356,19 @@ def real(args: argparse.Namespace) -> list[Row]:
     rows, vocabulary = [], vocabulary_of(args, work)
     # The first responses on a GPU wait for kernels to be compiled, which are then kept for all.
     warm_up = Workload(sessions=args.sessions, turns=2, env_s=0.01)
-    engines, slots = make_engines(args, work, 0.0)
+    engines, slots = make_engines(args, work)
     asyncio.run(measure("warm-up", engines, slots, warm_up, {}, vocabulary))
     del engines
     free_memory(args.device)
-    for name, (techniques, keep_share) in VARIANTS.items():
-        engines, slots = make_engines(args, work, keep_share)
+    for name, techniques in VARIANTS.items():
+        engines, slots = make_engines(args, work)
         rows.append(asyncio.run(measure(name, engines, slots, work, techniques, vocabulary)))
         print(rows[-1].line(), flush=True)
         del engines
         free_memory(args.device)
     if args.vllm:
         engines, slots = make_vllm(args, work)
-        techniques = VARIANTS["round robin"][0]
+        techniques = VARIANTS["round robin"]
         rows.append(asyncio.run(measure("vLLM, round robin", engines, slots, work, techniques, vocabulary)))
         for engine in engines:
             engine.close()
@@ -388,7 +378,7 @@ def real(args: argparse.Namespace) -> list[Row]:
 # simulated
 
 
-def recipe(workers: int, techniques: dict[str, Any], keep_share: float, *, steps: int, groups: int, cache: int) -> Any:
+def recipe(workers: int, techniques: dict[str, Any], *, steps: int, groups: int, cache: int) -> Any:
     """An 8B model (16 GB, 131 kB of KV cache per token) at 70 % of the bandwidth and 40 % of the FLOP/s of an H200."""
     worker = {"fixed_s": 0.005, "each_s": 3e-5, "context_s": 4e-8, "prefill_s": 4e-5}
     return parse_recipe(
@@ -397,7 +387,6 @@ def recipe(workers: int, techniques: dict[str, Any], keep_share: float, *, steps
             "rollout": {"groups": groups, "group_size": 16, "max_tokens": 40_000},
             "eval": {"tasks": 0},
             "train": {"micro_tokens": 200_000},
-            "engine": {"keep_share": keep_share},
             "checkpoint": {"every": 1000},
             "fleet": {"local": False, "workers": workers, "trainer_price_usd_per_h": 1.0},
             "techniques": techniques,
@@ -420,8 +409,8 @@ def simulated(workers: int = 64, *, steps: int = 1, groups: int = 64, cache: int
         f"{workers} simulated workers, {groups * 16} sessions per step, a KV cache of {cache:,} tokens, {steps} steps"
     )
     rows = []
-    for name, (techniques, keep_share) in VARIANTS.items():
-        built = scenario.build(recipe(workers, techniques, keep_share, steps=steps, groups=groups, cache=cache))
+    for name, techniques in VARIANTS.items():
+        built = scenario.build(recipe(workers, techniques, steps=steps, groups=groups, cache=cache))
         with (
             tempfile.TemporaryDirectory() as folder,
             patch("windfall.controller.scheduling.placement.Turns", TimedTurns),

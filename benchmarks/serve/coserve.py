@@ -163,7 +163,6 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-slowdown", type=float, default=0.15, help="as of windfall serve; 0: no limit")
     parser.add_argument("--activation", default="", help="also measure the activation of this shape, such as 8b")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--graph", action="store_true", help="GPU engine also on a CPU, with the reference kernels")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the processes of one mode")
     parser.add_argument("--out", type=Path, help="write all figures to this JSON file")

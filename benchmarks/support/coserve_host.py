@@ -92,8 +92,7 @@ class Rollout:
         device, _ = devices.resolve(job["device"], "auto", job["threads"])
         spec = spec_of(job, model, longest=128 + self._most + 16, running=responses, kv_tokens=0)
         began_s = time.monotonic()
-        kind = "graph" if job["graph"] else "auto"
-        self.tenant = RolloutTenant(host, make=lambda: build.build_rollout(host, spec, device, engine=kind))
+        self.tenant = RolloutTenant(host, make=lambda: build.build_rollout(host, spec, device))
         self.tenant.start()
         self.tenant.attach(self._emit)
         until(lambda: self.tenant.built or self.tenant.failed, "the rollout's engine is built")
@@ -163,7 +162,7 @@ class Bench:
         )
         longest = job["max_prompt"] + job["max_output"] + 16
         spec = spec_of(job, job["serving"], longest=longest, running=job["running"], kv_tokens=job["kv_tokens"])
-        self.host = build.build_host(spec, model, device, self.objectives, engine="graph" if job["graph"] else "auto")
+        self.host = build.build_host(spec, model, device, self.objectives)
         self.host.start()
         trace = Path(job["trace"]) if job["trace"] else None
         self.base = requests(trace, 4000, max_prompt=job["max_prompt"], max_output=job["max_output"])

@@ -126,10 +126,6 @@ class Request:
     position: int = 0
     sampling: Sampling = Sampling()
     stop: frozenset[int] = frozenset()
-    session: str = ""
-    """Name of the response, the same for all its turns. Empty: it has only this turn."""
-    keep_s: float = 0.0
-    """Predicted seconds from the end of this turn until the next one. 0: keep nothing for a next turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

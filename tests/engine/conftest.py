@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import reference_kernels  # noqa: F401  # GraphEngine also runs on a CPU
 from tests.support.small_models import MODELS, build
 from windfall import devices
 from windfall.models import attention

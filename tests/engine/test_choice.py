@@ -107,7 +107,4 @@ def test_missing_or_other_version_is_refused_with_the_extra(
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     has(monkeypatch, Installed("vllm", version))
     assert installed.unsupported_reason("cuda") is None
-    tested = version in ("0.23.0", "0.26.0+cu129")
-    note = f"; vllm {version} has not been tested with windfall (tested: 0.23, 0.26)"
-    chosen = choice.choose(spec(engine="vllm"), "cuda")
-    assert chosen.why == "engine.name is 'vllm'" + ("" if tested else note)
+    assert choice.choose(spec(engine="vllm"), "cuda").why == "engine.name is 'vllm'"

@@ -64,12 +64,13 @@ def test_out_of_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fewer workers" in str(e.value.fix)
 
 
-def test_prompt_longer_than_those_of_the_first_tasks_fits() -> None:
+def test_prompt_longer_than_those_of_the_first_tasks_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller knows lengths only from the first tasks. The limit is the size of the cache or of the model."""
+    monkeypatch.setattr(factory, "cuda_engine_disabled", lambda spec: None)
     model = factory.build_full_model(CONFIG.to_dict(), "float32", "cpu")
     for kv_tokens, limit in ((2048, 2047), (65_536, 4111)):
         how = {"kv_tokens": kv_tokens, "page_size": 16, "max_running": 4, "max_rows": 64, "version": 0}
-        assert factory._graph_engine(spec(), model, how).limit == limit
+        assert factory.make_engine(spec(), "cuda", model, **how).limit == limit
 
 
 @pytest.fixture

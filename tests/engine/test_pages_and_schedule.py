@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windfall.engine.pages import ROOT, Pages, key_of
-from windfall.engine.retention import Retention
 from windfall.engine.scheduler import ScheduledRows, Scheduler, Sequence
 from windfall.types import Request
 
@@ -48,9 +47,9 @@ def test_random_schedules_keep_the_rules(data: st.DataObject, pages: int, runnin
     assert s.pages.free == pages
 
 
-def one_batch(pages: Pages, running: int, rows: int, retention: Retention | None = None) -> Scheduler:
+def one_batch(pages: Pages, running: int, rows: int) -> Scheduler:
     """A scheduler whose launches are one forward pass, as that of TorchEngine."""
-    return Scheduler(pages, slots=min(running, rows), max_rows=rows, one_batch=True, retention=retention)
+    return Scheduler(pages, slots=min(running, rows), max_rows=rows, one_batch=True)
 
 
 def plan(s: Scheduler, **limits: Any) -> list[ScheduledRows]:
@@ -82,7 +81,7 @@ def one_step(s: Scheduler, live: list[Sequence]) -> int:
             r.sequence.tokens.append(len(r.sequence.tokens) % 50)
             r.sequence.generated += 1
             if r.sequence.generated == r.sequence.request.max_tokens:
-                s.remove(r.sequence, ended=True)
+                s.remove(r.sequence)
                 live.remove(r.sequence)
                 ended += 1
     return ended

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from windfall.engine.blocks import BlockTenant, MemoryBlocks, TenantPages, layout
 from windfall.engine.pages import ROOT, key_of
-from windfall.engine.retention import Retention
 from windfall.serve.memory_policy import MemoryPolicy
 
 
@@ -127,21 +126,6 @@ def test_serving_is_never_refused_a_page_that_the_rollout_holds(seed: int, block
         t.check()
 
 
-def test_serving_takes_what_is_kept_for_the_next_turns() -> None:
-    t = Tenants(6)
-    retention = Retention(t.rollout, share=1.0)
-    t.rollout.evict = retention.evict
-    for session in "abc":
-        pages = [p for _ in range(t.rollout.per_block) if (p := t.rollout.allocate()) is not None]
-        retention.keep(session, pages, keep_s=1.0)
-    for _ in range(6 * t.serving.per_block):
-        t.held["serving"].append([p for p in [t.serving.allocate()] if p is not None])
-    assert len(t.held["serving"]) == 6 * t.serving.per_block
-    assert (len(retention), retention.page_count, t.blocks.held("rollout")) == (0, 0, 0)
-    assert sorted(retention.take_dropped()) == ["a", "b", "c"]
-    t.rollout.check(retention.held())
-
-
 def test_the_last_blocks_are_reserved_unless_one_is_in_use() -> None:
     t = Tenants(8)
     given: list[str] = []
@@ -161,7 +145,7 @@ def test_the_last_blocks_are_reserved_unless_one_is_in_use() -> None:
     give_up(1)
     assert not t.blocks.reserve("weights", 3), "block 5 is in use"
     assert t.blocks.held("weights") == 0
-    last = [p for p in pages if t.serving.block_of(p) == 5]
+    last = [p for p in pages if p in t.serving.pages_of(5)]
     t.serving.register(last[0], key := key_of(ROOT, (1, 2, 3, 4)))
     t.serving.release(last)
     t.held["serving"] = [[p for p in pages if p not in last]]

@@ -261,3 +261,11 @@ def test_dump_keeps_types() -> None:
     text = dump_recipe(recipe)
     for line in ('"one" = 1,', '"float" = 1.0', '"yes" = true', '"day" = 2026-01-31', '"at" = 01:02:03'):
         assert line in text
+
+
+def test_dropped_keys_are_refused_with_what_to_do() -> None:
+    for name, instead in unknown_keys.DROPPED.items():
+        section, _, key = name.partition(".")
+        with pytest.raises(WindfallError) as e:
+            parse_recipe({section: {key: 0.5}}, where="here")
+        assert instead in str(e.value)

@@ -278,7 +278,13 @@ def test_a_model_without_room_is_refused_before_it_is_built(monkeypatch: pytest.
     room = factory.model_bytes(json.loads(rollout_spec().model_config), "float32")
     assert room == sum(p.numel() * 4 for p in rollout_model().parameters())
     monkeypatch.setattr(build, "free_bytes", lambda device: room)
-    monkeypatch.setattr(factory, "build_full_model", lambda *spec: pytest.fail("memory was allocated"))
+    build_full_model = factory.build_full_model
+
+    def allocate_nothing(fields: Any, dtype: str, device: str) -> Any:
+        assert device == "meta", "memory was allocated"
+        return build_full_model(fields, dtype, device)
+
+    monkeypatch.setattr(factory, "build_full_model", allocate_nothing)
     with pytest.raises(WindfallError, match="the run's weights take"):
         build_rollout(host, rollout_spec(), "cpu")
 

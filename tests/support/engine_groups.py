@@ -87,7 +87,7 @@ class Case:
         return self.group
 
     def pids(self) -> list[int]:
-        return [self.group._processes._handles[n].pid for n in range(len(self.group._children))]
+        return [c.link.handle.pid for c in self.group._children if c.link is not None]
 
     def close(self) -> None:
         self.group.close()

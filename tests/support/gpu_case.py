@@ -99,7 +99,8 @@ class Case:
         if how.temperature == 0:
             assert logits[token] >= logits.max() - 2 * self.close
             return
-        kept = sampler._truncate(torch.log_softmax(logits / how.temperature, -1)[None], [how])[0].double()
+        logp = torch.log_softmax(logits / how.temperature, -1)[None]
+        kept = sampler.truncated_probs(logp, torch.tensor([how.top_k]), torch.tensor([how.top_p]))[0].double()
         upto = (kept / kept.sum()).cumsum(0)
         drawn = float(sampler.uniform([request.seed], [request.position + n])[0])
         low, high = float(upto[token - 1]) if token else 0.0, float(upto[token])

@@ -11,4 +11,3 @@ class FunctionOwner:
     turn_ended: Callable[[str], None]
     rejected: Callable[[str, str], None]
     version_gone: Callable[[str], None] = lambda id: None
-    environment: str = ""

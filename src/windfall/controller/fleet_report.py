@@ -245,5 +245,4 @@ def _cache(member: Member) -> dict[str, int]:
     s = member.stats
     if s is None:
         return {}
-    return {"prefilled": s.prefilled, "prefill_saved": s.reused_tokens, "kept_sessions": s.kept_sessions,
-            "kept_tokens": s.kept_tokens}  # fmt: skip
+    return {"prefilled": s.prefilled, "prefill_saved": s.reused_tokens}

@@ -24,8 +24,6 @@ class Counters:
     prefilled: int = 0  # tokens computed before a response could continue, since the start
     lookups: int = 0  # responses and turns admitted since the start
     hits: int = 0  # those of them that found tokens in the prefix cache
-    kept_sessions: int = 0  # sessions that keep pages now, while their environment works
-    kept_tokens: int = 0  # tokens in these pages
     evictions: int = 0  # times that a running response lost its pages to others, since the start
     waiting: int = 0  # responses that are waiting for room now
 
@@ -65,13 +63,6 @@ class Engine(Protocol):
     def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         """Use `weights` from now on (None: the engine has them already). Running responses keep their tokens and are
         prefilled again. After a WindfallError nothing has changed; after any other error the weights may be mixed."""
-
-    def forget(self, session: str) -> None:
-        """Drop what is kept for the next turn of a session. Not every engine keeps anything."""
-
-    def take_dropped(self) -> tuple[str, ...]:
-        """Sessions whose kept pages were dropped since the last call. Can be called from any thread."""
-        return ()
 
     def sleep(self) -> None:
         """Free the memory that the next step can allocate again. Responses keep their tokens."""

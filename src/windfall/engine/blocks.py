@@ -16,7 +16,6 @@ granule in the memory, so the pages of a tenant are not consecutive.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +89,7 @@ class BlockTenant:
 class MemoryBlocks:
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
-        self._free = list(range(layout.count))  # a heap
+        self._free = set(range(layout.count))
         self._tenants: dict[str, BlockTenant] = {}
         self._owned: dict[str, set[int]] = {}
         self._last_owner: list[str] = [""] * layout.count
@@ -106,9 +105,8 @@ class MemoryBlocks:
 
     def leave(self, tenant: str) -> None:
         """The tenant is gone, and all its blocks are free."""
-        for block in sorted(self._owned[tenant]):
-            self.give_back(tenant, block)
-        del self._tenants[tenant], self._owned[tenant]
+        self._free |= self._owned.pop(tenant)
+        del self._tenants[tenant]
 
     @property
     def free(self) -> int:
@@ -116,7 +114,7 @@ class MemoryBlocks:
 
     def available(self, tenant: str) -> int:
         """Blocks that `claim` could return, one after another."""
-        return self.free + sum(other.idle_blocks() for name, other in self._tenants.items() if name != tenant)
+        return self.free + sum(other.idle_blocks() for other in self._others(tenant))
 
     def held(self, tenant: str) -> int:
         return len(self._owned.get(tenant, ()))
@@ -127,19 +125,15 @@ class MemoryBlocks:
     def claim(self, tenant: str) -> int | None:
         """A free block, or one that another tenant does not use. None if there is none."""
         if not self._free:
-            for name, other in self._tenants.items():
-                if name != tenant and other.trim(1):
-                    break
-        return self._assign(tenant)
+            any(other.trim(1) for other in self._others(tenant))
+        return self._own(tenant, min(self._free)) if self._free else None
 
     def take(self, tenant: str) -> int | None:
         """A block at any price: other tenants give up what they use. None if they have none."""
         assert self._tenants[tenant].priority, f"{tenant} has no priority"
         if not self._free:
-            for name, other in sorted(self._tenants.items(), key=lambda item: item[1].last_resort):
-                if name != tenant and other.yield_blocks(1):
-                    break
-        return self._assign(tenant)
+            any(other.yield_blocks(1) for other in sorted(self._others(tenant), key=lambda other: other.last_resort))
+        return self._own(tenant, min(self._free)) if self._free else None
 
     def reserve(self, tenant: str, count: int) -> bool:
         """Take the last `count` blocks: all of them, or none if one is in use."""
@@ -149,18 +143,15 @@ class MemoryBlocks:
             return False
         for t, held in owners:
             t.vacate(held, False)
-        self._free = [b for b in self._free if b not in wanted]
-        heapq.heapify(self._free)
         for block in wanted:
             self._own(tenant, block)
         return True
 
-    def _assign(self, tenant: str) -> int | None:
-        if not self._free:
-            return None
-        return self._own(tenant, heapq.heappop(self._free))
+    def _others(self, tenant: str) -> list[BlockTenant]:
+        return [other for name, other in self._tenants.items() if name != tenant]
 
     def _own(self, tenant: str, block: int) -> int:
+        self._free.remove(block)
         self._owned[tenant].add(block)
         if self._last_owner[block] not in ("", tenant):
             self.dirty.add(block)
@@ -170,7 +161,7 @@ class MemoryBlocks:
 
     def give_back(self, tenant: str, block: int) -> None:
         self._owned[tenant].remove(block)
-        heapq.heappush(self._free, block)
+        self._free.add(block)
 
     def check(self) -> None:
         """Raise AssertionError unless the rules above hold."""
@@ -202,15 +193,10 @@ class TenantPages(Pages, BlockTenant):
         self.per_block = layout.pages(page_bytes)
         self._unused = []
         self._held_in = [0] * layout.count  # held pages in each block
-        self._held_blocks = 0
         self.limit = layout.count
         """Upper limit for the blocks that this tenant may own."""
-        self.waste = 1.0 - self.per_block * page_bytes / layout.block_bytes
-        """Share of a block that no page uses."""
         self.evict: Callable[[frozenset[int]], None] = lambda pages: None
         blocks.join(self)
-
-    # Amounts.
 
     @property
     def capacity(self) -> int:
@@ -227,7 +213,7 @@ class TenantPages(Pages, BlockTenant):
     @property
     def held_blocks(self) -> int:
         """Blocks with at least one held page."""
-        return self._held_blocks
+        return sum(count > 0 for count in self._held_in)
 
     @property
     def owned_blocks(self) -> int:
@@ -236,43 +222,32 @@ class TenantPages(Pages, BlockTenant):
     def idle_blocks(self) -> int:
         return self.owned_blocks - self.held_blocks
 
-    def block_of(self, page: int) -> int:
-        return page // self._blocks.layout.granules
-
     def pages_of(self, block: int) -> range:
         first, step = block * self._blocks.layout.granules, self._page_granules
         return range(first, first + self.per_block * step, step)
 
-    # Allocation.
-
     def allocate(self) -> int | None:
-        page = self._allocate()
-        if page is not None:
-            self._hold(page)
-        return page
-
-    def _hold(self, page: int) -> None:
-        block = self.block_of(page)
-        self._held_blocks += self._held_in[block] == 0
-        self._held_in[block] += 1
-
-    def _allocate(self) -> int | None:
         if not self._unused and self.per_block and self.owned_blocks < self.limit:
             self._grant(self._blocks.claim(self.tenant))
         page = super().allocate()
         if page is None and self.priority and self.per_block:
             self._grant(self._blocks.take(self.tenant))
             page = super().allocate()
+        if page is not None:
+            self._hold(page, 1)
         return page
 
     def _grant(self, block: int | None) -> None:
         if block is not None:
             self._unused.extend(reversed(self.pages_of(block)))
 
+    def _hold(self, page: int, count: int) -> None:
+        self._held_in[page // self._blocks.layout.granules] += count
+
     def find(self, key: Key) -> int | None:
         page = super().find(key)
         if page is not None and self._references[page] == 1:
-            self._hold(page)
+            self._hold(page, 1)
         return page
 
     def release(self, pages: Iterable[int]) -> None:
@@ -280,15 +255,11 @@ class TenantPages(Pages, BlockTenant):
         super().release(pages)
         for page in pages:
             if self._references[page] == 0:
-                block = self.block_of(page)
-                self._held_in[block] -= 1
-                self._held_blocks -= self._held_in[block] == 0
+                self._hold(page, -1)
 
     def clear_cache(self) -> None:
         super().clear_cache()
         self.trim(self._blocks.layout.count)
-
-    # Giving back.
 
     def trim(self, count: int) -> int:
         idle = [b for b in sorted(self._blocks.of(self.tenant)) if not self._held_in[b]][:count]
@@ -324,10 +295,6 @@ class TenantPages(Pages, BlockTenant):
             self.trim(wanted - (before - self.owned_blocks))
         return before - self.owned_blocks
 
-    def leave(self) -> None:
-        """Give back everything at once. This object is useless after that."""
-        self._blocks.leave(self.tenant)
-
     def _owned(self) -> set[int]:
         return {page for block in self._blocks.of(self.tenant) for page in self.pages_of(block)}
 
@@ -335,4 +302,3 @@ class TenantPages(Pages, BlockTenant):
         super().check(held)
         held_in = [sum(self._references[p] > 0 for p in self.pages_of(b)) for b in range(self._blocks.layout.count)]
         assert held_in == self._held_in, "the counts of held pages are wrong"
-        assert self._held_blocks == sum(n > 0 for n in held_in), "the count of held blocks is wrong"

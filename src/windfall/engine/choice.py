@@ -50,7 +50,7 @@ def choose(spec: EngineSpec, device: str, *, asked: EngineName = "auto", tensor_
             raise WindfallError(what, where=where, fix="Use engine.name = 'windfall', or turn run.deterministic off.")
         installed.check(device)
         why = f"{where} is 'vllm'" if wanted == "vllm" else f"it spans {tensor_parallel} GPUs"
-        return EngineChoice("vllm", why + installed.untested_note(device))
+        return EngineChoice("vllm", why)
     return _automatic(spec, device)
 
 
@@ -64,8 +64,7 @@ def _automatic(spec: EngineSpec, device: str) -> EngineChoice:
         return EngineChoice("windfall", "its GPU engine runs this model")
     missing = installed.unsupported_reason(device)
     if missing is None:
-        why = f"windfall's GPU engine cannot run this model: {slow}"
-        return EngineChoice("vllm", why + installed.untested_note(device))
+        return EngineChoice("vllm", f"windfall's GPU engine cannot run this model: {slow}")
     return EngineChoice("windfall", f"plain torch, which is slow: {slow}; {missing}")
 
 

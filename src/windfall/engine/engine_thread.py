@@ -121,12 +121,6 @@ class EngineThread:
         self._emit(Released(handles=handles))
 
     @order
-    def forget(self, sessions: tuple[str, ...]) -> None:
-        """Drop what is kept for the next turns of these sessions."""
-        for session in sessions:
-            self.engine.forget(session)
-
-    @order
     def swap(
         self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
     ) -> None:
@@ -173,13 +167,7 @@ class EngineThread:
             prefilled=counters.prefilled,
             lookups=counters.lookups,
             hits=counters.hits,
-            kept_sessions=counters.kept_sessions,
-            kept_tokens=counters.kept_tokens,
         )
-
-    def take_dropped(self) -> tuple[str, ...]:
-        """Sessions whose kept pages were dropped since the last call. Can be called from any thread."""
-        return () if self._engine is None else self._engine.take_dropped()
 
     # The methods below run in the thread.
 
@@ -250,8 +238,6 @@ def request_of(work: Work) -> Request:
         max_tokens=work.max_tokens,
         sampling=work.sampling,
         stop=frozenset(work.stop),
-        session=work.session,
-        keep_s=work.keep_s,
     )
 
 

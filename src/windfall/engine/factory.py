@@ -7,6 +7,7 @@ configuration is sufficient, nothing here imports it.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import sys
@@ -37,18 +38,18 @@ def build_model(spec: EngineSpec, device: str) -> Any:
 
 
 def build_full_model(fields: dict[str, Any], dtype: str, device: str) -> Any:
+    """Build transformers' module. No time is spent on random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     from windfall.models import attention
 
     how: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention.NAME}
     try:
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        model = build_uninitialized(config, device, **how)
-        if model is None:
-            with torch.device(device):
-                model = AutoModelForCausalLM.from_config(config, **how)
+        with no_init_weights(), torch.device(device):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), **how)
+        model.tie_weights()
     except ValueError as e:
         fix = "Install the version of transformers that the run uses."
         raise WindfallError(f"the run's model cannot be built here: {e}", fix=fix) from e
@@ -59,35 +60,7 @@ def build_full_model(fields: dict[str, Any], dtype: str, device: str) -> Any:
 
 def model_bytes(fields: dict[str, Any], dtype: str) -> int:
     """Bytes that the weights of this model take. Allocates nothing."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.for_model(**fields)
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    except Exception as e:  # fault boundary: model code may raise anything
-        raise load.unsupported(e, "model.path") from e
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def build_uninitialized(config: Any, device: str, **how: Any) -> Any:
-    """Build the module without spending time on random weights. Returns None if the module computes any buffers besides
-    the rotary frequencies when it is created, because their values would be lost."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, **how)
-    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
-    known = {f"model.rotary_emb.{name}" for name, _ in rotary.named_buffers()} if rotary is not None else set()
-    if {name for name, _ in model.named_buffers()} != known:
-        return None
-    model.to_empty(device=device)
-    model.tie_weights()  # each of the tied weights got its own memory
-    if rotary is not None:
-        model.model.rotary_emb = type(rotary)(config=model.config).to(device)
-    return model
+    return sum(p.numel() * p.element_size() for p in build_full_model(fields, dtype, "meta").parameters())
 
 
 def token_bytes(model: Any) -> int:
@@ -142,85 +115,60 @@ def build_engine_timed(
         raise WindfallError(f"not enough memory for the engine: {why}", where=device, fix=fix) from e
 
 
-def _build_engine(spec: EngineSpec, device: str, given: Any, share: float, version: int) -> tuple[Any, int, LoadTimes]:
+def _build_engine(spec: EngineSpec, device: str, model: Any, share: float, version: int) -> tuple[Any, int, LoadTimes]:
     began_s = time.monotonic()
-    model = build_model(spec, device) if given is None else given
+    model = build_model(spec, device) if model is None else model
     self_test(spec, device, model)
-    why = "it is not a GPU" if not device.startswith("cuda") else cuda_engine_refusal(spec, model)
     if device == "cpu":
         choose_matmul_library()
     # Only one process at a time may measure the free memory and allocate its share.
     with gpu_memory_lock(device):
         running, kv_tokens = engine_sizes(spec, token_bytes(model), device, share)
-        how: dict[str, Any] = {
-            "kv_tokens": kv_tokens,
-            "page_size": spec.page_size,
-            "max_running": running,
-            "max_rows": spec.max_rows,
-            "version": version,
-            "keep_share": spec.keep_share,
-        }
-        engine = _graph_engine(spec, model, how) if why is None else None
-    if engine is not None:
-        built_s = time.monotonic()
-        why = _warm_up(engine, running, spec.longest)
+        engine = make_engine(
+            spec,
+            device,
+            model,
+            kv_tokens=kv_tokens,
+            page_size=spec.page_size,
+            max_running=running,
+            max_rows=spec.max_rows,
+            version=version,
+        )
+    # The self-test is valid up to this length; a later prompt may be longer than those that the run has seen.
+    engine.limit = min(engine.limit, shrink.fixed_rope_tokens(json.loads(spec.model_config)) or engine.limit)
+    built_s = time.monotonic()
+    engine.warm(1, running, longest=spec.longest)
+    return engine, running, LoadTimes(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
+
+
+def make_engine(spec: EngineSpec, device: str, model: Any, **how: Any) -> Any:
+    """GraphEngine on a GPU that can run this model with it, otherwise TorchEngine."""
+    if device.startswith("cuda"):
+        why = cuda_engine_refusal(spec, model)
         if why is None:
-            return engine, running, LoadTimes(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
-        engine.sleep()
-        del engine
-        model = build_full_model(json.loads(spec.model_config), spec.dtype, device) if given is None else given
+            from windfall.engine.cuda.engine import GraphEngine
+
+            # `spec.longest` covers only the first tasks: tables have room for as much as cache and model allow.
+            positions = getattr(model.config, "max_position_embeddings", None) or how["kv_tokens"]
+            return GraphEngine(model, **how, longest=min(how["kv_tokens"], max(positions, 2 * spec.longest)))
+        print(f"using the slower engine for this model: {why}", file=sys.stderr, flush=True)
     from windfall.engine.torch.engine import TorchEngine
 
-    if device.startswith("cuda"):
-        print(f"using the slower engine for this model: {why}", file=sys.stderr, flush=True)
-    torch_engine = TorchEngine(model, **how, deterministic=spec.deterministic)
-    # The self-test is valid up to this length; a later prompt may be longer than those that the run has seen.
-    limit = shrink.fixed_rope_tokens(json.loads(spec.model_config))
-    torch_engine.limit = min(torch_engine.limit, limit or torch_engine.limit)
-    return torch_engine, running, LoadTimes(build_s=time.monotonic() - began_s)
+    return TorchEngine(model, **how, deterministic=spec.deterministic)
 
 
 def self_test(spec: EngineSpec, device: str, model: Any) -> str:
     """Raise WindfallError unless the engine for this model and device computes the same as transformers (see selftest).
     Returns a record for the workers: those with the same code and device need not repeat the test."""
-
-    def make(small: Any, **how: Any) -> Any:
-        if device.startswith("cuda") and cuda_engine_refusal(spec, small) is None:
-            from windfall.engine.cuda.engine import GraphEngine
-
-            return GraphEngine(small, **how)
-        from windfall.engine.torch.engine import TorchEngine
-
-        return TorchEngine(small, **how, deterministic=spec.deterministic)
-
     return verdict.check_engine(
         json.loads(spec.model_config),
-        make,
+        functools.partial(make_engine, spec, device),
         device=device,
         longest=spec.longest,
         deterministic=spec.deterministic,
         names=model.state_dict(),
         checked=spec.checked,
     )
-
-
-def _graph_engine(spec: EngineSpec, model: Any, how: dict[str, Any]) -> Any:
-    from windfall.engine.cuda.engine import GraphEngine
-
-    # `spec.longest` covers only the first tasks, so the tables have room for as many tokens as cache and model allow.
-    positions = getattr(model.config, "max_position_embeddings", None) or how["kv_tokens"]
-    return GraphEngine(model, **how, longest=min(how["kv_tokens"], max(positions, 2 * spec.longest)))
-
-
-def _warm_up(engine: Any, running: int, longest: int) -> str | None:
-    """Compile the kernels and capture the graphs. Returns why the kernels cannot run here, or None."""
-    from triton.runtime.errors import OutOfResources  # pyright: ignore[reportMissingImports]
-
-    try:
-        engine.warm(1, running, longest=longest)
-    except OutOfResources as e:
-        return f"a kernel does not fit this GPU ({e})"
-    return None
 
 
 def cuda_engine_refusal(spec: EngineSpec, model: Any) -> str | None:

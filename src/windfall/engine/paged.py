@@ -5,10 +5,9 @@
     engine.cancel(id)          frees its pages at once; no more chunks are returned for it
     engine.swap(version, ...)  sets new weights between two steps; running responses continue with them
     engine.sleep()             frees the memory of the KV cache until the next step that has work
-    engine.forget(session)     drops the pages that are kept for the next turn of this session
 
 An engine shares the model with its creator. It never waits for anything but the device and starts no thread: that is
-left to the worker around it. It reads the clock only to decide which kept pages to drop first.
+left to the worker around it.
 
 A server that lends its GPU runs two such engines in turn (serve/host.py). Their pages are in one memory (`kv`), and the
 limits of `step` decide how long one of them has the device.
@@ -71,9 +70,7 @@ class PagedEngine(Engine):
 
     @property
     def counters(self) -> Counters:
-        s = self._scheduler
-        kept = {"kept_sessions": len(s.retention), "kept_tokens": s.retention.page_count * s.pages.size}
-        return replace(self._counters, waiting=len(s.waiting), **kept)
+        return replace(self._counters, waiting=len(self._scheduler.waiting))
 
     def add(self, request: Request) -> None:
         if request.id in self._sequences:
@@ -105,7 +102,7 @@ class PagedEngine(Engine):
             finish = "length"
         if finish:
             del self._sequences[request.id]
-            self._scheduler.remove(s, ended=True)
+            self._scheduler.remove(s)
         return Chunk(
             id=request.id,
             position=position,
@@ -116,19 +113,14 @@ class PagedEngine(Engine):
         )
 
     def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Use `weights` from now on (None: the shared model was changed in place). No cached page of the old version is
-        reused."""
         self.finish_launches()
         if weights is not None:
             copy_weights(self.model, version, weights)
         self.version = version
         self._scheduler.restart_all()
 
-    def forget(self, session: str) -> None:
-        self._scheduler.retention.forget(session)
-
-    def take_dropped(self) -> tuple[str, ...]:
-        return self._scheduler.retention.take_dropped()
+    def warm(self, *sizes: int, longest: int | None = None, shorter: bool = False) -> None:
+        """Do what would delay the first steps: compile kernels, capture graphs. See GraphEngine."""
 
     @property
     @abstractmethod
@@ -139,8 +131,6 @@ class PagedEngine(Engine):
         """Return the memory of the KV cache to the device. The contents are lost."""
 
     def sleep(self) -> None:
-        """Free the memory of the KV cache until the next step that has work. Responses keep their tokens, and are
-        prefilled again."""
         if not self.asleep:
             self.finish_launches()
             self._scheduler.restart_all()
@@ -164,11 +154,6 @@ class PagedEngine(Engine):
         return self._scheduler.prefilling
 
     @property
-    def in_flight(self) -> bool:
-        """Whether the device may still run a launch."""
-        return False
-
-    @property
     def unread(self) -> bool:
         """Whether there may be tokens that `step` has not returned: of launches in flight, or of finished ones."""
         return False
@@ -184,10 +169,6 @@ class PagedEngine(Engine):
     def prefill_alone(self, alone: bool) -> None:
         """Whether a launch with a prefill has only one decode step: its tokens come sooner. The default with `kv`."""
         self._scheduler.single_step_with_prefill = alone
-
-    def evict_kept(self, pages: frozenset[int]) -> None:
-        """Release these pages of sessions that keep them: another engine takes their memory."""
-        self._scheduler.retention.evict(pages)
 
     def check(self) -> None:
         self._scheduler.check()

@@ -15,7 +15,6 @@ has a row in every burst of steps until all tokens that it may generate have bee
 - pages are registered by the tokens they hold. Those of a prefill are registered when it is planned: siblings in the
   same launch may use them, because every layer writes all keys and values before it reads any. Other pages are
   registered when their sequence releases them;
-- the pages of a session whose environment works are kept within a budget (retention.py);
 - rows that share the pages of their prompt are adjacent, and form prefix groups where that pays off (cuda/splits.py).
 
 Rules (`check()`): a running sequence holds exactly the pages that its planned tokens need; a waiting one holds none; a
@@ -32,7 +31,6 @@ import numpy as np
 
 from windfall.engine.base import Counters
 from windfall.engine.pages import ROOT, Key, Pages, key_of
-from windfall.engine.retention import Retention
 from windfall.types import Request
 
 if TYPE_CHECKING:
@@ -98,14 +96,12 @@ class Scheduler:
         max_rows: int,
         burst: int = 1,
         one_batch: bool = False,
-        retention: Retention | None = None,
         host_state: HostState | None = None,
         sharing: PrefixSharing | None = None,
     ) -> None:
         """`slots`: sequences that run at once, at most `max_rows`. `host_state`: gets the pages and parameters of every
         slot. `sharing`: which rows form prefix groups; None: none do."""
         self.pages = pages
-        self.retention = retention if retention is not None else Retention(pages)
         self.host_state = host_state
         self.sharing = sharing
         self.slots = slots
@@ -134,15 +130,14 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence, *, ended: bool = False) -> None:
-        """Remove a finished or canceled sequence. Its slot and pages are free at once; if it has ended and asks for it,
-        the full pages are kept for its next turn."""
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a finished or canceled sequence. Its slot and pages are free at once."""
         sequence.finished = True
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
             del self.running[sequence]
-            self._release(sequence, keep=ended and bool(sequence.request.session) and sequence.request.keep_s > 0)
+            self._release(sequence)
 
     def next(
         self,
@@ -196,7 +191,6 @@ class Scheduler:
             self._release(sequence, register=False)
             self.waiting.appendleft(sequence)
         self.running.clear()
-        self.retention.clear()
         self.pages.clear_cache()
 
     @property
@@ -244,7 +238,7 @@ class Scheduler:
         ahead = -(-min(have + self.burst, end) // size)
         # Keep a burst of every running sequence free, so that admission rarely causes an eviction.
         need = ahead - len(cached) + len(self.running) * -(-self.burst // size)
-        if need > self.pages.free and not self._clear_for(s, need):
+        if need > self.pages.free:
             self.pages.release(cached)
             return False
         s.pages = cached + self._allocate(-(-have // size) - len(cached))
@@ -253,7 +247,6 @@ class Scheduler:
         self.counters.reused_tokens += s.prefilled
         self.counters.lookups += 1
         self.counters.hits += s.prefilled > 0
-        self.retention.forget(s.request.session)
         self.running[s] = None
         self._prefilling[s] = None
         self._by_slot[s.slot] = s
@@ -268,14 +261,6 @@ class Scheduler:
             self.host_state.assign(s.slot, s.request, length=have - 1, left=left, position=s.position)
             self.host_state.set_pages(s.slot, 0, s.pages)
         return True
-
-    def _clear_for(self, s: Sequence, need: int) -> bool:
-        """Drop kept pages for a waiting sequence, but only if nothing runs: otherwise room comes without that."""
-        if self.running:
-            return False
-        if not self.retention.make_room(need, spare=s.request.session):
-            self.retention.forget(s.request.session)  # of no use here: the sequence holds those that it has found
-        return need <= self.pages.free
 
     def _allocate(self, count: int) -> list[int]:
         """Pages, after a check that there are enough."""
@@ -295,7 +280,7 @@ class Scheduler:
             while steps:
                 after = np.minimum(planned + steps, end)
                 more = -(-after // self.pages.size) - held
-                if self.retention.make_room(int(more.sum())):
+                if int(more.sum()) <= self.pages.free:
                     self._planned[slots] = after
                     self._extend(slots[more > 0].tolist(), more[more > 0].tolist())
                     return slots[np.argsort(self._prefix_id[slots], kind="stable")], steps
@@ -325,17 +310,12 @@ class Scheduler:
             s.pages += new
             self._page_count[slot] = len(s.pages)
 
-    def _release(self, s: Sequence, *, register: bool = True, keep: bool = False) -> None:
-        """Free slot and pages. `register`: leave full pages in the prefix cache; the newest token is in no page yet.
-        `keep`: keep these pages for the next turn."""
+    def _release(self, s: Sequence, *, register: bool = True) -> None:
+        """Free slot and pages. `register`: leave full pages in the prefix cache; the newest token is in no page yet."""
         if register:
             known = min(s.prefilled, len(s.tokens)) if s in self._prefilling else len(s.tokens) - 1
-            full = known // self.pages.size
-            for n in range(full):
+            for n in range(known // self.pages.size):
                 self.pages.register(s.pages[n], s.key(n, self.pages.size))
-            if keep:
-                kept, s.pages = s.pages[:full], s.pages[full:]
-                self.retention.keep(s.request.session, kept, s.request.keep_s)
         self.pages.release(s.pages)
         self._prefilling.pop(s, None)
         self._by_slot[s.slot] = None
@@ -362,4 +342,4 @@ class Scheduler:
         assert len(used) == len(self.running), "slots and running sequences disagree"
         assert sorted(used + self._free) == list(range(self.slots)), "a slot is lost, or free and used"
         assert self._prefilling.keys() <= self.running.keys(), "a sequence prefills but is not running"
-        self.pages.check([*(s.pages for s in self.running), *self.retention.held()])
+        self.pages.check([s.pages for s in self.running])

@@ -1,6 +1,6 @@
 """The messages on a link: typed msgspec structs, encoded as msgpack arrays. Any change to them must change PROTOCOL.
 
-    controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Forget, Load, Pause, Resume,
+    controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Load, Pause, Resume,
                               Drain
     worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity, Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Forward, ForwardBackward, OptimStep, Publish, Save
@@ -74,7 +74,6 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine: Literal["auto", "windfall", "vllm"] = "auto"  # which engine; a worker's own option comes first
     samplings: tuple[Sampling, ...] = ()  # how the run samples, in training and in evaluations
     checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see engine/selftest/verdict.py
-    keep_share: float = 0.5  # share of the KV cache that sessions may keep while their environment works
 
 
 class Welcome(Message, frozen=True, tag=3):
@@ -105,8 +104,6 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     max_tokens: int  # upper limit for the tokens to generate, from `position` on
     sampling: Sampling
     stop: tuple[int, ...]  # token ids that end the response
-    session: str = ""  # name of the response, the same for all its turns; empty if it has only this turn
-    keep_s: float = 0.0  # predicted seconds from the end of this turn until the next one; 0: keep nothing for it
 
 
 class Assign(Message, frozen=True, tag=5):
@@ -147,12 +144,6 @@ class Release(Message, frozen=True, tag=29):
     """Controller to worker: stop these responses, send the tokens generated so far, then answer with Released."""
 
     handles: tuple[int, ...]
-
-
-class Forget(Message, frozen=True, tag=39):
-    """Controller to worker: these sessions have no further turn here. Drop what is kept for them."""
-
-    sessions: tuple[str, ...]
 
 
 class Released(Message, frozen=True, tag=30):
@@ -239,9 +230,6 @@ class Stats(Message, frozen=True, tag=16):
     prefilled: int = 0  # tokens that were prefilled
     lookups: int = 0  # responses and turns that were looked up in the prefix cache
     hits: int = 0  # those of them that found tokens there
-    kept_sessions: int = 0  # sessions whose pages are kept now, while their environment works
-    kept_tokens: int = 0  # tokens in these pages
-    dropped: tuple[str, ...] = ()  # sessions whose kept pages were dropped since the last Stats
 
 
 class Capacity(Message, frozen=True, tag=40):
@@ -430,7 +418,7 @@ class RunEnded(Message, frozen=True, tag=38):
 
 
 FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Capacity | Left
-ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Forget | Load | Pause | Resume | Drain
+ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Pause | Resume | Drain
 FromTrainer = TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVersion | Saved | Failed
 Verb = Forward | ForwardBackward | OptimStep | Publish | Save | LoadCheckpoint
 ToTrainer = Challenge | TrainerWelcome | Refused | Verb

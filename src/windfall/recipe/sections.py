@@ -259,9 +259,6 @@ class EngineSection(Section):
     """Upper limit for the responses in one engine step. 0 derives it from the device and the responses per step."""
     max_rows: Count = 2048
     """Upper limit for the tokens in one engine step, including prefill."""
-    keep_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of the KV cache that responses with several turns may keep while their environment works. 0 keeps nothing:
-    the next turn is prefilled from its first token, unless its pages happen to be in the prefix cache still."""
 
 
 class Techniques(Section):

@@ -73,6 +73,8 @@ OTHER_NAMES: dict[str, list[str]] = {}
 for _meant, _names in MEANT_BY.items():
     for _name in _names.split():
         OTHER_NAMES.setdefault(_name, []).append(_meant)
+DROPPED = {"engine.keep_share": "Remove it: the prefix cache keeps earlier turns as long as there is room."}
+"""Keys of earlier versions, and what to do instead."""
 EXPERIMENTS = ("techniques", "trace")
 """Sections for experiments: a key that is unknown elsewhere is hardly one of theirs, or of a part."""
 MAX_SUGGESTIONS = 3
@@ -87,6 +89,8 @@ def suggestion(path: list[str], data: dict[str, Any]) -> str:
     >>> suggestion(["train", "learning_rate"], {}), suggestion(["run", "lr"], {}), suggestion(["enviroment"], {})
     ("Did you mean 'lr'?", "Did you mean 'train.lr'?", "Did you mean 'env'?")
     """
+    if instead := DROPPED.get(".".join(path)):
+        return instead
     *sections, word = path
     word = word.lower().replace("-", "_")
     here = list(section_at(sections, data).model_fields)

@@ -75,7 +75,7 @@ def build_host(
     on_gpu = "; compiling kernels and capturing CUDA graphs" if device.startswith("cuda") else ""
     tell(f"building the engine: a KV cache of {kv_tokens:,} tokens{on_gpu} ...")
     kv = arena.join(SERVING, token_bytes=token_bytes, page_size=spec.page_size, priority=True)
-    made = _engine(spec, model, kv, device, running, engine, keep_share=0.0)
+    made = _engine(spec, model, kv, device, running, engine)
     return Host(made, arena, objectives, max_rows=spec.max_rows)
 
 
@@ -96,7 +96,7 @@ def build_rollout(host: Host, spec: EngineSpec, device: str, *, engine: EngineKi
             what = f"the lent KV cache has room for {room} tokens, and one response may have {spec.longest}"
             raise WindfallError(what, where="windfall serve --lend", fix="Raise --memory or --kv-tokens.")
         running = min(spec.max_running or spec.wanted, 256)  # how many fit is reported all the time (capacity.py)
-        made = _engine(spec, model, kv, device, running, engine, keep_share=spec.keep_share)
+        made = _engine(spec, model, kv, device, running, engine)
         made.limit = min(made.limit, room)
         made.ready_weights = ready
         made.weight_blocks = tail
@@ -159,16 +159,13 @@ def _weight_blocks(host: Host, nbytes: int) -> Tail | None:
     return None
 
 
-def _engine(
-    spec: EngineSpec, model: Any, kv: Any, device: str, running: int, engine: EngineKind, *, keep_share: float
-) -> PagedEngine:
+def _engine(spec: EngineSpec, model: Any, kv: Any, device: str, running: int, engine: EngineKind) -> PagedEngine:
     """GraphEngine where it runs this model, with all its graphs; otherwise TorchEngine."""
     on_gpu = device.startswith("cuda") and factory.cuda_engine_refusal(spec, model) is None
     how: dict[str, Any] = {
         "kv_tokens": 0,
         "max_running": running,
         "max_rows": spec.max_rows,
-        "keep_share": keep_share,
         "kv": kv,
     }
     if on_gpu or engine == "graph":

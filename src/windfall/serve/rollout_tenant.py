@@ -410,9 +410,7 @@ class RolloutTenant(EngineThread):
             self._emit(self._meter.report(slots=slots, state=host.policy.state, slack_s=slack_s))
 
     def _evict(self, pages: frozenset[int]) -> None:
-        engine = self.engine
-        self._cancel([s for s in engine.sequences if not pages.isdisjoint(s.pages)])
-        engine.evict_kept(pages)
+        self._cancel([s for s in self.engine.sequences if not pages.isdisjoint(s.pages)])
 
     def _cancel(self, sequences: list[Sequence]) -> None:
         engine = self.engine

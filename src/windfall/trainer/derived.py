@@ -68,7 +68,6 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
         page_size=e.page_size,
         max_running=e.max_running,
         max_rows=e.max_rows,
-        keep_share=e.keep_share,
         deterministic=recipe.run.deterministic,
         longest=longest,
         wanted=o.groups * o.group_size,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from windfall.engine.selftest import judge, verdict
-from windfall.engine.selftest.compare import Difference, largest
+from windfall.engine.selftest.judge import Difference, largest
 from windfall.engine.selftest.small_model import SmallModel
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.logprobs import Learner
@@ -44,7 +44,7 @@ def judge_trainer(config: Any, *, device: str, longest: int, names: Iterable[str
             refused = f"{what}: a weight's gradient differs by {share}"
         return judge.Measured(nats=nats.size, gradient=gradient.size, refused=refused)
 
-    return judge.judge(measure, what, config, device, longest, names, keep=True)
+    return judge.judge(measure, what, config, device, longest, names)
 
 
 def trainer_differences(small: SmallModel) -> tuple[Difference, Difference]:

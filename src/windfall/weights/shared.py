@@ -94,14 +94,13 @@ class SharedReader:
         self._pin = pin
         self._maps: dict[tuple[int, int], _Map] = {}
 
-    def weights(self, shared: SharedVersion, *, loaded_base: str = "") -> Mapping[str, torch.Tensor]:
-        """What an engine must copy: the tensors, or an adapter merged into its base. `loaded_base`: digest of the base
-        that the engine has, of which only the adapted weights are copied again."""
+    def weights(self, shared: SharedVersion) -> Mapping[str, torch.Tensor]:
+        """What an engine must copy: the tensors, or an adapter merged into its base."""
         tensors = self.tensors(shared)
         if shared.base is None:
             return tensors
         found = manifest.decode(shared.manifest, Manifest)
-        return MergedWeights(self.tensors(shared.base), tensors, found.scale, base_is_loaded=loaded_base == found.base)
+        return MergedWeights(self.tensors(shared.base), tensors, found.scale)
 
     def tensors(self, shared: SharedVersion) -> dict[str, torch.Tensor]:
         """Views of the publisher's buffer, by name. Copy them; never write to them."""

@@ -150,9 +150,7 @@ class WorkerLink:
             now, pulled = self._loop.time(), self._pulled_bytes()
             if self._load_phase != "pull" or pulled != self._pull_progress[0]:
                 self._pull_progress = (pulled, now)
-            stats = msgspec.structs.replace(
-                self.host.stats(), loading=self._load_phase, pulled_bytes=pulled, dropped=self.host.take_dropped()
-            )
+            stats = msgspec.structs.replace(self.host.stats(), loading=self._load_phase, pulled_bytes=pulled)
             self.say(stats)
             if stats.idle_s > self._stalled_s:
                 raise Stalled(f"no engine step for {stats.idle_s:.0f} s, with {stats.running} responses running")
@@ -169,8 +167,6 @@ class WorkerLink:
                     self.host.cancel(message.handles)
                 case m.Release():
                     self.host.release(message.handles)
-                case m.Forget():
-                    self.host.forget(message.sessions)
                 case m.Load():
                     self._begin_loading(message)
                 case m.Pause():

@@ -35,9 +35,7 @@ class Sessions:
         self.done: dict[str, tuple[list[int], list[float]]] = {}
         self.workers: dict[str, list[str]] = {id: [] for id in self.left}
         self.between: Any = None
-        listener = FunctionOwner(
-            turn_ended=self.turn_ended, rejected=lambda id, why: pytest.fail(why), environment="test"
-        )
+        listener = FunctionOwner(turn_ended=self.turn_ended, rejected=lambda id, why: pytest.fail(why))
         self.episodes: dict[str, Episode] = {}
         for n, id in enumerate(self.left):
             prompt = tuple(10 + (7 * i + 11 * n) % 140 for i in range(70))
@@ -81,8 +79,6 @@ async def run(folder: Path, *, affinity: bool, between: Any = None, **how: Any) 
             while len(sessions.done) < RESPONSES:
                 dispatch.ledger.check()
                 await asyncio.sleep(0.002)
-            while any(e.counters.kept_sessions for e in engines):  # every session was forgotten at its end
-                await asyncio.sleep(0.002)
     events.close()
     return sessions, engines, dispatch
 
@@ -96,7 +92,7 @@ def test_turns_return_to_their_worker_and_tokens_stay_the_same(tmp_path: Path) -
     assert (counts.routed, counts.to_holder) == (18, 18)
     assert (counts.sessions, counts.turns) == (6, 24)
     assert dispatch.members.prefill.reused > 0
-    there, without, _ = asyncio.run(run(tmp_path, affinity=False, keep_share=0.0))
+    there, without, _ = asyncio.run(run(tmp_path, affinity=False))
     assert there.done == here.done  # bit for bit
     assert sum(e.counters.prefilled for e in engines) <= sum(e.counters.prefilled for e in without)
     assert not dispatch.turns._sessions

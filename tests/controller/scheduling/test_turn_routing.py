@@ -6,7 +6,7 @@ from typing import Any
 
 from windfall.controller.scheduling.balance import WorkerLoad
 from windfall.controller.scheduling.turn_routing import NextTurn, route
-from windfall.controller.scheduling.turns import MEMORY, ReturnTimes, Turns
+from windfall.controller.scheduling.turns import Turns
 from windfall.step_time import StepTime
 
 PROFILE = StepTime(fixed_s=0.01, each_s=0.0002)
@@ -62,32 +62,20 @@ def test_unmeasured_workers_keep_their_turns() -> None:
     assert route([turn()], loads).placed == [("1/0", "a")]
 
 
-def test_environment_that_never_returns_keeps_nothing() -> None:
-    times = ReturnTimes()
-    assert times.keep_s > 0
-    for _ in range(MEMORY):
-        times.over()
-    assert times.keep_s == 0
-    for _ in range(MEMORY):
-        times.returned(3.0)
-    assert 3.0 < times.keep_s < 6.0
-
-
 def test_holder_is_forgotten_with_its_pages() -> None:
     t = Turns()
     for id in ("1/0", "1/1", "2/0"):
-        t.ended(id, "env", "a", context=100, sampled=10, now_s=0.0)
+        t.ended(id, "a", context=100, sampled=10, now_s=0.0)
         t.returned(id, 20, 2.0)
     assert t.holder("1/0") == ("a", 100)
-    t.dropped("b", ["1/0"])  # a late report of another worker
+    t.assigned("1/1", "b")
+    assert t.holder("1/1") == ("", 0)
+    t.cleared("b")
     assert t.holder("1/0") == ("a", 100)
-    t.dropped("a", ["1/0"])
-    assert t.holder("1/0") == ("", 0)
-    assert t.assigned("1/1", "b") == "a"
-    assert t.assigned("1/1", "b") == ""
     t.cleared("a")
-    assert t.holder("2/0") == ("", 0)
-    assert t.over("2/0") == t.over("never heard of") == ""
+    assert t.holder("1/0") == t.holder("2/0") == ("", 0)
+    t.over("2/0")
+    t.over("never heard of")
     assert not t._held
     assert (t.counts.routed, t.counts.to_holder, t.counts.sessions, t.counts.turns) == (1, 0, 1, 1)
 

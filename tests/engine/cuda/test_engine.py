@@ -329,11 +329,6 @@ def test_warm_up_does_not_change_results(case: Case) -> None:
         case.same(r, made[r.id], drain(case.engine(), [r])[r.id])
 
 
-def test_graph_engine_rejects_deterministic_mode(case: Case) -> None:
-    with pytest.raises(WindfallError, match="deterministic"):
-        case.engine(deterministic=True)
-
-
 def test_full_row_budget_without_waiting_requests_keeps_full_bursts() -> None:
     e = graph_engine(build("qwen3"), max_running=4, max_rows=4, burst=8)
     launch, steps = e._device.launch, []

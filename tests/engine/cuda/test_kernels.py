@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from windfall.engine.cuda import reference
+from tests.support import reference_kernels as reference
+from windfall.engine.cuda import sampling
 from windfall.engine.cuda.state import DeviceState, KVPool, Spans
 from windfall.engine.torch import sampler
 from windfall.types import Sampling
@@ -382,7 +383,7 @@ def test_sample(kernels: ModuleType, vocabulary: int, cut: bool, dtype: torch.dt
     for i in (a.tokens != tokens).nonzero().flatten().tolist():  # only at a boundary, to within rounding
         slot, (low, high) = a.order[i], sorted((int(a.tokens[i]), int(tokens[i])))
         p = torch.softmax(a.logits[i].double() / a.state.temperature[slot].double(), -1).cumsum(-1)
-        u = reference.uniform(a.state.seed[slot], a.state.position[slot] - 1)
+        u = sampling.uniform(a.state.seed[slot], a.state.position[slot] - 1)
         assert low >= 0
         assert abs(p[low] - u) < 1e-6
         assert p[high - 1] - p[low] < 1e-6

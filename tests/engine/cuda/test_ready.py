@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support import reference_kernels as reference
 from tests.support.small_models import SHAPE, VOCABULARY, drain, requests, tokens
 from windfall.engine import factory
-from windfall.engine.cuda import reference, rotary, skeleton
+from windfall.engine.cuda import skeleton
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.errors import WindfallError
@@ -28,14 +29,11 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-LINEAR = {"rope_type": "linear", "rope_theta": 1e5, "factor": 3.0}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": False}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
-    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
     "smollm2": ("llama", {"tie_word_embeddings": True, "rope_theta": 100000, "num_key_value_heads": 1}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
@@ -43,7 +41,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-windows": ("qwen2", WINDOWS),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
     "qwen3-windows": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True, **WINDOWS}),
-    "qwen3-yarn": ("qwen3", {"head_dim": 32, "rope_parameters": YARN}),
 }
 
 
@@ -100,12 +97,7 @@ def test_names_shapes_and_ties_equal_transformers(name: str) -> None:
 
 ROPES = {
     **{name: own.get("rope_parameters") for name, (_, own) in MODELS.items()},
-    "yarn-scales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 20.0, "beta_slow": 2.0},
-    "yarn-given": {**YARN, "attention_factor": 1.25, "truncate": False},
-    "yarn-down": {**YARN, "factor": 1.0},
-    "yarn-one-place": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
     "llama3.1": {**LLAMA3, "original_max_position_embeddings": 8192},
-    "linear-int": {"rope_type": "linear", "rope_theta": 10000, "factor": 7},
 }
 
 
@@ -174,7 +166,8 @@ def test_tied_weights_may_be_sent_once() -> None:
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "None"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": None}}, "factor"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": None}}, "factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "not one of default, llama3"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "part"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e4}, "None"),
         ({"rope_parameters": None}, "None"),
@@ -193,7 +186,7 @@ def test_older_configuration_with_rope_theta_alone() -> None:
     fields = {**sent_fields(configuration("qwen3")), "rope_parameters": None, "rope_theta": 1e6}
     assert skeleton.unsupported_reason(fields) is None
     plain = {"rope_type": "default", "rope_theta": 1e6}
-    assert torch.equal(rotary.frequencies(fields, 64)[0], rotary.frequencies({"rope_parameters": plain}, 64)[0])
+    assert torch.equal(skeleton.frequencies(fields, 64), skeleton.frequencies({"rope_parameters": plain}, 64))
 
 
 def spec(fields: dict[str, Any], **options: Any) -> EngineSpec:
@@ -239,6 +232,7 @@ import windfall.worker.process
 assert "torch" not in sys.modules, "the controller is dialed before torch is imported"
 from windfall.engine.cuda import engine, skeleton
 from windfall.types import Request
+import tests.support.reference_kernels
 import torch
 model = skeleton.ModelSkeleton(json.loads(sys.argv[1]), dtype=torch.float32, device="cpu")
 made = engine.GraphEngine(model, kv_tokens=512)

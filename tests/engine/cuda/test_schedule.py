@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.support.small_models import build
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.cuda.host_state import HostState
+from windfall.engine.cuda.host_state import STOPS, HostState
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.scheduler import Launch
 from windfall.engine.scheduler import Sequence as Running
@@ -154,7 +154,7 @@ class Emulated:
         self.part("last")[slot] = token
         length[slot] += 1
         position[slot] += 1
-        stops = self.part("stop")[slot * self.host_state.stops : (slot + 1) * self.host_state.stops]
+        stops = self.part("stop")[slot * STOPS : (slot + 1) * STOPS]
         self.part("left")[slot] = 0 if token in stops else self.part("left")[slot] - 1
         return token
 

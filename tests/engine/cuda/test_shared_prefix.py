@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support import reference_kernels as reference
 from tests.support.small_models import build, drain, logprobs, tokens
-from windfall.engine.cuda import reference
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.splits import TILE, PrefixSharing
@@ -73,7 +73,7 @@ def test_prefix_groups_equal_brute_force(data: st.DataObject, rows: int, least: 
 
 
 def test_prefix_groups_are_uploaded_once() -> None:
-    host_state = HostState(slots=20, pages_each=4, batch=24, stops=8)
+    host_state = HostState(slots=20, pages_each=4, batch=24)
     buffer = host_state.data.copy()
 
     def send(prefix_groups: list[list[int]]) -> tuple[int, dict[str, list[int]]]:
@@ -152,7 +152,7 @@ class Scene:
         self.state = DeviceState(**{**{n: getattr(self.plain, n) for n in DeviceState.__slots__}, "table": spoiled})
 
     def as_tensors(self, found: np.ndarray, room: int) -> PrefixGroups:
-        host_state = HostState(slots=1, pages_each=1, batch=max(room, len(self.rows)), stops=1)
+        host_state = HostState(slots=1, pages_each=1, batch=max(room, len(self.rows)))
         host_state.set_prefix_groups(found, len(self.rows), room)
         names = {
             "first": "group_first",

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Ll
 from tests.support.small_models import MODELS, SHAPE, build, drain, requests, tokens
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.factory import build_engine, build_model, build_uninitialized
+from windfall.engine.factory import build_engine, build_full_model, build_model
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
 from windfall.weights.publish import Publisher
@@ -40,8 +40,8 @@ def test_no_weight_is_stored_twice_or_lost(name: str, tmp_path: Path) -> None:
     for layer, block in zip(decoder.layers, model.model.layers, strict=True):
         a, mlp = block.self_attn, block.mlp
         for whole, parts in (
-            (layer.qkv, (a.q_proj, a.k_proj, a.v_proj)),
-            (layer.gate_up, (mlp.gate_proj, mlp.up_proj)),
+            (layer.qkv[0], (a.q_proj, a.k_proj, a.v_proj)),
+            (layer.gate_up[0], (mlp.gate_proj, mlp.up_proj)),
         ):
             ends = [p.weight.data_ptr() for p in parts]
             assert ends[0] == whole.data_ptr()
@@ -50,7 +50,7 @@ def test_no_weight_is_stored_twice_or_lost(name: str, tmp_path: Path) -> None:
     after = model.state_dict()
     assert all(torch.equal(t, after[n]) for n, t in before.items())
     again = Decoder.of(model)
-    assert again.layers[0].qkv.data_ptr() == decoder.layers[0].qkv.data_ptr(), "two engines may share a module"
+    assert again.layers[0].qkv[0].data_ptr() == decoder.layers[0].qkv[0].data_ptr(), "two engines may share a module"
     assert not decoder.stale()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -121,7 +121,7 @@ def spec(model: Any, **options: Any) -> EngineSpec:
 @pytest.mark.parametrize("name", MODELS)
 def test_module_without_weights_has_everything_else(name: str) -> None:
     model = build(name)
-    made = build_uninitialized(copy.deepcopy(model.config), "cpu", dtype=torch.float32, attn_implementation="windfall")
+    made = build_full_model(model.config.to_dict(), "float32", "cpu")
     wanted = dict(model.named_buffers())
     assert {n: b.tolist() for n, b in made.named_buffers()} == {n: b.tolist() for n, b in wanted.items()}
     assert [(n, p.shape) for n, p in made.named_parameters()] == [(n, p.shape) for n, p in model.named_parameters()]

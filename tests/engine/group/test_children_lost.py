@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -18,8 +19,8 @@ from tests.support.continuation import of_chunks
 from tests.support.engine_groups import Case, Made, alive, asked, check, parent, spec_of, wait_for
 from windfall.devices import Place
 from windfall.engine.group import group as groups
+from windfall.engine.group.group import EngineGroup
 from windfall.engine.group.messages import ChildFailed
-from windfall.engine.group.processes import EngineProcesses
 from windfall.errors import WindfallError
 
 
@@ -53,18 +54,18 @@ def test_frozen_child_is_killed(
     case: Case, models: list[Any], monkeypatch: pytest.MonkeyPatch, trainer_waits: bool
 ) -> None:
     e, made, wanted = case.engine(models[0]), Made(), asked(4)
+    monkeypatch.setattr(groups, "ORDER_S", 2.0)
     for r in wanted:
         e.add(r)
     made.more(e, 8)
     frozen = case.pids()[0]
     os.kill(frozen, signal.SIGSTOP)
-    monkeypatch.setattr(groups, "ORDER_S", 2.0)
     if trainer_waits:
         e.sleep()
-        assert not any(c.busy for c in e._children)
+        assert not any(c.lock.locked() for c in e._children)
     wait_for(lambda: made.step(e) or not alive(frozen), "it is killed")
     monkeypatch.undo()
-    assert any("engine 0 of the trainer has not responded for 2 s; killing it" in line for line in case.said)
+    assert any("engine 0 of the trainer ended: it has not responded for 2 s" in line for line in case.said)
     case.said.clear()
     made.finish(e)
     check(wanted, made, models)
@@ -108,14 +109,14 @@ def test_child_that_dies_again_and_again_ends_the_group(
 ) -> None:
     e = case.engine(models[0])
     case._spec = None
-    up = e.on_up
+    drive = e._drive
 
-    def die(child: int) -> None:
-        up(child)
-        if child == 0:
-            os.kill(case.pids()[0], signal.SIGKILL)
+    async def die(child: Any, link: Any) -> None:
+        if child.number == 0:
+            os.kill(link.handle.pid, signal.SIGKILL)
+        await drive(child, link)
 
-    monkeypatch.setattr(e, "on_up", die)
+    monkeypatch.setattr(e, "_drive", die)
     os.kill(case.pids()[0], signal.SIGKILL)
 
     with pytest.raises(ChildFailed, match=r"engine 0 failed 4 times in a row: the process was killed \(SIGKILL\)"):
@@ -126,14 +127,11 @@ def test_child_that_dies_again_and_again_ends_the_group(
 ORPHANS = """
 import sys, time
 from pathlib import Path
-from windfall.devices import Place
-from windfall.engine.group.processes import EngineProcesses
-class Ups:
-    def on_up(self, child): print(processes._handles[child].pid, flush=True)
-    def on_down(self, child, why): ...
-    def on_failure(self, error): print(error, flush=True)
-processes = EngineProcesses([Place()] * 2, Ups(), folder=Path(sys.argv[1]))
-processes.start()
+from tests.support.continuation import versions
+from tests.support.engine_groups import Case
+case = Case(Path(sys.argv[1]))
+case.engine(versions("llama", 1)[0])
+print(*case.pids(), sep="\\n", flush=True)
 time.sleep(600)
 """
 
@@ -166,39 +164,23 @@ while not (folder / "go").exists(): time.sleep(0.01)
 """
 
 
-class Ups:
-    """What a group learns of its children."""
-
-    def __init__(self) -> None:
-        self.up, self.down, self.failed = list[int](), list[str](), list[BaseException]()
-
-    def on_up(self, child: int) -> None:
-        self.up.append(child)
-
-    def on_message(self, child: int, message: object) -> None: ...
-
-    def on_down(self, child: int, why: str) -> None:
-        self.down.append(why)
-
-    def on_failure(self, error: BaseException) -> None:
-        self.failed.append(error)
-
-
 @pytest.mark.slow
-def test_fork_server_killed_while_it_starts_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_server_killed_while_it_starts_is_replaced(
+    tmp_path: Path, models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "stuck_engine.py").write_text(STUCK)
     monkeypatch.setenv("STUCK", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    ups, starts = Ups(), tmp_path / "starts"
-    processes = EngineProcesses([Place()], ups, folder=tmp_path / "engines", modules=["stuck_engine"])
+    starts = tmp_path / "starts"
+    group = EngineGroup([Place()], cast(Any, None), folder=tmp_path / "engines", modules=["stuck_engine"])
+    building = threading.Thread(target=group.build, args=(spec_of(models[0]),), daemon=True)
     try:
         wait_for(lambda: starts.exists() and starts.read_text().count("\n") == 1, "the fork server starts")
         os.kill(int(starts.read_text()), signal.SIGKILL)
-        processes.start()
+        building.start()
         wait_for(lambda: starts.read_text().count("\n") == 2, "another one starts")
-        assert not ups.failed
         (tmp_path / "go").touch()
-        wait_for(lambda: ups.up, "the engine is up")
+        wait_for(lambda: not building.is_alive(), "the engine is built")
+        assert group.slots == 16
     finally:
-        processes.close()
-    assert not ups.failed
+        group.close()

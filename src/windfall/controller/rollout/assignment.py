@@ -29,14 +29,12 @@ class Offer:
     url: str
 
 
-def work_frames(
-    entries: Sequence[LedgerEntry], keep_s: Sequence[float] = (), *, exact: bool = True
-) -> Iterator[tuple[m.Work, ...]]:
-    """Split work into frames that are well within a link's limit, no matter how long the prompts are. `keep_s`: for
-    each response, the predicted seconds until its next turn, or 0. `exact`: the worker's engine is."""
+def work_frames(entries: Sequence[LedgerEntry], *, exact: bool = True) -> Iterator[tuple[m.Work, ...]]:
+    """Split work into frames that are well within a link's limit, no matter how long the prompts are. `exact`: the
+    worker's engine is."""
     frame: list[m.Work] = []
     size = 0
-    for work in map(_work, entries, keep_s or [0.0] * len(entries), [exact] * len(entries)):
+    for work in (_work(entry, exact) for entry in entries):
         if frame and size + len(work.prompt) > FRAME_BYTES:
             yield tuple(frame)
             frame, size = [], 0
@@ -54,7 +52,7 @@ def fresh_seed(seed: int, position: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed}@{position}".encode()) if position else seed
 
 
-def _work(entry: LedgerEntry, keep_s: float, exact: bool) -> m.Work:
+def _work(entry: LedgerEntry, exact: bool) -> m.Work:
     """A response to begin or to continue. Its tokens are copied as bytes, because a response that moves may be long."""
     e = entry.episode
     position = len(e.tokens)
@@ -67,6 +65,4 @@ def _work(entry: LedgerEntry, keep_s: float, exact: bool) -> m.Work:
         max_tokens=e.end - position,
         sampling=e.sampling,
         stop=tuple(e.stop),
-        session=e.id if keep_s > 0 else "",
-        keep_s=keep_s,
     )

@@ -59,9 +59,6 @@ trip."""
 class ResponseOwner(Protocol):
     """Whoever opens a response, and is told what happens to it. There may be any number of owners."""
 
-    environment: str
-    """Name of the environment that answers its turns. How long it takes is predicted for each environment."""
-
     def turn_ended(self, id: str) -> None: ...
 
     def rejected(self, id: str, why: str) -> None:
@@ -126,7 +123,7 @@ class Dispatch:
         """Close a response that is finished and part of its group."""
         self.placement.finished(len(self.ledger.entries[id].episode.tokens))
         self.ledger.close(id)
-        self._forget_turns({id: self.turns.over(id)})
+        self.turns.over(id)
         del self._owners[id]
 
     def open(self, episode: Episode, owner: ResponseOwner) -> None:
@@ -143,7 +140,8 @@ class Dispatch:
 
     def withdraw(self, ids: Collection[str]) -> None:
         self._cancel(self.ledger.withdraw(ids))
-        self._forget_turns({id: self.turns.over(id, withdrawn=True) for id in ids})
+        for id in ids:
+            self.turns.over(id, withdrawn=True)
         for id in ids:
             self._owners.pop(id, None)
         if self._staleness:
@@ -161,17 +159,11 @@ class Dispatch:
         e, now = self.ledger.entries[id].episode, asyncio.get_running_loop().time()
         self.turns.ended(
             id,
-            self._owners[id].environment,
             worker,
             context=len(e.prompt) + len(e.tokens),
             sampled=len(e.tokens) - e.turn_start,
             now_s=now,
         )
-
-    def _forget_turns(self, holders: Mapping[str, str]) -> None:
-        """Have workers drop the tokens of responses that have no further turn there. An empty name: no worker."""
-        for worker in dict.fromkeys(filter(None, holders.values())):
-            self._send(worker, m.Forget(sessions=tuple(id for id, holder in holders.items() if holder == worker)))
 
     def _cancel(self, handles: Mapping[str, list[int]]) -> None:
         """Cancel assignments that the ledger has ended, by worker."""
@@ -267,7 +259,7 @@ class Dispatch:
             case m.Tokens():
                 self._accept(member, message)
             case m.Stats():
-                self.turns.dropped(id, message.dropped)
+                pass  # `members.seen` has it
             case m.Capacity():
                 if self.borrowing.report(member, message, now):
                     self._schedule_soon()
@@ -573,9 +565,9 @@ class Dispatch:
             self.accounts.moved_in(now, worker, prefilled_again, sources=[e.last_worker for e in moved])
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
-        self._forget_turns({e.episode.id: self.turns.assigned(e.episode.id, worker) for e in entries})
-        keep_s = [self.turns.keep_s(self._owners[e.episode.id].environment) for e in entries]
-        for work in work_frames(entries, keep_s, exact=self.members.all[worker].engine.exact):
+        for e in entries:
+            self.turns.assigned(e.episode.id, worker)
+        for work in work_frames(entries, exact=self.members.all[worker].engine.exact):
             self._send(worker, m.Assign(work=work))
 
     def _request_release(self, worker: str, entries: list[LedgerEntry]) -> None:

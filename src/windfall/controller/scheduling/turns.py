@@ -1,12 +1,7 @@
-"""What is known of responses with several turns: when the next turn will come, and which worker has their tokens. Pure:
-the caller gives the time.
+"""What is known of responses with several turns: which worker has their tokens in its prefix cache. Pure: the caller
+gives the time.
 
     ended ──▶ (the environment works) ──▶ returned ──▶ assigned ──▶ ended ──▶ ... ──▶ over
-
-A worker keeps the tokens of a turn that has ended, within a budget (engine/retention.py). To decide what to drop, it
-needs the time until the next turn, which is predicted here for each environment: the mean of the times seen so far,
-divided by the share of turns that were followed by another one. So a turn that is likely to be the last one looks as if
-its next turn came late. An environment that almost never returns keeps nothing.
 
 `TurnCounts` are the figures of a step: for the event log, and for a simulation of the same sessions.
 """
@@ -14,56 +9,7 @@ its next turn came late. An environment that almost never returns keeps nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-MEMORY = 200
-"""Number of turns over which the prediction averages."""
-UNKNOWN_S = 1.0
-"""Predicted seconds before any turn has returned."""
-MIN_SHARE = 0.02
-"""Keep nothing if fewer turns than this share are followed by another one."""
-MIN_KEEP_S = 1e-3
-
-
-@dataclass(slots=True)
-class ReturnTimes:
-    """How long one environment takes between two turns, and how often there is another turn.
-
-    >>> t = ReturnTimes()
-    >>> for s in (2.0, 4.0):
-    ...     t.returned(s)
-    >>> t.over()
-    >>> round(t.keep_s, 1)  # a mean of 3 s; with the two that were assumed, three of five turns return
-    5.0
-    """
-
-    mean_s: float = UNKNOWN_S
-    returns: float = 0.0
-    ends: float = 0.0
-
-    def returned(self, seconds: float) -> None:
-        self._decay()
-        self.returns += 1
-        self.mean_s += (max(0.0, seconds) - self.mean_s) / min(self.returns, MEMORY)
-
-    def over(self) -> None:
-        self._decay()
-        self.ends += 1
-
-    def _decay(self) -> None:
-        self.returns *= 1 - 1 / MEMORY
-        self.ends *= 1 - 1 / MEMORY
-
-    @property
-    def share(self) -> float:
-        """Share of turns that are followed by another one; one of each kind is assumed at the start."""
-        return (self.returns + 1) / (self.returns + self.ends + 2)
-
-    @property
-    def keep_s(self) -> float:
-        """What a worker is told about the next turn; 0: keep nothing."""
-        return max(MIN_KEEP_S, self.mean_s / self.share) if self.share >= MIN_SHARE else 0.0
 
 
 @dataclass(slots=True)
@@ -104,7 +50,6 @@ class TurnCounts:
 
 @dataclass(slots=True)
 class _Session:
-    environment: str
     turns: int = 0
     ended_s: float = 0.0
     holder: str = ""
@@ -113,7 +58,8 @@ class _Session:
 
 class Turns:
     def __init__(self) -> None:
-        self.environments: dict[str, ReturnTimes] = {}
+        self.several = False
+        """Whether responses have several turns."""
         self.counts = TurnCounts()
         self.queued: dict[str, None] = {}
         """Next turns in the queue, in order of arrival."""
@@ -128,17 +74,9 @@ class Turns:
         """Mean number of sampled tokens in a turn; 0: not known."""
         return self._tokens / self._turns if self._turns else 0.0
 
-    @property
-    def several(self) -> bool:
-        """Whether responses have several turns."""
-        return any(times.returns > 0 for times in self.environments.values())
-
-    def keep_s(self, environment: str) -> float:
-        return self.environments.setdefault(environment, ReturnTimes()).keep_s
-
-    def ended(self, id: str, environment: str, worker: str, *, context: int, sampled: int, now_s: float) -> None:
+    def ended(self, id: str, worker: str, *, context: int, sampled: int, now_s: float) -> None:
         """A turn with `sampled` tokens has ended on a worker that has all `context` tokens of the response."""
-        session = self._sessions.setdefault(id, _Session(environment))
+        session = self._sessions.setdefault(id, _Session())
         session.turns, session.ended_s = session.turns + 1, now_s
         self._turns, self._tokens = self._turns + 1, self._tokens + sampled
         if sampled:  # otherwise the call of an agent was canceled
@@ -150,9 +88,8 @@ class Turns:
         session = self._sessions.get(id)
         self.queued[id] = None
         if session is not None:
-            seconds = now_s - session.ended_s
-            self.environments.setdefault(session.environment, ReturnTimes()).returned(seconds)
-            self.counts.env_s.add(seconds)
+            self.several = True
+            self.counts.env_s.add(now_s - session.ended_s)
             self.counts.observed.add(observed)
 
     def holder(self, id: str) -> tuple[str, int]:
@@ -160,43 +97,30 @@ class Turns:
         session = self._sessions.get(id)
         return (session.holder, session.kept) if session is not None else ("", 0)
 
-    def assigned(self, id: str, worker: str) -> str:
-        """The response continues on this worker. Returns the worker that should forget it, if there is one."""
+    def assigned(self, id: str, worker: str) -> None:
+        """The response continues on this worker."""
         session = self._sessions.get(id)
         if self.queued.pop(id, 0) is None:
             self.counts.routed += 1
             self.counts.to_holder += session is not None and session.holder == worker
-        if session is None or not session.holder:
-            return ""
-        before = session.holder
-        self._set_holder(id, session, "", 0)
-        return before if before != worker else ""
+        if session is not None:
+            self._set_holder(id, session, "", 0)
 
-    def over(self, id: str, *, withdrawn: bool = False) -> str:
-        """The response has no further turn. Returns the worker that should forget it, if there is one."""
+    def over(self, id: str, *, withdrawn: bool = False) -> None:
+        """The response has no further turn."""
         self.queued.pop(id, None)
         session = self._sessions.pop(id, None)
         if session is None:
-            return ""
+            return
         if not withdrawn:
-            self.environments.setdefault(session.environment, ReturnTimes()).over()
             self.counts.sessions += 1
             self.counts.turns += session.turns
-        before = session.holder
         self._set_holder(id, session, "", 0)
-        return before
-
-    def dropped(self, worker: str, ids: Iterable[str]) -> None:
-        """The worker has dropped the tokens of these responses."""
-        for id in ids:
-            session = self._sessions.get(id)
-            if session is not None and session.holder == worker:
-                self._set_holder(id, session, "", 0)
 
     def cleared(self, worker: str) -> None:
         """The worker has dropped everything: it has other weights now, or it is gone."""
-        self.dropped(worker, list(self._held.get(worker, ())))
-        self._held.pop(worker, None)
+        for id in list(self._held.get(worker, ())):
+            self._set_holder(id, self._sessions[id], "", 0)
 
     def take_counts(self) -> TurnCounts:
         """The counts since the last call."""

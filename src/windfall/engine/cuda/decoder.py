@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from windfall.engine.cuda import rotary, skeleton
+from windfall.engine.cuda import skeleton
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans
 from windfall.engine.module_weights import join
 from windfall.errors import WindfallError
 
+KERNELS = {"cuda": "windfall.engine.cuda.kernels"}
+"""The module with the kernels for each type of device. The tests have one for CPUs."""
 SUPPORTED = tuple(skeleton.ARCHITECTURES.values())
-STATIC_ROPE = tuple(rotary.REQUIRED_PARAMETERS)
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embeddings that do not change with the length of the sequence."""
 
 
 def unsupported_reason(model: Any) -> str | None:
@@ -51,20 +55,19 @@ def unsupported_reason(model: Any) -> str | None:
     return None
 
 
+WeightAndBias = tuple[Tensor, Tensor | None]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderLayer:
     input_norm: Tensor  # weight of the norm before attention
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: WeightAndBias
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    out: WeightAndBias
     mlp_norm: Tensor  # weight of the norm before the MLP
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: WeightAndBias
+    down: WeightAndBias
     window: int | None
 
 
@@ -94,7 +97,7 @@ class Decoder:
         reason = unsupported_reason(model)
         if reason:
             raise WindfallError(f"the GPU engine cannot run this model: {reason}", fix="Use TorchEngine.")
-        return Decoder(model, ops or kernels_for(model.device.type))
+        return Decoder(model, ops or importlib.import_module(KERNELS[model.device.type]))
 
     def stale(self) -> bool:
         """Whether the module's parameters have moved, so that these weights are no longer the module's."""
@@ -146,25 +149,15 @@ class Decoder:
         ops, eps, residual, last = self.ops, self.eps, None, len(self.layers) - 1
         for n, w in enumerate(self.layers):
             normed, residual = ops.add_rms_norm(x, residual, w.input_norm, eps)
-            x = attend(n, w, F.linear(normed, w.qkv, w.qkv_bias))
+            x = attend(n, w, F.linear(normed, *w.qkv))
             if n == last and wanted is not None:  # the other rows were needed only for their keys and values
                 if not len(wanted):
                     return x.new_empty(0, len(self.lm_head))
                 x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
-            normed, residual = ops.add_rms_norm(F.linear(x, w.out, w.out_bias), residual, w.mlp_norm, eps)
-            x = F.linear(ops.swiglu(F.linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+            normed, residual = ops.add_rms_norm(F.linear(x, *w.out), residual, w.mlp_norm, eps)
+            x = F.linear(ops.swiglu(F.linear(normed, *w.gate_up)), *w.down)
         normed, _ = ops.add_rms_norm(x, residual, self.last_norm, eps)
         return F.linear(normed, self.lm_head)
-
-
-def kernels_for(device: str) -> Any:
-    if device == "cuda":
-        from windfall.engine.cuda import kernels
-
-        return kernels
-    from windfall.engine.cuda import reference
-
-    return reference
 
 
 def _layer(block: Any, config: Any) -> DecoderLayer:
@@ -172,30 +165,20 @@ def _layer(block: Any, config: Any) -> DecoderLayer:
     # Mistral has the window only in its configuration; the others have it in every layer.
     window = getattr(a, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
     norms = [getattr(a, name).weight.data if hasattr(a, name) else None for name in ("q_norm", "k_norm")]
-    qkv, qkv_bias = _join(a.q_proj, a.k_proj, a.v_proj)
-    gate_up, gate_up_bias = _join(mlp.gate_proj, mlp.up_proj)
     return DecoderLayer(
         input_norm=block.input_layernorm.weight.data,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
+        qkv=_join(a.q_proj, a.k_proj, a.v_proj),
         q_norm=norms[0],
         k_norm=norms[1],
-        out=a.o_proj.weight.data,
-        out_bias=_bias(a.o_proj),
+        out=_join(a.o_proj),
         mlp_norm=block.post_attention_layernorm.weight.data,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=mlp.down_proj.weight.data,
-        down_bias=_bias(mlp.down_proj),
+        gate_up=_join(mlp.gate_proj, mlp.up_proj),
+        down=_join(mlp.down_proj),
         window=window,
     )
 
 
-def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _join(*linears: nn.Linear) -> WeightAndBias:
     """The joined weight and the joined bias of linear layers that read the same input."""
     weight = join([linear.weight for linear in linears])
     return weight, None if linears[0].bias is None else join([linear.bias for linear in linears])
-
-
-def _bias(linear: nn.Linear) -> Tensor | None:
-    return None if linear.bias is None else linear.bias.data

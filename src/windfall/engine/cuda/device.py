@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.graphs import GraphKey, Graphs, batch_for
 from windfall.engine.cuda.host_state import HostState
-from windfall.engine.cuda.state import DTYPES, STOPS, DeviceState, KVPool, PrefixGroups, SharedPool, Spans
+from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans, section
 from windfall.engine.scheduler import Launch, ScheduledRows
 
 if TYPE_CHECKING:
@@ -74,15 +74,22 @@ class DeviceRunner:
         self.host_state = host_state
         self.burst = burst
         self.device = decoder.device
-        shape: dict[str, Any] = {"layers": len(decoder.layers), "kv_heads": decoder.kv_heads, "head": decoder.head}
-        if kv is not None:
-            self.pool: KVPool = SharedPool(kv, **shape, dtype=decoder.dtype)
-        else:
-            self.pool = KVPool(**shape, pages=pages, page_size=page_size, dtype=decoder.dtype, device=str(self.device))
+        self.pool = KVPool(
+            layers=len(decoder.layers),
+            pages=pages,
+            page_size=page_size,
+            kv_heads=decoder.kv_heads,
+            head=decoder.head,
+            dtype=decoder.dtype,
+            device=str(self.device),
+            kv=kv,
+        )
         # The position of a finished response is one token past its end.
         decoder.build_rotary_tables(host_state.pages_each * page_size + 2)
         self.buffer = torch.from_numpy(host_state.data.copy()).to(self.device)
-        self.state, self._rows, self._ring_row = state_views(self.buffer, host_state)
+        self.state = DeviceState.of(self.buffer, host_state)
+        self._rows = section(self.buffer, host_state, "rows")
+        self._ring_row = section(self.buffer, host_state, "ring_row", torch.int64)
         self._padding_rows = torch.full_like(self._rows, host_state.slots)
         self._prefix_groups = [section(self.buffer, host_state, n) for n in PREFIX_GROUP_SECTIONS]
         self._no_groups = torch.zeros_like(self._rows)
@@ -117,7 +124,9 @@ class DeviceRunner:
         indices, values, *prefill = self._upload(ring_index, [*changes, *prefill_arrays(work.prefill)])
         self.buffer.index_copy_(0, indices.long(), values)
         if work.prefill:
-            self._prefill(work.prefill, prefill, self._ring[row])
+            longest = max(p.stop - p.start for p in work.prefill)
+            truncate = any(truncates(p.sequence.request.sampling) for p in work.prefill if p.samples)
+            self._prefill(prefill, longest, truncate, self._ring[row])
         if work.steps:
             self._graphs.run(key, work.steps)
         sampled = self._host_tokens[row : row + 1 + work.steps]
@@ -153,25 +162,18 @@ class DeviceRunner:
             for length in lengths:
                 self._graphs.prepare(self._graph_key(batch, length, False))
             fit = self.decoder.sharing().max_rows
-            if (
-                self._pinned and batch >= fit > 1 and not shorter
-            ):  # the kernels only: graphs are captured when they are needed
+            if self._pinned and batch >= fit > 1 and not shorter:  # kernels only: graphs are captured when needed
                 self._step(self._graph_key(batch, longest, False, batch // fit, longest // 2), True)
         most = self.host_state.pages_each * self.pool.page_size
         for count in (64, 2048) if shorter else (64,):  # kernels for long prompts are others than those for short ones
             self._warm_prefill(min(count, most))
 
     def _warm_prefill(self, count: int) -> None:
-        ids = np.arange(count) % len(self.decoder.embedding)
-        rows = [ids, np.full(count, self.host_state.slots), np.arange(count)]
-        arrays = [*rows, *([n] for n in (self.host_state.slots, 0, count, 0, count - 1, self.host_state.slots))]
-        at = [torch.tensor(np.asarray(a, np.int32), device=self.device) for a in arrays]
-        spans = Spans(
-            slot=at[3], first=at[4], count=at[5], start=at[6], row_slot=at[1], row_position=at[2], longest=count
-        )
-        logits = self.decoder.prefill(at[0], spans, self.state, self.pool, at[7])
-        tokens, bits = self._sampled[0, :1], self._sampled[1, :1]
-        self.decoder.ops.sample(logits, at[8], self.state, tokens, bits.view(torch.float32), False)
+        ids, padding = np.arange(count) % len(self.decoder.embedding), self.host_state.slots
+        chunk = ([n] for n in (padding, 0, count, 0, count - 1, padding))
+        arrays = [ids, np.full(count, padding), np.arange(count), *chunk]
+        on_device = [torch.tensor(np.asarray(a, np.int32), device=self.device) for a in arrays]
+        self._prefill(on_device, count, False, self._sampled)
 
     def set_decoder(self, decoder: Decoder) -> None:
         """Use this decoder from now on, because the module's weights have moved."""
@@ -201,7 +203,9 @@ class DeviceRunner:
             splits=key.prefix_splits,
         )
 
-    def _prefill(self, prefill: list[ScheduledRows], arrays: list[Tensor], out: Tensor) -> None:
+    def _prefill(self, arrays: Sequence[Tensor], longest: int, truncate: bool, out: Tensor) -> None:
+        """Run the prefill of `prefill_arrays`, and write the sampled tokens and log-probs to `out`. `longest`: rows of
+        the longest chunk."""
         ids, row_slot, row_position, slot, first, count, start, wanted, slots = arrays
         spans = Spans(
             slot=slot,
@@ -210,12 +214,11 @@ class DeviceRunner:
             start=start,
             row_slot=row_slot,
             row_position=row_position,
-            longest=max(p.stop - p.start for p in prefill),
+            longest=longest,
         )
         logits = self.decoder.prefill(ids, spans, self.state, self.pool, wanted)
         if len(slots):
             tokens, bits = out[0, : len(slots)], out[1, : len(slots)]
-            truncate = any(truncates(p.sequence.request.sampling) for p in prefill if p.samples)
             self.decoder.ops.sample(logits, slots, self.state, tokens, bits.view(torch.float32), truncate)
 
     def _upload(self, ring_index: int, arrays: Sequence[np.ndarray]) -> list[Tensor]:
@@ -239,24 +242,6 @@ def truncates(sampling: Any) -> bool:
 def _next_power_of_two(n: int) -> int:
     """Used to round sizes up, so that there are few different graphs."""
     return 1 << max(0, n - 1).bit_length()
-
-
-def section(buffer: Tensor, host_state: HostState, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
-    """A view of one section of the device's copy of the host state."""
-    return buffer[host_state.offsets[name] : host_state.offsets[name] + host_state.sizes[name]].view(dtype)
-
-
-def state_views(buffer: Tensor, host_state: HostState) -> tuple[DeviceState, Tensor, Tensor]:
-    """The state, the rows of a step, and the ring row of its tokens, all as views of `buffer`."""
-
-    parts = {
-        field.name: section(buffer, host_state, field.name, DTYPES.get(field.name, torch.int32))
-        for field in fields(DeviceState)
-    }
-    parts["stop"] = parts["stop"].view(-1, STOPS)
-    parts["table"] = parts["table"].view(-1, host_state.pages_each)
-    rows, ring_row = section(buffer, host_state, "rows"), section(buffer, host_state, "ring_row", torch.int64)
-    return DeviceState(**parts), rows, ring_row
 
 
 def prefill_arrays(prefill: Sequence[ScheduledRows]) -> list[np.ndarray]:

@@ -12,15 +12,12 @@
   that generated them;
 - `sleep` frees the memory of the KV pool. Responses keep their tokens; the next `step` that has work allocates the
   memory and prefills again.
-
-Without a GPU the same engine runs on the reference kernels in plain torch: slow, for tests.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +27,11 @@ from windfall.engine.base import duplicate_id
 from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.device import DEPTH, DeviceRunner, PendingLaunch
 from windfall.engine.cuda.graphs import batch_for
-from windfall.engine.cuda.host_state import HostState
+from windfall.engine.cuda.host_state import STOPS, HostState
 from windfall.engine.cuda.splits import PrefixSharing
-from windfall.engine.cuda.state import STOPS
 from windfall.engine.paged import PagedEngine, Shape
 from windfall.engine.pages import Pages
-from windfall.engine.retention import Retention
 from windfall.engine.scheduler import Scheduler
-from windfall.errors import WindfallError
 from windfall.types import Capabilities, Chunk, Request
 
 if TYPE_CHECKING:
@@ -57,29 +51,23 @@ class GraphEngine(PagedEngine):
         page_size: int = 16,
         max_running: int = 256,
         max_rows: int = 2048,
-        deterministic: bool = False,
         version: int = 0,
         longest: int | None = None,
         burst: int = BURST,
         ops: Any = None,
         sharing: PrefixSharing | None = None,
-        keep_share: float = 0.5,
-        clock: Callable[[], float] = time.monotonic,
         kv: TenantKV | None = None,
     ) -> None:
         """`longest`: upper limit for the tokens of a response and its prompt. `ops`: kernels to use instead of the
-        device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits. `keep_share`:
-        share of the KV pool for sessions whose environment works. `kv`: pages in memory that another engine shares;
-        then `kv_tokens` and `page_size` do not count."""
-        if deterministic:
-            raise WindfallError("the GPU engine has no deterministic mode", fix="Use TorchEngine on a CPU.")
+        device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits. `kv`: pages in
+        memory that another engine shares; then `kv_tokens` and `page_size` do not count."""
         if kv is not None:
             page_size = kv.pages.size
             kv_tokens = kv.pages.capacity * page_size
         count = -(-kv_tokens // page_size)
         each = min(count, -(-((longest or kv_tokens) + 1) // page_size))
         slots = min(max_running, max_rows)
-        host_state = HostState(slots=slots, pages_each=each, batch=batch_for(slots), stops=STOPS)
+        host_state = HostState(slots=slots, pages_each=each, batch=batch_for(slots))
         decoder = Decoder.of(model, ops)
         fit = decoder.sharing()
         pages = Pages(count, page_size) if kv is None else kv.pages
@@ -88,7 +76,6 @@ class GraphEngine(PagedEngine):
             slots=slots,
             max_rows=max_rows,
             burst=burst,
-            retention=Retention(pages, share=keep_share, clock=clock),
             host_state=host_state,
             sharing=replace(sharing, max_rows=min(sharing.max_rows, fit.max_rows)) if sharing else fit,
         )
@@ -118,10 +105,6 @@ class GraphEngine(PagedEngine):
         for n, chunks in enumerate(self._ready):
             self._ready_finished -= sum(c.id == id and c.finish is not None for c in chunks)
             self._ready[n] = [c for c in chunks if c.id != id]
-
-    @property
-    def in_flight(self) -> bool:
-        return bool(self._pending)
 
     @property
     def unread(self) -> bool:

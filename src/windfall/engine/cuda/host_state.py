@@ -13,18 +13,18 @@ import numpy as np
 
 from windfall.types import Request
 
+STOPS = 8  # upper limit for the stop tokens of a response that the device checks
 ALIGN = 128  # every section starts at a multiple of this many values, like a separate allocation would
 
 
 class HostState:
-    def __init__(self, *, slots: int, pages_each: int, batch: int, stops: int) -> None:
+    def __init__(self, *, slots: int, pages_each: int, batch: int) -> None:
         self.slots = slots
         self.pages_each = pages_each
-        self.stops = stops
         s = slots + 1  # the last one is the padding slot
         self.sizes = {
             "last": s, "length": s, "left": s, "position": s, "seed": 2 * s, "temperature": s, "top_k": s, "top_p": s,
-            "stop": s * stops, "table": s * pages_each, "rows": batch, "ring_row": 2, "shared_tokens": batch,
+            "stop": s * STOPS, "table": s * pages_each, "rows": batch, "ring_row": 2, "shared_tokens": batch,
             "group_first": batch, "group_count": batch, "group_tokens": batch,
         }  # fmt: skip
         self.offsets: dict[str, int] = {}
@@ -51,7 +51,7 @@ class HostState:
         self._write(at["temperature"] + slot, temperature)
         self._write(at["top_k"] + slot, min(sampling.top_k, 2**31 - 1))
         self._write(at["top_p"] + slot, top_p)
-        self._write(at["stop"] + slot * self.stops, self._stop_row(request.stop))
+        self._write(at["stop"] + slot * STOPS, self._stop_row(request.stop))
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Set pages `first`, `first + 1`, ... of the response in this slot."""
@@ -105,8 +105,8 @@ class HostState:
 
     def _stop_row(self, stop: Collection[int]) -> np.ndarray:
         """The stop tokens that fit, padded with -1; the host checks for the others."""
-        out = np.full(self.stops, -1, np.int32)
-        fit = [t for t in stop if 0 <= t < 2**31][: self.stops]
+        out = np.full(STOPS, -1, np.int32)
+        fit = [t for t in stop if 0 <= t < 2**31][:STOPS]
         out[: len(fit)] = fit
         return out
 

@@ -6,20 +6,20 @@ few values of the configuration. `ModelSkeleton` quickly allocates the tensors o
 Rules:
 - names, shapes, order and tied weights are those of transformers' module, so pulled weights can be copied unchanged;
 - projections that read the same input are adjacent in memory from the start, so the decoder moves nothing;
+- the frequencies of the rotary embedding are those of transformers, bit for bit;
 - `unsupported_reason` rejects, with an explanation, a configuration that leaves anything undetermined: transformers
   must build that model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from windfall.engine.cuda import rotary
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -34,6 +34,11 @@ REQUIRED_FIELDS = {
 }  # fmt: skip
 """Fields that the configuration of each model type must have besides the common ones. If one is missing, transformers
 would use a default that is not known here."""
+ROPE_PARAMETERS = {
+    "default": ("rope_theta",),
+    "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""The types of rotary embeddings whose frequencies are computed here, and the parameters that each type needs."""
 
 
 def unsupported_reason(config: Mapping[str, Any]) -> str | None:
@@ -59,7 +64,7 @@ def unsupported_reason(config: Mapping[str, Any]) -> str | None:
         return f"its MLP uses {config['hidden_act']}, not silu"
     if config.get("quantization_config"):
         return "it is quantized"
-    return _window_reason(config) or rotary.unsupported_reason(config)
+    return _window_reason(config) or _rope_reason(config)
 
 
 def _window_reason(config: Mapping[str, Any]) -> str | None:
@@ -73,6 +78,44 @@ def _window_reason(config: Mapping[str, Any]) -> str | None:
     if not known or "sliding_window" not in config:
         return "its configuration does not say which layers have a window"
     return None
+
+
+def _rope_reason(config: Mapping[str, Any]) -> str | None:
+    rope = rope_parameters(config)
+    kind = rope.get("rope_type")
+    if kind not in ROPE_PARAMETERS:
+        return f"its rotary embedding ({kind!r}) is not one of {', '.join(ROPE_PARAMETERS)}"
+    missing = [name for name in ROPE_PARAMETERS[kind] if not isinstance(rope.get(name), int | float)]
+    if missing:
+        return f"its {kind} rotary embedding has no {missing[0]}"
+    if any((where.get("partial_rotary_factor") or 1.0) != 1.0 for where in (rope, config)):
+        return "its rotary embedding rotates only a part of every head"
+    if config.get("original_max_position_embeddings") is not None:
+        return "its configuration has original_max_position_embeddings outside rope_parameters"
+    return None
+
+
+def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration's RoPE parameters. Older configurations have `rope_theta` alone."""
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None and config.get("rope_theta"):
+        return {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    return config.get("rope_parameters") or {}
+
+
+def frequencies(config: Mapping[str, Any], head: int) -> Tensor:
+    """The frequencies (head / 2,) float32 on the CPU, rounded in the order in which transformers rounds."""
+    rope = rope_parameters(config)
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32, device="cpu") / head)
+    if rope["rope_type"] == "default":
+        return plain
+    # llama3: keep short wavelengths, stretch long ones, and interpolate between them.
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
+    length = 2 * math.pi / plain
+    share = (context / length - low) / (high - low)
+    between = (1 - share) * plain / factor + share * plain
+    long, short = length > context / low, length < context / high
+    return torch.where(long, plain / factor, torch.where(short, plain, between))
 
 
 class Linear(nn.Linear):
@@ -93,12 +136,12 @@ class Norm(nn.Module):
 
 class Rotary(nn.Module):
     inv_freq: Tensor
+    attention_scaling = 1.0
 
     def __init__(self, config: Mapping[str, Any], head: int, device: str) -> None:
         super().__init__()
-        self.rope_type = rotary.rope_parameters(config)["rope_type"]
-        inv_freq, self.attention_scaling = rotary.frequencies(config, head)
-        self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
+        self.rope_type = rope_parameters(config)["rope_type"]
+        self.register_buffer("inv_freq", frequencies(config, head).to(device), persistent=False)
 
 
 class NamedModules(nn.Module):
@@ -131,14 +174,14 @@ class ModelSkeleton(nn.Module):
         head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         self.config = SimpleNamespace(**{"sliding_window": None, **config, "head_dim": head})
         hidden = config["hidden_size"]
-        embedding = nn.Embedding.from_pretrained(self._empty(config["vocab_size"], hidden))
+        embedding = nn.Embedding.from_pretrained(self._new((config["vocab_size"], hidden)))
         self.model = NamedModules(
             embed_tokens=embedding,
             layers=nn.ModuleList(self._block(n, head) for n in range(config["num_hidden_layers"])),
-            norm=Norm(self._empty(hidden)),
+            norm=Norm(self._new((hidden,))),
             rotary_emb=Rotary(config, head, device),
         )
-        head_weight = self._empty(config["vocab_size"], hidden) if not config["tie_word_embeddings"] else None
+        head_weight = self._new((config["vocab_size"], hidden)) if not config["tie_word_embeddings"] else None
         self.lm_head = Linear(embedding.weight.data if head_weight is None else head_weight, None)
         if head_weight is None:
             self.lm_head.weight = embedding.weight
@@ -155,13 +198,10 @@ class ModelSkeleton(nn.Module):
     def get_input_embeddings(self) -> Any:
         return self.model.embed_tokens
 
-    def _empty(self, *shape: int) -> Tensor:
-        return self._new(shape)
-
     def _linears(self, inputs: int, outputs: Sequence[int], bias: bool) -> list[Linear]:
         """Linear layers that read the same input, adjacent in memory."""
-        weights = self._empty(sum(outputs), inputs).split(list(outputs))
-        biases = self._empty(sum(outputs)).split(list(outputs)) if bias else [None] * len(outputs)
+        weights = self._new((sum(outputs), inputs)).split(list(outputs))
+        biases = self._new((sum(outputs),)).split(list(outputs)) if bias else [None] * len(outputs)
         return [Linear(w, b) for w, b in zip(weights, biases, strict=True)]
 
     def _block(self, n: int, head: int) -> nn.Module:
@@ -171,7 +211,7 @@ class ModelSkeleton(nn.Module):
         mlp_bias = kind == "llama" and c.mlp_bias
         q, k, v = self._linears(hidden, (heads, kv_heads, kv_heads), bias or kind == "qwen2")
         (o,) = self._linears(heads, (hidden,), bias)
-        q_norm, k_norm = (Norm(self._empty(head)) if kind == "qwen3" else None for _ in range(2))
+        q_norm, k_norm = (Norm(self._new((head,))) if kind == "qwen3" else None for _ in range(2))
         attention = NamedModules(q_proj=q, k_proj=k, v_proj=v, o_proj=o, q_norm=q_norm, k_norm=k_norm)
         if kind in ("qwen2", "qwen3"):
             sliding = c.use_sliding_window and c.layer_types[n] == "sliding_attention"
@@ -181,6 +221,6 @@ class ModelSkeleton(nn.Module):
         return NamedModules(
             self_attn=attention,
             mlp=NamedModules(gate_proj=gate, up_proj=up, down_proj=down),
-            input_layernorm=Norm(self._empty(hidden)),
-            post_attention_layernorm=Norm(self._empty(hidden)),
+            input_layernorm=Norm(self._new((hidden,))),
+            post_attention_layernorm=Norm(self._new((hidden,))),
         )

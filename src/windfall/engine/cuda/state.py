@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from windfall.engine.cuda.host_state import STOPS, HostState
+
 if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
 
 DTYPES = {"seed": torch.int64, "temperature": torch.float32, "top_p": torch.float32}
 """The dtypes of the tensors of a DeviceState that are not int32."""
-STOPS = 8  # upper limit for the stop tokens of a response that the device checks
 
 
 class KVPool:
@@ -32,27 +33,42 @@ class KVPool:
 
     Kernels find keys by three distances, in elements: `page_stride` from a page number to the next, `value_offset` from
     the keys of a layer to its values, and twice that from a layer to the next. Within a page of a layer, keys are
-    (kv_heads, page_size, head)."""
+    (kv_heads, page_size, head). In memory that other tenants share (engine/torch/arena.py), a page holds all layers, so
+    only the distances differ; that memory is neither allocated nor freed here."""
 
     def __init__(
-        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head: int, dtype: torch.dtype, device: str
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head: int,
+        dtype: torch.dtype,
+        device: str,
+        kv: TenantKV | None = None,
     ) -> None:
-        self.shape = (layers, 2, pages + 1, kv_heads, page_size, head)
         self.page_size = page_size
         self.kv_heads = kv_heads
         self.head = head
-        self.scratch = pages
         self.dtype = dtype
         self.device = device
-        self.page_stride = kv_heads * page_size * head
-        self.value_offset = (pages + 1) * self.page_stride
         self.base = torch.zeros(1, dtype=torch.int64, device=device)
-        self.data: Tensor | None = None
-        self.allocate()
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        self.shared = kv is not None
+        if kv is None:
+            self.scratch = pages
+            self.shape = (layers, 2, pages + 1, kv_heads, page_size, head)
+            self.page_stride = kv_heads * page_size * head
+            self.value_offset = (pages + 1) * self.page_stride
+            self.data: Tensor | None = None
+            self.allocate()
+        else:
+            self.scratch = kv.scratch
+            self.data = kv.layers_view(layers, kv_heads, head, dtype)
+            self.shape = tuple(self.data.shape)
+            self.page_stride = self.data.stride(2)
+            self.value_offset = self.data.stride(1)
+            self.base.fill_(self.data.data_ptr())
 
     def allocate(self) -> None:
         """Allocate the memory, filled with zeros, unless it is allocated already."""
@@ -62,36 +78,11 @@ class KVPool:
 
     def free(self) -> None:
         """Return the memory to the device. The contents are lost."""
-        if self.data is not None:
+        if self.data is not None and not self.shared:
             self.data = None
             self.base.zero_()
             if self.device.startswith("cuda"):
                 torch.cuda.empty_cache()
-
-
-class SharedPool(KVPool):
-    """A pool in memory that other tenants share (engine/torch/arena.py). A page holds all layers, so only the distances
-    differ. The address never changes, and the memory is neither allocated nor freed here."""
-
-    def __init__(self, kv: TenantKV, *, layers: int, kv_heads: int, head: int, dtype: torch.dtype) -> None:
-        size = kv.pages.size
-        self.page_size = size
-        self.kv_heads = kv_heads
-        self.head = head
-        self.dtype = dtype
-        self.scratch = kv.scratch
-        self.device = str(kv.device)
-        self.data = kv.layers_view(layers, kv_heads, head, dtype)
-        self.shape = tuple(self.data.shape)
-        self.value_offset = self.data.stride(1)
-        self.page_stride = self.data.stride(2)
-        self.base = torch.full((1,), self.data.data_ptr(), dtype=torch.int64, device=kv.device)
-
-    def allocate(self) -> None:
-        pass
-
-    def free(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,21 +101,26 @@ class DeviceState:
     table: Tensor  # (S, pages per response) int32: page table, the pages of every slot in order
 
     @staticmethod
+    def of(buffer: Tensor, host_state: HostState) -> DeviceState:
+        """Views of the device's copy of the host state."""
+        parts = {
+            field.name: section(buffer, host_state, field.name, DTYPES.get(field.name, torch.int32))
+            for field in fields(DeviceState)
+        }
+        parts["stop"] = parts["stop"].view(-1, STOPS)
+        parts["table"] = parts["table"].view(-1, host_state.pages_each)
+        return DeviceState(**parts)
+
+    @staticmethod
     def new(slots: int, pages_each: int, device: str) -> DeviceState:
         """Initial state for `slots` responses, each of at most `pages_each` pages."""
-        initial = {"temperature": 1.0, "top_p": 1.0, "stop": -1}
-        columns = {"stop": (STOPS,), "table": (pages_each,)}
-        return DeviceState(
-            **{
-                field.name: torch.full(
-                    (slots + 1, *columns.get(field.name, ())),
-                    initial.get(field.name, 0),
-                    dtype=DTYPES.get(field.name, torch.int32),
-                    device=device,
-                )
-                for field in fields(DeviceState)
-            }
-        )
+        host_state = HostState(slots=slots, pages_each=pages_each, batch=1)
+        return DeviceState.of(torch.from_numpy(host_state.data).to(device), host_state)
+
+
+def section(buffer: Tensor, host_state: HostState, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A view of one section of the device's copy of the host state."""
+    return buffer[host_state.offsets[name] : host_state.offsets[name] + host_state.sizes[name]].view(dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,17 +1,13 @@
 """The messages between an engine group and its child processes: msgpack, each after its length in four bytes.
 
-    group ──▶ child    Build, Add, CancelResponse, Grant, PauseSteps, LoadVersion, Sleep
-    child ──▶ group    Built, Stepped, OrderDone, VersionRefused, ChildError
+    group ──▶ child    Build, LoadVersion, StepEngine, PauseEngine: one at a time
+    child ──▶ group    the answer to each: Built, OrderDone or VersionRefused, Stepped, OrderDone; or ChildError
 
-PauseSteps, LoadVersion and Sleep have an order number; the child answers each with OrderDone, or LoadVersion with
-VersionRefused. The id of a request is its handle, a number that is never used again. These messages stay on one machine
-and between processes of one program, so they have no version.
+The id of a request is its handle, a number that is never used again. These messages stay on one machine and between
+processes of one program, so they have no version.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
@@ -33,68 +29,50 @@ class Build(Message, frozen=True, tag=1):
     threads: int  # CPU threads; 0: as they are
 
 
-class Add(Message, frozen=True, tag=2):
-    request: Request
+class LoadVersion(Message, frozen=True, tag=2):
+    """Copy these weights into the engine, and use them from now on as this version."""
 
-
-class CancelResponse(Message, frozen=True, tag=3):
-    handle: int
-
-
-class Grant(Message, frozen=True, tag=4):
-    """The child may make this many more engine steps. It makes them while it has work."""
-
-    steps: int
-
-
-class PauseSteps(Message, frozen=True, tag=5):
-    """Make no more steps: what was granted is void. OrderDone follows the last Stepped."""
-
-    order: int
-
-
-class LoadVersion(Message, frozen=True, tag=6):
-    """Copy these weights into the engine, which has none while it sleeps, and use them from now on as this version."""
-
-    order: int
     version: int
-    shared: SharedVersion | None  # None: the engine has exactly these weights already
+    shared: SharedVersion
 
 
-class Sleep(Message, frozen=True, tag=7):
-    """Free the memory of the KV cache and of the weights. Responses stay, and are prefilled again. Weights with an
-    adapter are kept if they are small compared with the free memory, because most of them are the base, which stays."""
+class StepEngine(Message, frozen=True, tag=3):
+    """Begin and cancel these responses, then make one step."""
 
-    order: int
+    add: list[Request]
+    cancel: list[int]  # handles
 
 
-class Built(Message, frozen=True, tag=12):
+class PauseEngine(Message, frozen=True, tag=4):
+    """Answer when the device computes nothing any more. `free`: also free the memory of the KV cache and the weights;
+    responses stay, and are prefilled again."""
+
+    free: bool
+
+
+class Built(Message, frozen=True, tag=11):
     slots: int  # responses that are decoded at once
     limit: int  # tokens of the longest response, prompt included, that fits
     vocabulary: int
     engine: Capabilities = Capabilities()
 
 
-class Stepped(Message, frozen=True, tag=13):
-    """The child has made one of the granted steps."""
-
+class Stepped(Message, frozen=True, tag=12):
     chunks: list[Chunk]
     counters: Counters
 
 
-class OrderDone(Message, frozen=True, tag=14):
-    order: int
-    kept_weights: bool = False  # whether the engine has its weights still, after Sleep
+class OrderDone(Message, frozen=True, tag=13):
+    pass
 
 
-class VersionRefused(Message, frozen=True, tag=15):
+class VersionRefused(Message, frozen=True, tag=14):
     """The weights do not fit the model. The engine has not changed."""
 
-    order: int
     why: str
 
 
-class ChildError(Message, frozen=True, tag=16):
+class ChildError(Message, frozen=True, tag=15):
     """The engine cannot be built, or raised an error. The child exits after this message."""
 
     what: str
@@ -112,29 +90,10 @@ class ChildFailed(Exception):
     """A child process of the group failed, with an error that is not the user's."""
 
 
-ToChild = Build | Add | CancelResponse | Grant | PauseSteps | LoadVersion | Sleep
+ToChild = Build | LoadVersion | StepEngine | PauseEngine
 FromChild = Built | Stepped | OrderDone | VersionRefused | ChildError
 
 
 def encode(message: object) -> bytes:
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
-
-
-class Receiver:
-    """Cuts a stream of bytes into messages."""
-
-    def __init__(self, kind: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind)
-        self._data = bytearray()
-
-    def messages(self, data: bytes) -> Iterator[object]:
-        """The messages that are complete with these bytes."""
-        self._data += data
-        while len(self._data) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + int.from_bytes(self._data[:LENGTH_BYTES], "big")
-            if len(self._data) < end:
-                return
-            message = self._decoder.decode(self._data[LENGTH_BYTES:end])
-            del self._data[:end]
-            yield message

@@ -45,23 +45,22 @@ def check_engine(
     """Raise WindfallError unless the engine computes what transformers computes. `fields`: the model's configuration;
     `make`: builds the engine from (model, kv_tokens, page_size, max_running, max_rows); `names`: the full model's
     weights; `checked`: keys of checks that other processes have passed. Returns the key of this check."""
-    key = cache_key("engine", fields, device=device, longest=longest, deterministic=deterministic)
-    how: dict[str, Any] = {"device": device, "longest": longest, "names": names, "deterministic": deterministic}
+    how: dict[str, Any] = {"device": device, "longest": longest, "deterministic": deterministic}
 
     def test() -> None:
         from windfall.engine.selftest import judge  # imports torch and transformers: only if the result is not known
 
-        judge.judge_engine(config_of(fields), make, **how)
+        judge.judge_engine(config_of(fields), make, names=names, **how)
 
-    return run_once(key, test, checked)
+    return run_once(cache_key("engine", fields, **how), test, checked)
 
 
 def check_weights(model: Any) -> None:
     """Check the loaded weights with a few tokens: the log-probs must be finite, and equal to those of plain attention
     within the precision of the weights. This finds damaged files and files of another architecture."""
-    from windfall.engine.selftest import compare
+    from windfall.engine.selftest import judge
 
-    nats = compare.weights_difference(model)
+    nats = judge.weights_difference(model)
     limit = WEIGHTS_NATS[model.dtype.itemsize]
     if not nats < limit:
         what = f"with the loaded weights, windfall's log-probs of a few tokens differ from transformers' by {nats:.2g} "

@@ -42,10 +42,6 @@ class Arena:
         self.memory = torch.zeros((layout.count + TENANTS) * layout.block_bytes, dtype=torch.uint8, device=device)
         self._scratch: list[str] = [""] * TENANTS
 
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel()
-
     def join(self, tenant: str, *, token_bytes: int, page_size: int, priority: bool = False) -> TenantKV:
         """The KV cache of a tenant whose tokens take `token_bytes` over all layers."""
         page_bytes = page_size * token_bytes
@@ -70,34 +66,6 @@ class Arena:
     def _clear(self, block: int) -> None:
         size = self._layout.block_bytes
         self.memory[block * size : (block + 1) * size].zero_()
-
-    def views(self, shapes: Sequence[_Shape], dtype: torch.dtype, page_size: int) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of every attention module: (granules, page size, heads, size), indexed by page number."""
-        flat, granule = self.memory.view(dtype), self._layout.granule_bytes // dtype.itemsize
-        offset, out = 0, list[tuple[Tensor, Tensor]]()
-        page = sum(page_size * (s.keys[0] * s.keys[1] + s.values[0] * s.values[1]) for s in shapes)
-        count = (flat.numel() - page) // granule + 1
-        for shape in shapes:
-            pair: list[Tensor] = []
-            for heads, size in (shape.keys, shape.values):
-                strides = (granule, heads * size, size, 1)
-                pair.append(flat.as_strided((count, page_size, heads, size), strides, offset))
-                offset += page_size * heads * size
-            out.append((pair[0], pair[1]))
-        return out
-
-    def layers_view(self, layers: int, kv_heads: int, head: int, dtype: torch.dtype, page_size: int) -> Tensor:
-        """Keys and values of all layers as GPU kernels read them: (layers, 2, granules, kv_heads, page_size, head). All
-        attention modules have the same shape."""
-        flat, granule = self.memory.view(dtype), self._layout.granule_bytes // dtype.itemsize
-        one = kv_heads * page_size * head
-        count = (flat.numel() - 2 * layers * one) // granule + 1
-        strides = (2 * one, one, granule, page_size * head, head, 1)
-        return flat.as_strided((layers, 2, count, kv_heads, page_size, head), strides)
-
-    @property
-    def device(self) -> torch.device:
-        return self.memory.device
 
     def use_device(self) -> None:
         """Make this GPU the current one of the calling thread: kernels run on the current GPU."""
@@ -155,14 +123,32 @@ class TenantKV:
         self.scratch = scratch
 
     def views(self, shapes: Sequence[_Shape], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        return self._arena.views(shapes, dtype, self.pages.size)
+        """The keys and values of every attention module: (granules, page size, heads, size), indexed by page number."""
+        size = self.pages.size
+        page = sum(size * (s.keys[0] * s.keys[1] + s.values[0] * s.values[1]) for s in shapes)
+        flat, granule, count = self._granules(dtype, page)
+        offset, out = 0, list[tuple[Tensor, Tensor]]()
+        for shape in shapes:
+            pair: list[Tensor] = []
+            for heads, width in (shape.keys, shape.values):
+                strides = (granule, heads * width, width, 1)
+                pair.append(flat.as_strided((count, size, heads, width), strides, offset))
+                offset += size * heads * width
+            out.append((pair[0], pair[1]))
+        return out
 
     def layers_view(self, layers: int, kv_heads: int, head: int, dtype: torch.dtype) -> Tensor:
-        return self._arena.layers_view(layers, kv_heads, head, dtype, self.pages.size)
+        """Keys and values of all layers as GPU kernels read them: (layers, 2, granules, kv_heads, page size, head). All
+        attention modules have the same shape."""
+        size = self.pages.size
+        one = kv_heads * size * head
+        flat, granule, count = self._granules(dtype, 2 * layers * one)
+        return flat.as_strided((layers, 2, count, kv_heads, size, head), (2 * one, one, granule, size * head, head, 1))
 
-    @property
-    def device(self) -> torch.device:
-        return self._arena.device
+    def _granules(self, dtype: torch.dtype, page: int) -> tuple[Tensor, int, int]:
+        """The memory, the elements of a granule, and the granules at which a page of this many elements may begin."""
+        flat, granule = self._arena.memory.view(dtype), self._arena.blocks.layout.granule_bytes // dtype.itemsize
+        return flat, granule, (flat.numel() - page) // granule + 1
 
     def clear_moved(self) -> None:
         """Fill the blocks that were another tenant's with zeros. Call this after planning a step, before it runs."""

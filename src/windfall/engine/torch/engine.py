@@ -3,13 +3,10 @@ in one batch, and at most one new token for every running response."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from windfall.engine.paged import PagedEngine
 from windfall.engine.pages import Pages
-from windfall.engine.retention import Retention
 from windfall.engine.scheduler import ScheduledRows, Scheduler
 from windfall.types import Capabilities, Chunk
 
@@ -30,19 +27,15 @@ class TorchEngine(PagedEngine):
         max_rows: int = 2048,
         deterministic: bool = False,
         version: int = 0,
-        keep_share: float = 0.5,
         kv: TenantKV | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keep_share`: share of the KV cache for sessions whose environment works. `kv`: pages in memory that another
-        engine shares; then `kv_tokens` and `page_size` do not count."""
+        """`kv`: pages in memory that another engine shares; then `kv_tokens` and `page_size` do not count."""
         from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not use
 
         pages = Pages(-(-kv_tokens // page_size), page_size) if kv is None else kv.pages
         count = pages.capacity
-        retention = Retention(pages, share=keep_share, clock=clock)
         slots = min(max_running, max_rows)
-        scheduler = Scheduler(pages, slots=slots, max_rows=max_rows, one_batch=True, retention=retention)
+        scheduler = Scheduler(pages, slots=slots, max_rows=max_rows, one_batch=True)
         # The newest token needs no page yet, but the next one would.
         super().__init__(model, scheduler, version=version, limit=count * pages.size - 1, kv=kv)
         self._runner = Runner(model, pages=count, page_size=pages.size, deterministic=deterministic, kv=kv)

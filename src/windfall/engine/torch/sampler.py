@@ -43,36 +43,40 @@ def sample(
     logits: Tensor, seeds: Sequence[int], positions: Sequence[int], sampling: Sequence[Sampling]
 ) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probs, one per row of `logits` (rows, vocabulary)."""
+    device = logits.device
+    temperature, cut = None, None
+    if any(s.temperature != 1.0 for s in sampling):
+        temperature = torch.tensor([s.temperature for s in sampling], device=device)
+    if any(s.top_k > 0 or s.top_p < 1.0 for s in sampling):
+        top_p = torch.tensor([s.top_p for s in sampling], device=device, dtype=torch.float64)
+        cut = torch.tensor([s.top_k for s in sampling], device=device), top_p
+    return draw(logits, torch.from_numpy(uniform(seeds, positions)).to(device), temperature, cut)
+
+
+def draw(
+    logits: Tensor, u: Tensor, temperature: Tensor | None = None, cut: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Tokens and their log-probs, given uniform random numbers. `temperature`: of every row, 0 for greedy; None: 1.
+    `cut`: top-k (0: no limit) and top-p (1: no limit) of every row. The host never waits for the device."""
     logits = logits.float()
-    temperatures = [s.temperature for s in sampling]
-    if any(t not in (0.0, 1.0) for t in temperatures):
-        divisor = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
-        logits = logits / divisor[:, None]
+    if temperature is not None:
+        logits = logits / torch.where(temperature == 0.0, 1.0, temperature)[:, None]
     logp = torch.log_softmax(logits, -1)
-    if all(t == 0.0 for t in temperatures):
-        tokens = logp.argmax(-1)
-    else:
-        cumulative = _truncate(logp, sampling).cumsum(-1, dtype=torch.float64)
-        u = torch.from_numpy(uniform(seeds, positions)).to(logits.device)
-        tokens = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
-        if 0.0 in temperatures:
-            greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)
-            tokens = torch.where(greedy, logp.argmax(-1), tokens)
-        tokens = tokens.clamp_max(logits.shape[-1] - 1)  # NaN logits: one bad row must not end the whole step
+    cumulative = (logp.exp() if cut is None else truncated_probs(logp, *cut)).cumsum(-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+    if temperature is not None:
+        tokens = torch.where(temperature == 0.0, logp.argmax(-1), tokens)
+    tokens = tokens.clamp_max(logits.shape[-1] - 1)  # NaN logits: one bad row must not end the whole step
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
 
-def _truncate(logp: Tensor, sampling: Sequence[Sampling]) -> Tensor:
+def truncated_probs(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Probabilities with everything outside top-k and top-p set to zero. Ties keep vocabulary order."""
     p = logp.exp()
-    if all(s.top_k == 0 and s.top_p >= 1.0 for s in sampling):
-        return p
     ordered, index = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
-    top_k = torch.tensor([s.top_k or p.shape[-1] for s in sampling], device=p.device)
-    top_p = torch.tensor([s.top_p for s in sampling], device=p.device, dtype=torch.float64)
-    ordered = torch.where(rank < top_k[:, None], ordered, 0.0)
+    ordered = torch.where(rank < torch.where(top_k > 0, top_k, p.shape[-1])[:, None], ordered, 0.0)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     total = ordered.sum(-1, keepdim=True, dtype=torch.float64)
-    excluded = (before >= top_p[:, None] * total) & (rank > 0) & (top_p < 1.0)[:, None]
+    excluded = (before >= top_p.double()[:, None] * total) & (rank > 0) & (top_p < 1.0)[:, None]
     return torch.zeros_like(p).scatter_(-1, index, ordered.masked_fill(excluded, 0.0))

@@ -7,7 +7,6 @@ inputs); a checkpoint has one matrix per expert and projection. `to_checkpoint` 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,11 +42,6 @@ class WeightShapes:
     def check(self, version: int, weights: Mapping[str, Any]) -> None:
         """Raise WindfallError unless these weights are those of the model."""
         check_weights(version, weights, self.shapes, self.tied)
-
-
-def config_json(fields: Mapping[str, Any], architecture: str) -> str:
-    """The config.json that vLLM reads. It needs the name of the architecture."""
-    return json.dumps({**fields, "architectures": fields.get("architectures") or [architecture]})
 
 
 def to_checkpoint(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -26,28 +26,16 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from windfall.engine.base import Counters, Engine, check_request, duplicate_id
 from windfall.engine.vllm import installed, sampling
-from windfall.engine.vllm.checkpoint import WeightShapes, config_json
-from windfall.errors import WindfallError
+from windfall.engine.vllm.checkpoint import WeightShapes
 from windfall.shared_tensors import BufferTensors, SharedTensors, TensorFile
 from windfall.types import Capabilities, Chunk, Finish, Request, Sampling
-
-EXTENSION = "windfall.engine.vllm.extension.Extension"
-MIN_BLOCKS = 4
-"""The KV cache has at least this many blocks: vLLM keeps one free, and prefill needs one more than the tokens."""
-
-
-GRAPH_ROWS = 512
-"""vLLM captures graphs for batches of up to this many rows unless it is told to go further."""
 
 
 @dataclass(slots=True)
@@ -58,79 +46,23 @@ class _Running:
 
 class VllmEngine(Engine):
     def __init__(
-        self,
-        fields: Mapping[str, Any],
-        *,
-        dtype: str,
-        device: str,
-        kv_tokens: int,
-        max_running: int,
-        max_rows: int,
-        token_bytes: int,
-        tensor_parallel: int = 1,
-        gpu_share: float = 0.9,
-        version: int = 0,
-        own_sampler: bool = True,
-        eager: bool = False,
-        shapes: WeightShapes | None = None,
+        self, vllm: Any, shapes: WeightShapes, *, version: int, own_sampler: bool, tensor_parallel: int
     ) -> None:
-        """`fields`: the model's configuration. The weights are unset until the first swap. `token_bytes`: bytes of KV
-        cache per token on each rank. `gpu_share`: share of the GPU's memory that vLLM may plan with. `own_sampler`:
-        use windfall's sampler where vLLM's is not exact. `eager`: capture no graphs."""
-        found = installed.check(device)
-        installed.prepare()
-        from vllm import EngineArgs, LLMEngine  # pyright: ignore
-        from vllm.compilation import monitor  # pyright: ignore
-
-        # An earlier engine of this process may have left graph capture switched off: model runner V1 switches it on and
-        # off around its own capture, and V2 relies on it being on.
-        monitor.set_cudagraph_capturing_enabled(True)
-        on_cpu = device == "cpu"
-        block = 128 if on_cpu else 16  # tokens in a block of the KV cache
-        eager = eager or on_cpu
-        options: dict[str, Any] = {} if on_cpu else {"gpu_memory_utilization": gpu_share}
-        if max_running > GRAPH_ROWS and not eager:
-            options["max_cudagraph_capture_size"] = max_running
-        if tensor_parallel > 1:
-            options["distributed_executor_backend"] = "mp"
+        """`vllm`: an `LLMEngine` of vllm/factory.py. The weights are unset until the first swap. `own_sampler`: use
+        windfall's sampler where vLLM's is not exact."""
         self.version = version
-        self.shapes = shapes or WeightShapes(fields)
-        self._folder = Path(tempfile.mkdtemp(prefix="windfall-vllm-"))
-        (self._folder / "config.json").write_text(config_json(fields, self.shapes.architecture))
-        try:
-            arguments = EngineArgs(
-                model=str(self._folder),
-                dtype=dtype,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                seed=0,
-                logprobs_mode="processed_logprobs",
-                worker_extension_cls=EXTENSION,
-                disable_log_stats=True,
-                kv_cache_memory_bytes=max(kv_tokens, MIN_BLOCKS * block) * token_bytes,
-                max_model_len=-1,
-                max_num_seqs=max_running,
-                max_num_batched_tokens=max(max_rows, max_running),
-                enforce_eager=eager,
-                tensor_parallel_size=tensor_parallel,
-                **options,
-            )
-            self._vllm = LLMEngine.from_engine_args(arguments)
-        except (ValueError, RuntimeError, NotImplementedError) as e:
-            why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            fix = "Use engine.name = 'windfall', or lower engine.kv_tokens if memory is short."
-            raise WindfallError(f"vLLM cannot run this model: {why}", where="engine.name", fix=fix) from e
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._core = self._vllm.engine_core
-        facts = self._vllm.collective_rpc("windfall_prepare", args=(os.getpid(), own_sampler))
+        self.shapes = shapes
+        self._vllm = vllm
+        self._core = vllm.engine_core
+        facts = vllm.collective_rpc("windfall_prepare", args=(os.getpid(), own_sampler))
         self.rank_pids = [f["pid"] for f in facts]
         self._own = bool(facts[0]["own_sampler"])
+        found = installed.find()
+        assert found is not None
         self.capabilities = Capabilities(
             name="vllm", version=found.version, exact=self._own or bool(facts[0]["v2"]), tensor_parallel=tensor_parallel
         )
-        self.limit = int(self._vllm.vllm_config.model_config.max_model_len)
+        self.limit = int(vllm.vllm_config.model_config.max_model_len)
         self._seeded = self._own or not found.for_cpu  # see sampling.py
         self._running: dict[str, _Running] = {}
         """By vLLM's id. An id of windfall's may be added again after a cancel, while vLLM still knows the old one."""
@@ -165,7 +97,6 @@ class VllmEngine(Engine):
         sampling.check_sampling(wanted, own=self._own, where=where)
 
     def cancel(self, id: str) -> None:
-        """Stop this response. An unknown id is not an error: the response may just have finished."""
         known = self._ids.pop(id, None)
         if known is not None:
             del self._running[known]
@@ -204,8 +135,6 @@ class VllmEngine(Engine):
         )
 
     def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        """Use `weights` from now on (None: the engine has them already). Running responses keep their tokens and are
-        prefilled again with the new weights; no cached block of the old version is reused."""
         if weights is not None:
             self.shapes.check(version, weights)
             self._load(version, weights)
@@ -227,7 +156,6 @@ class VllmEngine(Engine):
             raise RuntimeError(f"vLLM has {len(names)} weights that version {version} did not set, such as {names[0]}")
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping is inconsistent."""
         assert {s.request.id: id for id, s in self._running.items()} == self._ids, "ids and responses disagree"
         known = set(self._core.engine_core.scheduler.requests)
         assert set(self._running) <= known, "vLLM has lost a response"

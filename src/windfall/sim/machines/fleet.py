@@ -95,7 +95,6 @@ class SimFleet:
             spec = WorkerSpec(
                 name=LOCAL, lease=lease, service=self._scenario.trainer, slots=s.trainer_slots,
                 heartbeat_s=f.heartbeat_s, quantum_s=self._scenario.quantum_s, make_link=self.make_link,
-                keep_share=self._scenario.real.engine.keep_share,
             )  # fmt: skip
             self._start(LOCAL, spec, started_s)
 
@@ -111,7 +110,6 @@ class SimFleet:
             network=self._network, weights_bytes=s.weights_bytes, ingress_per_s=s.ingress_bytes_per_s,
             heartbeat_s=self._scenario.real.fleet.heartbeat_s, latency_s=s.latency_s,
             quantum_s=self._scenario.quantum_s, make_link=self.make_link,
-            keep_share=self._scenario.real.engine.keep_share,
         )  # fmt: skip
 
     def _service(self, node: str, worker: StepTime) -> StepTime:

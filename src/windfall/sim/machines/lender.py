@@ -162,7 +162,7 @@ class SimLender(SimWorker):
 
     def _limit_memory(self) -> None:
         serving = math.ceil(self._use * BLOCKS)
-        held = self._decode.context + self._kept.tokens
+        held = self._decode.context
         self._policy.thaw(serving, self._loop.time())
         excess = self._policy.observe(serving, math.ceil(held / self.spec.kv_tokens * BLOCKS))
         self._apply_budget()
@@ -173,8 +173,8 @@ class SimLender(SimWorker):
     def _apply_budget(self) -> None:
         tokens = max(1, self._budget_tokens)  # 0 would mean that there is no limit
         self._decode.kv_tokens = tokens
-        self._kept.limit(tokens, share=self.spec.keep_share)
-        self._kept.fit(self._decode.context, self._loop.time())
+        self._cache.limit(tokens)
+        self._cache.fit(self._decode.context)
 
     def _return(self, handles: tuple[int, ...]) -> None:
         if handles:

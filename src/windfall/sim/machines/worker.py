@@ -22,8 +22,8 @@ from windfall.link import messages as m
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.decode import Decode
-from windfall.sim.machines.kept_sessions import KeptSessions
 from windfall.sim.machines.network import Network
+from windfall.sim.machines.prefix_cache import PrefixCache
 from windfall.step_time import StepTime
 from windfall.types import Lease
 
@@ -55,8 +55,6 @@ class WorkerSpec:
     simulated. 0: the engine is ready at once, and the first pull is simulated."""
     kv_tokens: int = 0
     """Size of its KV cache in real tokens. 0: unlimited."""
-    keep_share: float = 0.5
-    """Share of its KV cache for sessions whose environment works."""
     longest: int = 0
     """Longest response that it accepts, in simulated tokens including the prompt. 0: any length."""
     make_link: Callable[..., SimLink] = SimLink
@@ -97,9 +95,7 @@ class SimWorker:
         self._undelivered: list[object] = []
         self._pull: int | None = None
         self._prompts: set[int] = set()
-        self._kept = KeptSessions(share=spec.keep_share, kv_tokens=spec.kv_tokens)
-        self._keep: dict[int, tuple[str, float]] = {}
-        """By handle: the session, and the predicted seconds until its next turn."""
+        self._cache = PrefixCache(spec.kv_tokens)
         self._reused = self._prefilled = self._lookups = self._hits = 0
         self._sent_tokens = self._steps = 0
         self._pulled_bytes = 0.0
@@ -172,7 +168,7 @@ class SimWorker:
         link, self.link = self.link, None
         self._stop_timer()
         self._drop_all()
-        self._kept.clear()
+        self._cache.clear()
         if self.spec.network is not None:
             self.spec.network.stop(self._pull)
         self._pull, self._first_swap, self._paused, self._undelivered = None, None, False, []
@@ -205,9 +201,7 @@ class SimWorker:
                         evictions=d.preemptions, waiting=len(d.waiting),
                         loading="build" if building else "pull" if self._pull is not None else "",
                         pulled_bytes=round(self._pulled_bytes - left), reused_tokens=self._reused,
-                        prefilled=self._prefilled, lookups=self._lookups, hits=self._hits,
-                        kept_sessions=len(self._kept), kept_tokens=self._kept.tokens,
-                        dropped=self._kept.take_dropped())
+                        prefilled=self._prefilled, lookups=self._lookups, hits=self._hits)
             )  # fmt: skip
             self._loop.call_at(_next_multiple(now, self.spec.heartbeat_s), self._heartbeat, link)
 
@@ -220,9 +214,6 @@ class SimWorker:
                 self._start_load(message)
             case m.Assign() | m.Cancel() | m.Release() | m.Pause() | m.Resume() | m.Drain():
                 self._queue_order(message)
-            case m.Forget():  # at once: it changes no step
-                for session in message.sessions:
-                    self._kept.forget(session)
             case m.Refused():
                 self.finished = True
                 self._disconnect(message.why)
@@ -300,7 +291,7 @@ class SimWorker:
             return
         row, group = self._token_schedule.row(work)
         context = row.prompt + row.generated
-        there = self._kept.take(work.session)
+        there = self._cache.take(row.seed)
         if group in self._prompts:  # siblings share the KV pages of their prompt
             there = max(there, self._token_schedule.prompt_tokens)
         self._prompts.add(group)
@@ -309,16 +300,14 @@ class SimWorker:
         self._hits += there > 0
         self._reused += there
         self._prefilled += context - there
-        if work.keep_s > 0:
-            self._keep[work.handle] = (work.session, work.keep_s)
         self._decode.add(row, context - there)
-        self._kept.fit(self._decode.context, self._loop.time())
+        self._cache.fit(self._decode.context)
 
     def _swap(self, order: _Swap) -> None:
         load, took_s = order.load, self._loop.time() - order.began_s
         self._held = (load.version, load.digest)
         self._prompts.clear()
-        self._kept.clear()
+        self._cache.clear()
         self._decode.prefill = self._decode.context
         pulled = 0 if self.spec.network is None else round(self.spec.weights_bytes)
         self._send(
@@ -328,7 +317,6 @@ class SimWorker:
 
     def _drop(self, handles: tuple[int, ...]) -> None:
         for row in self._decode.drop(handles):
-            self._keep.pop(row.handle, None)
             self._token_schedule.stopped(row)
 
     def _drop_all(self) -> None:
@@ -368,17 +356,12 @@ class SimWorker:
         self._decode.advance(steps)
         self._began_s += took_s
         self._steps += steps
-        (frame, ended), now = self._decode.frame(self._held[0]), self._loop.time()
+        frame, ended = self._decode.frame(self._held[0])
         for row in ended:
             self._token_schedule.finished(row)
-            session, keep_s = self._keep.pop(row.handle, ("", 0.0))
-            if session:
-                self._kept.keep(session, row.prompt + row.length, now + keep_s, now)
-            else:
-                self._kept.release(row.prompt + row.length)
+            self._cache.release(row.seed, row.prompt + row.length)
         if frame is not None:
-            self._kept.fit(self._decode.context, now)
-        if frame is not None:
+            self._cache.fit(self._decode.context)
             self._sent_tokens += len(frame.tokens) // 4
             self._send(frame)
 

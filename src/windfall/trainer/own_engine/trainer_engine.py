@@ -94,13 +94,6 @@ class TrainerEngine(Engine):
         with self._orders_lock:
             self._engine.cancel(id)
 
-    def forget(self, session: str) -> None:
-        with self._orders_lock:
-            self._engine.forget(session)
-
-    def take_dropped(self) -> tuple[str, ...]:
-        return self._engine.take_dropped()
-
     def step(self) -> list[Chunk]:
         self.waiting = True
         if self._stale:

@@ -1,5 +1,5 @@
 """The Triton kernels of the GPU engine. They have the names, signatures and results of the functions in
-`windfall.engine.cuda.reference`. This package can be imported only where triton is installed."""
+tests/support/reference_kernels.py. This package can be imported only where triton is installed."""
 
 from windfall.engine.cuda.kernels.decode import decode_attention, rope_store_and_decode
 from windfall.engine.cuda.kernels.layers import add_rms_norm, decode_inputs, rope_and_store, swiglu

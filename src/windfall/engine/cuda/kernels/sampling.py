@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from windfall.engine.cuda import reference
+from windfall.engine.cuda import sampling
+from windfall.engine.cuda.host_state import STOPS
 from windfall.engine.cuda.kernels import launch
-from windfall.engine.cuda.state import STOPS, DeviceState
+from windfall.engine.cuda.state import DeviceState
 
 _BLOCK, _WARPS = 4096, 4
 _TRUNCATED_ROWS = 32  # rows sorted at a time when top-k or top-p is used: it bounds the memory of that slower path
@@ -123,12 +124,12 @@ def _choose_token(
 def sample(
     logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, truncate: bool
 ) -> None:
-    """See reference.py."""
+    """See engine/cuda/sampling.py."""
     count, size = logits.shape
     if truncate:
         for i in range(0, count, _TRUNCATED_ROWS):
             part = slice(i, i + _TRUNCATED_ROWS)
-            reference.sample(logits[part], rows[part], state, tokens_out[part], logprobs_out[part], True)
+            sampling.sample(logits[part], rows[part], state, tokens_out[part], logprobs_out[part], True)
         return
     blocks = triton.cdiv(size, _BLOCK)
     maxima, sums = torch.empty((2, count, blocks), dtype=torch.float32, device=logits.device)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from windfall.engine.cuda.row_sampler import RowSampler
+from windfall.engine.cuda.sampling import RowSampler
 from windfall.engine.torch import sampler
 from windfall.types import Sampling
 

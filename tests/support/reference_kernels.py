@@ -1,12 +1,12 @@
 """What the kernels of the GPU engine compute, in plain torch on any device: the reference that they are tested against.
+A test that imports this module can run the GPU engine without a GPU.
 
 Rules:
 - values are rounded in the order of transformers' Llama and Qwen3 modules; `cos` and `sin` are tables in the model's
   dtype, because transformers rounds them before use;
 - a row's keys and values are written to the page that its slot's page table lists for the row's position, or to the
   scratch page if the slot is inactive;
-- tokens are sampled as in `windfall.engine.torch.sampler`: from (seed, position, logits) and nothing else;
-- an inactive slot never changes, whatever rows refer to it.
+- tokens are sampled as in `windfall.engine.torch.sampler`: from (seed, position, logits) and nothing else.
 """
 
 from __future__ import annotations
@@ -15,23 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from windfall.engine.cuda import decoder
+from windfall.engine.cuda.sampling import sample
 from windfall.engine.cuda.splits import min_split_tokens, splits_for
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans
 
-__all__ = [
-    "add_rms_norm",
-    "decode_attention",
-    "decode_inputs",
-    "min_split_tokens",
-    "prefill_attention",
-    "rope_and_store",
-    "rope_store_and_decode",
-    "sample",
-    "splits_for",
-    "swiglu",
-]
+__all__ = ["min_split_tokens", "sample", "splits_for"]
 
-_GOLDEN, _MIX1, _MIX2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+decoder.KERNELS["cpu"] = __name__
 
 
 def decode_inputs(state: DeviceState, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,69 +182,3 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(first half) * second half."""
     left, right = gate_up.chunk(2, -1)
     return F.silu(left) * right
-
-
-def sample(
-    logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, truncate: bool
-) -> None:
-    """Sample the next token of every active row, write it and its log-prob (inactive rows: -1 and 0), and update the
-    state. `truncate`: apply top-k and top-p."""
-    at = rows.long()
-    active, temperature = state.left[at] > 0, state.temperature[at]
-    greedy = temperature == 0.0
-    logp = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperature)[:, None], -1)
-    weights = truncated_probs(logp, state.top_k[at], state.top_p[at]) if truncate else logp.exp()
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    goal = uniform(state.seed[at], state.position[at]) * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, goal[:, None], right=True)[:, 0]
-    tokens = torch.where(greedy, logp.argmax(-1), tokens).clamp_max(
-        logits.shape[1] - 1
-    )  # a valid token id, even for NaN logits
-    logprobs = logp.gather(-1, tokens[:, None])[:, 0]
-    tokens_out.copy_(torch.where(active, tokens, -1))
-    logprobs_out.copy_(torch.where(active, logprobs, 0.0))
-    _advance(state, at, active, tokens.int())
-
-
-def truncated_probs(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Probabilities, zero outside top-k and top-p; ties keep vocabulary order. The host never waits for the device."""
-    p = logp.exp()
-    ordered, index = torch.sort(p, dim=-1, descending=True, stable=True)
-    rank = torch.arange(p.shape[-1], device=p.device)
-    ordered = torch.where(rank < torch.where(top_k > 0, top_k, p.shape[-1])[:, None], ordered, 0.0)
-    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-    total = ordered.sum(-1, keepdim=True, dtype=torch.float64)
-    out = (before >= top_p.double()[:, None] * total) & (rank > 0) & (top_p < 1.0)[:, None]
-    return torch.zeros_like(p).scatter_(-1, index, ordered.masked_fill(out, 0.0))
-
-
-def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """One number in [0, 1) as float64 for each (seed, position): `windfall.engine.torch.sampler.uniform` on tensors.
-
-    >>> uniform(torch.tensor([7]), torch.tensor([0], dtype=torch.int32)).tolist()
-    [0.7215081806049701]
-    """
-    bits = _mix(_mix(seed + _GOLDEN) + (position.long() + 1) * _GOLDEN)
-    return _logical_shift(bits, 12).double() * 2.0**-52
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _logical_shift(x, 30)) * _MIX1
-    x = (x ^ _logical_shift(x, 27)) * _MIX2
-    return x ^ _logical_shift(x, 31)
-
-
-def _logical_shift(x: Tensor, by: int) -> Tensor:
-    """Shift right and fill with zeros: torch has only signed integers."""
-    return (x >> by) & (2 ** (64 - by) - 1)
-
-
-def _advance(state: DeviceState, at: Tensor, active: Tensor, tokens: Tensor) -> None:
-    """Update the state after `tokens`. Rows of an inactive slot write back the values that are there already, so
-    several may refer to the same slot."""
-    step = active.int()
-    stopped = (tokens[:, None] == state.stop[at]).any(-1)
-    state.last[at] = torch.where(active, tokens, state.last[at])
-    state.length[at] = state.length[at] + step
-    state.position[at] = state.position[at] + step
-    state.left[at] = torch.where(active & ~stopped, state.left[at] - step, 0)

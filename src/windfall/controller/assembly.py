@@ -202,7 +202,7 @@ class ControllerLife:
             found = await self._read_journal(self.journal, hello.step)
             if self.trainer.hello is not hello:
                 raise TrainerLost("it disconnected, or another trainer replaced it")
-            self._recovery.report_journal(found, step=hello.step, next_task=hello.next_task, open_tasks=open_tasks)
+            self._recovery.report_journal(found, step=hello.step, next_task=hello.next_task)
             history, trained = self.journal.open(hello.step, found), found.trained
             evaluated = self.loop.evaluation.evaluated if self.loop else self._evaluated
             done = {f"eval-{step}" for step in evaluated if step <= hello.step}

@@ -70,7 +70,7 @@ class Journal:
         contents = contents or self.read(step)
         kept = dict(contents.files)
         with self._writing(self.folder):
-            for file_step in list_files(self.folder)[0]:
+            for file_step in list_files(self.folder):
                 if file_step not in kept:
                     file_path(self.folder, file_step).unlink()
         # Always append to the newest file, even if a trainer returned with an earlier step than that of the file.
@@ -86,7 +86,7 @@ class Journal:
             if running:
                 self.write_assigned(running)
         with self._writing(self.folder):
-            for file_step, next_step in pairwise(list_files(self.folder)[0]):
+            for file_step, next_step in pairwise(list_files(self.folder)):
                 if next_step <= oldest_file(step, self._staleness):
                     file_path(self.folder, file_step).unlink()
 

@@ -106,15 +106,9 @@ def file_path(folder: Path, step: int) -> Path:
     return folder / f"{step:06d}.wal"
 
 
-def list_files(folder: Path) -> tuple[list[int], tuple[str, ...]]:
-    """The steps of the journal's files, oldest first, and the names of everything else in the folder."""
-    steps, strays = list[int](), list[str]()
-    for path in folder.iterdir():
-        if FILE_NAME.fullmatch(path.name) and path.is_file():
-            steps.append(int(path.stem))
-        else:
-            strays.append(path.name)
-    return sorted(steps), tuple(sorted(strays))
+def list_files(folder: Path) -> list[int]:
+    """The steps of the journal's files, oldest first. Other files in the folder are left alone."""
+    return sorted(int(path.stem) for path in folder.iterdir() if FILE_NAME.fullmatch(path.name) and path.is_file())
 
 
 def oldest_file(step: int, staleness: int) -> int:

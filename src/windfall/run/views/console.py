@@ -202,8 +202,6 @@ class Console:
                     what = "its part of the current step is generated again"
                 where = f"{escape(event['file'])}: {escape(event['why'])} ({event['bytes']:,} bytes)"
                 self._out.print(f"[yellow]journal lost[/]: {where}; {what}")
-            case "journal_strays":
-                self._out.print(f"[yellow]not a journal file, skipped[/]: {escape(', '.join(event['files']))}")
             case "log_foreign":
                 self.notice(
                     f"{self._folder / 'events.jsonl'}: skipped {event['lines']} lines that windfall did not write; the "

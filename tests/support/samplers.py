@@ -67,7 +67,8 @@ class OnEngine:
         self.turns: dict[tuple[str, int, int], tuple[tuple[int, ...], SampledTurn]] = {}
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
-        id = f"{request.session}/{request.segment}/{request.turn}"
+        number = sum(key[:2] == (request.session, request.segment) for key in self.turns)
+        id = f"{request.session}/{request.segment}/{number}"
         chunks, _ = self.waiting[id] = [], asyncio.Event()
         seed = xxhash.xxh3_64_intdigest(id.encode())
         limits = {"max_tokens": request.max_tokens, "stop": frozenset([EOS])}
@@ -83,7 +84,7 @@ class OnEngine:
             tokens=tuple(t for c in chunks for t in c.tokens), logprobs=tuple(p for c in chunks for p in c.logprobs),
             finish=chunks[-1].finish,
         )  # fmt: skip
-        self.turns[request.session, request.segment, request.turn] = (request.prompt, turn)
+        self.turns[request.session, request.segment, number] = (request.prompt, turn)
         return turn
 
     def retract(self, request: TurnRequest, keep: int) -> None: ...

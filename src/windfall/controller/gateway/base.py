@@ -20,12 +20,8 @@ class TurnRequest:
     session: str
     segment: int
     """Number of the segment within its session."""
-    turn: int
-    """Number of the turn within its segment. A turn above 0 continues the ids of the turn before."""
     prompt: tuple[int, ...]
     """All ids before the turn."""
-    new: tuple[int, ...]
-    """Those at the end of `prompt` that were not part of the segment before. For turn 0, all of them."""
     max_tokens: int
 
 

@@ -17,6 +17,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -66,12 +67,12 @@ class TextChunks:
         self,
         flight: CallInFlight,
         options: CallOptions,
+        decode: Callable[[Sequence[int]], str],
+        token_texts: Callable[[Sequence[int]], list[str]],
         *,
         chat: bool,
         model: str,
-        decode: Callable[[Sequence[int]], str],
-        token_texts: Callable[[Sequence[int]], list[str]],
-        index: int = 0,
+        index: int,
     ) -> None:
         """`index`: number of the choice that this call is in its answer."""
         self._flight = flight
@@ -137,11 +138,8 @@ class TextChunks:
         choice = chunk["choices"][0]
         if self._options.logprobs:
             texts = self._token_texts(tokens)
-            choice["logprobs"] = (
-                protocol.chat_logprobs(texts, logprobs)
-                if self._chat
-                else protocol.text_logprobs(texts, logprobs, self._offset)
-            )
+            build = protocol.chat_logprobs if self._chat else partial(protocol.text_logprobs, start=self._offset)
+            choice["logprobs"] = build(texts, logprobs)
             self._offset += sum(map(len, texts))
         if self._options.return_token_ids:
             choice["token_ids"] = tokens

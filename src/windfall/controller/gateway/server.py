@@ -140,15 +140,8 @@ class Gateway:
     def open(self, id: str, *, max_tokens: int, turn_tokens: int = 0) -> GatewaySession:
         """Open a session. Its agent gets `session.key`. `max_tokens`: upper limit for the sampled tokens of all turns
         together. `turn_tokens`: for those of one turn; 0: none."""
-        session = GatewaySession(
-            id,
-            self._sampler,
-            self._chat,
-            self._decode,
-            in_thread=self._in_thread,
-            max_tokens=max_tokens,
-            turn_tokens=turn_tokens,
-        )
+        limits = {"max_tokens": max_tokens, "turn_tokens": turn_tokens}
+        session = GatewaySession(id, self._sampler, self._chat, self._decode, in_thread=self._in_thread, **limits)
         self._sessions[_hash(session.key)] = session
         return session
 
@@ -248,19 +241,7 @@ class Gateway:
         self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
     ) -> web.StreamResponse:
         if options.stream:
-            chunks = [
-                TextChunks(
-                    choice.flight,
-                    options,
-                    chat=chat,
-                    model=self._sampler.model,
-                    decode=self._decode,
-                    token_texts=self._token_texts,
-                    index=n,
-                )
-                for n, choice in enumerate(choices)
-            ]
-            return await self._stream(request, choices, chunks, options.n)
+            return await self._stream(request, choices, options, chat=chat)
         await asyncio.gather(*(choice.flight.done() for choice in choices))
         kind, first = "chat.completion" if chat else "text_completion", choices[0].flight
         answer = protocol.envelope(kind, first.id, self._sampler.model)
@@ -298,16 +279,17 @@ class Gateway:
         return response
 
     async def _stream(
-        self, request: web.Request, choices: Sequence[Choice], chunks: Sequence[TextChunks], n: int = 1
+        self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
     ) -> web.StreamResponse:
         """Send the choices of calls that are known to be valid in chunks, as they come."""
-        stream = EventStream(request, self.write_s)
+        stream, model = EventStream(request, self.write_s), self._sampler.model
+        chunks = [
+            TextChunks(c.flight, options, self._decode, self._token_texts, chat=chat, model=model, index=n)
+            for n, c in enumerate(choices)
+        ]
         try:
-            if len(choices) == 1:
-                await _send_choice(stream, choices[0].flight, chunks[0])
-            else:
-                await _together([_send_choice(stream, c.flight, own) for c, own in zip(choices, chunks, strict=True)])
-            await stream.send(chunks[0].usage(_usage(choices, n)))
+            await _together([_send_choice(stream, c.flight, own) for c, own in zip(choices, chunks, strict=True)])
+            await stream.send(chunks[0].usage(_usage(choices, options.n)))
         except TimeoutError:  # a client that does not read would not read an error either
             raise
         except (Exception, asyncio.CancelledError) as e:  # whatever it is, the stream must say that it failed
@@ -322,8 +304,10 @@ class Gateway:
 
 async def _placed(choices: Sequence[Choice], body: Body) -> None:
     """Wait until all calls of a request are known to be valid. Raises the error of one that is not."""
-    await asyncio.gather(*(choice.flight.checked() for choice in choices))
-    body.placed()
+    flights = [choice.flight for choice in choices]
+    await asyncio.gather(*(flight.reached(lambda f: f.call is not None) for flight in flights))
+    await body.placed()
+    await asyncio.gather(*(flight.reached(lambda f: f.request is not None) for flight in flights))
 
 
 async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextChunks) -> None:

@@ -213,13 +213,6 @@ def trainer(
     )
 
 
-def gateway(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that is running.")]) -> None:
-    """Print the address of a run's gateway. Every agent gets a key of its own for it; docs/agents.md describes it."""
-    from windfall.controller.gateway import agents
-
-    print(agents.address(run))
-
-
 def top(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, in progress or ended.")],
     once: Annotated[bool, typer.Option("--once", help="Print the table once and exit.")] = False,
@@ -369,7 +362,6 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63": worker,
         "trainer --join http://10.0.0.5:29400 --token trainer.secret": trainer,
         "env-server recipe.toml --token env.token --host 0.0.0.0 --port 9000": env_server,
-        "gateway runs/demo": gateway,
     },
 }
 """The commands of the program in the panels of `windfall --help`, by an example that starts with their name, in the

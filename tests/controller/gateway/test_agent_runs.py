@@ -193,14 +193,15 @@ def test_grader_of_agents_is_visible(tmp_path: Path) -> None:
     assert scene.runs.failed == 0, "the agent itself did not fail"
 
 
-def test_evaluation_does_not_wait_for_places_of_the_training(calm: Scene) -> None:
+def test_evaluation_does_not_wait_for_places_of_the_training(tmp_path: Path) -> None:
     """Agents of the training may wait for the worker that keeps the evaluated version."""
-    training, evaluation = calm.runs.slots(None), calm.runs.slots(4)
-    assert training is calm.runs.slots(None)
-    assert training is not evaluation
-    assert not evaluation.locked()
-    del evaluation
-    assert list(calm.runs._slots) == [None], "nothing is kept of an evaluation that is over"
+
+    async def take_all(scene: Scene) -> None:
+        for _ in range(3):
+            await scene.runs.evaluation_slots.acquire()
+
+    scene = Scene(folder=tmp_path, program=function("posts"), tasks=(0,), limits={"concurrency": 3}, during=take_all)
+    assert [r.reward for r in scene.roll().values()] == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(

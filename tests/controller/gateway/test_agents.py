@@ -182,14 +182,6 @@ def test_stop_strings_are_those_of_the_agent() -> None:
         parse_recipe({"env": {"name": "agent", "command": "x"}, "rollout": {"stop": ["."]}}, "recipe.toml")
 
 
-def test_run_without_a_gateway(tmp_path: Path) -> None:
-    with pytest.raises(WindfallError, match="not a run"):
-        agents.address(tmp_path)
-    (tmp_path / "recipe.toml").touch()
-    with pytest.raises(WindfallError, match="no gateway"):
-        agents.address(tmp_path)
-
-
 EVALUATED = """
 [run]
 threads = 1

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 from windfall.backoff import delay_s
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
@@ -54,18 +53,9 @@ NO_REWARD = EnvFailed(
 )
 
 
-class AgentLog:
-    """The output of failing agents in the run's folder: agents.log, and before it agents.log.1, each of limited
-    size."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = OutputFile(str(path), LOG_BYTES)
-
-    def write(self, response: str, error: EnvFailed) -> None:
-        """Append what the agent printed last. A disk that is full does not end the run."""
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        text = f"--- {when} UTC, response {response}: {error.error}\n{error.traceback.rstrip()}\n"
-        self._file.write(text.encode(errors="replace"))
+def agent_log(path: Path) -> OutputFile:
+    """Where the output of failing agents goes: agents.log, and before it agents.log.1, each of limited size."""
+    return OutputFile(str(path), LOG_BYTES)
 
 
 @dataclass(kw_only=True)
@@ -82,24 +72,22 @@ class AgentRuns:
     graded: bool = False
     """The environment that gives the tasks also grades the answers."""
     journal: Journal | None = None
-    log: AgentLog | None = None
-    """Where the output of failing agents goes."""
+    log: OutputFile | None = None
 
     def __post_init__(self) -> None:
-        self._slots: WeakValueDictionary[int | None, asyncio.Semaphore] = WeakValueDictionary()
-        """By evaluated version, as long as an agent uses them."""
-        self._training_slots = self.slots(None)
-        self.running: set[AgentRun] = set()
+        # An evaluation alongside training has slots of its own: agents of the training may wait for a worker that keeps
+        # the evaluated version, and the evaluation must not wait for them.
+        self.training_slots = asyncio.Semaphore(self.limits.concurrency)
+        self.evaluation_slots = asyncio.Semaphore(self.limits.concurrency)
         self.started = self.failed = 0
         """Number of agents that were started, and of those that failed."""
 
-    def slots(self, version: int | None) -> asyncio.Semaphore:
-        """Places for agents. An evaluation alongside training has its own: agents of the training may wait for a worker
-        that keeps the evaluated version, and the evaluation must not wait for them."""
-        slots = self._slots.get(version)
-        if slots is None:
-            slots = self._slots[version] = asyncio.Semaphore(self.limits.concurrency)
-        return slots
+    def write_log(self, response: str, error: EnvFailed) -> None:
+        """Append what a failing agent printed last. A disk that is full does not end the run."""
+        if self.log is not None:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            text = f"--- {when} UTC, response {response}: {error.error}\n{error.traceback.rstrip()}\n"
+            self.log.write(text.encode(errors="replace"))
 
     def stream(self, rollout: Rollout, **options: Any) -> AgentStream:
         return AgentStream(rollout, self, **options)
@@ -136,13 +124,14 @@ class AgentStream(Stream):
         return ()  # every call of the agent has its own prompt
 
     def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
+        gone = partial(self.version_gone, id)
         response = self._runs.sampler.open(
             id,
             self._seed(id),
             sampling=self._sampling,
             version=self._version,
             past=self._past(id),
-            on_version_gone=partial(self.version_gone, id),
+            on_version_gone=gone,
         )
         if response is not None:  # the journal has all of it
             self._live[id] = (None, group)
@@ -224,12 +213,8 @@ class AgentRun:
         """Run the agent to its end. Canceling this ends it early."""
         runs = self.runs
         try:
-            async with runs.slots(self.version):
-                runs.running.add(self)
-                try:
-                    reward, error = await self._reward()
-                finally:
-                    runs.running.discard(self)
+            async with runs.training_slots if self.version is None else runs.evaluation_slots:
+                reward, error = await self._reward()
         except BaseException:  # canceled, or a bug: the ledger must not keep the segments
             if not self._withdrawn:
                 self.withdraw()
@@ -244,10 +229,8 @@ class AgentRun:
         """Try until the agent ends with a reward, or too often without one."""
         runs, limits, error, ran_out = self.runs, self.runs.limits, NO_REWARD, False
         if not limits.restart and runs.sampler.has_tokens(self.id):
-            lost = (
-                "the agent was interrupted when the controller or the trainer was restarted, and env.restart is false"
-            )
-            return None, EnvFailed(lost, "an agent that cannot be started again", final=True)
+            what = "the controller or the trainer was restarted while the agent ran, and env.restart is false"
+            return None, EnvFailed(what, "an agent that cannot be started again", final=True)
         tries = runs.options.reward_tries if limits.restart else 1
         for number in range(1, tries + 1):
             try:
@@ -256,8 +239,7 @@ class AgentRun:
                 runs.failed += 1
                 error = replace(e, error=f"{e.error} (try {number} of {tries})")
                 ran_out = self.session is not None and self.session.ran_out
-                if runs.log is not None:
-                    runs.log.write(self.id, error)
+                runs.write_log(self.id, error)
             if error.final or ran_out or number == tries:
                 break
             await asyncio.sleep(delay_s(number - 1, first_s=0.1))

@@ -1,7 +1,7 @@
 """What a controller needs for a recipe whose environment is an agent: the process that starts agents, and the gateway.
 
     AgentService ─┬─ AgentLauncher   starts agents                         from the start of the controller
-                  └─ Gateway         on a port of its own, in gateway.json   once a trainer has written the tokenizer
+                  └─ Gateway         on a port of its own   once a trainer has written the tokenizer
 
 The gateway listens on this machine only, where the agents run.
 """
@@ -9,17 +9,14 @@ The gateway listens on this machine only, where the agents run.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import resource
 import shlex
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from windfall import run_folder as folders
-from windfall.controller.gateway.agent_runs import AgentLog, AgentRuns
+from windfall.controller.gateway.agent_runs import AgentRuns, agent_log
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.ledger.journal import Journal
@@ -34,7 +31,6 @@ from windfall.recipe.env_sections import AgentEnv, AgentLimits, VerifiersEnv
 from windfall.recipe.sections import Recipe
 
 HOST = "127.0.0.1"
-FILE = "gateway.json"
 FILES_PER_AGENT = 3
 """Open files of the controller for each agent: that of its process, and its connections to the gateway."""
 OTHER_FILES = 64
@@ -133,8 +129,6 @@ class AgentService:
     async def __aexit__(self, *error: object) -> None:
         if self._gateway is not None:
             await self._gateway.stop_listening()
-            with suppress(OSError):
-                (self._folder / FILE).unlink()
         if self.launcher is not None:
             await self.launcher.__aexit__(*error)
 
@@ -149,15 +143,14 @@ class AgentService:
             self._events.instant("agents_not_isolated", why=NOT_HIDDEN)
         check_grader(recipe, self._env)
         stop = rollout.text.stop
+        context, sampling = context_of(recipe, model_context), recipe.rollout.sampling()
         sampler = DispatchSampler(
-            rollout.dispatch,
-            model=recipe.run.name,
-            context=context_of(recipe, model_context),
-            sampling=recipe.rollout.sampling(),
-            stop=stop,
+            rollout.dispatch, model=recipe.run.name, context=context, sampling=sampling, stop=stop
         )
-        gateway = Gateway(sampler, tokenizer, chat(recipe, tokenizer, stop), stop)
-        url = await self._listen(gateway, env.port)
+        gateway = self._gateway = Gateway(sampler, tokenizer, chat(recipe, tokenizer, stop), stop)
+        port = await gateway.listen(HOST, env.port, "Set env.port to another port, or to 0 for any free one.")
+        url = f"http://{HOST}:{port}/v1"
+        self._events.instant("gateway", url=url)
         self.runs = AgentRuns(
             gateway=gateway,
             sampler=sampler,
@@ -167,7 +160,7 @@ class AgentService:
             url=url,
             graded=isinstance(env, AgentEnv) and env.reward == "grader",
             journal=self._journal,
-            log=AgentLog(self._folder / "agents.log"),
+            log=agent_log(self._folder / "agents.log"),
         )
         rollout.sessions = self.runs
 
@@ -178,21 +171,3 @@ class AgentService:
         counted = {"agents_started": self.runs.started, "agents_failed": self.runs.failed}
         self.runs.started = self.runs.failed = 0
         return counted
-
-    async def _listen(self, gateway: Gateway, port: int) -> str:
-        self._gateway = gateway
-        port = await gateway.listen(HOST, port, "Set env.port to another port, or to 0 for any free one.")
-        url = f"http://{HOST}:{port}/v1"
-        folders.replace(self._folder / FILE, json.dumps({"url": url, "pid": os.getpid()}))
-        self._events.instant("gateway", url=url)
-        return url
-
-
-def address(folder: Path) -> str:
-    """The address of the gateway of a run. Raises WindfallError if there is none."""
-    folders.recipe_file(folder)
-    found = folders.read_json(folder / FILE) or {}
-    if "url" not in found:
-        fix = 'Start the run. A gateway is started if the recipe has [env] name = "agent" or "verifiers".'
-        raise WindfallError("this run has no gateway now", where=str(folder), fix=fix)
-    return str(found["url"])

@@ -154,8 +154,7 @@ class World:
         self.version = published.version
 
     def before_update(self, step: int, tasks: Sequence[int]) -> None: ...
-    def note_staleness(self, fields: dict[str, Any]) -> None: ...
-    def counters(self) -> dict[str, Any]:
+    def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
         return {}
 
     async def save(self, *, id: str) -> str:

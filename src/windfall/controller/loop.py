@@ -68,12 +68,8 @@ class Run(Protocol):
         """A checkpoint of this state is on disk."""
         ...
 
-    def counters(self) -> dict[str, Any]:
-        """What happened to the fleet since the last call."""
-        ...
-
-    def note_staleness(self, fields: dict[str, Any]) -> None:
-        """The fields of a step's event about staleness, after every step of asynchronous training."""
+    def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
+        """What happened to the fleet since the last call. `staleness`: the fields of the step's event about it."""
         ...
 
 
@@ -264,16 +260,14 @@ class Loop:
     ) -> None:
         step, rollout = self.state.step, self.generation.rollout
         self._log_updates(step, reports)
-        drawn, counted_s = range(before.next_task, self.state.next_task), took_s
+        drawn = range(before.next_task, self.state.next_task)
         tasks: dict[str, Any] = {"lengths": [batch.lengths.get(index, []) for index in drawn]}
         if self.generation.asynchronous:
             used = sorted(batch.lengths)
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step, self.generation.admission.staleness)
-        tasks |= self.generation.describe()
-        if self.generation.asynchronous:
-            counted_s = tasks["counted_s"]
-            self._run.note_staleness({**tasks, "train_wait_s": batch.wait_s})
+        tasks |= batch.describe() | self.generation.describe()
+        counted_s = tasks.get("counted_s", took_s)
         self.events.scalar(
             "step",
             step=step,
@@ -287,10 +281,9 @@ class Loop:
             train_s=train_s,
             weights_bytes=batch.weights_bytes,
             tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / counted_s,
-            **batch.describe(),
             **tasks,
             **describe_updates(reports),
-            **self._run.counters(),
+            **self._run.counters(tasks),
         )
 
     def _log_updates(self, step: int, reports: list[Report]) -> None:

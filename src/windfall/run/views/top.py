@@ -97,7 +97,6 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
 
 def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
     c = s["counts"]
-    generated = s.get("generated", c["accepted"])  # earlier versions counted evaluations, too
     ago = max(0.0, time.time() - s["t"])
     status = "running" if live else ENDS.get(s["ended"], "ended unexpectedly")
     if not live or ago > 5:
@@ -106,8 +105,8 @@ def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
     return (
         f"{s['run']}: step {s['step']}/{s['steps']}, version {s['version']}, {status}\n{resume}"
         f"workers: {present} in the fleet, {s['lost']} lost; responses: {s['open']} open, {s['queued']} queued, "
-        f"{c['moved']} moved; tokens: {generated:,} generated in complete steps, {c['repeated'] + c['late']} twice"
-        + _prefill(s)
+        f"{c['moved']} moved; tokens: {c['accepted']:,} accepted since the controller started, "
+        f"{c['repeated'] + c['late']} twice" + _prefill(s)
     )
 
 

@@ -25,7 +25,7 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ TRAINER_HEARTBEAT_S = 10.0
 """Seconds between two heartbeats of the trainer's link."""
 TRAINER_HELLO_BYTES = 1 << 20
 """Largest Hello of a trainer: it contains the complete configuration of the model."""
+TOOLS = {"tensorboard", "wandb", "mlflow", "prometheus"}
+"""Keys of the recipe's [log] section that name tools."""
 SNAPSHOT_S = 1.0
 """Seconds between two snapshots in fleet.json."""
 SNAPSHOT_TRIES = 10
@@ -69,13 +71,16 @@ SNAPSHOT_TRIES = 10
 def main(folder: Path, observing: Sequence[ObserverPart] = ()) -> int:
     """`observing`: the parts that observe this run."""
     recipe = load_recipe(folder / "recipe.toml")
-    with folders.owned(folder, "controller", timeout_s=10.0):
+    with folders.owned(folder, "controller", timeout_s=10.0), contextlib.ExitStack() as stack:
         resumed = (folder / "events.jsonl").is_file()
         try:
-            with contextlib.closing(EventLog(folder / "events.jsonl")) as events, _sinks(recipe, folder) as sinks:
-                made = [part.observer(recipe, folder, events) for part in observing]
-                observers = [observer for observer in made if observer is not None]
-                asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks, observers).run()))
+            events = stack.enter_context(contextlib.closing(EventLog(folder / "events.jsonl")))
+            sinks = make_sinks(folder=folder, run=folder.resolve().name, **recipe.log.model_dump(include=TOOLS))
+            for sink in sinks:
+                stack.callback(sink.close)
+            made = [part.observer(recipe, folder, events) for part in observing]
+            observers = [observer for observer in made if observer is not None]
+            asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks, observers).run()))
         except WindfallError as e:
             return folders.fail(folder, "controller", e, 2)
         except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
@@ -83,26 +88,11 @@ def main(folder: Path, observing: Sequence[ObserverPart] = ()) -> int:
             if (error := errors.file_system_error(e, folder)) is not None:
                 return folders.fail(folder, "controller", error, 2)
             fix = "This is a bug. Please report it with the traceback at the end of that file; the run can be resumed."
-            what = f"the controller failed: {errors.last_line(e)}"
-            return folders.fail(
-                folder, "controller", WindfallError(what, where=str(folder / "controller.log"), fix=fix)
+            error = WindfallError(
+                f"the controller failed: {errors.last_line(e)}", where=str(folder / "controller.log"), fix=fix
             )
+            return folders.fail(folder, "controller", error)
     return 0
-
-
-@contextlib.contextmanager
-def _sinks(recipe: Recipe, folder: Path) -> Iterator[list[ThreadedSink]]:
-    """The tools of the recipe's [log] section."""
-    o = recipe.log
-    sinks = make_sinks(
-        folder=folder, run=folder.resolve().name, tensorboard=o.tensorboard, wandb=o.wandb, mlflow=o.mlflow,
-        prometheus=o.prometheus,
-    )  # fmt: skip
-    try:
-        yield sinks
-    finally:
-        for sink in sinks:
-            sink.close()
 
 
 def settings_digest(recipe: Recipe) -> str:

@@ -229,6 +229,14 @@ def test_failing_agent_is_visible_and_missing(tmp_path: Path, how: str, limits: 
     assert not left, "what the agent started is killed with it"
 
 
+def test_agent_that_makes_no_call_has_no_reward(tmp_path: Path) -> None:
+    scene = Scene(folder=tmp_path, program=function("calls_nothing"), tasks=(0,), size=1)
+    assert [r.reward for r in scene.roll().values()] == [None]
+    assert scene.runs.started == 1, "another try would not call it either"
+    event = next(e for e in read(tmp_path / "events.jsonl") if e["name"] == "reward_missing")
+    assert "OPENAI_BASE_URL" in event["error"]
+
+
 def test_limits_and_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDFALL_TOKEN", "hush")
     scene = Scene(folder=tmp_path / "a", program=function("fails", how="secrets"), tasks=(0,), size=1)

@@ -6,7 +6,8 @@
 
 Rules:
 - The reward is what the agent returned or printed, else what it posted, or the verdict of a grader. If there is none,
-  or the agent fails every try, the reward is missing, never zero, unless the recipe says what a failure is worth.
+  or the agent fails every try or makes no call, the reward is missing, never zero, unless the recipe says what a
+  failure is worth.
 - An agent that fails after it ran out of tokens has the reward `rollout.out_of_tokens`.
 - The time limit counts the agent's own time: neither waiting for a slot nor waiting for the policy.
 - The end of a session is in the journal before its response is handed out: after a restart nothing of it is sampled
@@ -49,6 +50,12 @@ CHECK_S = 0.25
 NO_REWARD = EnvFailed(
     "the agent ended without a reward: it must return a number, print one as its last line, or post it to /v1/reward",
     "no reward",
+    final=True,
+)
+NO_CALL = EnvFailed(
+    "the agent ended with a reward and without a call to the policy, so there is nothing to train on: it must use "
+    "OPENAI_BASE_URL and OPENAI_API_KEY of its environment",
+    "no call",
     final=True,
 )
 
@@ -264,6 +271,8 @@ class AgentRun:
             await runs.gateway.close(session)
         if failure is not None:
             raise failure
+        if not session.calls:
+            raise replace(NO_CALL, traceback=exit.output)
         if runs.graded:
             return await self._grade(exit)
         reward = exit.reward if exit.reward is not None else session.reward

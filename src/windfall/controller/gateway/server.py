@@ -206,18 +206,13 @@ class Gateway:
         return web.json_response({"reward": session.reward})
 
     async def _chat_completions(self, request: web.Request, body: Body) -> web.StreamResponse:
-        session = self._session(request)
-        options = self._options(body.fields, chat=True)
-        choices = self._start_chat(session, body.key, body.fields, options)
-        await _placed(choices, body)
-        return await self._answer(request, choices, options, chat=True)
+        session, options = self._session(request), self._options(body.fields, chat=True)
+        return await self._answer(request, body, self._start_chat(session, body.key, body.fields, options), options)
 
     async def _completions(self, request: web.Request, body: Body) -> web.StreamResponse:
-        session = self._session(request)
-        options = self._options(body.fields, chat=False)
+        session, options = self._session(request), self._options(body.fields, chat=False)
         choices = self._start_texts(session, body.key, body.fields.get("prompt"), options)
-        await _placed(choices, body)
-        return await self._answer(request, choices, options, chat=False)
+        return await self._answer(request, body, choices, options)
 
     def _options(self, body: Mapping[str, Any], *, chat: bool) -> CallOptions:
         return protocol.options(body, chat=chat)
@@ -238,10 +233,21 @@ class Gateway:
     # Answers.
 
     async def _answer(
+        self, request: web.Request, body: Body, choices: Sequence[Choice], options: CallOptions
+    ) -> web.StreamResponse:
+        """Answer with the choices of these calls, once all of them are known to be valid. Raises the error of one that
+        is not."""
+        flights = [choice.flight for choice in choices]
+        await asyncio.gather(*(flight.reached(lambda f: f.call is not None) for flight in flights))
+        await body.placed()
+        await asyncio.gather(*(flight.reached(lambda f: f.request is not None) for flight in flights))
+        chat = request.path.endswith("/chat/completions")
+        return await (self._stream if options.stream else self._send)(request, choices, options, chat=chat)
+
+    async def _send(
         self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
     ) -> web.StreamResponse:
-        if options.stream:
-            return await self._stream(request, choices, options, chat=chat)
+        """Send the whole answer. Only if that works, its calls are over: otherwise the client may ask for it again."""
         await asyncio.gather(*(choice.flight.done() for choice in choices))
         kind, first = "chat.completion" if chat else "text_completion", choices[0].flight
         answer = protocol.envelope(kind, first.id, self._sampler.model)
@@ -249,7 +255,12 @@ class Gateway:
             answer["prompt_token_ids"] = list(first.prompt)
         answer["choices"] = [self._choice(n, c.flight, options, chat=chat) for n, c in enumerate(choices)]
         answer["usage"] = _usage(choices, options.n)
-        return await self._deliver(request, choices, answer)
+        response = web.json_response(answer)
+        await response.prepare(request)
+        await response.write_eof()
+        for session, flight in choices:
+            session.delivered(flight)
+        return response
 
     def _choice(self, index: int, flight: CallInFlight, options: CallOptions, *, chat: bool) -> dict[str, Any]:
         reason = protocol.finish_reason(flight.finish, flight.message)
@@ -266,17 +277,6 @@ class Gateway:
         else:
             choice["text"] = flight.text
         return choice
-
-    async def _deliver(
-        self, request: web.Request, choices: Sequence[Choice], answer: dict[str, Any]
-    ) -> web.StreamResponse:
-        """Send the answer. Only if that works, its calls are over: otherwise the client may ask for it again."""
-        response = web.json_response(answer)
-        await response.prepare(request)
-        await response.write_eof()
-        for session, flight in choices:
-            session.delivered(flight)
-        return response
 
     async def _stream(
         self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
@@ -300,14 +300,6 @@ class Gateway:
         for session, flight in choices:
             session.delivered(flight)
         return await stream.end(b"data: [DONE]\n\n")
-
-
-async def _placed(choices: Sequence[Choice], body: Body) -> None:
-    """Wait until all calls of a request are known to be valid. Raises the error of one that is not."""
-    flights = [choice.flight for choice in choices]
-    await asyncio.gather(*(flight.reached(lambda f: f.call is not None) for flight in flights))
-    await body.placed()
-    await asyncio.gather(*(flight.reached(lambda f: f.request is not None) for flight in flights))
 
 
 async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextChunks) -> None:

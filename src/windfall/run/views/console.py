@@ -133,9 +133,6 @@ class Console:
                 self._out.print(f"[yellow]grader failed[/], and graded {event['response']} later: {_failure(event)}")
             case "task_skipped":
                 self._out.print(f"[yellow]task skipped[/]: {_failure(event)}")
-            case "no_calls":
-                agents = f"{event['agents']} agents ended without a call"
-                self._out.print(f"[yellow]nothing was sampled[/] in step {event['step']}: {agents}")
             case "update_skipped":
                 of = f" ({event['updates']} of {event['of']})" if event.get("of", 1) > 1 else ""
                 self._out.print(f"[yellow]update skipped[/] in step {event['step']}{of}: {event['why']}")

@@ -23,7 +23,6 @@ from typing import Any
 from windfall import algorithms
 from windfall.controller.cost import prices
 from windfall.controller.cost.accounts import Accounts
-from windfall.controller.cost.activity import Activity
 from windfall.controller.fleet_report import FleetReport, read_history
 from windfall.controller.generation import Generation
 from windfall.controller.ledger.journal import Journal
@@ -96,7 +95,7 @@ class ControllerLife:
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t,
             staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
-            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s, Activity()), placement=policies.placement,
+            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=policies.placement,
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
@@ -158,8 +157,7 @@ class ControllerLife:
 
     def log_activity(self, now_s: float) -> None:
         """Write an event about what workers have done since the last one, and what lenders lend."""
-        activity = self.dispatch.accounts.activity
-        fields = activity.drain(now_s) if activity is not None else {}
+        fields = self.dispatch.accounts.activity.drain(now_s)
         shares = self.report.lent()
         lenders = {name: share for name, share in shares.items() if self._lent.get(name) != share}
         if lenders:

@@ -73,22 +73,18 @@ class ControllerLife:
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, resumed: bool,
         read_journal: Callable[[Journal, int], Awaitable[JournalContents]] | None = None,
-        on_event: Callable[[Event], None] = lambda event: None, policies: Policies | None = None,
+        observe: Sequence[Callable[[Event], None]] = (), policies: Policies | None = None,
     ) -> None:  # fmt: skip
-        """`on_event`: called with every event that is in the log already. `resumed`: the run was started before.
-        `journal`: None if nothing must survive this controller. `read_journal`: reads the journal from a step on; by
-        default in a thread."""
+        """`resumed`: the run was started before. `journal`: None if nothing must survive this controller.
+        `read_journal`: reads the journal from a step on; by default in a thread. `observe`: called with every event,
+        also with those that are in the log already."""
         f, t = recipe.fleet, recipe.techniques
         policies = policies or Policies()
         self.recipe, self.events, self.journal, self._resumed = recipe, events, journal, resumed
         self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
         self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
 
-        def observe(event: Event) -> None:
-            self._recovery.observe(event)
-            on_event(event)
-
-        history = read_history(events, observe)
+        history = read_history(events, [self._recovery.observe, *observe])
         self._evaluated, self._last_logged = history.evaluated, history.step
         self._evaluation_lost = bool(history.evaluating)
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.local_time import StepMeasurement
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.events.log import EventLog, ForeignLines, scan
+from windfall.events.log import Event, EventLog, ForeignLines, scan
 from windfall.events.steady_time import SteadyTime
 from windfall.recipe.sections import Recipe
 from windfall.types import LOCAL
@@ -47,12 +47,13 @@ class LogHistory:
     """The last step in the log."""
 
 
-def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> LogHistory:
-    """Read the log one event at a time, because a long log must not be held in memory, and pass each event to
-    `on_event`. Lines that windfall did not write are reported as an event."""
+def read_history(events: EventLog, observe: Sequence[Callable[[Event], None]] = ()) -> LogHistory:
+    """Read the log one event at a time, because a long log must not be held in memory. Each event, and each later one,
+    is passed to `observe`. Lines that windfall did not write are reported as an event."""
     history, foreign, time, billed_t = LogHistory(), ForeignLines(), SteadyTime(), -math.inf
     for e in scan(events.path, foreign):
-        on_event(e)
+        for observer in observe:
+            observer(e)
         t = time.at(e["t"], e["m"])
         if e.get("bill"):
             billed_t = max(billed_t, t)
@@ -66,6 +67,8 @@ def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = 
         elif e["name"] == "resumed":
             history.evaluated = {step for step in history.evaluated if step <= e["step"]}
             history.step = min(history.step, e["step"])
+    for observer in observe:
+        events.attach(observer)
     if foreign.lines:
         events.instant("log_foreign", lines=foreign.lines, first=foreign.first)
     now_s = events.clock.monotonic()

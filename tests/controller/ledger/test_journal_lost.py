@@ -187,6 +187,7 @@ def test_journal_is_kept_until_its_steps_are_trained_again(tmp_path: Path) -> No
 def test_each_damaged_checkpoint_is_reported_once(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     recovery = Recovery(log)
+    log.attach(recovery.observe)
     for pid, what in ((1, "step 4 is cut"), (2, "step 4 is cut"), (1, "step 2 is cut"), (1, "step 2 is cut")):
         recovery.report_checkpoints(2, {"pid": pid, "checkpoint_damaged": what})
     log.close()

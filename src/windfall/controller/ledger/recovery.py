@@ -21,10 +21,8 @@ DAMAGED = "checkpoint_damaged"
 
 class Recovery:
     def __init__(self, events: EventLog, *, checkpoints: int = 1) -> None:
-        """Observes new events of the log. For events that are already in the log, call `observe` with each.
-
-        `checkpoints`: how many checkpoints a run keeps, which is how far it may have to fall back.
-        """
+        """`checkpoints`: how many checkpoints a run keeps, which is how far it may have to fall back. Call `observe`
+        with every event of the log."""
         self._events = events
         self._saved: deque[int] = deque(maxlen=checkpoints + 1)
         """Steps of the last checkpoints. Steps before the oldest are forgotten: a long log must not fill memory."""
@@ -35,7 +33,6 @@ class Recovery:
         of tokens of each response."""
         self._file = ""
         """The journal file that the log named last."""
-        events.attach(self.observe)
 
     def report_checkpoints(self, step: int, facts: Mapping[str, Any]) -> None:
         """Log what a trainer at `step` reports about the checkpoints it found."""

@@ -35,8 +35,8 @@ class Scripted:
     def __init__(self, *texts: str, step_s: float = 0.0) -> None:
         self.texts, self.requests, self.step_s = list(texts), list[TurnRequest](), step_s
         self.turns: list[SampledTurn] = []
-        self.retracted: list[tuple[int, int]] = []
-        """Segment and number of tokens that are kept."""
+        self.retracted: list[int] = []
+        """Segments."""
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         self.requests.append(request)
@@ -53,8 +53,8 @@ class Scripted:
         self.turns.append(turn)
         return turn
 
-    def retract(self, request: TurnRequest, keep: int) -> None:
-        self.retracted.append((request.segment, keep))
+    def retract(self, request: TurnRequest) -> None:
+        self.retracted.append(request.segment)
 
 
 class OnEngine:
@@ -87,7 +87,7 @@ class OnEngine:
         self.turns[request.session, request.segment, number] = (request.prompt, turn)
         return turn
 
-    def retract(self, request: TurnRequest, keep: int) -> None: ...
+    def retract(self, request: TurnRequest) -> None: ...
 
 
 @asynccontextmanager

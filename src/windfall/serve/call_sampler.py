@@ -79,9 +79,8 @@ class CallSampler:
         self._state = state
         self._number = number
 
-    def retract(self, request: TurnRequest, keep: int) -> None:
+    def retract(self, request: TurnRequest) -> None:
         """Nothing is kept of a call that was canceled: `sample` has canceled its request."""
-        del request, keep
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         options = self._state.sampling

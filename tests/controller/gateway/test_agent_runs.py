@@ -273,15 +273,11 @@ def test_parallel_calls_share_the_tokens_of_their_session(tmp_path: Path, turn_t
     scene.check_tokens()
 
 
-def test_stream_that_is_closed_in_the_middle_is_trained_up_to_there(tmp_path: Path) -> None:
+def test_stream_that_is_closed_in_the_middle_is_not_trained(tmp_path: Path) -> None:
     """Also after a restart: the journal has the end of the session, so nothing is sampled again."""
     scene = Scene(folder=tmp_path, program=function("stops_reading"), tasks=(0,))
     scene.roll()
-    for response in scene.responses.values():
-        assert response.reward == 0.5
-        assert response.finish == "stop"
-        assert 3 <= response.sampled_count < 100
-    scene.check_tokens()
+    assert {(r.reward, r.sampled_count) for r in scene.responses.values()} == {(0.5, 0)}
     again = Scene(folder=tmp_path, program=function("stops_reading"), tasks=(0,))
     assert content(again.roll()) == content(scene.responses)
     assert (again.runs.started, again.made) == (0, {})

@@ -47,7 +47,6 @@ class TurnSampler(Protocol):
         """Sample a turn. Raises WindfallError if that is not possible. Canceling it withdraws the turn."""
         ...
 
-    def retract(self, request: TurnRequest, keep: int) -> None:
-        """The session has ended, and clients have received only the first `keep` tokens of the answer to this request,
-        the last one of its segment."""
+    def retract(self, request: TurnRequest) -> None:
+        """The session has ended, and no client has received the answer to this request, the last one of its segment."""
         ...

@@ -4,7 +4,6 @@
     grown(count)    chunks for the first `count` tokens, whenever there are more of them
     last()          chunks at the end of the turn
     usage(counts)   the chunk at the end of the stream, if the client wants it
-    sent            number of tokens that a client has received with the chunks so far
 
 Rules: text that may be the start of a stop string, or that ends in the middle of a character, is held back. Only new
 tokens are decoded.
@@ -15,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -86,9 +84,6 @@ class TextChunks:
         """Characters that may be the start of a stop string."""
         self._growing, self._held = GrowingText(decode), ""
         self._sent_text = self._sent_tokens = self._offset = 0
-        self._ends: deque[tuple[int, int]] = deque()
-        """Numbers of characters and of tokens, for text that is held back."""
-        self.sent = 0
 
     def first(self) -> list[Chunk]:
         if not self._chat:
@@ -104,13 +99,9 @@ class TextChunks:
         count = self._growing.read
         if count == before:
             return []
-        self._ends.append((self._sent_text + len(text), count))
         certain = max(0, len(text) - self._hold)
         self._held = text[certain:]
-        chunks = self._text(text[:certain], count)
-        while self._ends and self._ends[0][0] <= self._sent_text:
-            self.sent = self._ends.popleft()[1]
-        return chunks
+        return self._text(text[:certain], count)
 
     def last(self) -> list[Chunk]:
         flight, message = self._flight, self._flight.message or {}

@@ -249,16 +249,11 @@ class DispatchSampler:
         tokens, logprobs = segment.tokens(turn)
         return SampledTurn(tokens=tuple(tokens), logprobs=tuple(logprobs), finish=turn.finish)
 
-    def retract(self, request: TurnRequest, keep: int) -> None:
-        """Only the first `keep` tokens of this turn are part of the response."""
-        session = self._sessions.get(request.session)
-        if session is None:
-            return  # it was withdrawn
-        segment = session.current[request.segment]
-        start = len(request.prompt) - len(segment.episode.prompt)
-        segment.received = [turn for turn in segment.received if turn.start < start]
-        if keep:
-            segment.received.append(TurnSpan(start, start + keep, "stop"))
+    def retract(self, request: TurnRequest) -> None:
+        if (session := self._sessions.get(request.session)) is not None:  # otherwise it was withdrawn
+            segment = session.current[request.segment]
+            start = len(request.prompt) - len(segment.episode.prompt)
+            segment.received = [turn for turn in segment.received if turn.start < start]
 
     def _place(self, session: _SessionTokens, request: TurnRequest) -> SegmentTokens:
         """The segment that has this turn, or that it continues."""
@@ -430,13 +425,9 @@ def finished(id: str, past: History, segments: Sequence[SegmentTokens]) -> Respo
     by_number = {segment.number: segment for segment in segments}
     for number, used in ends[-1].segments:
         segment = by_number.get(number)
-        if segment is None or not any(turn.start < used <= turn.end for turn in segment.turns):
+        if segment is None or not any(turn.end == used for turn in segment.turns):
             return None
-        segment.received = [
-            turn if turn.end <= used else TurnSpan(turn.start, used, "stop")  # its stream was closed in the middle
-            for turn in segment.turns
-            if turn.start < used
-        ]
+        segment.received = [turn for turn in segment.turns if turn.end <= used]
     return joined(id, [by_number[number] for number, _ in ends[-1].segments], ends[-1].reward)
 
 

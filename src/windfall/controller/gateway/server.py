@@ -289,6 +289,8 @@ class Gateway:
         ]
         try:
             await _together([_send_choice(stream, c.flight, own) for c, own in zip(choices, chunks, strict=True)])
+            for session, flight in choices:
+                session.delivered(flight)
             await stream.send(chunks[0].usage(_usage(choices, options.n)))
         except TimeoutError:  # a client that does not read would not read an error either
             raise
@@ -297,8 +299,6 @@ class Gateway:
                 raise
             await stream.send([_api_error(request, e).body])
             return await stream.end()
-        for session, flight in choices:
-            session.delivered(flight)
         return await stream.end(b"data: [DONE]\n\n")
 
 
@@ -311,7 +311,6 @@ async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextCh
             await stream.send(chunks.first())
         if not flight.tools:
             await stream.send(chunks.grown(count))
-            flight.sent = max(flight.sent, chunks.sent)
     await stream.send([*([] if begun else chunks.first()), *chunks.last()])
 
 

@@ -9,9 +9,9 @@ Rules:
 - A call belongs to the session, not to the connection that asked for it. A client that loses its connection and asks
   again with the same body joins the call, as long as no client has received the answer.
 - A client has received an answer once its end was written to the connection, or once a later call continues it.
-- When the session ends, its calls are canceled, and only what a client received is trained. Of a stream that was closed
-  in the middle, that is the turn up to the last token whose text was sent. An answer that was not sent has no effect on
-  the reward, and is removed.
+- When the session ends, its calls are canceled, and only answers that a client received to their end are trained. The
+  others are removed, also that of a stream that its client closed in the middle: an agent that wants to end a turn
+  early names a stop string.
 - A turn ends after the first stop string. The client gets the text before it; the ids include it.
 - Prompts are rendered and tokenized in a thread, one after the other: a long one does not hold up the event loop.
 """
@@ -33,9 +33,6 @@ from windfall.errors import WindfallError
 from windfall.models.chat import Chat, PromptTooLong
 from windfall.models.history import PlacedCall, Segment, SessionHistory
 from windfall.models.tool_calls import ParsedTurn, parse
-
-END_S = 1.0
-"""Seconds that the end of a session waits for turns to be cut where their streams were closed."""
 
 Decode = Callable[[Sequence[int]], str]
 InThread = Callable[[Callable[[], PlacedCall]], Awaitable[PlacedCall]]
@@ -99,12 +96,8 @@ class CallInFlight:
         self.text = ""
         """The text for the client, without a stop string."""
         self.message: dict[str, Any] | None = None
-        self.sent = 0
-        """Number of tokens that a client has received for certain."""
         self.delivered = False
         """A client has received the whole answer."""
-        self.end_at: int | None = None
-        """End the turn after this number of tokens."""
         self.request: TurnRequest | None = None
         """What is sampled. None: the call may still be refused."""
         self._changed = asyncio.Event()
@@ -145,11 +138,11 @@ class CallInFlight:
     def grow(self, tokens: Sequence[int], logprobs: Sequence[float]) -> int | None:
         """Add new tokens (base.Progress)."""
         if not tokens:
-            return self.end_at
+            return None
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
         self.notify()
-        return self.end_at if self.end_at is not None else self.stops.end("", self.tokens, 0)
+        return self.stops.end("", self.tokens, 0)
 
 
 class GatewaySession:
@@ -331,22 +324,12 @@ class GatewaySession:
         """End the session and return its segments that have sampled tokens."""
         self.ended = True
         flights, self._in_flight = list(self._in_flight.values()), {}
-        await self._end_calls(flights)
-        for flight in flights:
-            keep = min(flight.sent, len(flight.tokens))
-            if flight.finish and not flight.delivered and keep < len(flight.tokens):
-                assert flight.call is not None and flight.request is not None
-                self.history.cut_turn(flight.call, len(flight.tokens), keep)
-                self._sampler.retract(flight.request, keep)
-        return [s for s in self.history.segments if any(s.sampled)]
-
-    async def _end_calls(self, flights: Sequence[CallInFlight]) -> None:
-        """Cancel calls. A turn of which a client has received a part ends there."""
-        partly = [flight for flight in flights if flight.sent and not flight.work.done()]
-        for flight in partly:
-            flight.end_at = flight.sent
-        if partly:
-            await asyncio.wait([flight.work for flight in partly], timeout=END_S)
         for flight in flights:
             flight.work.cancel()
         await asyncio.gather(*(flight.work for flight in flights), return_exceptions=True)
+        for flight in flights:
+            if flight.finish and not flight.delivered:
+                assert flight.call is not None and flight.request is not None
+                self.history.remove_turn(flight.call, len(flight.tokens))
+                self._sampler.retract(flight.request)
+        return [s for s in self.history.segments if any(s.sampled)]

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.samplers import EOS, TEMPLATE, TOKENIZER
 from tests.support.small_models import engine as new_engine
-from windfall.controller.gateway.agent_runs import AgentRuns, agent_log
+from windfall.controller.gateway.agents import AgentRuns, agent_log
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.ledger.journal import Journal

@@ -10,9 +10,8 @@ from typing import Any
 import xxhash
 
 from tests.support import quiet_loop
-from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.server import Gateway
-from windfall.controller.gateway.session import GatewaySession
+from windfall.controller.gateway.session import GatewaySession, Progress, SampledTurn, TurnRequest
 from windfall.models import tokenizer
 from windfall.models.chat import Chat
 from windfall.models.load import TINY

@@ -26,7 +26,7 @@ from windfall.controller.cost.accounts import Accounts
 from windfall.controller.fleet_report import FleetReport, read_history
 from windfall.controller.generation import Generation
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.ledger.journal_reader import History, JournalContents, oldest_versions
+from windfall.controller.ledger.journal_format import History, JournalContents, oldest_versions
 from windfall.controller.ledger.recovery import Recovery, needed
 from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
-from windfall.controller.gateway.session import GatewaySession
+from windfall.controller.gateway.session import GatewaySession, Progress, SampledTurn, TurnRequest
 from windfall.errors import WindfallError
 from windfall.models.chat import Chat, Message, normalize
 from windfall.serve.host import Host

@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.samplers import TOKENIZER, Scripted, run, serving
 from windfall.controller.gateway import protocol
-from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.chunks import GrowingText
+from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
 from windfall.errors import WindfallError
 
 USER = {"role": "user", "content": "What is 3+4?"}

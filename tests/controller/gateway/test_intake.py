@@ -16,9 +16,9 @@ import pytest
 
 from tests.support.samplers import EOS, TEMPLATE, TOKENIZER, Scripted, run
 from windfall.controller.gateway import intake
-from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.intake import SMALL_BYTES, IntakeLimits
 from windfall.controller.gateway.server import Gateway
+from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
 from windfall.models.chat import Chat
 
 CALL = {"prompt": [5, 6], "max_tokens": 3}

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.hostile.checkpoints import JOURNALS, add_strays, flip
-from windfall.controller.ledger import journal_reader
+from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.ledger.journal_format import read_records
-from windfall.controller.ledger.journal_reader import JournalContents, count_tokens
+from windfall.controller.ledger.journal_format import JournalContents, count_tokens, read_records
 from windfall.controller.ledger.recovery import Recovery
 from windfall.events.log import EventLog, read
 from windfall.link.messages import Tokens
@@ -103,7 +102,7 @@ def test_damaged_length_of_a_record_is_not_taken_for_a_torn_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The length leads beyond the end of the file, but more follows than one write can leave."""
-    monkeypatch.setattr(journal_reader, "MAX_TORN_BYTES", 1000)
+    monkeypatch.setattr(journal_format, "MAX_TORN_BYTES", 1000)
     path = write(tmp_path)
     flip(path, 2 / path.stat().st_size)
     event = lost(tmp_path, expected(path))

@@ -32,10 +32,9 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
+from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
 from windfall.controller.ledger.episode import Episode
-from windfall.controller.ledger.journal_format import Prompted, TurnCut, TurnGraded
-from windfall.controller.ledger.journal_reader import History, TokenRun
+from windfall.controller.ledger.journal_format import History, Prompted, TokenRun, TurnCut, TurnGraded
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
 from windfall.types import Finish, Response, Sampling

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from windfall.controller.gateway import protocol
-from windfall.controller.gateway.base import TurnSampler
 from windfall.controller.gateway.chunks import EventStream, TextChunks
 from windfall.controller.gateway.intake import Body, Intake, IntakeLimits
 from windfall.controller.gateway.protocol import ApiError, CallOptions
-from windfall.controller.gateway.session import CallInFlight, GatewaySession
+from windfall.controller.gateway.session import CallInFlight, GatewaySession, TurnSampler
 from windfall.envs.failures import MAX_REWARD
 from windfall.errors import WindfallError
 from windfall.link.listener import Listener

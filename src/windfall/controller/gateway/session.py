@@ -22,21 +22,65 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from windfall.controller.gateway import protocol
-from windfall.controller.gateway.base import SampledTurn, TurnRequest, TurnSampler
 from windfall.controller.gateway.protocol import ApiError
 from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.errors import WindfallError
 from windfall.models.chat import Chat, PromptTooLong
 from windfall.models.history import PlacedCall, Segment, SessionHistory
 from windfall.models.tool_calls import ParsedTurn, parse
+from windfall.types import Finish
 
+Progress = Callable[[Sequence[int], Sequence[float]], int | None]
+"""Called with the tokens of the turn that are new since the last call, which may be none, and their log-probs. If it
+returns a number, the turn ends after that many tokens of the turn; later tokens are discarded."""
 Decode = Callable[[Sequence[int]], str]
 InThread = Callable[[Callable[[], PlacedCall]], Awaitable[PlacedCall]]
 """Runs a function in the thread for tokenizing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRequest:
+    """One turn that is to be sampled."""
+
+    session: str
+    segment: int
+    """Number of the segment within its session."""
+    prompt: tuple[int, ...]
+    """All ids before the turn."""
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledTurn:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+
+
+class TurnSampler(Protocol):
+    """What the gateway needs from the rest of windfall. It never sees text or messages."""
+
+    model: str
+    """Name of the model in the API."""
+    context: int
+    """Largest number of tokens of prompt and turn together."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids of the model."""
+        ...
+
+    async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
+        """Sample a turn. Raises WindfallError if that is not possible. Canceling it withdraws the turn."""
+        ...
+
+    def retract(self, request: TurnRequest) -> None:
+        """The session has ended, and no client has received the answer to this request, the last one of its segment."""
+        ...
 
 
 class TokenBudget:
@@ -136,7 +180,7 @@ class CallInFlight:
         await self.done()
 
     def grow(self, tokens: Sequence[int], logprobs: Sequence[float]) -> int | None:
-        """Add new tokens (base.Progress)."""
+        """Add new tokens (Progress)."""
         if not tokens:
             return None
         self.tokens.extend(tokens)

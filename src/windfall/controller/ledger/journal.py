@@ -30,6 +30,8 @@ import numpy as np
 from windfall.controller.ledger.journal_format import (
     Accepted,
     Assigned,
+    History,
+    JournalContents,
     Prompted,
     Started,
     Trained,
@@ -39,8 +41,8 @@ from windfall.controller.ledger.journal_format import (
     file_path,
     list_files,
     oldest_file,
+    read_journal,
 )
-from windfall.controller.ledger.journal_reader import History, JournalContents, read_journal
 from windfall.errors import WindfallError, unwritable
 from windfall.link.messages import Tokens
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from itertools import count
 from typing import Any
 
-from windfall.controller.ledger.journal_reader import Damage, JournalContents, count_tokens
+from windfall.controller.ledger.journal_format import Damage, JournalContents, count_tokens
 from windfall.events.log import Event, EventLog
 
 DAMAGED = "checkpoint_damaged"

@@ -88,14 +88,13 @@ class _OpenAccount:
 
     def uncounted(self, now_s: float) -> list[_Interval]:
         """The time from `counted_s` to `now_s`, by the current phase."""
-        start_s, prefilled_s = self.counted_s, self.counted_s
-        if self.replaced:
+        if self.replaced or now_s <= self.counted_s:
             return []
         bucket: Bucket = self.phase if self.phase != "ready" else "generating" if self.busy else "waiting"
-        if bucket == "generating":
-            prefilled_s = min(now_s, start_s + self.prefill_left_s)
-        found = [_Interval("prefill_again", start_s, prefilled_s), _Interval(bucket, prefilled_s, now_s)]
-        return [interval for interval in found if interval.end_s > interval.start_s]
+        if bucket != "generating" or not self.prefill_left_s:
+            return [_Interval(bucket, self.counted_s, now_s)]
+        prefilled_s = min(now_s, self.counted_s + self.prefill_left_s)
+        return [_Interval("prefill_again", self.counted_s, prefilled_s), _Interval(bucket, prefilled_s, now_s)]
 
     def advance(self, now_s: float) -> None:
         """Counts the time until `now_s` provisionally."""
@@ -115,7 +114,8 @@ class _OpenAccount:
                 no_result = bucket in ("generating", "prefill_again")
                 lost_from_s = start_s if no_result else min(max(heard_s, start_s), end_s)
             self._add(bucket, start_s, lost_from_s)
-            self._add("lost", lost_from_s, end_s)
+            if lost_from_s < end_s:
+                self._add("lost", lost_from_s, end_s)
         self.provisional.clear()
 
     def _add(self, bucket: Bucket, start_s: float, end_s: float) -> None:
@@ -126,8 +126,9 @@ class _OpenAccount:
     def account(self, now_s: float) -> Account:
         """The account until `now_s`, with provisional and uncounted time as if it were final."""
         seconds = dict(self.settled)
-        for bucket, start_s, end_s in (*self.provisional, *self.uncounted(max(now_s, self.counted_s))):
-            seconds[bucket] = seconds.get(bucket, 0.0) + end_s - start_s
+        for bucket, start_s, end_s in (*self.provisional, *self.uncounted(now_s)):
+            if end_s > start_s:
+                seconds[bucket] = seconds.get(bucket, 0.0) + end_s - start_s
         return priced(seconds, self.usd_per_h, self.tokens)
 
 

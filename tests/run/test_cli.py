@@ -125,8 +125,6 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
         (["export", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["page", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["plot", "smal"], "smal: no such run\nDid you mean 'small'?"),
-        (["gateway", "smal"], "smal: no such run\nDid you mean 'small'?"),
-        (["gateway", "started"], "started: this run has no gateway now"),
         (["resume", "x" * 300], "File name too long"),
         (["bench", "engine", "--max-tokens", "600"], "Give at most 488."),
     ],

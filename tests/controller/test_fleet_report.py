@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from windfall.controller.assembly import ControllerLife
 from windfall.controller.fleet_report import FleetReport, read_history
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.events.log import Clock, EventLog, read
+from windfall.events.log import Clock, EventLog
 from windfall.link.messages import Capacity
 from windfall.recipe.file import parse_recipe
 from windfall.run.views import top
-from windfall.run.views.summary import summarize
 from windfall.types import Lease
 
 STEP = {
@@ -46,33 +44,10 @@ def written(fleet: FleetReport) -> dict[str, Any]:
 def test_snapshot_has_the_staleness_of_the_last_step(tmp_path: Path) -> None:
     with report(tmp_path, staleness=2) as fleet:
         assert written(fleet)["staleness"] is None  # before the first step
-        fleet.note_staleness(STEP)
+        fleet.counters(None, 1.0, STEP)
         assert written(fleet)["staleness"] == SHOWN
-        fleet.note_staleness({**STEP, "staleness_max": 2, "too_old": 0})
+        fleet.counters(None, 1.0, {**STEP, "staleness_max": 2, "too_old": 0})
         assert written(fleet)["staleness"] == SHOWN | {"max": 2, "too_old": 0}
-        fleet.note_staleness(None)
-        assert written(fleet)["staleness"] is None
-
-
-def test_snapshot_and_summary_count_the_same_tokens(tmp_path: Path) -> None:
-    """Neither counts evaluations, tokens from the journal, or steps that a resume made void, also not after a restart
-    of the controller."""
-    path = tmp_path / "events.jsonl"
-    values = {"reward": 0.5, "s": 1.0, "missing": 0, "trained": 90}
-    with report(tmp_path, staleness=0) as fleet:
-        log = fleet._events
-        log.scalar("eval", step=0, reward=0.5, lengths=[24])
-        for step in (1, 2):
-            log.scalar("step", step=step, made=100, restored=10, **values)
-        log.instant("resumed", step=1)
-        log.scalar("step", step=2, made=1000, restored=0, **values)
-        assert written(fleet)["generated"] == 1090
-    lines = dict(summarize(read(path)))
-    assert "1,090 generated" in lines["tokens"]
-    log = EventLog(path)
-    restarted = ControllerLife(parse_recipe({}, where="here"), log, None, resumed=True).report
-    assert written(restarted)["generated"] == 1090
-    log.close()
 
 
 @pytest.mark.parametrize("set_s", [0.0, -7200.0, 3600.0 * 24])
@@ -103,21 +78,19 @@ def test_time_that_is_billed_does_not_depend_on_the_wall_clock(tmp_path: Path, s
 @pytest.mark.parametrize("mean", [float("nan"), None])
 def test_step_without_trained_responses_has_no_mean(tmp_path: Path, mean: float | None) -> None:
     with report(tmp_path, staleness=2) as fleet:
-        fleet.note_staleness({**STEP, "staleness_mean": mean})
+        fleet.counters(None, 1.0, {**STEP, "staleness_mean": mean})
         assert written(fleet)["staleness"] == SHOWN | {"mean": None}
 
 
 def test_synchronous_run_has_no_staleness(tmp_path: Path) -> None:
     with report(tmp_path, staleness=0) as fleet:
-        fleet.note_staleness(None)
-        assert written(fleet)["staleness"] is None
-        fleet.note_staleness({"train_wait_s": 1.0})
+        fleet.counters(None, 1.0, {"train_wait_s": 1.0})
         assert written(fleet)["staleness"] is None
 
 
 def test_top_reads_the_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with report(tmp_path, staleness=2) as fleet:
-        fleet.note_staleness(STEP)
+        fleet.counters(None, 1.0, STEP)
         (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
     top.show(tmp_path, once=True)
     line = "stale 0.4 (max 1, bound 2); too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"

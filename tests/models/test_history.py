@@ -95,15 +95,14 @@ def test_an_abandoned_call_leaves_nothing() -> None:
     assert h.place([USER, REPLY, NEXT]).segment is h.segments[0]
 
 
-def test_turn_is_cut_where_its_client_stopped_reading() -> None:
-    for keep, expected in ((2, [3, 4, 5, 6, 7]), (0, [3, 4])):
-        h = SessionHistory(None)
-        h.answer(h.place_ids([1, 2]), [3, 4], None)
-        call = h.place_ids([1, 2, 3, 4, 5])
-        h.answer(call, [6, 7, 8], None)
-        h.cut_turn(call, 3, keep)
-        assert (h.segments[0].tokens, len(h.segments[0].sampled)) == (expected, len(expected))
-        assert h.place_ids([1, 2, *expected, 9]).segment is not h.segments[0]
+def test_turn_that_no_client_received_is_removed() -> None:
+    h = SessionHistory(None)
+    h.answer(h.place_ids([1, 2]), [3, 4], None)
+    call = h.place_ids([1, 2, 3, 4, 5])
+    h.answer(call, [6, 7, 8], None)
+    h.remove_turn(call, 3)
+    assert (h.segments[0].tokens, h.segments[0].sampled) == ([3, 4], [True, True])
+    assert h.place_ids([1, 2, 3, 4, 9]).segment is not h.segments[0]
 
 
 def test_ids_continue_the_longest_prefix() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.page_run import START_T, event, small_log, step, write_long_run, write_run
 from windfall.controller.cost.accounts import Accounts
-from windfall.controller.cost.activity import Activity
 from windfall.page import history as histories
 from windfall.page import timeline
 from windfall.page.history import RunHistory
@@ -160,8 +159,8 @@ def test_a_log_that_is_still_written_is_followed(tmp_path: Path) -> None:
 
 
 def test_accounts_tell_what_workers_do() -> None:
-    activity = Activity()
-    accounts = Accounts(activity=activity)
+    accounts = Accounts()
+    activity = accounts.activity
     accounts.join(10, "w", kind="spot", usd_per_h=1.0, name="w", started_s=8)
     accounts.ready(12, "w")
     accounts.busy(13, "w")

@@ -138,6 +138,10 @@ async def posts(task: dict[str, Any]) -> None:
     post("/reward", reward=0.25)
 
 
+def calls_nothing(task: dict[str, Any]) -> float:
+    return 1.0
+
+
 def answers(task: dict[str, Any]) -> str:
     return ask([{"role": "user", "content": task["prompt"]}], 60)
 

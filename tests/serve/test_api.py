@@ -90,7 +90,7 @@ def test_chat_and_streams() -> None:
         ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"n": 129}, "n"), ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"seed": 1.5}, "seed"),
         ({"prompt": [1, 10**9]}, "prompt"), ({"prompt": [5] * 400}, "messages"), ({"prompt": ""}, "prompt"),
-        ({"max_tokens": 0}, "max_tokens"), ({"stop": [""]}, "stop"), ({"ignore_eos": 3}, "ignore_eos"),
+        ({"max_tokens": 0}, "max_tokens"), ({"stop": [""]}, "stop[0]"), ({"ignore_eos": 3}, "ignore_eos"),
         ({"temperature": 10**400}, "temperature"), ({"top_k": 10**400}, "top_k"), ({"top_p": float("nan")}, "top_p"),
         ({"prompt": "\ud800"}, "messages"), ({"model": ["tiny"]}, "model"),
         ({"stop_token_ids": [5]}, "stop_token_ids"),

@@ -135,7 +135,7 @@ def test_one_wrong_prompt_is_refused_before_the_stream_begins() -> None:
                 await until(lambda: s.host.requests == 0, "the other prompt is canceled")
             for prompt in ([], ["3+4=", ""], ["3+4=", 5], [[]], [[5], [-1]], [None, "3"], [[5, "3"]]):
                 status, refused = await s.post("/v1/completions", {"prompt": prompt})
-                assert (status, refused["error"]["param"]) == (400, "prompt"), prompt
+                assert (status, refused["error"]["param"].partition("[")[0]) == (400, "prompt"), prompt
 
     run(main)
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.samplers import EOS, TEMPLATE, TOKENIZER
 from tests.support.small_models import engine as new_engine
-from windfall.controller.gateway.agent_runs import AgentLog, AgentRuns
+from windfall.controller.gateway.agents import AgentRuns, agent_log
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.ledger.journal import Journal
@@ -125,7 +125,7 @@ class Scene:
             self.runs = self.rollout.sessions = AgentRuns(
                 gateway=gateway, sampler=sampler, launcher=launcher, options=options,
                 limits=SimpleNamespace(**limits), url=f"http://127.0.0.1:{port}/v1",
-                graded=self.graded, journal=journal, log=AgentLog(self.folder / "agents.log"),
+                graded=self.graded, journal=journal, log=agent_log(self.folder / "agents.log"),
             )  # fmt: skip
             for worker in workers:
                 await worker.__aenter__()
@@ -149,7 +149,7 @@ class Scene:
 
     def check_tokens(self, *others: Made) -> int:
         """Every token to train on is what an engine sampled for its segment. Returns the number of tokens."""
-        from windfall.controller.gateway.segment_tokens import segment_seed
+        from windfall.controller.gateway.dispatch_sampler import segment_seed
         from windfall.controller.rollout.stream import seed_of
 
         count, made = 0, {k: v for part in (*others, self.made) for k, v in part.items()}

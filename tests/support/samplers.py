@@ -10,9 +10,8 @@ from typing import Any
 import xxhash
 
 from tests.support import quiet_loop
-from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.server import Gateway
-from windfall.controller.gateway.session import GatewaySession
+from windfall.controller.gateway.session import GatewaySession, Progress, SampledTurn, TurnRequest
 from windfall.models import tokenizer
 from windfall.models.chat import Chat
 from windfall.models.load import TINY
@@ -35,8 +34,8 @@ class Scripted:
     def __init__(self, *texts: str, step_s: float = 0.0) -> None:
         self.texts, self.requests, self.step_s = list(texts), list[TurnRequest](), step_s
         self.turns: list[SampledTurn] = []
-        self.retracted: list[tuple[int, int]] = []
-        """Segment and number of tokens that are kept."""
+        self.retracted: list[int] = []
+        """Segments."""
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         self.requests.append(request)
@@ -53,8 +52,8 @@ class Scripted:
         self.turns.append(turn)
         return turn
 
-    def retract(self, request: TurnRequest, keep: int) -> None:
-        self.retracted.append((request.segment, keep))
+    def retract(self, request: TurnRequest) -> None:
+        self.retracted.append(request.segment)
 
 
 class OnEngine:
@@ -67,7 +66,8 @@ class OnEngine:
         self.turns: dict[tuple[str, int, int], tuple[tuple[int, ...], SampledTurn]] = {}
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
-        id = f"{request.session}/{request.segment}/{request.turn}"
+        number = sum(key[:2] == (request.session, request.segment) for key in self.turns)
+        id = f"{request.session}/{request.segment}/{number}"
         chunks, _ = self.waiting[id] = [], asyncio.Event()
         seed = xxhash.xxh3_64_intdigest(id.encode())
         limits = {"max_tokens": request.max_tokens, "stop": frozenset([EOS])}
@@ -83,10 +83,10 @@ class OnEngine:
             tokens=tuple(t for c in chunks for t in c.tokens), logprobs=tuple(p for c in chunks for p in c.logprobs),
             finish=chunks[-1].finish,
         )  # fmt: skip
-        self.turns[request.session, request.segment, request.turn] = (request.prompt, turn)
+        self.turns[request.session, request.segment, number] = (request.prompt, turn)
         return turn
 
-    def retract(self, request: TurnRequest, keep: int) -> None: ...
+    def retract(self, request: TurnRequest) -> None: ...
 
 
 @asynccontextmanager

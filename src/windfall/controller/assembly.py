@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -23,11 +23,10 @@ from typing import Any
 from windfall import algorithms
 from windfall.controller.cost import prices
 from windfall.controller.cost.accounts import Accounts
-from windfall.controller.cost.activity import Activity
-from windfall.controller.fleet_report import FleetReport, StepTokens, read_history
+from windfall.controller.fleet_report import FleetReport, read_history
 from windfall.controller.generation import Generation
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.ledger.journal_reader import History, JournalContents, oldest_versions
+from windfall.controller.ledger.journal_format import History, JournalContents, oldest_versions
 from windfall.controller.ledger.recovery import Recovery, needed
 from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
@@ -74,39 +73,32 @@ class ControllerLife:
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, resumed: bool,
         read_journal: Callable[[Journal, int], Awaitable[JournalContents]] | None = None,
-        on_event: Callable[[Event], None] = lambda event: None, policies: Policies | None = None,
+        observe: Sequence[Callable[[Event], None]] = (), policies: Policies | None = None,
     ) -> None:  # fmt: skip
-        """`on_event`: called with every event that is in the log already. `resumed`: the run was started before.
-        `journal`: None if nothing must survive this controller. `read_journal`: reads the journal from a step on; by
-        default in a thread."""
+        """`resumed`: the run was started before. `journal`: None if nothing must survive this controller.
+        `read_journal`: reads the journal from a step on; by default in a thread. `observe`: called with every event,
+        also with those that are in the log already."""
         f, t = recipe.fleet, recipe.techniques
         policies = policies or Policies()
         self.recipe, self.events, self.journal, self._resumed = recipe, events, journal, resumed
         self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
         self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
 
-        generated = StepTokens()
-
-        def observe(event: Event) -> None:
-            self._recovery.observe(event)
-            generated.observe(event)
-            on_event(event)
-
-        history = read_history(events, observe)
+        history = read_history(events, [self._recovery.observe, *observe])
         self._evaluated, self._last_logged = history.evaluated, history.step
         self._evaluation_lost = bool(history.evaluating)
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t,
             staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
-            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s, Activity()), placement=policies.placement,
+            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=policies.placement,
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
         policy = policies.local_time() if t.trainer_generates else OnlyWithoutWorkers()
         pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
         self.local_generation = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
-        self.report = FleetReport(recipe, self.dispatch, events, generated, policies.advisor)
+        self.report = FleetReport(recipe, self.dispatch, events, policies.advisor)
         self.rollout: Rollout | None = None
         self.loop: Loop | None = None
         self.state = CheckpointState(step=0, next_task=0)
@@ -130,10 +122,15 @@ class ControllerLife:
         """Run all remaining steps. `text` is called once a trainer has connected, because the trainer writes the
         tokenizer. `counters`: what happened to agents since its last call."""
         hello = await self.unless_stopped(self.trainer.connected(TRAINER_START_S))
-        recipe, rollout = self.recipe, self._make_rollout(env, text(), hello)
+        recipe = self.recipe
+        if not self._resumed:
+            self.events.instant("start", step=hello.step, steps=recipe.run.steps, **hello.facts)
+        rollout = self.rollout = Rollout(
+            self.dispatch, env, text(), recipe.rollout, seed=recipe.run.seed, events=self.events
+        )
         if self.on_rollout is not None:
             context = json.loads(hello.engine.model_config).get("max_position_embeddings")
-            await self.unless_stopped(_awaited(self.on_rollout(rollout, context)))
+            await self.unless_stopped(self.on_rollout(rollout, context))
         watch_stop = asyncio.create_task(self._interrupt_on_stop(rollout))
         self._count_agents = counters or dict
         algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
@@ -148,13 +145,6 @@ class ControllerLife:
         finally:
             watch_stop.cancel()
 
-    def _make_rollout(self, env: EnvHost, text: Text, hello: m.TrainerHello) -> Rollout:
-        recipe = self.recipe
-        if not self._resumed:
-            self.events.instant("start", step=hello.step, steps=recipe.run.steps, **hello.facts)
-        self.rollout = Rollout(self.dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=self.events)
-        return self.rollout
-
     async def log_activities(self) -> None:
         """Log what workers do, forever."""
         while True:
@@ -163,8 +153,7 @@ class ControllerLife:
 
     def log_activity(self, now_s: float) -> None:
         """Write an event about what workers have done since the last one, and what lenders lend."""
-        activity = self.dispatch.accounts.activity
-        fields = activity.drain(now_s) if activity is not None else {}
+        fields = self.dispatch.accounts.activity.drain(now_s)
         shares = self.report.lent()
         lenders = {name: share for name, share in shares.items() if self._lent.get(name) != share}
         if lenders:
@@ -202,7 +191,7 @@ class ControllerLife:
             found = await self._read_journal(self.journal, hello.step)
             if self.trainer.hello is not hello:
                 raise TrainerLost("it disconnected, or another trainer replaced it")
-            self._recovery.report_journal(found, step=hello.step, next_task=hello.next_task, open_tasks=open_tasks)
+            self._recovery.report_journal(found, step=hello.step, next_task=hello.next_task)
             history, trained = self.journal.open(hello.step, found), found.trained
             evaluated = self.loop.evaluation.evaluated if self.loop else self._evaluated
             done = {f"eval-{step}" for step in evaluated if step <= hello.step}
@@ -265,12 +254,9 @@ class ControllerLife:
         finally:
             accounts.gone(loop.time(), id, heard_s=loop.time())
 
-    def counters(self) -> dict[str, Any]:
-        counted = self.report.counters(self.local_generation.last, asyncio.get_running_loop().time())
-        return {**counted, **self._count_agents()}
-
-    def note_staleness(self, fields: dict[str, Any]) -> None:
-        self.report.note_staleness(fields)
+    def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
+        now_s = asyncio.get_running_loop().time()
+        return {**self.report.counters(self.local_generation.last, now_s, staleness), **self._count_agents()}
 
     async def tick(self) -> None:
         while True:
@@ -279,7 +265,7 @@ class ControllerLife:
             if self.loop is not None:
                 self.loop.generation.tick(TICK_S)
 
-    async def unless_stopped(self, wait: Coroutine[Any, Any, Any]) -> Any:
+    async def unless_stopped(self, wait: Awaitable[Any]) -> Any:
         """The result of `wait`. Raises Stopped if the run is asked to stop first."""
         waiting, stop = asyncio.ensure_future(wait), asyncio.ensure_future(self.stop.wait())
         try:
@@ -294,7 +280,3 @@ class ControllerLife:
     async def _interrupt_on_stop(self, rollout: Rollout) -> None:
         await self.stop.wait()
         rollout.interrupt()
-
-
-async def _awaited(awaitable: Awaitable[None]) -> None:
-    await awaitable

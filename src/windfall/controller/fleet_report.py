@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -47,12 +47,13 @@ class LogHistory:
     """The last step in the log."""
 
 
-def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> LogHistory:
-    """Read the log one event at a time, because a long log must not be held in memory, and pass each event to
-    `on_event`."""
+def read_history(events: EventLog, observe: Sequence[Callable[[Event], None]] = ()) -> LogHistory:
+    """Read the log one event at a time, because a long log must not be held in memory. Each event, and each later one,
+    is passed to `observe`."""
     history, time, billed_t = LogHistory(), SteadyTime(), -math.inf
     for e in scan(events.path):
-        on_event(e)
+        for observer in observe:
+            observer(e)
         t = time.at(e["t"], e["m"])
         if e.get("bill"):
             billed_t = max(billed_t, t)
@@ -66,34 +67,11 @@ def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = 
         elif e["name"] == "resumed":
             history.evaluated = {step for step in history.evaluated if step <= e["step"]}
             history.step = min(history.step, e["step"])
+    for observer in observe:
+        events.attach(observer)
     now_s = events.clock.monotonic()
     history.billed_s = now_s + billed_t - time.at(events.clock.wall(), now_s)
     return history
-
-
-@dataclass(slots=True)
-class StepTokens:
-    """Tokens generated for the steps of a run, as its summary counts them: without evaluations, without what came from
-    the journal, and without steps that a resume made void."""
-
-    total: int = 0
-    _by_step: dict[int, int] = field(default_factory=dict)
-
-    def observe(self, event: Event) -> None:
-        """
-        >>> tokens = StepTokens()
-        >>> for n in (1, 2): tokens.observe({"kind": "scalar", "name": "step", "step": n, "made": 5, "restored": 1})
-        >>> tokens.observe({"kind": "instant", "name": "resumed", "step": 1})
-        >>> tokens.total
-        4
-        """
-        if event["name"] == "resumed":
-            self._by_step = {step: tokens for step, tokens in self._by_step.items() if step <= event["step"]}
-            self.total = sum(self._by_step.values())
-        elif (event["kind"], event["name"]) == ("scalar", "step"):
-            step, tokens = event.get("step", 0), (event.get("made") or 0) - (event.get("restored") or 0)
-            self.total += tokens - self._by_step.get(step, 0)
-            self._by_step[step] = tokens
 
 
 def can_pipeline(recipe: Recipe) -> bool:
@@ -103,18 +81,8 @@ def can_pipeline(recipe: Recipe) -> bool:
 
 
 class FleetReport:
-    def __init__(
-        self,
-        recipe: Recipe,
-        dispatch: Dispatch,
-        events: EventLog,
-        generated: StepTokens | None = None,
-        advisor: type[Advisor] = Advisor,
-    ) -> None:
-        """`generated`: the tokens of the steps that are in the log already. Later steps are added to it."""
+    def __init__(self, recipe: Recipe, dispatch: Dispatch, events: EventLog, advisor: type[Advisor] = Advisor) -> None:
         f, o = recipe.fleet, recipe.rollout
-        self._generated = generated or StepTokens()
-        events.attach(self._generated.observe)
         self._recipe, self._dispatch, self._events = recipe, dispatch, events
         self._counted: dict[str, int] = {}
         self._staleness: dict[str, Any] | None = None
@@ -124,8 +92,10 @@ class FleetReport:
             max_count=MAX_ADVISED, overlap=can_pipeline(recipe), asynchronous=o.staleness > 0,
         )  # fmt: skip
 
-    def counters(self, last: StepMeasurement | None, now_s: float) -> dict[str, Any]:
-        """What happened to the fleet in the step that ended now, and its cost. `last`: the measurements of the step."""
+    def counters(self, last: StepMeasurement | None, now_s: float, staleness: dict[str, Any]) -> dict[str, Any]:
+        """What happened to the fleet in the step that ended now, and its cost. `last`: the measurements of the step.
+        `staleness`: fields of its event, which are shown in the next snapshots."""
+        self._staleness = self._shown(staleness)
         c, p = self._dispatch.ledger.counts, self._dispatch.members.prefill
         now = {
             "prefilled": p.prefilled, "prefill_saved": p.reused, "prefix_lookups": p.lookups, "prefix_hits": p.hits,
@@ -186,16 +156,14 @@ class FleetReport:
         here = [(w.name, w.capacity) for w in self._dispatch.members.here()]
         return {name: [round(c.lent, 2), round(c.use, 2)] for name, c in here if c is not None}
 
-    def note_staleness(self, fields: dict[str, Any] | None) -> None:
-        """Called after each step with the fields of its event, for the next snapshots. None: nothing to show."""
-        if fields is None or self._recipe.rollout.staleness == 0:
-            self._staleness = None
-            return
+    def _shown(self, fields: dict[str, Any]) -> dict[str, Any] | None:
+        """`staleness` of the snapshot. None: the run is synchronous."""
+        if not self._recipe.rollout.staleness:
+            return None
         values = {key: fields[name] for key, name in STALENESS.items()}
         # A mean over no responses is NaN, which JSON does not have.
         finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
-        counts = fields["staleness_counts"]
-        self._staleness = {"bound": self._recipe.rollout.staleness, "counts": counts, **finite}
+        return {"bound": self._recipe.rollout.staleness, "counts": fields["staleness_counts"], **finite}
 
     def snapshot(
         self, *, step: int, now_s: float, ended: Ended | None, graders: dict[str, Any] | None = None
@@ -220,8 +188,7 @@ class FleetReport:
         return {
             "t": self._events.clock.wall(), "pid": os.getpid(), "run": self._recipe.run.name,
             "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
-            "queued": len(ledger.queue), "open": len(ledger), "generated": self._generated.total,
-            "lost": self._dispatch.members.lost,
+            "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
             "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers,
             "staleness": self._staleness, "graders": graders,
             "advice": [

@@ -40,8 +40,6 @@ WHY_SKIPPED = {
     NOT_FINITE: "the gradient was not finite",
     NOTHING: "the gradient was zero: rewards did not differ within any group, or no token had any weight",
 }
-MAX_SILENT_STEPS = 3
-"""A run ends with an error if no agent calls the policy in this many steps in a row."""
 
 
 class Run(Protocol):
@@ -68,12 +66,8 @@ class Run(Protocol):
         """A checkpoint of this state is on disk."""
         ...
 
-    def counters(self) -> dict[str, Any]:
-        """What happened to the fleet since the last call."""
-        ...
-
-    def note_staleness(self, fields: dict[str, Any]) -> None:
-        """The fields of a step's event about staleness, after every step of asynchronous training."""
+    def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
+        """What happened to the fleet since the last call. `staleness`: the fields of the step's event about it."""
         ...
 
 
@@ -93,8 +87,6 @@ class Loop:
         self._updates = 0
         self._not_finite = 0
         """Optimizer updates of this process, and how many were skipped because their gradient was not finite."""
-        self._silent_steps = 0
-        """Number of the last steps in a row in which no token was sampled."""
         self._calls = 0
         """Number of the last call of `forward_backward`; part of its id."""
 
@@ -141,7 +133,6 @@ class Loop:
             span["tokens"] = rollout.sampled_tokens
             if not batch.rewards:
                 raise rollout.failures.no_rewards(f"step {step}")
-            self._check_silence(batch, step)
         pace.generated()
         training = now_s()
         with self.events.span("train", step=step, early_s=batch.early_s, asked_s=batch.asked_s) as span:
@@ -249,31 +240,19 @@ class Loop:
 
     # What the log says.
 
-    def _check_silence(self, batch: StepBatch, step: int) -> None:
-        """Log a step in which no agent called the policy. Raises WindfallError if it is one of several in a row."""
-        if batch.silent < len(batch.rewards):
-            self._silent_steps = 0
-            return
-        self._silent_steps += 1
-        self.events.instant("no_calls", step=step, agents=batch.silent, steps=self._silent_steps)
-        if self._silent_steps == MAX_SILENT_STEPS:
-            raise _no_calls(step, batch.silent)
-
     def _log_step(
         self, before: CheckpointState, batch: StepBatch, reports: list[Report], train_s: float, took_s: float
     ) -> None:
         step, rollout = self.state.step, self.generation.rollout
         self._log_updates(step, reports)
-        drawn, counted_s = range(before.next_task, self.state.next_task), took_s
+        drawn = range(before.next_task, self.state.next_task)
         tasks: dict[str, Any] = {"lengths": [batch.lengths.get(index, []) for index in drawn]}
         if self.generation.asynchronous:
             used = sorted(batch.lengths)
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step, self.generation.admission.staleness)
-        tasks |= self.generation.describe()
-        if self.generation.asynchronous:
-            counted_s = tasks["counted_s"]
-            self._run.note_staleness({**tasks, "train_wait_s": batch.wait_s})
+        tasks |= batch.describe() | self.generation.describe()
+        counted_s = tasks.get("counted_s", took_s)
         self.events.scalar(
             "step",
             step=step,
@@ -287,10 +266,9 @@ class Loop:
             train_s=train_s,
             weights_bytes=batch.weights_bytes,
             tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / counted_s,
-            **batch.describe(),
             **tasks,
             **describe_updates(reports),
-            **self._run.counters(),
+            **self._run.counters(tasks),
         )
 
     def _log_updates(self, step: int, reports: list[Report]) -> None:
@@ -316,15 +294,6 @@ def _nothing_learned(updates: int) -> WindfallError:
         "gradient was finite",
         where="train",
         fix="The model may be damaged, or its dtype too narrow: try model.dtype = 'float32', or another model.",
-    )
-
-
-def _no_calls(step: int, agents: int) -> WindfallError:
-    return WindfallError(
-        f"no agent has called the policy in {MAX_SILENT_STEPS} steps; all {agents} agents of step {step} ended with a "
-        "reward and without a call, so there is nothing to train on",
-        where="env",
-        fix="Have the agent use OPENAI_BASE_URL and OPENAI_API_KEY from its environment, then `windfall resume`.",
     )
 
 

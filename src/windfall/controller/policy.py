@@ -28,14 +28,7 @@ class FleetPolicy(RemoteTrainer):
     environment = "a loop of its own"
     """It owns its responses (dispatch.ResponseOwner), and answers their turns itself."""
 
-    def __init__(
-        self,
-        dispatch: Dispatch,
-        *,
-        stop: frozenset[int],
-        sampling: Sampling,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, dispatch: Dispatch, *, stop: frozenset[int], sampling: Sampling, seed: int = 0) -> None:
         """`stop`: token ids that end a response. `sampling`: what `sample` uses unless it is told otherwise."""
         super().__init__()
         self._dispatch = dispatch
@@ -92,27 +85,23 @@ class FleetPolicy(RemoteTrainer):
         return [episode.close(None) for episode in episodes]
 
     def turn_ended(self, id: str) -> None:
-        self._wake(id, None)
+        if id in self._waiting and not self._waiting[id].done():
+            self._waiting[id].set_result(None)
 
     def rejected(self, id: str, why: str) -> None:
-        self._wake(id, WindfallError(why, where=f"response {id}"))
+        self._fail(id, WindfallError(why, where=f"response {id}"))
 
     def version_gone(self, id: str) -> None:
-        self._wake(id, WindfallError("no worker holds its version any more", where=f"response {id}"))
+        self.rejected(id, "no worker holds its version any more")
 
     def fail(self, error: BaseException | None) -> None:
         """The only worker has failed: end all calls of `sample` with its error."""
         for id in list(self._waiting):
-            self._wake(id, error or WindfallError("the worker of this process has ended"))
+            self._fail(id, error or WindfallError("the worker of this process has ended"))
 
-    def _wake(self, id: str, error: BaseException | None) -> None:
-        future = self._waiting.get(id)
-        if future is None or future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
+    def _fail(self, id: str, error: BaseException) -> None:
+        if id in self._waiting and not self._waiting[id].done():
+            self._waiting[id].set_exception(error)
 
     async def publish(self, *, id: str) -> NewVersion:
         return self._offer(await super().publish(id=id))

@@ -25,7 +25,7 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from windfall.controller.rollout.stream import Rollout, Stopped
 from windfall.envs import held_out
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError, run_until_first
-from windfall.events.log import Event, EventLog
+from windfall.events.log import EventLog
 from windfall.events.sinks import ThreadedSink, make_sinks
 from windfall.link import auth, invitation, listener, tls
 from windfall.link import messages as m
@@ -60,6 +60,8 @@ TRAINER_HEARTBEAT_S = 10.0
 """Seconds between two heartbeats of the trainer's link."""
 TRAINER_HELLO_BYTES = 1 << 20
 """Largest Hello of a trainer: it contains the complete configuration of the model."""
+TOOLS = {"tensorboard", "wandb", "prometheus"}
+"""Keys of the recipe's [log] section that name tools."""
 SNAPSHOT_S = 1.0
 """Seconds between two snapshots in fleet.json."""
 SNAPSHOT_TRIES = 10
@@ -69,13 +71,16 @@ SNAPSHOT_TRIES = 10
 def main(folder: Path, observing: Sequence[ObserverPart] = ()) -> int:
     """`observing`: the parts that observe this run."""
     recipe = load_recipe(folder / "recipe.toml")
-    with folders.owned(folder, "controller", timeout_s=10.0):
+    with folders.owned(folder, "controller", timeout_s=10.0), contextlib.ExitStack() as stack:
         resumed = (folder / "events.jsonl").is_file()
         try:
-            with contextlib.closing(EventLog(folder / "events.jsonl")) as events, _sinks(recipe, folder) as sinks:
-                made = [part.observer(recipe, folder, events) for part in observing]
-                observers = [observer for observer in made if observer is not None]
-                asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks, observers).run()))
+            events = stack.enter_context(contextlib.closing(EventLog(folder / "events.jsonl")))
+            sinks = make_sinks(folder=folder, run=folder.resolve().name, **recipe.log.model_dump(include=TOOLS))
+            for sink in sinks:
+                stack.callback(sink.close)
+            made = [part.observer(recipe, folder, events) for part in observing]
+            observers = [observer for observer in made if observer is not None]
+            asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks, observers).run()))
         except WindfallError as e:
             return folders.fail(folder, "controller", e, 2)
         except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
@@ -83,26 +88,11 @@ def main(folder: Path, observing: Sequence[ObserverPart] = ()) -> int:
             if (error := errors.file_system_error(e, folder)) is not None:
                 return folders.fail(folder, "controller", error, 2)
             fix = "This is a bug. Please report it with the traceback at the end of that file; the run can be resumed."
-            what = f"the controller failed: {errors.last_line(e)}"
-            return folders.fail(
-                folder, "controller", WindfallError(what, where=str(folder / "controller.log"), fix=fix)
+            error = WindfallError(
+                f"the controller failed: {errors.last_line(e)}", where=str(folder / "controller.log"), fix=fix
             )
+            return folders.fail(folder, "controller", error)
     return 0
-
-
-@contextlib.contextmanager
-def _sinks(recipe: Recipe, folder: Path) -> Iterator[list[ThreadedSink]]:
-    """The tools of the recipe's [log] section."""
-    o = recipe.log
-    sinks = make_sinks(
-        folder=folder, run=folder.resolve().name, tensorboard=o.tensorboard, wandb=o.wandb,
-        prometheus=o.prometheus,
-    )  # fmt: skip
-    try:
-        yield sinks
-    finally:
-        for sink in sinks:
-            sink.close()
 
 
 def settings_digest(recipe: Recipe) -> str:
@@ -120,9 +110,9 @@ class ControllerProcess:
             events.attach(sink)
         self.journal = Journal(folder / "journal", settings_digest(recipe), staleness=recipe.rollout.staleness)
         self.observers = observers
-        self.life = ControllerLife(recipe, events, self.journal, resumed=resumed, on_event=self._observe)
-        for observer in observers:
-            events.attach(observer.observe)
+        self.life = ControllerLife(
+            recipe, events, self.journal, resumed=resumed, observe=[observer.observe for observer in observers]
+        )
         self._last_snapshot: dict[str, Any] | None = None
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(
@@ -143,12 +133,15 @@ class ControllerProcess:
     async def run(self) -> None:
         port = await self._listen()
         try:
-            with self._handling_signals():
-                await run_until_first(
-                    self._run_steps(), self.dispatch.watch(), self._snapshots(), self.life.tick(),
-                    self._write_failure(), self.life.log_activities(),
-                    *(observer.run(lambda: self._last_snapshot) for observer in self.observers),
-                )  # fmt: skip
+            self._stop_on_signals()
+            await run_until_first(
+                self._run_steps(), self.dispatch.watch(), self._snapshots(), self.life.tick(),
+                self._write_failure(), self.life.log_activities(),
+                *(observer.run(lambda: self._last_snapshot) for observer in self.observers),
+            )  # fmt: skip
+        except Stopped:  # before there was anything to save
+            self.events.instant("stopped", step=self.life.state.step)
+            self._end = {"step": self.life.state.step, "finished": False}
         finally:
             await self._drain_workers()
             self.life.log_activity(asyncio.get_running_loop().time())
@@ -159,17 +152,13 @@ class ControllerProcess:
             with contextlib.suppress(OSError):  # the disk is full: that is already reported, or no longer matters
                 self._snapshot(ended=how)
             self.journal.close()
-            await self._close_sinks()
+            left = await asyncio.gather(*(asyncio.to_thread(sink.close) for sink in self.sinks))
+            for sink, why in zip(self.sinks, left, strict=True):
+                if why:  # it did not take the last events
+                    self.events.instant("sink_dropped", sink=sink.__qualname__, why=why)
             if self._end is not None:
                 now = asyncio.get_running_loop().time()
                 self.events.instant("end", **self._end, **self.life.report.last_bill(now))
-
-    async def _close_sinks(self) -> None:
-        """Let the tools of the [log] section have the last events. Reports those that do not take them."""
-        left = await asyncio.gather(*(asyncio.to_thread(sink.close) for sink in self.sinks))
-        for sink, why in zip(self.sinks, left, strict=True):
-            if why:
-                self.events.instant("sink_dropped", sink=sink.__qualname__, why=why)
 
     async def _run_steps(self) -> None:
         async with recipe_host(self.recipe, self.events.instant, self.folder) as env:
@@ -184,10 +173,6 @@ class ControllerProcess:
             observer.attach(rollout)
         if agents.launcher is not None:
             await agents.open(rollout, tokenizer.load(self.folder / "tokenizer"), model_context)
-
-    def _observe(self, event: Event) -> None:
-        for observer in self.observers:
-            observer.observe(event)
 
     def _text(self) -> Text:
         """The trainer wrote the tokenizer before it connected."""
@@ -301,26 +286,13 @@ class ControllerProcess:
         self._last_snapshot = snapshot
         folders.replace(self.folder / "fleet.json", json.dumps(snapshot))
 
-    # stopping
-
-    @contextlib.contextmanager
-    def _handling_signals(self) -> Any:
+    def _stop_on_signals(self) -> None:
         """SIGTERM from the supervisor, or SIGINT, asks the run to stop and save."""
-        loop = asyncio.get_running_loop()
 
         def on_signal() -> None:
             if not self.life.stop.is_set():
                 self.life.stop.set()
                 self.events.instant("stopping")
 
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, on_signal)
-        try:
-            yield
-        except Stopped:  # before there was anything to save
-            self.events.instant("stopped", step=self.life.state.step)
-            self._end = {"step": self.life.state.step, "finished": False}
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)

@@ -28,8 +28,6 @@ class StepBatch:
     lengths: dict[int, list[int]] = field(default_factory=dict)
     """By task: number of sampled tokens of each of its responses, including those of replaced groups. 0 for a response
     that was dropped because it was too old."""
-    silent: int = 0
-    """Number of these responses without a sampled token: agents that ended with a reward and made no call."""
     early_s: float = 0.0
     """Seconds the trainer trained on groups before the last one had arrived."""
     asked_s: float = 0.0
@@ -88,7 +86,6 @@ class StepBatch:
     def note(self, group: Group, size: int) -> None:
         """Count the rewards and lengths of a group."""
         self.rewards += group.rewards
-        self.silent += sum(r.reward is not None and not r.sampled_count for r in group.responses)
         self.scores += [r.scores for r in group.responses]
         lengths = [0] * size
         for r in group.responses:
@@ -107,7 +104,6 @@ class StepBatch:
             "reward": mean(self.rewards),
             "responses": len(responses),
             "groups": len(self.kept),
-            "silent": self.silent,
             "mean_length": sum(r.sampled_count for r in responses) / max(1, len(responses)),
             "prompt_tokens": mean([len(r.prompt) for r in responses]),
             "replaced": sorted(set(self.lengths) - {g.index for g in self.kept}),

@@ -3,7 +3,7 @@
     place(messages, tools)   a new PlacedCall: it continues a segment or opens one, which is busy until the answer
     answer(call, ids)        the sampled ids of the call: the segment grows by one turn
     abandon(call)            the call was not answered: the segment is as it was before, or ends there
-    cut_turn(call)           clients received only a part of the last turn: the segment ends there
+    remove_turn(call)        no client received the last turn: the segment ends before it
 
 `place` may run in a thread, one call at a time: the other methods change only the segment of their call, and while that
 is busy, `place` does not read it.
@@ -156,11 +156,10 @@ class SessionHistory:
         segment.ended_with = ids[-1] if ids and ids[-1] in stop else None
         segment.busy = False
 
-    def cut_turn(self, call: PlacedCall, sampled: int, keep: int) -> None:
-        """Keep the first `keep` of the `sampled` ids of a segment's last turn: clients received no more of it. If there
-        are none, remove the turn. The segment is not continued after this."""
+    def remove_turn(self, call: PlacedCall, sampled: int) -> None:
+        """Remove a segment's last turn, which has `sampled` ids. The segment is not continued after this."""
         segment = call.segment
-        length = len(segment.tokens) - (sampled - keep if keep else sampled + len(call.new))
+        length = len(segment.tokens) - sampled - len(call.new)
         del segment.tokens[length:], segment.sampled[length:]
         segment.busy = True
 

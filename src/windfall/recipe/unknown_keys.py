@@ -65,7 +65,6 @@ MEANT_BY: dict[str, str] = {
     "fleet.worker_memory": "gpu_memory_utilization",
     "fleet.workers": "num_workers worker",
     "techniques.trainer_generates": "seeding",
-    "log.tensorboard": "mlflow",
     "log.wandb": "project_name report_to wandb_project",
 }
 """Names that other frameworks use, by the key or section of a recipe that means the same or comes closest."""

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
-from windfall.controller.gateway.session import GatewaySession
+from windfall.controller.gateway.session import GatewaySession, Progress, SampledTurn, TurnRequest
 from windfall.errors import WindfallError
 from windfall.models.chat import Chat, Message, normalize
 from windfall.serve.host import Host
@@ -79,9 +78,8 @@ class CallSampler:
         self._state = state
         self._number = number
 
-    def retract(self, request: TurnRequest, keep: int) -> None:
+    def retract(self, request: TurnRequest) -> None:
         """Nothing is kept of a call that was canceled: `sample` has canceled its request."""
-        del request, keep
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         options = self._state.sampling

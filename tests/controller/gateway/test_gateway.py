@@ -44,7 +44,7 @@ def test_chat_of_several_turns_is_one_segment() -> None:
         between = ids("[user] Sure?<eos>[assistant] ")
         assert segment.tokens == [*first, *between, *second]
         assert segment.sampled == [True] * len(first) + [False] * len(between) + [True] * len(second)
-        assert [(r.segment, r.turn) for r in sampler.requests] == [(0, 0), (0, 1)]
+        assert [r.segment for r in sampler.requests] == [0, 0]
 
     run(main)
 

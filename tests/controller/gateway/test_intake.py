@@ -16,9 +16,9 @@ import pytest
 
 from tests.support.samplers import EOS, TEMPLATE, TOKENIZER, Scripted, run
 from windfall.controller.gateway import intake
-from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
 from windfall.controller.gateway.intake import SMALL_BYTES, IntakeLimits
 from windfall.controller.gateway.server import Gateway
+from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
 from windfall.models.chat import Chat
 
 CALL = {"prompt": [5, 6], "max_tokens": 3}
@@ -99,7 +99,7 @@ def test_body_with_more_values_than_a_context_holds_is_not_parsed(monkeypatch: p
             assert (status, got["error"]["code"]) == (400, "context_length_exceeded")
             assert s.bad.ran_out, "its reward is that of an agent that has no room left"
             assert parsed == []
-            text = json.dumps({"prompt": '[{,"' * 100_000}).encode()  # few values, with many brackets in a text
+            text = json.dumps({"prompt": "x" * 100_000}).encode()  # one value
             status, got = await s.post(text)
             assert (status, got["error"]["code"]) == (400, "context_length_exceeded")
             await s.others_are_served()
@@ -111,21 +111,7 @@ def test_body_with_more_values_than_a_context_holds_is_not_parsed(monkeypatch: p
     run(main)
 
 
-def test_string_without_an_end_is_read_once() -> None:
-    """The time that counting takes grows with the size of the body, not with its square."""
-    open_ended = b'{"prompt": "' + rb"\",[" * 1000
-    for text in (open_ended, open_ended + b"\\"):
-        assert len(list(intake._STRING.finditer(text))) == 2
-
-    async def main() -> None:
-        async with site() as s:
-            assert (await s.post(b'{"prompt": "' + rb"\"," * 300_000))[0] == 400
-            await s.others_are_served()
-
-    run(main)
-
-
-def test_bytes_are_given_back_while_the_answer_is_sampled() -> None:
+def test_large_body_is_in_hand_until_its_prompt_is_tokenized() -> None:
     """Otherwise long turns of many sessions would leave no room for the next body."""
 
     async def main() -> None:
@@ -141,10 +127,33 @@ def test_bytes_are_given_back_while_the_answer_is_sampled() -> None:
             s.gateway._sampler.sample = wait
             posting = asyncio.create_task(s.post(b" " * 500_000 + json.dumps(CALL).encode()))
             await asyncio.wait_for(began.wait(), 30)
-            await until(lambda: s.gateway.intake._bytes.left == intake.ALL_BYTES)
+            await until(lambda: not s.gateway.intake._clients[s.bad].large.locked())
+            assert s.gateway.intake._large._value == intake.MAX_LARGE
             assert s.gateway.intake._requests == 1
             end.set()
             assert (await posting)[0] == 200
+
+    run(main)
+
+
+def test_large_body_that_waits_for_tokens_of_its_session_is_not_in_hand() -> None:
+    """A call without a limit waits for the other calls of its session. It is tokenized by then."""
+
+    async def main() -> None:
+        async with site() as s:
+            end, sample = asyncio.Event(), s.gateway._sampler.sample
+
+            async def wait(request: TurnRequest, progress: Progress) -> SampledTurn:
+                await end.wait()
+                return await sample(request, progress)
+
+            s.gateway._sampler.sample = wait
+            bodies = [b" " * 500_000 + json.dumps({"prompt": [5, n], "max_tokens": None}).encode() for n in range(3)]
+            posting = [asyncio.create_task(s.post(body)) for body in bodies]
+            await until(lambda: len(s.bad.history.segments) == 3)
+            await until(lambda: not s.gateway.intake._clients[s.bad].large.locked())
+            end.set()
+            assert [(await task)[0] for task in posting] == [200] * 3
 
     run(main)
 
@@ -197,37 +206,31 @@ def test_body_without_an_end_is_refused_at_the_limit() -> None:
     run(main)
 
 
-def test_bytes_of_a_session_and_of_all_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bodies wait for room before more than their start is read. Small ones need none."""
-    monkeypatch.setattr(intake, "CLIENT_BYTES", 2_000_000)
+def test_large_bodies_of_a_session_and_of_all_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one session are read one after the other. Small ones do not wait."""
+    monkeypatch.setattr(intake, "MAX_LARGE", 2)
 
     async def main() -> None:
         async with site() as s:
             start = b'{"prompt": "' + b"x" * SMALL_BYTES
             streams = [await s.send("Content-Length: 1000000", start) for _ in range(3)]
-            budget = lambda: s.gateway.intake._clients[s.bad].bytes  # noqa: E731
-            await until(lambda: s.bad in s.gateway.intake._clients and budget().left == 0)
-            assert s.gateway.intake._bytes.left == intake.ALL_BYTES - 2_000_000, "the third one waits for the others"
+            await until(lambda: s.gateway.intake._requests == 3)
+            assert s.gateway.intake._large._value == 1, "the second and the third one wait for the first"
             assert (await s.post(CALL))[0] == 200, "small ones of the same session do not wait"
             assert (await s.post({"prompt": [5] * 30_000}, s.good.key))[0] == 400, "nor do large ones of others"
-            streams[0][1].transport.abort()
-            await until(lambda: len(s.gateway.intake._clients[s.bad].bytes._turn._waiters or ()) == 0)
             for _, writer in streams:
                 writer.transport.abort()
             await until(lambda: not s.gateway.intake._clients)
-            assert s.gateway.intake._bytes.left == intake.ALL_BYTES
+            assert s.gateway.intake._large._value == 2
 
     run(main)
 
 
-def test_no_room_in_time_is_answered_with_429(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "CLIENT_BYTES", 1_000_000)
-
+def test_no_turn_in_time_is_answered_with_429() -> None:
     async def main() -> None:
         async with site(IntakeLimits.for_context(4096, read_s=0.5)) as s:
-            own = intake._Client(requests=1)
-            s.gateway.intake._clients[s.bad] = own
-            await own.bytes.reserve(1_000_000)
+            own = s.gateway.intake._clients[s.bad] = intake._Client(requests=1)
+            await own.large.acquire()
             status, error = await answer(await s.send("Content-Length: 1000000", b" " * 900_000))
             assert (status, error["code"]) == (429, "rate_limit_exceeded")
 

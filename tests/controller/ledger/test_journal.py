@@ -21,11 +21,10 @@ from typing import Any
 
 import pytest
 
-from windfall.controller.ledger import journal_reader
+from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.ledger.journal_format import TurnGraded, read_records
-from windfall.controller.ledger.journal_reader import History, TokenRun
+from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded, read_records
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.rollout.stream import Rollout
 from windfall.errors import WindfallError
@@ -416,7 +415,7 @@ def test_every_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     written(tmp_path / "j")
     read_files: list[Path] = []
     monkeypatch.setattr(
-        journal_reader, "read_records", lambda path, real=read_records: read_files.append(path) or real(path)
+        journal_format, "read_records", lambda path, real=read_records: read_files.append(path) or real(path)
     )
     journal = Journal(tmp_path / "j", "s")
     found = journal.read(0)
@@ -451,8 +450,8 @@ def test_rows_are_merged_whatever_their_number(tmp_path: Path, monkeypatch: pyte
     journal.close()
     results = []
     for size in (1, 10, 1 << 18):
-        monkeypatch.setattr(journal_reader, "_MIN_ROWS", size)
-        monkeypatch.setattr(journal_reader, "_MAX_ROWS", size)
+        monkeypatch.setattr(journal_format, "_MIN_ROWS", size)
+        monkeypatch.setattr(journal_format, "_MAX_ROWS", size)
         results.append(read(tmp_path / "j"))
     assert results[0] == results[1] == results[2]
     for id, items in expected.items():

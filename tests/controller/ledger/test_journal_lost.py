@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.hostile.checkpoints import JOURNALS, add_strays, flip
+from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.ledger.journal_format import read_records
-from windfall.controller.ledger.journal_reader import JournalContents, count_tokens
+from windfall.controller.ledger.journal_format import JournalContents, count_tokens, read_records
 from windfall.controller.ledger.recovery import Recovery
 from windfall.events.log import EventLog, read
 from windfall.link.messages import Tokens
@@ -85,8 +85,8 @@ def test_loss_of_completed_steps_is_known_exactly(tmp_path: Path, kind: str) -> 
     journal.close()
 
 
-def test_without_the_log_readable_records_after_the_damage_are_counted(tmp_path: Path) -> None:
-    """A record is damaged in the middle of the step under way. The records after it can still be counted."""
+def test_damage_in_the_step_under_way_is_reported_in_bytes(tmp_path: Path) -> None:
+    """The log has nothing to compare the step under way with."""
     path = write(tmp_path)
     ends = [end for end, _ in read_records(path)]
     at = ends[len(ends) // 2]
@@ -95,9 +95,19 @@ def test_without_the_log_readable_records_after_the_damage_are_counted(tmp_path:
     assert event is not None
     assert event["why"] == f"it is damaged at byte {at:,} of {path.stat().st_size:,}"
     assert event["bytes"] == path.stat().st_size - at
-    have = tokens(Journal(tmp_path, "s").read(10))
-    # The damaged record itself had at most one token of each response.
-    assert 0 <= 2 * RESPONSES * ROUNDS - have - event["tokens"] <= RESPONSES
+    assert (event["responses"], event["tokens"]) == (0, 0)
+
+
+def test_damaged_length_of_a_record_is_not_taken_for_a_torn_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length leads beyond the end of the file, but more follows than one write can leave."""
+    monkeypatch.setattr(journal_format, "MAX_TORN_BYTES", 1000)
+    path = write(tmp_path)
+    flip(path, 2 / path.stat().st_size)
+    event = lost(tmp_path, expected(path))
+    assert event is not None
+    assert event["bytes"] == path.stat().st_size
 
 
 def test_record_torn_by_a_kill_is_no_loss(tmp_path: Path) -> None:
@@ -123,7 +133,7 @@ def test_files_after_a_damaged_one_are_not_used(tmp_path: Path) -> None:
     found = Journal(tmp_path, "s").read(10)
     assert "90/0" not in found.history
     assert found.damage is not None
-    assert found.damage.tokens["90/0"] == 1
+    assert found.damage.bytes > second.stat().st_size
     journal = Journal(tmp_path, "s")
     journal.open(10, found)
     journal.close()
@@ -135,7 +145,7 @@ def test_run_that_falls_back_to_before_its_journal_generates_again(tmp_path: Pat
     path = write(tmp_path)
     event = lost(tmp_path, expected(path, 11, 12), step=0, next_task=0)
     assert event is not None
-    assert (event["file"], event["responses"], event["tokens"]) == ("000000.wal", 2 * RESPONSES, 2 * RESPONSES * ROUNDS)
+    assert (event["file"], event["bytes"]) == ("000000.wal", path.stat().st_size)
     journal = Journal(tmp_path, "s")
     assert journal.open(0) == {}
     journal.close()
@@ -153,11 +163,10 @@ def test_journal_of_another_recipe_is_reported_once(tmp_path: Path) -> None:
     assert expected(path).lost(Journal(tmp_path, "other").read(10), step=10, next_task=50) is None
 
 
-def test_strays_are_skipped_and_reported(tmp_path: Path) -> None:
+def test_strays_are_left_alone(tmp_path: Path) -> None:
     path = write(tmp_path)
     strays = add_strays(tmp_path)
     found = Journal(tmp_path, "s").read(10)
-    assert set(found.strays) == strays
     assert tokens(found) == 2 * RESPONSES * ROUNDS
     journal = Journal(tmp_path, "s")
     journal.open(10)
@@ -174,25 +183,10 @@ def test_journal_is_kept_until_its_steps_are_trained_again(tmp_path: Path) -> No
     assert log.saved(12)
 
 
-@pytest.mark.parametrize("lengths", [7, "long", {"1": 2}, [3], [["3"]], [[None]], [[[1]]]])
-def test_lengths_of_another_shape_are_ignored(tmp_path: Path, lengths: Any) -> None:
-    path = write(tmp_path)
-    log = expected(path)
-    log.observe({"kind": "scalar", "name": "step", "step": 11, "lengths": lengths})
-    assert lost(tmp_path, log) is None
-
-
-@pytest.mark.parametrize("file", [7, None, "", "notes.wal", "x", ["000012.wal"]])
-def test_journal_of_another_name_is_ignored(tmp_path: Path, file: Any) -> None:
-    path = write(tmp_path)
-    log = expected(path)
-    log.observe({"kind": "instant", "name": "journal", "file": file})
-    assert lost(tmp_path, log) is None
-
-
 def test_each_damaged_checkpoint_is_reported_once(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     recovery = Recovery(log)
+    log.attach(recovery.observe)
     for pid, what in ((1, "step 4 is cut"), (2, "step 4 is cut"), (1, "step 2 is cut"), (1, "step 2 is cut")):
         recovery.report_checkpoints(2, {"pid": pid, "checkpoint_damaged": what})
     log.close()

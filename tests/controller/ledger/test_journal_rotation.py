@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.ledger.journal_reader import TokenRun
+from windfall.controller.ledger.journal_format import TokenRun
 from windfall.link.messages import Tokens
 
 

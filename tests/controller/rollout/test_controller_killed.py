@@ -20,8 +20,7 @@ import pytest
 from tests.support.hashing_engine import STOP
 from tests.support.virtual_fleet import SIZE, TASKS, Crew, roll
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.ledger.journal_format import TurnGraded
-from windfall.controller.ledger.journal_reader import History, TokenRun
+from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded
 from windfall.controller.rollout.stream import seed_of
 from windfall.controller.scheduling.members import Patience
 from windfall.types import Response

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.scripted_engine import Asks, Scripted, run
-from windfall.controller.ledger.journal_format import TurnGraded
-from windfall.controller.ledger.journal_reader import TokenRun
+from windfall.controller.ledger.journal_format import TokenRun, TurnGraded
 from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.types import Feedback, Task, Turn
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.hashing_engine import CharacterText
 from tests.support.scripted_engine import SEED, Asks, Scripted, rolling
-from windfall.controller.ledger.journal_reader import TokenRun
+from windfall.controller.ledger.journal_format import TokenRun
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import OPEN_TOGETHER_S, Rollout, Stream
 from windfall.envs.in_process import InProcess

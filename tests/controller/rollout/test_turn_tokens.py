@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.scripted_engine import Asks, Scripted, rolling, run
-from windfall.controller.ledger.journal_format import TurnGraded
-from windfall.controller.ledger.journal_reader import TokenRun
+from windfall.controller.ledger.journal_format import TokenRun, TurnGraded
 from windfall.types import Feedback, Sampling, Task, Turn
 
 

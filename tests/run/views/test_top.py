@@ -30,7 +30,7 @@ def snapshot(**more: Any) -> dict[str, Any]:
     counts = {"moved": 4, "accepted": 1000, "repeated": 1, "late": 2}
     plain = {
         "t": time.time(), "run": "r", "step": 3, "steps": 9, "version": 3, "ended": False, "queued": 7, "open": 12,
-        "lost": 1, "counts": counts, "generated": 700,
+        "lost": 1, "counts": counts,
         "workers": [worker("a", "ready"), worker("[b]", "gone", why="connection lost")],
     }  # fmt: skip
     return plain | more
@@ -58,7 +58,7 @@ def test_present_workers_come_before_gone_ones() -> None:
     assert "r: step 3/9, version 3, running\n" in text
     assert (
         "workers: 1 in the fleet, 1 lost; responses: 12 open, 7 queued, 4 moved; "
-        "tokens: 700 generated in complete steps, 3 twice" in text
+        "tokens: 1,000 accepted since the controller started, 3 twice" in text
     )
     present, gone = text.splitlines()[3:5]
     assert present.split() == [

@@ -15,7 +15,7 @@ import pytest
 
 from windfall import training
 from windfall.controller.cost.accounts import Accounts
-from windfall.controller.ledger import journal_reader
+from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.remote_trainer import RemoteTrainer
@@ -125,15 +125,15 @@ def journal_is_not_flushed(patch: Patch) -> None:
 
 @breaks("again")
 def journal_is_read_without_its_last_stretch(patch: Patch) -> None:
-    real = journal_reader._Rows.merge
+    real = journal_format._Rows.merge
 
     def settle(self: Any) -> None:
         real(self)
         for entries in self._history.values():
-            if entries and isinstance(entries[-1], journal_reader.TokenRun) and entries[-1].finish is None:
+            if entries and isinstance(entries[-1], journal_format.TokenRun) and entries[-1].finish is None:
                 entries.pop()
 
-    patch.setattr(journal_reader._Rows, "merge", settle)
+    patch.setattr(journal_format._Rows, "merge", settle)
 
 
 @breaks("again", "batch", seed=5)

@@ -17,8 +17,8 @@ Every second of a worker goes into one bucket:
 Whether time is lost is known only later. So intervals are provisional until an event shows that their work arrived:
 
     event ──▶ advance(): the time since the last event becomes a provisional interval, by the worker's phase
-          ──▶ settle():  on a frame, idle, ready, join or the end of a step: provisional intervals are final
-          ──▶ settle_lost(): the worker is gone: provisional time without a result is moved to `lost`
+          ──▶ settle():  on a frame, idle, ready, join or the end of a step: provisional intervals are final; if the
+                         worker is gone, provisional time without a result is moved to `lost`
 
 Example: a worker is ready from 0 s, has work from 5 s, sends its last frame at 10 s and is given up at 18 s:
 
@@ -83,57 +83,50 @@ class _OpenAccount:
     """Time that may still turn out to be lost."""
     settled: dict[Bucket, float] = field(default_factory=dict)
     """Final seconds by bucket."""
-    activity: Activity | None = None
+    activity: Activity
     """Is told every final interval."""
 
     def uncounted(self, now_s: float) -> list[_Interval]:
         """The time from `counted_s` to `now_s`, by the current phase."""
-        start_s = self.counted_s
-        if self.replaced:
+        if self.replaced or now_s <= self.counted_s:
             return []
-        if self.phase != "ready":
-            return [_Interval(self.phase, start_s, now_s)]
-        if not self.busy:
-            return [_Interval("waiting", start_s, now_s)]
-        prefilled_s = min(now_s, start_s + self.prefill_left_s)
-        return [_Interval("prefill_again", start_s, prefilled_s), _Interval("generating", prefilled_s, now_s)]
+        bucket: Bucket = self.phase if self.phase != "ready" else "generating" if self.busy else "waiting"
+        if bucket != "generating" or not self.prefill_left_s:
+            return [_Interval(bucket, self.counted_s, now_s)]
+        prefilled_s = min(now_s, self.counted_s + self.prefill_left_s)
+        return [_Interval("prefill_again", self.counted_s, prefilled_s), _Interval(bucket, prefilled_s, now_s)]
 
     def advance(self, now_s: float) -> None:
         """Counts the time until `now_s` provisionally."""
         assert now_s >= self.counted_s, f"{now_s} s comes before {self.counted_s} s"
         for interval in self.uncounted(now_s):
-            length_s = interval.end_s - interval.start_s
             if interval.bucket == "prefill_again":
-                self.prefill_left_s = max(0.0, self.prefill_left_s - length_s)
-            if length_s > 0:
-                self.provisional.append(interval)
+                self.prefill_left_s = max(0.0, self.prefill_left_s - (interval.end_s - interval.start_s))
+            self.provisional.append(interval)
         self.counted_s = now_s
 
-    def settle(self) -> None:
-        """Makes all counted time final."""
+    def settle(self, heard_s: float | None = None) -> None:
+        """Makes all counted time final. `heard_s`: the worker is gone, and this is when its last message arrived: time
+        with work, and time after that message, is lost."""
         for bucket, start_s, end_s in self.provisional:
-            self._add(bucket, start_s, end_s)
-        self.provisional.clear()
-
-    def settle_lost(self, heard_s: float) -> None:
-        """Makes all counted time final. Time with work, and time after the last message (`heard_s`), is lost."""
-        for bucket, start_s, end_s in self.provisional:
-            no_result = bucket in ("generating", "prefill_again")
-            lost_from_s = start_s if no_result else min(max(heard_s, start_s), end_s)
+            lost_from_s = end_s
+            if heard_s is not None:
+                no_result = bucket in ("generating", "prefill_again")
+                lost_from_s = start_s if no_result else min(max(heard_s, start_s), end_s)
             self._add(bucket, start_s, lost_from_s)
-            self._add("lost", lost_from_s, end_s)
+            if lost_from_s < end_s:
+                self._add("lost", lost_from_s, end_s)
         self.provisional.clear()
 
     def _add(self, bucket: Bucket, start_s: float, end_s: float) -> None:
         if end_s > start_s:
             self.settled[bucket] = self.settled.get(bucket, 0.0) + end_s - start_s
-            if self.activity is not None:
-                self.activity.record(self.name, bucket, start_s, end_s)
+            self.activity.record(self.name, bucket, start_s, end_s)
 
     def account(self, now_s: float) -> Account:
         """The account until `now_s`, with provisional and uncounted time as if it were final."""
         seconds = dict(self.settled)
-        for bucket, start_s, end_s in (*self.provisional, *self.uncounted(max(now_s, self.counted_s))):
+        for bucket, start_s, end_s in (*self.provisional, *self.uncounted(now_s)):
             if end_s > start_s:
                 seconds[bucket] = seconds.get(bucket, 0.0) + end_s - start_s
         return priced(seconds, self.usd_per_h, self.tokens)
@@ -142,10 +135,9 @@ class _OpenAccount:
 class Accounts:
     """The first argument of every method is the current time in seconds."""
 
-    def __init__(self, billed_s: float = -math.inf, activity: Activity | None = None) -> None:
-        """`billed_s`: the time until which a previous controller, since killed, has billed every second. `activity` is
-        told every interval of every worker."""
-        self.activity = activity
+    def __init__(self, billed_s: float = -math.inf) -> None:
+        """`billed_s`: the time until which a previous controller, since killed, has billed every second."""
+        self.activity = Activity()
         self._billed_s = billed_s
         self._gone = self._closed = Totals()
         """Totals of workers that are gone; totals at the last `step()`."""
@@ -179,7 +171,7 @@ class Accounts:
             usd_per_h=usd_per_h,
             start_s=start_s,
             counted_s=start_s,
-            activity=None if trainer and name != LOCAL else self.activity,
+            activity=Activity() if trainer and name != LOCAL else self.activity,
         )
         self._newest[name] = worker
         if before is not None and abs(before.start_s - start_s) < SAME_START_S:  # reconnected before its old link ended
@@ -228,7 +220,7 @@ class Accounts:
         """The worker was assigned responses begun elsewhere, with this number of tokens to prefill again. `sources`:
         the last worker of each of them."""
         for source in sources:
-            if self.activity is not None and source != worker:
+            if source != worker:
                 self.activity.moved(source.partition("#")[0], worker.partition("#")[0], now_s)
         w = self._advance(now_s, worker)
         speed = prefill_tok_per_s or PREFILL_OVER_DECODE * (w.account(now_s).tok_per_s or 0.0)
@@ -271,14 +263,13 @@ class Accounts:
     def gone(self, now_s: float, worker: str, *, heard_s: float) -> Account:
         """The worker has left or was given up. `heard_s`: when its last message arrived. Returns its whole account."""
         w = self._advance(now_s, worker)
-        w.settle_lost(heard_s)
+        w.settle(heard_s)
         del self._here[worker]
         if self._newest.get(w.name) == worker:
             del self._newest[w.name]
         if not w.replaced:
             self._ended[w.name] = now_s
-            if w.activity is not None:
-                w.activity.gone(w.name, now_s)
+            w.activity.gone(w.name, now_s)
         if len(self._ended) > MAX_NAMES:
             del self._ended[next(iter(self._ended))]
         account = w.account(now_s)

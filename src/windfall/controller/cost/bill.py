@@ -182,13 +182,10 @@ def add(*accounts: Account) -> Account:
 
 
 def _subtract(now: Account, before: Account) -> Account:
-    def less(a: dict[Bucket, float], b: dict[Bucket, float]) -> dict[Bucket, float]:
-        # When a worker leaves, sums are added in a different order and rounded differently: tiny negatives become 0.
-        return {k: max(0.0, v - b.get(k, 0.0)) for k, v in a.items()}
-
+    # When a worker leaves, sums are added in a different order and rounded differently: tiny negatives become 0.
     return Account(
-        seconds=less(now.seconds, before.seconds),
-        usd=less(now.usd, before.usd),
+        seconds={bucket: max(0.0, s - before.seconds.get(bucket, 0.0)) for bucket, s in now.seconds.items()},
+        usd={bucket: max(0.0, usd - before.usd.get(bucket, 0.0)) for bucket, usd in now.usd.items()},
         tokens=now.tokens - before.tokens,
         unpriced_s=max(0.0, now.unpriced_s - before.unpriced_s),
     )

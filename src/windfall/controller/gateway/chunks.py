@@ -4,7 +4,6 @@
     grown(count)    chunks for the first `count` tokens, whenever there are more of them
     last()          chunks at the end of the turn
     usage(counts)   the chunk at the end of the stream, if the client wants it
-    sent            number of tokens that a client has received with the chunks so far
 
 Rules: text that may be the start of a stop string, or that ends in the middle of a character, is held back. Only new
 tokens are decoded.
@@ -15,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -66,12 +65,12 @@ class TextChunks:
         self,
         flight: CallInFlight,
         options: CallOptions,
+        decode: Callable[[Sequence[int]], str],
+        token_texts: Callable[[Sequence[int]], list[str]],
         *,
         chat: bool,
         model: str,
-        decode: Callable[[Sequence[int]], str],
-        token_texts: Callable[[Sequence[int]], list[str]],
-        index: int = 0,
+        index: int,
     ) -> None:
         """`index`: number of the choice that this call is in its answer."""
         self._flight = flight
@@ -85,9 +84,6 @@ class TextChunks:
         """Characters that may be the start of a stop string."""
         self._growing, self._held = GrowingText(decode), ""
         self._sent_text = self._sent_tokens = self._offset = 0
-        self._ends: deque[tuple[int, int]] = deque()
-        """Numbers of characters and of tokens, for text that is held back."""
-        self.sent = 0
 
     def first(self) -> list[Chunk]:
         if not self._chat:
@@ -103,13 +99,9 @@ class TextChunks:
         count = self._growing.read
         if count == before:
             return []
-        self._ends.append((self._sent_text + len(text), count))
         certain = max(0, len(text) - self._hold)
         self._held = text[certain:]
-        chunks = self._text(text[:certain], count)
-        while self._ends and self._ends[0][0] <= self._sent_text:
-            self.sent = self._ends.popleft()[1]
-        return chunks
+        return self._text(text[:certain], count)
 
     def last(self) -> list[Chunk]:
         flight, message = self._flight, self._flight.message or {}
@@ -137,11 +129,8 @@ class TextChunks:
         choice = chunk["choices"][0]
         if self._options.logprobs:
             texts = self._token_texts(tokens)
-            choice["logprobs"] = (
-                protocol.chat_logprobs(texts, logprobs)
-                if self._chat
-                else protocol.text_logprobs(texts, logprobs, self._offset)
-            )
+            build = protocol.chat_logprobs if self._chat else partial(protocol.text_logprobs, start=self._offset)
+            choice["logprobs"] = build(texts, logprobs)
             self._offset += sum(map(len, texts))
         if self._options.return_token_ids:
             choice["token_ids"] = tokens

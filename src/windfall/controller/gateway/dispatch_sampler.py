@@ -8,36 +8,104 @@
 Rules: the ids of an episode are those of its segment. A lost worker is invisible here: the dispatch continues the turn
 elsewhere. The seed of a segment is derived from the session's seed and the number of the segment, so a session is a
 function of the recipe and of what its agent sent. The journal gets the ids of every call before its turn is sampled,
-and it is flushed before the agent gets the turn. If the agent is started again, calls with the same ids get the same
-turns (segment_tokens.py).
+and it is flushed before the agent gets the turn.
+
+An agent can be started again: after its process was killed, or after the controller was. It then makes its calls once
+more, and a call with the same ids gets the turn that was sampled for these ids before:
+
+    ids of the call ──▶ a turn that begins after exactly these ids? ── yes ──▶ that turn      (stored)
+                                  │ no
+                                  ├──▶ they continue the segment's last turn ──▶ sampled      (continues)
+                                  └──▶ neither: the agent does something else this time, and the rest of the segment is
+                                       not used. The call becomes a segment of its own.
+
+Every trained token was sampled after exactly the ids that stand before it, in either case.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
-from windfall.controller.gateway.segment_tokens import (
-    UNLIMITED,
-    SegmentTokens,
-    TurnSpan,
-    finished,
-    joined,
-    restore,
-    segment_id,
-    segment_seed,
-)
+import numpy as np
+import xxhash
+
+from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
 from windfall.controller.ledger.episode import Episode
-from windfall.controller.ledger.journal_reader import History
+from windfall.controller.ledger.journal_format import History, Prompted, TokenRun, TurnCut, TurnGraded
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
-from windfall.types import Response, Sampling
+from windfall.types import Finish, Response, Sampling
 
 POLL_S = 0.02
 """Seconds between looks at the tokens of a turn that is being generated. It limits how finely an answer is streamed and
 how many tokens are generated after a stop string."""
+UNLIMITED = 1 << 30
+"""Limit of an episode until its next turn begins, which sets the real one."""
+
+
+class TurnSpan(NamedTuple):
+    """A complete turn: positions within the tokens of its segment."""
+
+    start: int
+    end: int
+    finish: Finish
+
+
+@dataclass(eq=False)
+class SegmentTokens:
+    """The tokens of one segment, and which of them its agent has received."""
+
+    number: int
+    episode: Episode
+    turns: list[TurnSpan] = field(default_factory=list)
+    """The complete turns."""
+    opened: bool = False
+    """The episode is in the ledger. One from the journal is opened when a call goes beyond its complete turns."""
+    received: list[TurnSpan] = field(default_factory=list)
+    """The turns that the agent has asked for since it was last started."""
+    restored: int = 0
+    """Number of tokens, from the first one on, that came from the journal."""
+
+    @property
+    def used(self) -> int:
+        """Number of tokens up to the end of the last turn that the agent received."""
+        return self.received[-1].end if self.received else 0
+
+    def tokens(self, turn: TurnSpan) -> tuple[list[int], list[float]]:
+        """The tokens of a turn, and their log-probs."""
+        span = slice(turn.start, turn.end)
+        return self.episode.tokens[span].tolist(), self.episode.logprobs[span].tolist()
+
+    def has(self, ids: Sequence[int], max_tokens: int) -> bool:
+        """Whether a turn after these ids is one of this segment."""
+        return self.stored(ids, max_tokens) is not None or self._continues(ids, max_tokens)
+
+    def stored(self, ids: Sequence[int], max_tokens: int) -> TurnSpan | None:
+        """The complete turn that was sampled after exactly these ids."""
+        start = len(ids) - len(self.episode.prompt)
+        turn = next((t for t in self.turns if t.start == start and t.end - t.start <= max_tokens), None)
+        return turn if turn is not None and self._begins_with(ids, start) else None
+
+    def _continues(self, ids: Sequence[int], max_tokens: int) -> bool:
+        """Whether a turn after these ids continues the last one, or is the one that was interrupted."""
+        position, have = len(ids) - len(self.episode.prompt), len(self.episode.tokens)
+        if self.episode.finish is None:  # the journal has the beginning of this turn
+            begun = have - self.episode.turn_start
+            return position == self.episode.turn_start and begun < max_tokens and self._begins_with(ids, position)
+        return position >= have and self._begins_with(ids, have)
+
+    def _begins_with(self, ids: Sequence[int], count: int) -> bool:
+        """Whether the ids are the prompt and then the first `count` tokens, possibly with more ids after them."""
+        known = (*self.episode.prompt, *self.episode.tokens[:count])
+        return count >= 0 and tuple(ids[: len(known)]) == known
+
+    def response(self, reward: float | None) -> Response:
+        """The tokens that the agent received."""
+        finish = self.received[-1].finish if self.received else "stop"
+        return self.episode.response(reward, self.used, finish, max(1, len(self.received)), agent=True)
 
 
 @dataclass(eq=False)
@@ -58,18 +126,15 @@ class _SessionTokens:
 
     @property
     def all(self) -> list[SegmentTokens]:
-        return [*self.used, *self.known]
+        return sorted([*self.used, *self.known], key=lambda segment: segment.number)
 
 
 class DispatchSampler:
+    environment = "agent"
+    """It owns its segments (dispatch.ResponseOwner)."""
+
     def __init__(
-        self,
-        dispatch: Dispatch,
-        *,
-        model: str,
-        context: int,
-        sampling: Sampling,
-        stop: frozenset[int],
+        self, dispatch: Dispatch, *, model: str, context: int, sampling: Sampling, stop: frozenset[int]
     ) -> None:
         """`sampling` is the default of `open`."""
         self.model, self.context = model, context
@@ -102,12 +167,11 @@ class DispatchSampler:
         version; None: from any version in the version window. `past`: what the journal has of its segments. Returns the
         response, and opens nothing, if the journal has all of it."""
         opened = _SessionTokens(seed, sampling or self._sampling, version, on_version_gone)
-        for id in past or ():
-            number = int(id.partition("+")[2] or 0)
-            opened.next_number = max(opened.next_number, number + 1)
+        numbers = sorted(int(id.partition("+")[2] or 0) for id in past or ())
+        for number in numbers:
+            opened.next_number = number + 1
             if (segment := restore(number, past or {}, self._episode(session, opened, number, ()))) is not None:
                 opened.known.append(segment)
-        opened.known.sort(key=lambda segment: segment.number)
         if past and (response := finished(session, past, opened.known)) is not None:
             return response
         self._sessions[session] = opened
@@ -116,7 +180,7 @@ class DispatchSampler:
     def rewind(self, session: str) -> None:
         """The agent is started again. No turn may be in progress."""
         s = self._sessions[session]
-        s.known, s.used, s.current = sorted(s.all, key=lambda segment: segment.number), [], {}
+        s.known, s.used, s.current = s.all, [], {}
         for segment in s.known:
             segment.received = []
 
@@ -126,21 +190,22 @@ class DispatchSampler:
         for segment in s.used:
             if segment.opened:
                 self._dispatch.close(segment.episode.id)
-        self._withdraw([segment for segment in s.known if segment.opened])
-        self._forget(s)
+        self._forget(s, s.known)
         return joined(session, s.used, reward)
-
-    def lengths(self, session: str) -> tuple[tuple[int, int], ...]:
-        """Number of each segment of an open session, and how many of its tokens the agent has received."""
-        segments = sorted(self._sessions[session].used, key=lambda segment: segment.number)
-        return tuple((segment.number, segment.used) for segment in segments if segment.used)
 
     def withdraw(self, session: str) -> None:
         """Close a session that the run no longer needs."""
-        s = self._sessions.pop(session, None)
-        if s is not None:
-            self._withdraw([segment for segment in s.all if segment.opened])
-            self._forget(s)
+        if (s := self._sessions.pop(session, None)) is not None:
+            self._forget(s, s.all)
+
+    def _forget(self, s: _SessionTokens, withdrawn: Sequence[SegmentTokens]) -> None:
+        self._dispatch.withdraw([segment.episode.id for segment in withdrawn if segment.opened])
+        for segment in s.all:
+            self._owners.pop(segment.episode.id, None)
+
+    def lengths(self, session: str) -> tuple[tuple[int, int], ...]:
+        """Number of each segment of an open session, and how many of its tokens the agent has received."""
+        return tuple((s.number, s.used) for s in self._sessions[session].all if s.used)
 
     def has_tokens(self, session: str) -> bool:
         """Whether anything was sampled for the session, now or before the controller was restarted."""
@@ -164,13 +229,6 @@ class DispatchSampler:
                 restored += max(0, min(turn.end, s.restored) - turn.start)
         return made, restored
 
-    def _withdraw(self, segments: list[SegmentTokens]) -> None:
-        self._dispatch.withdraw([segment.episode.id for segment in segments])
-
-    def _forget(self, s: _SessionTokens) -> None:
-        for segment in s.all:
-            self._owners.pop(segment.episode.id, None)
-
     # Turns, for the gateway.
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
@@ -183,41 +241,35 @@ class DispatchSampler:
             turn = await self._generate(session, segment, request, progress)
             segment.turns.append(turn)
         else:
-            tokens, logprobs = _span(segment.episode, turn)
-            progress(tokens, logprobs)
+            progress(*segment.tokens(turn))
         segment.received.append(turn)
         if self._dispatch.journal is not None:
             self._dispatch.journal.flush()  # what the agent does next depends on this turn
-        tokens, logprobs = _span(segment.episode, turn)
+        tokens, logprobs = segment.tokens(turn)
         return SampledTurn(tokens=tuple(tokens), logprobs=tuple(logprobs), finish=turn.finish)
 
-    def retract(self, request: TurnRequest, keep: int) -> None:
-        """Only the first `keep` tokens of this turn are part of the response."""
-        session = self._sessions.get(request.session)
-        if session is None:
-            return  # it was withdrawn
-        segment = session.current[request.segment]
-        start = len(request.prompt) - len(segment.episode.prompt)
-        segment.received = [turn for turn in segment.received if turn.start < start]
-        if keep:
-            segment.received.append(TurnSpan(start, start + keep, "stop"))
+    def retract(self, request: TurnRequest) -> None:
+        if (session := self._sessions.get(request.session)) is not None:  # otherwise it was withdrawn
+            segment = session.current[request.segment]
+            start = len(request.prompt) - len(segment.episode.prompt)
+            segment.received = [turn for turn in segment.received if turn.start < start]
 
     def _place(self, session: _SessionTokens, request: TurnRequest) -> SegmentTokens:
         """The segment that has this turn, or that it continues."""
         ids, limit = request.prompt, request.max_tokens
         segment = session.current.get(request.segment)
-        if segment is not None and (segment.stored(ids, limit) or segment.continues(ids, limit)):
+        if segment is not None and segment.has(ids, limit):
             return segment
         known = session.known if segment is None else ()  # else the agent does something else than before
-        same = [s for s in known if s.episode.prompt == ids and (s.stored(ids, limit) or s.continues(ids, limit))]
-        if same:
-            segment = same[0]
+        segment = next((s for s in known if s.episode.prompt == ids and s.has(ids, limit)), None)
+        if segment is not None:
             session.known.remove(segment)
         else:
-            number, session.next_number = session.next_number, session.next_number + 1
-            segment = SegmentTokens(number, self._episode(request.session, session, number, ids))
-            if self._dispatch.journal is not None:
-                self._dispatch.journal.write_prompt(segment.episode.id, -1, ids)
+            segment = SegmentTokens(
+                session.next_number, self._episode(request.session, session, session.next_number, ids)
+            )
+            session.next_number += 1
+            self._write_prompt(segment.episode.id, -1, ids)
         session.current[request.segment] = segment
         session.used.append(segment)
         return segment
@@ -245,7 +297,7 @@ class DispatchSampler:
         try:
             while not ended.done() and kept is None:
                 await asyncio.wait([ended], timeout=POLL_S)
-                kept = progress(*_since(episode, seen))
+                kept = progress(episode.tokens[seen:].tolist(), episode.logprobs[seen:].tolist())
                 seen = len(episode.tokens)
             if ended.done():
                 ended.result()
@@ -275,8 +327,8 @@ class DispatchSampler:
         episode.max_tokens = position + request.max_tokens
         if episode.finish is not None:
             assert episode.observe(new), f"{episode.id}: no room for a turn"
-            if new and self._dispatch.journal is not None:
-                self._dispatch.journal.write_prompt(episode.id, position - len(new), new)
+            if new:
+                self._write_prompt(episode.id, position - len(new), new)
         if segment.opened:
             self._dispatch.next_turn(episode.id)
         else:
@@ -284,40 +336,113 @@ class DispatchSampler:
             self._owners[episode.id] = session
             self._dispatch.open(episode, self)
 
+    def _write_prompt(self, id: str, position: int, ids: Sequence[int]) -> None:
+        if self._dispatch.journal is not None:
+            self._dispatch.journal.write_prompt(id, position, ids)
+
     def _cut(self, id: str, length: int) -> None:
         if self._dispatch.journal is not None:
             self._dispatch.journal.write_cut(id, length)
         self._dispatch.cut(id, length)
 
-    def _wake(self, id: str, error: WindfallError | None) -> None:
-        future = self._waiting.get(id)
-        if future is None or future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
     # What happens to a segment (dispatch.ResponseOwner).
 
-    environment = "agent"
-
     def turn_ended(self, id: str) -> None:
-        self._wake(id, None)
+        if (future := self._unfinished(id)) is not None:
+            future.set_result(None)
 
     def rejected(self, id: str, why: str) -> None:
-        self._wake(id, WindfallError(why, where=f"response {id}"))
+        if (future := self._unfinished(id)) is not None:
+            future.set_exception(WindfallError(why, where=f"response {id}"))
 
     def version_gone(self, id: str) -> None:
-        session = self._owners[id]
-        self._wake(id, WindfallError(f"no worker holds version {session.version} any more", where=f"response {id}"))
-        session.on_version_gone()
+        self.rejected(id, f"no worker holds version {self._owners[id].version} any more")
+        self._owners[id].on_version_gone()
+
+    def _unfinished(self, id: str) -> asyncio.Future[None] | None:
+        future = self._waiting.get(id)
+        return None if future is None or future.done() else future
 
 
-def _since(episode: Episode, seen: int) -> tuple[list[int], list[float]]:
-    """The tokens from position `seen` on, and their log-probs."""
-    return episode.tokens[seen:].tolist(), episode.logprobs[seen:].tolist()
+def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> Response:
+    """One response with all its segments, in order. Segments without a sampled token are left out. Its turns are those
+    of all segments, and it ended as the last segment did."""
+    parts = [r for s in sorted(segments, key=lambda s: s.number) if (r := s.response(reward)).sampled_count]
+    if not parts:
+        return Response(
+            id=id, prompt=(), tokens=(), logprobs=(), sampled=(), versions=(), finish="stop", reward=reward, agent=True
+        )
+    turns = sum(part.turns for part in parts)
+    return replace(parts[0], id=id, more=tuple(parts[1:]), turns=turns, finish=parts[-1].finish)
 
 
-def _span(episode: Episode, turn: TurnSpan) -> tuple[list[int], list[float]]:
-    return episode.tokens[turn.start : turn.end].tolist(), episode.logprobs[turn.start : turn.end].tolist()
+def restore(number: int, past: History, episode: Episode) -> SegmentTokens | None:
+    """Rebuild a segment from the journal. `episode` is empty and has no prompt yet. What comes after a damaged part is
+    not used. None: the journal does not have the prompt."""
+    segment, prompted = SegmentTokens(number, episode), False
+    for event in past.get(episode.id, ()):
+        if isinstance(event, Prompted) and event.position < 0:
+            if prompted:
+                break
+            episode.prompt, prompted = _ids(event.tokens), True
+        elif not prompted:
+            break
+        elif isinstance(event, Prompted):
+            if episode.finish is None or event.position != len(episode.tokens):
+                break
+            episode.observe(_ids(event.tokens))
+        elif isinstance(event, TokenRun):
+            new = len(episode.tokens) - event.position
+            if new < 0 or episode.finish is not None:
+                break
+            episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
+            if event.finish is not None:
+                segment.turns.append(TurnSpan(episode.turn_start, len(episode.tokens), event.finish))
+        elif isinstance(event, TurnCut):
+            if not episode.turn_start <= event.length <= len(episode.tokens):
+                break
+            _cut_turn(segment, event.length)
+    segment.restored = len(episode.tokens)
+    return segment if prompted else None
+
+
+def _cut_turn(segment: SegmentTokens, length: int) -> None:
+    episode = segment.episode
+    if segment.turns and segment.turns[-1].start == episode.turn_start:
+        segment.turns.pop()
+    episode.cut(length)
+    episode.finish = "stop"
+    if length > episode.turn_start:
+        segment.turns.append(TurnSpan(episode.turn_start, length, "stop"))
+
+
+def finished(id: str, past: History, segments: Sequence[SegmentTokens]) -> Response | None:
+    """The response if the journal has its reward and all tokens of it; otherwise None."""
+    ends = [e for e in past.get(id, ()) if isinstance(e, TurnGraded)]
+    if not ends or ends[-1].reward is None:
+        return None
+    by_number = {segment.number: segment for segment in segments}
+    for number, used in ends[-1].segments:
+        segment = by_number.get(number)
+        if segment is None or not any(turn.end == used for turn in segment.turns):
+            return None
+        segment.received = [turn for turn in segment.turns if turn.end <= used]
+    return joined(id, [by_number[number] for number, _ in ends[-1].segments], ends[-1].reward)
+
+
+def segment_id(session: str, segment: int) -> str:
+    """The id of a segment in the ledger: the first one has the id of its response.
+
+    >>> segment_id("7/0", 0), segment_id("7/0", 2)
+    ('7/0', '7/0+2')
+    """
+    return session if segment == 0 else f"{session}+{segment}"
+
+
+def segment_seed(seed: int, segment: int) -> int:
+    """The seed of a segment. The first one has the seed of its response."""
+    return seed if segment == 0 else xxhash.xxh3_64_intdigest(f"{seed}/segment {segment}".encode())
+
+
+def _ids(data: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(data, "<u4").tolist())

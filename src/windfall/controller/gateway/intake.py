@@ -4,15 +4,14 @@
                           │ 429              │ 408, 413, 415, 429  │ 400      │ 400
 
 Rules:
-- The requests and the bytes in flight are limited, for each client and for all clients together. A request counts until
-  its answer has ended, its bytes until its prompt is tokenized: what is sampled for minutes holds up no other body.
-- A body waits for room before it is read any further, and is refused if there is none in `read_s`.
-- The first SMALL_BYTES of a body need no room, so small bodies never wait for large ones, and a body of which only the
-  start was sent holds up no other.
+- The requests in flight are limited, for each client and for all clients together, until their answer has ended.
+- A large body (over SMALL_BYTES, or of unknown length) is in hand from its first byte until its prompt is tokenized: at
+  most one of each client, and MAX_LARGE of all. Another one waits for at most `read_s`. So small bodies never wait for
+  large ones, and what is sampled for minutes holds up no other body.
 - A body must arrive within `read_s`. It must not be compressed.
 - The number of JSON values in a body is limited, because nothing else runs in this process while Python parses a text,
-  whatever the thread. Counting stops at the limit, and takes time in proportion to the size of the body. Large bodies
-  are parsed in a thread, one after the other: other requests run in between.
+  whatever the thread. Commas and opening brackets are counted, also within texts: a text with more of them does not fit
+  into the context either. Large bodies are parsed in a thread, one after the other: other requests run in between.
 """
 
 from __future__ import annotations
@@ -20,17 +19,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from windfall.controller.gateway.budget import Budget
 from windfall.controller.gateway.protocol import MAX_ECHO, ApiError
 
 MIN_BODY_BYTES, MAX_BODY_BYTES = 1 << 20, 8 << 20
@@ -41,12 +37,9 @@ MIN_VALUES, VALUES_PER_TOKEN = 32_768, 2
 ID_BYTES = 6
 """Bytes of a token id in a body, with its comma. A body with a list of prompts may be full of them."""
 SMALL_BYTES = 64 << 10
-CLIENT_BYTES, ALL_BYTES = 2 * MAX_BODY_BYTES, 32 * MAX_BODY_BYTES
+MAX_LARGE = 32
 CLIENT_REQUESTS, ALL_REQUESTS = 128, 4096
 READ_S = 30.0
-
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""A string in a JSON text, or one without an end: otherwise each quote in that would be tried as another start."""
 
 
 class Body(NamedTuple):
@@ -55,8 +48,8 @@ class Body(NamedTuple):
     key: str
     """Equal for requests that are repeated."""
     fields: dict[str, Any]
-    placed: Callable[[], None]
-    """To be called when the prompt is tokenized: the bytes of the body count no longer."""
+    placed: Callable[[], Awaitable[None]]
+    """To be called when the prompt is tokenized: the body is no longer in hand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +72,8 @@ class IntakeLimits:
 @dataclass(slots=True)
 class _Client:
     requests: int = 0
-    bytes: Budget = field(default_factory=lambda: Budget(CLIENT_BYTES))
+    large: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by its large body that is in hand."""
 
 
 class Intake:
@@ -87,7 +81,8 @@ class Intake:
         self.limits = limits
         self._clients: dict[Hashable, _Client] = {}
         """Those with requests in flight."""
-        self._requests, self._bytes = 0, Budget(ALL_BYTES)
+        self._requests = 0
+        self._large = asyncio.Semaphore(MAX_LARGE)
         self._thread = ThreadPoolExecutor(1, "parsing")
 
     @asynccontextmanager
@@ -103,50 +98,48 @@ class Intake:
                 what = f"{count} requests of {whose} are in flight, which is the limit; try again later"
                 raise ApiError(429, what, code="rate_limit_exceeded")
         self._clients[client] = own
-        own.requests, self._requests = own.requests + 1, self._requests + 1
-        room = _Room((own.bytes, self._bytes), self.limits.read_s)
+        own.requests += 1
+        self._requests += 1
         try:
-            data = await self._read(request, room)
-            if len(data) <= SMALL_BYTES:
-                key, fields = self._parse(request.path, data)
-            else:
-                loop = asyncio.get_running_loop()
-                key, fields = await loop.run_in_executor(self._thread, self._parse, request.path, data)
-            del data
-            yield Body(key, fields, partial(room.shrink, 0))
+            async with AsyncExitStack() as in_hand:
+                key, fields = await self._receive(request, own, in_hand)
+                yield Body(key, fields, in_hand.aclose)
         finally:
-            room.shrink(0)
-            own.requests, self._requests = own.requests - 1, self._requests - 1
+            own.requests -= 1
+            self._requests -= 1
             if not own.requests:
                 self._clients.pop(client, None)
 
-    async def _read(self, request: web.Request, room: _Room) -> bytearray:
-        limits, declared = self.limits, request.content_length
+    async def _receive(self, request: web.Request, own: _Client, in_hand: AsyncExitStack) -> tuple[str, dict[str, Any]]:
+        declared, read_s = request.content_length, self.limits.read_s
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding != "identity":
             raise ApiError(415, f"the content encoding {encoding[:MAX_ECHO]!r} is not supported; send plain JSON")
-        if declared is not None and declared > limits.body_bytes:
-            raise self._too_large()
-        largest = limits.body_bytes if declared is None else declared
-        data, loop = bytearray(), asyncio.get_running_loop()
+        self._check_size(declared or 0)
+        large = declared is None or declared > SMALL_BYTES
         try:
-            async with asyncio.timeout(limits.read_s) as deadline:
+            async with asyncio.timeout(read_s):
+                if large:  # first its own: a client that waits for itself takes nothing from others
+                    await in_hand.enter_async_context(own.large)
+                    await in_hand.enter_async_context(self._large)
+        except TimeoutError:
+            what = f"too many large requests are in flight; waited {read_s:g} s; try again later"
+            raise ApiError(429, what, code="rate_limit_exceeded") from None
+        data = bytearray()
+        try:
+            async with asyncio.timeout(read_s):
                 async for piece in request.content.iter_any():
                     data += piece
-                    if len(data) > limits.body_bytes:
-                        raise self._too_large()
-                    if len(data) > SMALL_BYTES and not room.held:
-                        deadline.reschedule(None)
-                        await room.reserve(largest)
-                        deadline.reschedule(loop.time() + limits.read_s)
+                    self._check_size(len(data))
         except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {limits.read_s:g} s", code="timeout") from None
-        room.shrink(len(data))
-        return data
+            raise ApiError(408, f"the body did not arrive within {read_s:g} s", code="timeout") from None
+        if not large:
+            return self._parse(request.path, data)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._parse, request.path, data)
 
-    def _parse(self, path: str, data: bytes | bytearray) -> tuple[str, dict[str, Any]]:
+    def _parse(self, path: str, data: bytearray) -> tuple[str, dict[str, Any]]:
         most = self.limits.values
-        if len(data) > SMALL_BYTES and _has_more_values(data, most):
+        if data.count(b",") + data.count(b"[") + data.count(b"{") > most:
             what = f"the body has more than {most} JSON values, which is more than the context has room for"
             raise ApiError(400, what, code="context_length_exceeded")
         try:
@@ -157,56 +150,7 @@ class Intake:
             raise ApiError(400, "the body is not a JSON object")
         return f"{path} {hashlib.blake2b(data).hexdigest()}", fields
 
-    def _too_large(self) -> ApiError:
-        what = f"the body is larger than {self.limits.body_bytes} bytes, the limit of this server"
-        return ApiError(413, what, code="context_length_exceeded")
-
-
-class _Room:
-    """The bytes that one request has reserved, in all budgets alike."""
-
-    def __init__(self, budgets: tuple[Budget, ...], wait_s: float) -> None:
-        self._budgets, self._wait_s = budgets, wait_s
-        self._held: dict[Budget, int] = {}
-
-    @property
-    def held(self) -> bool:
-        return bool(self._held)
-
-    async def reserve(self, size: int) -> None:
-        """Wait for room. Raises ApiError if there is none in time."""
-        try:
-            async with asyncio.timeout(self._wait_s):
-                for budget in self._budgets:  # its own first: a client that waits for itself takes nothing from others
-                    self._held[budget] = await budget.reserve(size)
-        except TimeoutError:
-            what = f"too many bytes of requests are in flight; waited {self._wait_s:g} s; try again later"
-            raise ApiError(429, what, code="rate_limit_exceeded") from None
-
-    def shrink(self, size: int) -> None:
-        """Give back all but `size` bytes."""
-        for budget, held in self._held.items():
-            budget.settle(held - min(held, size))
-            self._held[budget] = min(held, size)
-
-
-def _has_more_values(data: bytes | bytearray, most: int) -> bool:
-    """Whether a JSON text has more than `most` values, counted as commas and opening brackets outside of strings.
-
-    >>> text = b'{"a": [1, 2], "b": "[,,"}'
-    >>> _has_more_values(text, 4), _has_more_values(text, 5)
-    (True, False)
-    """
-    if _count(data) < most:
-        return False
-    count, end = 0, 0
-    for strings, string in enumerate(_STRING.finditer(data)):
-        count += _count(data[end : string.start()])
-        if count >= most or strings > 2 * most:  # a value and its name
-            return True
-        end = string.end()
-    return count + _count(data[end:]) >= most
-
-
-def _count(data: bytes | bytearray) -> int:
-    return data.count(b",") + data.count(b"[") + data.count(b"{")
+    def _check_size(self, size: int) -> None:
+        if size > self.limits.body_bytes:
+            what = f"the body is larger than {self.limits.body_bytes} bytes, the limit of this server"
+            raise ApiError(413, what, code="context_length_exceeded")

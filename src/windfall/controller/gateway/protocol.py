@@ -4,6 +4,7 @@ Rules:
 - How tokens are sampled is the recipe's decision: temperature, top_p, penalties and seeds of a request are ignored.
 - Tools are offered with `tool_choice` "auto", and with "required" or a named tool too: the policy is never forced,
   because that would change the distribution that is trained. With "none" they are left out.
+- The types of all fields are those of the structures below; other fields are ignored.
 - What cannot be answered truthfully is refused with status 400: `n` above 1, `top_logprobs` above 0, `echo`, `suffix`.
 """
 
@@ -13,7 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from windfall.models.tool_calls import ParsedTurn
 
@@ -23,6 +27,7 @@ UNFINISHED = "\ufffd"
 """What a tokenizer decodes an incomplete character to."""
 MAX_ECHO = 100
 """Characters of a client's text that an error repeats at most."""
+T = TypeVar("T")
 
 
 class ApiError(Exception):
@@ -38,6 +43,68 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+# Requests.
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CallFields(msgspec.Struct):
+    """The fields of a call that say how it is answered."""
+
+    n: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MAX_STOP)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | int | None = None
+    return_token_ids: bool | None = None
+
+
+class ToolCallFields(msgspec.Struct):
+    function: dict[str, Any] = {}
+
+
+class MessageFields(msgspec.Struct):
+    role: str
+    content: str | list[Any] | None = None
+    tool_calls: list[ToolCallFields] | None = None
+
+
+class FunctionFields(msgspec.Struct):
+    name: str
+
+
+class ToolFields(msgspec.Struct):
+    function: FunctionFields
+
+
+class ChatFields(msgspec.Struct):
+    messages: Annotated[list[MessageFields], Meta(min_length=1)]
+    tools: list[ToolFields] | None = None
+
+
+class RewardFields(msgspec.Struct):
+    reward: float
+
+
+class PromptFields(msgspec.Struct):
+    prompt: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+
+
+def checked(body: Mapping[str, Any], kind: type[T]) -> T:
+    """The fields of a body as this structure. Raises ApiError."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as e:
+        what, _, param = str(e).partition(" - at `$.")
+        param = param.rstrip("`")
+        raise ApiError(400, f"{param}: {what}" if param else what, param=param or None) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,79 +127,35 @@ class CallOptions:
 
 def options(body: Mapping[str, Any], *, chat: bool, most: int = 1) -> CallOptions:
     """`most`: upper limit for the number of answers."""
-    n = 1 if body.get("n") is None else body["n"]
-    if type(n) is not int or not 1 <= n <= most:
-        raise ApiError(
-            400, f"n must be {f'between 1 and {most}' if most > 1 else '1: a call has one answer'}", param="n"
-        )
+    fields = checked(body, CallFields)
+    n = fields.n or 1
+    if n > most:
+        raise ApiError(400, f"n must be at most {most}", param="n")
     if chat and body.get("top_logprobs"):
         raise ApiError(400, "top_logprobs is not available; logprobs of the sampled tokens are", param="top_logprobs")
     for name, without_effect in (("echo", False), ("suffix", ""), ("best_of", n)):
         if not chat and body.get(name) not in (None, without_effect):
             raise ApiError(400, f"{name} is not supported", param=name)
-    limit = _first(body, "max_completion_tokens", "max_tokens")
+    limit = fields.max_completion_tokens or fields.max_tokens
     if limit is None and not chat and "max_tokens" not in body:
         limit = 16  # OpenAI's default; null means no limit
-    if limit is not None and (type(limit) is not int or limit < 1):
-        what = f"max_tokens is {repr(limit)[:MAX_ECHO]}; it must be a positive integer"
-        raise ApiError(400, what, param="max_tokens")
-    given = body.get("logprobs")
-    stream_options = body.get("stream_options")
-    stream_options = stream_options if isinstance(stream_options, Mapping) else {}
+    wanted = fields.stream_options or StreamOptions()
     return CallOptions(
         max_tokens=limit,
-        stop=stop_strings(body.get("stop")),
-        stream=_flag(body, "stream"),
-        include_usage=stream_options.get("include_usage") is True,
-        usage_in_chunks=stream_options.get("include_usage") is stream_options.get("continuous_usage_stats") is True,
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        stream=fields.stream is True,
+        include_usage=wanted.include_usage is True,
+        usage_in_chunks=wanted.include_usage is wanted.continuous_usage_stats is True,
         n=n,
-        logprobs=given is True if chat else given is not None and given is not False,
-        return_token_ids=_flag(body, "return_token_ids"),
+        logprobs=fields.logprobs is True or (not chat and type(fields.logprobs) is int),
+        return_token_ids=fields.return_token_ids is True,
     )
 
 
-def stop_strings(stop: Any) -> tuple[str, ...]:
-    found = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(found, list) or not all(isinstance(s, str) and s for s in found) or len(found) > MAX_STOP:
-        raise ApiError(400, f"stop must be text or a list of at most {MAX_STOP} texts", param="stop")
-    return tuple(found)
-
-
-def messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise ApiError(400, "messages must be a list with at least one message", param="messages")
-    for n, message in enumerate(given):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ApiError(400, f"messages[{n}] must be an object with a role", param=f"messages[{n}]")
-        if not isinstance(message.get("content"), str | list | None):
-            raise ApiError(400, "content must be text or a list of parts", param=f"messages[{n}].content")
-        calls = message.get("tool_calls")
-        if calls is not None and not (isinstance(calls, list) and all(map(_is_tool_call, calls))):
-            what = "tool_calls must be a list of objects, each with a function that is an object"
-            raise ApiError(400, what, param=f"messages[{n}].tool_calls")
-    return given
-
-
-def _is_tool_call(call: Any) -> bool:
-    return isinstance(call, dict) and isinstance(call.get("function", {}), dict)
-
-
-def tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    given = body.get("tools")
-    if given is None or given == [] or body.get("tool_choice") == "none":
-        return None
-    if not isinstance(given, list):
-        raise ApiError(400, "tools must be a list", param="tools")
-    for n, tool in enumerate(given):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(400, f"tools[{n}] must be a function with a name", param=f"tools[{n}]")
-    return given
-
-
-def tool_names(offered: Sequence[Mapping[str, Any]] | None) -> frozenset[str]:
-    return frozenset(tool["function"]["name"] for tool in offered or ())
+def chat(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """The messages and the tools of a chat."""
+    fields = checked(body, ChatFields)
+    return body["messages"], body["tools"] if fields.tools and body.get("tool_choice") != "none" else None
 
 
 def prompts(value: Any, most: int = 1) -> list[str | list[int]]:
@@ -144,36 +167,15 @@ def prompts(value: Any, most: int = 1) -> list[str | list[int]]:
     several = isinstance(value, list) and any(isinstance(prompt, str | list) for prompt in value)
     found = value if several else [value]
     if len(found) > most:
-        what = f"there are {len(found)} prompts, and a call has at most {most}"
-        raise ApiError(400, what, param="prompt")
-    return [prompt if isinstance(prompt, str) and prompt else prompt_ids(prompt, "prompt") for prompt in found]
-
-
-def prompt_ids(value: Any, param: str) -> list[int]:
-    if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
-        also = "text or " if param == "prompt" else ""
-        raise ApiError(400, f"{param} must be {also}a list of token ids, and not empty", param=param)
-    return value
+        raise ApiError(400, f"there are {len(found)} prompts, and a call has at most {most}", param="prompt")
+    return [p if isinstance(p, str) and p else checked({"prompt": p}, PromptFields).prompt for p in found]
 
 
 def reward(body: Mapping[str, Any], largest: float) -> float:
-    value = body.get("reward")
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise ApiError(400, "reward must be a number", param="reward")
-    if abs(value) > largest:
+    value = checked(body, RewardFields).reward
+    if not abs(value) <= largest:  # also NaN
         raise ApiError(400, f"the magnitude of reward must be at most {largest:g}", param="reward")
-    return float(value)
-
-
-def _first(body: Mapping[str, Any], *names: str) -> Any:
-    return next((body[name] for name in names if body.get(name) is not None), None)
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value not in (None, True, False):
-        raise ApiError(400, f"{name} must be true or false", param=name)
-    return value is True
+    return value
 
 
 # Answers.

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from windfall.controller.gateway import protocol
-from windfall.controller.gateway.base import TurnSampler
 from windfall.controller.gateway.chunks import EventStream, TextChunks
 from windfall.controller.gateway.intake import Body, Intake, IntakeLimits
 from windfall.controller.gateway.protocol import ApiError, CallOptions
-from windfall.controller.gateway.session import CallInFlight, GatewaySession
+from windfall.controller.gateway.session import CallInFlight, GatewaySession, TurnSampler
 from windfall.envs.failures import MAX_REWARD
 from windfall.errors import WindfallError
 from windfall.link.listener import Listener
@@ -140,15 +139,8 @@ class Gateway:
     def open(self, id: str, *, max_tokens: int, turn_tokens: int = 0) -> GatewaySession:
         """Open a session. Its agent gets `session.key`. `max_tokens`: upper limit for the sampled tokens of all turns
         together. `turn_tokens`: for those of one turn; 0: none."""
-        session = GatewaySession(
-            id,
-            self._sampler,
-            self._chat,
-            self._decode,
-            in_thread=self._in_thread,
-            max_tokens=max_tokens,
-            turn_tokens=turn_tokens,
-        )
+        limits = {"max_tokens": max_tokens, "turn_tokens": turn_tokens}
+        session = GatewaySession(id, self._sampler, self._chat, self._decode, in_thread=self._in_thread, **limits)
         self._sessions[_hash(session.key)] = session
         return session
 
@@ -213,18 +205,13 @@ class Gateway:
         return web.json_response({"reward": session.reward})
 
     async def _chat_completions(self, request: web.Request, body: Body) -> web.StreamResponse:
-        session = self._session(request)
-        options = self._options(body.fields, chat=True)
-        choices = self._start_chat(session, body.key, body.fields, options)
-        await _placed(choices, body)
-        return await self._answer(request, choices, options, chat=True)
+        session, options = self._session(request), self._options(body.fields, chat=True)
+        return await self._answer(request, body, self._start_chat(session, body.key, body.fields, options), options)
 
     async def _completions(self, request: web.Request, body: Body) -> web.StreamResponse:
-        session = self._session(request)
-        options = self._options(body.fields, chat=False)
+        session, options = self._session(request), self._options(body.fields, chat=False)
         choices = self._start_texts(session, body.key, body.fields.get("prompt"), options)
-        await _placed(choices, body)
-        return await self._answer(request, choices, options, chat=False)
+        return await self._answer(request, body, choices, options)
 
     def _options(self, body: Mapping[str, Any], *, chat: bool) -> CallOptions:
         return protocol.options(body, chat=chat)
@@ -245,22 +232,21 @@ class Gateway:
     # Answers.
 
     async def _answer(
+        self, request: web.Request, body: Body, choices: Sequence[Choice], options: CallOptions
+    ) -> web.StreamResponse:
+        """Answer with the choices of these calls, once all of them are known to be valid. Raises the error of one that
+        is not."""
+        flights = [choice.flight for choice in choices]
+        await asyncio.gather(*(flight.reached(lambda f: f.call is not None) for flight in flights))
+        await body.placed()
+        await asyncio.gather(*(flight.reached(lambda f: f.request is not None) for flight in flights))
+        chat = request.path.endswith("/chat/completions")
+        return await (self._stream if options.stream else self._send)(request, choices, options, chat=chat)
+
+    async def _send(
         self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
     ) -> web.StreamResponse:
-        if options.stream:
-            chunks = [
-                TextChunks(
-                    choice.flight,
-                    options,
-                    chat=chat,
-                    model=self._sampler.model,
-                    decode=self._decode,
-                    token_texts=self._token_texts,
-                    index=n,
-                )
-                for n, choice in enumerate(choices)
-            ]
-            return await self._stream(request, choices, chunks, options.n)
+        """Send the whole answer. Only if that works, its calls are over: otherwise the client may ask for it again."""
         await asyncio.gather(*(choice.flight.done() for choice in choices))
         kind, first = "chat.completion" if chat else "text_completion", choices[0].flight
         answer = protocol.envelope(kind, first.id, self._sampler.model)
@@ -268,7 +254,12 @@ class Gateway:
             answer["prompt_token_ids"] = list(first.prompt)
         answer["choices"] = [self._choice(n, c.flight, options, chat=chat) for n, c in enumerate(choices)]
         answer["usage"] = _usage(choices, options.n)
-        return await self._deliver(request, choices, answer)
+        response = web.json_response(answer)
+        await response.prepare(request)
+        await response.write_eof()
+        for session, flight in choices:
+            session.delivered(flight)
+        return response
 
     def _choice(self, index: int, flight: CallInFlight, options: CallOptions, *, chat: bool) -> dict[str, Any]:
         reason = protocol.finish_reason(flight.finish, flight.message)
@@ -286,28 +277,20 @@ class Gateway:
             choice["text"] = flight.text
         return choice
 
-    async def _deliver(
-        self, request: web.Request, choices: Sequence[Choice], answer: dict[str, Any]
-    ) -> web.StreamResponse:
-        """Send the answer. Only if that works, its calls are over: otherwise the client may ask for it again."""
-        response = web.json_response(answer)
-        await response.prepare(request)
-        await response.write_eof()
-        for session, flight in choices:
-            session.delivered(flight)
-        return response
-
     async def _stream(
-        self, request: web.Request, choices: Sequence[Choice], chunks: Sequence[TextChunks], n: int = 1
+        self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
     ) -> web.StreamResponse:
         """Send the choices of calls that are known to be valid in chunks, as they come."""
-        stream = EventStream(request, self.write_s)
+        stream, model = EventStream(request, self.write_s), self._sampler.model
+        chunks = [
+            TextChunks(c.flight, options, self._decode, self._token_texts, chat=chat, model=model, index=n)
+            for n, c in enumerate(choices)
+        ]
         try:
-            if len(choices) == 1:
-                await _send_choice(stream, choices[0].flight, chunks[0])
-            else:
-                await _together([_send_choice(stream, c.flight, own) for c, own in zip(choices, chunks, strict=True)])
-            await stream.send(chunks[0].usage(_usage(choices, n)))
+            await _together([_send_choice(stream, c.flight, own) for c, own in zip(choices, chunks, strict=True)])
+            for session, flight in choices:
+                session.delivered(flight)
+            await stream.send(chunks[0].usage(_usage(choices, options.n)))
         except TimeoutError:  # a client that does not read would not read an error either
             raise
         except (Exception, asyncio.CancelledError) as e:  # whatever it is, the stream must say that it failed
@@ -315,15 +298,7 @@ class Gateway:
                 raise
             await stream.send([_api_error(request, e).body])
             return await stream.end()
-        for session, flight in choices:
-            session.delivered(flight)
         return await stream.end(b"data: [DONE]\n\n")
-
-
-async def _placed(choices: Sequence[Choice], body: Body) -> None:
-    """Wait until all calls of a request are known to be valid. Raises the error of one that is not."""
-    await asyncio.gather(*(choice.flight.checked() for choice in choices))
-    body.placed()
 
 
 async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextChunks) -> None:
@@ -335,7 +310,6 @@ async def _send_choice(stream: EventStream, flight: CallInFlight, chunks: TextCh
             await stream.send(chunks.first())
         if not flight.tools:
             await stream.send(chunks.grown(count))
-            flight.sent = max(flight.sent, chunks.sent)
     await stream.send([*([] if begun else chunks.first()), *chunks.last()])
 
 

@@ -9,9 +9,9 @@ Rules:
 - A call belongs to the session, not to the connection that asked for it. A client that loses its connection and asks
   again with the same body joins the call, as long as no client has received the answer.
 - A client has received an answer once its end was written to the connection, or once a later call continues it.
-- When the session ends, its calls are canceled, and only what a client received is trained. Of a stream that was closed
-  in the middle, that is the turn up to the last token whose text was sent. An answer that was not sent has no effect on
-  the reward, and is removed.
+- When the session ends, its calls are canceled, and only answers that a client received to their end are trained. The
+  others are removed, also that of a stream that its client closed in the middle: an agent that wants to end a turn
+  early names a stop string.
 - A turn ends after the first stop string. The client gets the text before it; the ids include it.
 - Prompts are rendered and tokenized in a thread, one after the other: a long one does not hold up the event loop.
 """
@@ -22,40 +22,117 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from windfall.controller.gateway import protocol
-from windfall.controller.gateway.base import SampledTurn, TurnRequest, TurnSampler
-from windfall.controller.gateway.budget import Budget
 from windfall.controller.gateway.protocol import ApiError
 from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.errors import WindfallError
 from windfall.models.chat import Chat, PromptTooLong
 from windfall.models.history import PlacedCall, Segment, SessionHistory
 from windfall.models.tool_calls import ParsedTurn, parse
+from windfall.types import Finish
 
-MAX_CALLS = 64
-"""Largest number of calls of one session that may be in flight."""
-END_S = 1.0
-"""Seconds that the end of a session waits for turns to be cut where their streams were closed."""
-
+Progress = Callable[[Sequence[int], Sequence[float]], int | None]
+"""Called with the tokens of the turn that are new since the last call, which may be none, and their log-probs. If it
+returns a number, the turn ends after that many tokens of the turn; later tokens are discarded."""
 Decode = Callable[[Sequence[int]], str]
 InThread = Callable[[Callable[[], PlacedCall]], Awaitable[PlacedCall]]
 """Runs a function in the thread for tokenizing."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRequest:
+    """One turn that is to be sampled."""
+
+    session: str
+    segment: int
+    """Number of the segment within its session."""
+    prompt: tuple[int, ...]
+    """All ids before the turn."""
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledTurn:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+
+
+class TurnSampler(Protocol):
+    """What the gateway needs from the rest of windfall. It never sees text or messages."""
+
+    model: str
+    """Name of the model in the API."""
+    context: int
+    """Largest number of tokens of prompt and turn together."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids of the model."""
+        ...
+
+    async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
+        """Sample a turn. Raises WindfallError if that is not possible. Canceling it withdraws the turn."""
+        ...
+
+    def retract(self, request: TurnRequest) -> None:
+        """The session has ended, and no client has received the answer to this request, the last one of its segment."""
+        ...
+
+
+class TokenBudget:
+    """The tokens that a session may still sample, divided among its calls.
+
+    A call reserves as much as it may use, and gives back what it did not use. If too little is left while other calls
+    hold reservations, it waits, first come, first served: a call is never cut short or refused because of tokens that
+    another call gives back later. So calls that name a limit (`max_tokens`, `rollout.turn_tokens`) run at the same time
+    as long as their limits fit together; calls without one run one after the other.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._left = tokens
+        """Tokens that are neither used nor reserved."""
+        self._reserved = 0
+        self._turn = asyncio.Lock()
+        """Held by the first call that waits."""
+        self._given_back = asyncio.Event()
+
+    async def reserve(self, wanted: int) -> int:
+        """Reserve `wanted`, or less if the budget has no more. 0: nothing is left."""
+        async with self._turn:
+            while self._left < wanted and self._reserved:
+                self._given_back.clear()
+                await self._given_back.wait()
+            granted = min(wanted, self._left)
+            self._left -= granted
+            self._reserved += granted
+            return granted
+
+    def settle(self, reserved: int, used: int) -> None:
+        """End a reservation of which `used` is gone for good."""
+        self._left += reserved - used
+        self._reserved -= reserved
+        self._given_back.set()
+
+
 class CallInFlight:
     """A call that is being sampled, or whose answer no client has received yet."""
 
-    def __init__(self, tools: frozenset[str], options: protocol.CallOptions, decode: Decode) -> None:
+    work: asyncio.Task[None]
+    """Makes the answer."""
+
+    def __init__(self, tools: frozenset[str], options: protocol.CallOptions, decode: Decode, name: str) -> None:
+        """`name`: the id in answers, if it is not made from the place in the history."""
         self.tools = tools
         self.stop = options.stop
         self.stops = StopStrings(options.stop, decode)
         self.one_tool_call = options.one_tool_call
-        self._call: PlacedCall | None = None
-        self.name = ""
-        """The id in answers, if it is not made from the place in the history."""
+        self.call: PlacedCall | None = None
+        """Its place in the history, once it has one."""
+        self._name = name
         self.prompt: tuple[int, ...] = ()
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -63,77 +140,53 @@ class CallInFlight:
         self.text = ""
         """The text for the client, without a stop string."""
         self.message: dict[str, Any] | None = None
-        self.sent = 0
-        """Number of tokens that a client has received for certain."""
         self.delivered = False
         """A client has received the whole answer."""
-        self.end_at: int | None = None
-        """End the turn after this number of tokens."""
         self.request: TurnRequest | None = None
-        self.valid = asyncio.Event()
-        """The call was not refused: it is sampled, or waits for that."""
-        self.changed = asyncio.Event()
-        self.work: asyncio.Task[None] | None = None
-
-    @property
-    def placed(self) -> bool:
-        return self._call is not None
-
-    @property
-    def call(self) -> PlacedCall:
-        """Its place in the history."""
-        assert self._call is not None, "the call has no place yet"
-        return self._call
-
-    @call.setter
-    def call(self, call: PlacedCall) -> None:
-        self._call, self.prompt = call, call.prompt
+        """What is sampled. None: the call may still be refused."""
+        self._changed = asyncio.Event()
 
     @property
     def id(self) -> str:
         """The id in answers."""
-        return self.name or f"call-{self.call.segment.index}-{len(self.prompt)}"
+        assert self.call is not None
+        return self._name or f"call-{self.call.segment.index}-{len(self.prompt)}"
+
+    def notify(self) -> None:
+        """Wake all that wait for a change."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def done(self) -> None:
         """Wait for the end of the call. Raises the error with which it ended."""
-        assert self.work is not None
         await asyncio.shield(self.work)
 
-    async def checked(self) -> None:
-        """Wait until the call is known to be valid. Raises the error with which it was refused."""
-        assert self.work is not None
-        waiting = asyncio.ensure_future(self.valid.wait())
-        try:
-            await asyncio.wait([waiting, self.work], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-        if not self.valid.is_set():
+    async def reached(self, condition: Callable[[CallInFlight], bool]) -> None:
+        """Wait until the condition holds. Raises the error with which the call ended before."""
+        while not condition(self) and not self.work.done():
+            await self._changed.wait()
+        if not condition(self):
             await self.done()
 
     async def progress(self) -> AsyncIterator[int]:
         """The number of tokens so far, whenever it has grown. Raises the error with which the call ends."""
-        assert self.work is not None
         seen = 0
         while not self.work.done():
-            changed = self.changed
             if len(self.tokens) > seen:
                 seen = len(self.tokens)
                 yield seen
             else:
-                waiting = asyncio.ensure_future(changed.wait())
-                await asyncio.wait([waiting, self.work], return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
+                await self._changed.wait()
         await self.done()
 
     def grow(self, tokens: Sequence[int], logprobs: Sequence[float]) -> int | None:
-        """Add new tokens (base.Progress)."""
+        """Add new tokens (Progress)."""
         if not tokens:
-            return self.end_at
+            return None
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
-        return self.end_at if self.end_at is not None else self.stops.end("", self.tokens, 0)
+        self.notify()
+        return self.stops.end("", self.tokens, 0)
 
 
 class GatewaySession:
@@ -156,7 +209,8 @@ class GatewaySession:
         self._sampler = sampler
         self._decode = decode
         self._in_thread = in_thread
-        self._budget, self._turn_tokens = Budget(max_tokens), turn_tokens
+        self._budget = TokenBudget(max_tokens)
+        self._turn_tokens = turn_tokens
         self.reward: float | None = None
         self.ended, self.why_ended = False, ""
         self.ran_out = False
@@ -190,8 +244,8 @@ class GatewaySession:
         """`key`: equal for requests that are repeated. Join such a request that is in flight, or start a call."""
         if self.chat is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-        messages, tools = protocol.messages(body), protocol.tools(body)
-        names = protocol.tool_names(tools)
+        messages, tools = protocol.chat(body)
+        names = frozenset(tool["function"]["name"] for tool in tools or ())
         return self._join_or_start(key, options, names, lambda: self.history.place(messages, tools))
 
     def ids_call(self, key: str, options: protocol.CallOptions, ids: Callable[[], Sequence[int]]) -> CallInFlight:
@@ -205,12 +259,10 @@ class GatewaySession:
             raise ApiError(401, f"this session has ended: {self.why_ended}", code="invalid_api_key")
         if key in self._in_flight:
             return self._in_flight[key]
-        if sum(c.work is not None and not c.work.done() for c in self._in_flight.values()) >= MAX_CALLS:
-            raise ApiError(429, f"{MAX_CALLS} calls of this session are in flight", code="rate_limit_exceeded")
-        flight = CallInFlight(tools, options, self._decode)
-        flight.name = self.answer_id
+        flight = CallInFlight(tools, options, self._decode, self.answer_id)
         flight.work = asyncio.create_task(self._run(flight, key, options.max_tokens, place))
         flight.work.add_done_callback(lambda work: work.cancelled() or work.exception())  # its client may be gone
+        flight.work.add_done_callback(lambda work: flight.notify())
         self._in_flight[key] = flight
         return flight
 
@@ -220,10 +272,10 @@ class GatewaySession:
         self._count_waiting(1)
         answered = False
         try:
-            await self._place(flight, place)
+            call = await self._place(flight, place)
             limit = await self._reserve(flight, max_tokens)
             try:
-                self._answer(flight, await self._sample(flight, limit))
+                self._answer(flight, call, await self._sample(flight, call, limit))
                 answered = True
             finally:
                 self._budget.settle(limit, len(flight.tokens) if answered else 0)
@@ -232,11 +284,11 @@ class GatewaySession:
         finally:
             self._count_waiting(-1)
             if not answered:
-                if flight.placed:
+                if flight.call is not None:
                     self.history.abandon(flight.call, begun=flight.request is not None)
                 self._in_flight.pop(key, None)
 
-    async def _place(self, flight: CallInFlight, place: Callable[[], PlacedCall]) -> None:
+    async def _place(self, flight: CallInFlight, place: Callable[[], PlacedCall]) -> PlacedCall:
         """Give the call its place in the history."""
         try:
             async with self._placing:
@@ -246,8 +298,10 @@ class GatewaySession:
             raise ApiError(400, e.what, code="context_length_exceeded", param="messages") from e
         except WindfallError as e:
             raise ApiError(400, f"{e.what}. {e.fix}", param="tools" if e.where == "tools" else "messages") from e
+        flight.prompt = call.prompt
+        flight.notify()
         for other in list(self._in_flight.values()):
-            if other is not flight and other.placed and other.call.segment is call.segment:
+            if other is not flight and other.call is not None and other.call.segment is call.segment:
                 self.delivered(other)  # this call has its answer in its prompt
         if not flight.prompt:
             raise ApiError(400, "the prompt is empty", param="prompt")
@@ -255,6 +309,7 @@ class GatewaySession:
         if not 0 <= min(new) <= max(new) < self._sampler.vocabulary:
             what = f"token ids must be at least 0 and below {self._sampler.vocabulary}, the size of the vocabulary"
             raise ApiError(400, what, param="prompt")
+        return call
 
     async def _reserve(self, flight: CallInFlight, max_tokens: int | None) -> int:
         """The upper limit for the tokens of the turn, reserved in the budget."""
@@ -270,17 +325,11 @@ class GatewaySession:
         self.calls += 1
         return granted
 
-    async def _sample(self, flight: CallInFlight, limit: int) -> SampledTurn:
-        call = flight.call
+    async def _sample(self, flight: CallInFlight, call: PlacedCall, limit: int) -> SampledTurn:
         flight.request = TurnRequest(
-            session=self.id,
-            segment=call.segment.index,
-            turn=_turns(call.segment),
-            prompt=flight.prompt,
-            new=call.new or call.segment.prompt,
-            max_tokens=limit,
+            session=self.id, segment=call.segment.index, prompt=flight.prompt, max_tokens=limit
         )
-        flight.valid.set()
+        flight.notify()
         return await self._sampler.sample(flight.request, flight.grow)
 
     def _count_waiting(self, change: int) -> None:
@@ -293,12 +342,11 @@ class GatewaySession:
         """Seconds in which the agent waited for the policy."""
         return self._waited_s + (now_s - self._waiting_since_s if self._waiting else 0.0)
 
-    def _answer(self, flight: CallInFlight, turn: SampledTurn) -> None:
+    def _answer(self, flight: CallInFlight, call: PlacedCall, turn: SampledTurn) -> None:
         flight.tokens, flight.logprobs, flight.finish = list(turn.tokens), list(turn.logprobs), turn.finish
         text = self._decode(turn.tokens)
         found = min((at for s in flight.stop if (at := text.find(s)) >= 0), default=None)
         flight.text = text if found is None else text[:found]
-        call = flight.call
         if call.messages:
             parsed = parse(flight.text, flight.tools)
             if flight.one_tool_call:
@@ -320,31 +368,12 @@ class GatewaySession:
         """End the session and return its segments that have sampled tokens."""
         self.ended = True
         flights, self._in_flight = list(self._in_flight.values()), {}
-        await self._end_calls(flights)
         for flight in flights:
-            keep = min(flight.sent, len(flight.tokens))
-            if flight.finish and not flight.delivered and keep < len(flight.tokens):
-                self.history.cut_turn(flight.call, len(flight.tokens), keep)
-                assert flight.request is not None
-                self._sampler.retract(flight.request, keep)
-        return [s for s in self.history.segments if any(s.sampled)]
-
-    async def _end_calls(self, flights: Sequence[CallInFlight]) -> None:
-        """Cancel calls. A turn of which a client has received a part ends there."""
-        partly: list[asyncio.Task[None]] = []
-        for flight in flights:
-            assert flight.work is not None
-            if flight.sent and not flight.work.done():
-                flight.end_at = flight.sent
-                partly.append(flight.work)
-        if partly:
-            await asyncio.wait(partly, timeout=END_S)
-        for flight in flights:
-            assert flight.work is not None
             flight.work.cancel()
-        await asyncio.gather(*(f.work for f in flights if f.work is not None), return_exceptions=True)
-
-
-def _turns(segment: Segment) -> int:
-    """Number of sampled turns: stretches of sampled tokens."""
-    return sum(s and not before for before, s in zip([False, *segment.sampled], segment.sampled, strict=False))
+        await asyncio.gather(*(flight.work for flight in flights), return_exceptions=True)
+        for flight in flights:
+            if flight.finish and not flight.delivered:
+                assert flight.call is not None and flight.request is not None
+                self.history.remove_turn(flight.call, len(flight.tokens))
+                self._sampler.retract(flight.request)
+        return [s for s in self.history.segments if any(s.sampled)]

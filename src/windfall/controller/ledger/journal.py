@@ -27,20 +27,8 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
-from windfall.controller.ledger.journal_format import (
-    Accepted,
-    Assigned,
-    Prompted,
-    Started,
-    Trained,
-    TurnCut,
-    TurnGraded,
-    encode_record,
-    file_path,
-    list_files,
-    oldest_file,
-)
-from windfall.controller.ledger.journal_reader import History, JournalContents, read_journal
+from windfall.controller.ledger import journal_format as records
+from windfall.controller.ledger.journal_format import History, JournalContents, file_path, list_files
 from windfall.errors import WindfallError, unwritable
 from windfall.link.messages import Tokens
 
@@ -62,7 +50,7 @@ class Journal:
     def read(self, step: int) -> JournalContents:
         """Read what can be used after the checkpoint of `step`. A long journal takes seconds; a thread may read it
         while the journal is closed."""
-        return read_journal(self.folder, self._settings, step, staleness=self._staleness)
+        return records.read_journal(self.folder, self._settings, step, staleness=self._staleness)
 
     def open(self, step: int, contents: JournalContents | None = None) -> History:
         """Continue after the checkpoint of `step` and return the history of later steps. Unusable parts are removed."""
@@ -70,7 +58,7 @@ class Journal:
         contents = contents or self.read(step)
         kept = dict(contents.files)
         with self._writing(self.folder):
-            for file_step in list_files(self.folder)[0]:
+            for file_step in list_files(self.folder):
                 if file_step not in kept:
                     file_path(self.folder, file_step).unlink()
         # Always append to the newest file, even if a trainer returned with an earlier step than that of the file.
@@ -86,16 +74,16 @@ class Journal:
             if running:
                 self.write_assigned(running)
         with self._writing(self.folder):
-            for file_step, next_step in pairwise(list_files(self.folder)[0]):
-                if next_step <= oldest_file(step, self._staleness):
+            for file_step, next_step in pairwise(list_files(self.folder)):
+                if next_step <= records.oldest_file(step, self._staleness):
                     file_path(self.folder, file_step).unlink()
 
     def write_assigned(self, handles: dict[int, str]) -> None:
-        self._write(Assigned(handles=handles))
+        self._write(records.Assigned(handles=handles))
 
     def write_tokens(self, frame: Tokens, rows: list[int] | None = None) -> None:
         """Write an accepted frame; `rows`: only these rows of it were accepted."""
-        self._write(Accepted(frame=frame if rows is None else _select_rows(frame, rows)))
+        self._write(records.Accepted(frame=frame if rows is None else _select_rows(frame, rows)))
 
     def write_grade(
         self,
@@ -105,17 +93,17 @@ class Journal:
         error: str,
         segments: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        self._write(TurnGraded(id=id, reward=reward, observation=observation, error=error, segments=segments))
+        self._write(records.TurnGraded(id=id, reward=reward, observation=observation, error=error, segments=segments))
 
     def write_prompt(self, id: str, position: int, tokens: Iterable[int]) -> None:
         """Write the ids before a turn of a segment; `position` -1: they are its prompt."""
-        self._write(Prompted(id=id, position=position, tokens=np.fromiter(tokens, "<u4").tobytes()))
+        self._write(records.Prompted(id=id, position=position, tokens=np.fromiter(tokens, "<u4").tobytes()))
 
     def write_cut(self, id: str, length: int) -> None:
-        self._write(TurnCut(id=id, length=length))
+        self._write(records.TurnCut(id=id, length=length))
 
     def write_trained(self, step: int, tasks: tuple[int, ...]) -> None:
-        self._write(Trained(step=step, tasks=tasks))
+        self._write(records.Trained(step=step, tasks=tasks))
 
     def flush(self) -> None:
         """Hand everything to the operating system. Call this before anything that depends on what was written."""
@@ -163,7 +151,7 @@ class Journal:
             os.truncate(path, valid_bytes)
             self._file.seek(0, os.SEEK_END)
         # Handles start from 1 again in every controller process, so each process begins with a record of its own.
-        self._write(Started(settings=self._settings))
+        self._write(records.Started(settings=self._settings))
         self.flush()  # from now on an empty file means that its contents were lost
 
     def _write(self, record: msgspec.Struct) -> None:
@@ -172,7 +160,7 @@ class Journal:
         if self._error is not None:
             raise self._error
         try:  # not _writing(): this is called for every frame
-            self._file.write(encode_record(payload))
+            self._file.write(records.encode_record(payload))
         except OSError as e:
             raise self._fail(self._path, e) from e
 

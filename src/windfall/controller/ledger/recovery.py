@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 from itertools import count
 from typing import Any
 
-from windfall.controller.ledger.journal_format import FILE_NAME
-from windfall.controller.ledger.journal_reader import UNKNOWN, Damage, JournalContents, count_tokens
+from windfall.controller.ledger.journal_format import Damage, JournalContents, count_tokens
 from windfall.events.log import Event, EventLog
 
 DAMAGED = "checkpoint_damaged"
@@ -22,72 +21,57 @@ DAMAGED = "checkpoint_damaged"
 
 class Recovery:
     def __init__(self, events: EventLog, *, checkpoints: int = 1) -> None:
-        """Observes new events of the log. For events that are already in the log, call `observe` with each.
-
-        `checkpoints`: how many checkpoints a run keeps, which is how far it may have to fall back.
-        """
+        """`checkpoints`: how many checkpoints a run keeps, which is how far it may have to fall back. Call `observe`
+        with every event of the log."""
         self._events = events
         self._saved: deque[int] = deque(maxlen=checkpoints + 1)
         """Steps of the last checkpoints. Steps before the oldest are forgotten: a long log must not fill memory."""
         self._reported: set[str] = set()
         """Facts about checkpoints that are in the log: each is logged once, no matter how many trainers report it."""
-        self._lengths: dict[int, list[list[int]]] = {}
-        """By step since the last checkpoint: for every task that it used, the number of tokens of each response."""
-        self._tasks: dict[int, list[int]] = {}
-        """These tasks, if they are not simply the next ones (asynchronous training)."""
+        self._lengths: dict[int, tuple[list[int] | None, list[list[int]]]] = {}
+        """By step since the last checkpoint: the tasks that it used (None: the next ones), and for each task the number
+        of tokens of each response."""
         self._file = ""
         """The journal file that the log named last."""
-        events.attach(self.observe)
 
     def report_checkpoints(self, step: int, facts: Mapping[str, Any]) -> None:
         """Log what a trainer at `step` reports about the checkpoints it found."""
         if DAMAGED in facts and facts[DAMAGED] not in self._reported:
             self._events.instant(DAMAGED, step=step, pid=facts["pid"], what=facts[DAMAGED])
 
-    def report_journal(
-        self, contents: JournalContents, *, step: int, next_task: int, open_tasks: Collection[int] = ()
-    ) -> None:
-        """Log the lost parts of the journal, and files in its folder that do not belong to it."""
-        lost = self.lost(contents, step=step, next_task=next_task, open_tasks=open_tasks)
+    def report_journal(self, contents: JournalContents, *, step: int, next_task: int) -> None:
+        """Log the lost parts of the journal."""
+        lost = self.lost(contents, step=step, next_task=next_task)
         if lost is not None:
             self._events.instant("journal_lost", step=step, **lost)
-        if contents.strays:
-            self._events.instant("journal_strays", files=list(contents.strays))
 
     def observe(self, event: Event) -> None:
-        """Learn from an event of the log. Fields that do not look as windfall writes them are ignored."""
+        """Learn from an event of the log."""
         match event["kind"], event["name"]:
             case "scalar", "step":
-                lengths = event.get("lengths") or []
-                if _are_lengths(lengths):
-                    self._lengths[event.get("step", 0)] = lengths
-                    tasks: Any = event.get("tasks")
-                    self._tasks[event.get("step", 0)] = tasks if _are_lengths([tasks]) else []
-                    self._tasks = {s: tasks for s, tasks in self._tasks.items() if s in self._lengths}
+                self._lengths[event["step"]] = (event.get("tasks"), event.get("lengths") or [])
             case "span", "checkpoint":
                 self._saved.append(event.get("step", 0))
                 if len(self._saved) == self._saved.maxlen:
-                    self._lengths = {s: rows for s, rows in self._lengths.items() if s > min(self._saved)}
+                    self._forget(min(self._saved))
             case "instant", "journal":
-                file = event.get("file")
-                if isinstance(file, str) and FILE_NAME.fullmatch(file):
-                    self._file = file
+                self._file = event["file"]
             case "instant", "checkpoint_damaged":
                 self._reported.add(str(event.get("what", "")))
 
     def saved(self, step: int) -> bool:
         """The checkpoint of `step` is on disk. Returns whether the journal may be rotated: after a fallback, only once
         all its steps have been trained again."""
-        self._lengths = {s: rows for s, rows in self._lengths.items() if s > step}
+        self._forget(step)
         return not self._lengths
 
-    def lost(
-        self, contents: JournalContents, *, step: int, next_task: int, open_tasks: Collection[int] = ()
-    ) -> dict[str, Any] | None:
-        """What must be generated again because the journal lost it, as fields of an event; None if nothing.
+    def _forget(self, step: int) -> None:
+        """Forget the steps up to this one."""
+        self._lengths = {s: rows for s, rows in self._lengths.items() if s > step}
 
-        The run continues after `step`; tasks before `next_task` are trained, except `open_tasks`.
-        """
+    def lost(self, contents: JournalContents, *, step: int, next_task: int) -> dict[str, Any] | None:
+        """What must be generated again because the journal lost it, as fields of an event; None if nothing. The run
+        continues after `step`, and its next task in order is `next_task`."""
         missing, damage = self._missing_tokens(contents, step, next_task), contents.damage
         if damage is None and self._file and (not contents.files or _step_of(self._file) > contents.files[-1][0]):
             damage = Damage(file=self._file, why="it is gone")
@@ -95,48 +79,35 @@ class Recovery:
             damage = Damage(file=self._file, why="it ends too early")
         if damage is None:
             return None
-        # A response that lost only its grade is not generated again.
-        tokens = {
-            id: n
-            for id, n in damage.merged_tokens(missing).items()
-            if n and (id == UNKNOWN or needed(id, next_task, open_tasks))
-        }
         return {
             "file": damage.file,
             "why": damage.why,
             "bytes": damage.bytes,
-            "responses": len(tokens.keys() - {UNKNOWN}),
-            "tokens": sum(tokens.values()),
+            "responses": len(missing),
+            "tokens": sum(missing.values()),
         }
 
     def _missing_tokens(self, contents: JournalContents, step: int, next_task: int) -> dict[str, int]:
         """By response of a completed step: number of its tokens that are not in the journal."""
-        have, missing, task = Counter[str](), dict[str, int](), next_task
+        have, missing = Counter[str](), dict[str, int]()
         for id, tokens in count_tokens(contents.history).items():
             have[id.partition("+")[0]] += tokens  # an agent's response may have several segments
         for later in count(step + 1):
-            rows = self._lengths.get(later)
-            if rows is None:
+            if later not in self._lengths:
                 return missing
-            for index, row in zip(self._tasks.get(later) or count(task), rows, strict=False):
+            tasks, rows = self._lengths[later]
+            for index, row in zip(count(next_task) if tasks is None else tasks, rows, strict=False):
                 for sibling, tokens in enumerate(row):
                     id = f"{index}/{sibling}"
                     if have[id] < tokens:
                         missing[id] = tokens - have[id]
-            task += len(rows)
+            next_task += len(rows)
         return missing
 
 
 def needed(id: str, next_task: int, open_tasks: Collection[int] = ()) -> bool:
     """Whether a response may still be needed: not if its step is trained. Ids of evaluation responses have a scope."""
     return ":" in id or (task := int(id.partition("/")[0])) >= next_task or task in open_tasks
-
-
-def _are_lengths(value: Any) -> bool:
-    """Whether the value is a list of rows of token counts."""
-    return isinstance(value, list) and all(
-        isinstance(row, list) and all(type(tokens) is int for tokens in row) for row in value
-    )
 
 
 def _step_of(file: str) -> int:

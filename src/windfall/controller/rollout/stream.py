@@ -30,8 +30,7 @@ from typing import Any, Protocol
 import xxhash
 
 from windfall.controller.ledger.episode import Episode
-from windfall.controller.ledger.journal_format import TurnGraded
-from windfall.controller.ledger.journal_reader import History, TokenRun
+from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.env_failures import OUT_OF_TOKENS, EnvFailures
 from windfall.controller.rollout.grading import Grader, Grading
@@ -185,7 +184,7 @@ class Rollout:
 
 
 class Sessions(Protocol):
-    """Responses that a session makes and not one episode. controller.gateway.agent_runs.AgentRuns implements it."""
+    """Responses that a session makes and not one episode. controller.gateway.agents.AgentRuns implements it."""
 
     def stream(self, rollout: Rollout, **options: Any) -> Stream: ...
 

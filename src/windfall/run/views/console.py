@@ -35,7 +35,6 @@ LINES = {
     "env_server_lost": "[yellow]environment server lost[/] {address}: {why}; {calls} calls go to other servers",
     "env_server_joined": "environment server {address} connected, {slots} calls at once",
     "env_output": "environment {env} prints; its output is in {log}",
-    "no_calls": "[yellow]nothing was sampled[/] in step {step}: {agents} agents ended without a call",
     "update_skipped": "[yellow]update skipped[/] in step {step}: {why}",
     "worker_joined": "[green]+[/] {worker} joined ({lease}, {device})",
     "worker_lost": "[red]-[/] {worker} lost: {why}; {moved} responses with {kept_tokens:,} tokens moved to others",
@@ -51,7 +50,6 @@ LINES = {
     "refused": "[yellow]refused[/] {peer}: {why}",
     "checkpoint_damaged": "[red]checkpoint damaged[/]: {what}; continuing from step {step}; later steps are repeated",
     "journal_lost": "[yellow]journal lost[/]: {file}: {why} ({bytes:,} bytes); what was in them is generated again",
-    "journal_strays": "[yellow]not a journal file, skipped[/]: {files}",
     "log_gap": "[yellow]steps {first} to {last} are missing in events.jsonl[/]; the run continues without them",
 }
 """What is shown for an event, by its name, from its fields. Other events are not shown."""

@@ -94,7 +94,8 @@ def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
     return (
         f"{s['run']}: step {s['step']}/{s['steps']}, version {s['version']}, {status}\n{resume}"
         f"workers: {present} in the fleet, {s['lost']} lost; responses: {s['open']} open, {s['queued']} queued, "
-        f"{c['moved']} moved; tokens: {s['generated']:,} generated in complete steps, {c['repeated'] + c['late']} twice"
+        f"{c['moved']} moved; tokens: {c['accepted']:,} accepted since the controller started, "
+        f"{c['repeated'] + c['late']} twice"
     )
 
 

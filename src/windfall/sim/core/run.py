@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.ledger.journal_reader import JournalContents
+from windfall.controller.ledger.journal_format import JournalContents
 from windfall.controller.process import settings_digest
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Stopped

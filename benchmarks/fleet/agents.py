@@ -268,8 +268,6 @@ class Sessions:
 
     environment = "benchmark"
 
-    def version_gone(self, id: str) -> None: ...
-
     def rejected(self, id: str, why: str) -> None:
         self.refused = f"{id}: {why}"
         self.over.set()

@@ -200,7 +200,6 @@ async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: f
             finished.add(id)
 
         def rejected(self, id: str, why: str) -> None: ...
-        def version_gone(self, id: str) -> None: ...
 
     listener = Owner()
     for g in range(groups):

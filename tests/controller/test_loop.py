@@ -179,7 +179,7 @@ class World:
 
         async def play() -> CheckpointState:
             generation = Generation(recipe, algorithm, it, it, self.micro_tokens)
-            evaluation = Evaluation(recipe, it, events, self.held_out, on_change=generation.changed.set)
+            evaluation = Evaluation(recipe, it, events, self.held_out)
             return await Loop(recipe, algorithm, it, generation, evaluation, it, events).run()
 
         reached = asyncio.run(play())

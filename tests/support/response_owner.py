@@ -10,5 +10,4 @@ from dataclasses import dataclass
 class FunctionOwner:
     turn_ended: Callable[[str], None]
     rejected: Callable[[str, str], None]
-    version_gone: Callable[[str], None] = lambda id: None
     environment: str = ""

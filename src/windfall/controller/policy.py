@@ -97,9 +97,6 @@ class FleetPolicy(RemoteTrainer):
     def rejected(self, id: str, why: str) -> None:
         self._wake(id, WindfallError(why, where=f"response {id}"))
 
-    def version_gone(self, id: str) -> None:
-        self._wake(id, WindfallError("no worker holds its version any more", where=f"response {id}"))
-
     def fail(self, error: BaseException | None) -> None:
         """The only worker has failed: end all calls of `sample` with its error."""
         for id in list(self._waiting):

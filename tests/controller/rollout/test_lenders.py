@@ -166,35 +166,6 @@ def test_lender_that_claims_far_too_much_gets_what_its_engine_takes(tmp_path: Pa
     play(tmp_path, part)
 
 
-def test_evaluation_does_not_wait_for_a_lender_that_is_given_back(tmp_path: Path) -> None:
-    async def part(world: World) -> None:
-        await world.join("l")
-        await world.load("l")
-        await world.report("l", SLOTS)
-        assert world.dispatch.keep_version(2)
-        world.publish(2)
-        world.open("1/0", "1/1", version=1)
-        await settle()
-        assert (world.work("l"), world.loads("l")) == (2, [1]), "no other worker has the version"
-        world.dispatch.release_version(1)
-
-    play(tmp_path, part, staleness=1)
-
-
-def test_own_workers_keep_the_version_of_an_evaluation_before_lenders_do(tmp_path: Path) -> None:
-    async def part(world: World) -> None:
-        await world.join("l")
-        await world.own("own")
-        await world.load("l", "own")
-        await world.report("l", SLOTS)
-        assert world.dispatch.keep_version(2)
-        world.publish(2)
-        await settle()
-        assert [world.dispatch.fixed.keeps(name) for name in ("l", "own")] == [False, True]
-
-    play(tmp_path, part, staleness=1)
-
-
 def test_response_that_fits_only_on_a_lender_gets_it(tmp_path: Path) -> None:
     async def part(world: World) -> None:
         await world.own("own")

@@ -99,8 +99,8 @@ def response_of_lost_worker_loses_its_last_token(patch: Patch) -> None:
 def work_goes_to_workers_that_still_pull(patch: Patch) -> None:
     real = Loading.request
 
-    def request(self: Loading, member: Any, instead: Any = None) -> None:
-        real(self, member, instead)
+    def request(self: Loading, member: Any) -> None:
+        real(self, member)
         member.version, member.digest = member.requested
 
     def routable(self: Members, window: VersionWindow) -> list[Any]:

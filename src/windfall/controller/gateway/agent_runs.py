@@ -94,8 +94,8 @@ class AgentRuns:
         """Number of agents that were started, and of those that failed."""
 
     def slots(self, version: int | None) -> asyncio.Semaphore:
-        """Places for agents. An evaluation alongside training has its own: agents of the training may wait for a worker
-        that keeps the evaluated version, and the evaluation must not wait for them."""
+        """Places for agents. An evaluation of asynchronous training has its own: it must not wait for the agents of
+        later steps."""
         slots = self._slots.get(version)
         if slots is None:
             slots = self._slots[version] = asyncio.Semaphore(self.limits.concurrency)
@@ -142,7 +142,6 @@ class AgentStream(Stream):
             sampling=self._sampling,
             version=self._version,
             past=self._past(id),
-            on_version_gone=partial(self.version_gone, id),
         )
         if response is not None:  # the journal has all of it
             self._live[id] = (None, group)

@@ -15,7 +15,6 @@ turns (segment_tokens.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from windfall.controller.gateway.base import Progress, SampledTurn, TurnRequest
@@ -47,7 +46,6 @@ class _SessionTokens:
     seed: int
     sampling: Sampling
     version: int | None
-    on_version_gone: Callable[[], None]
     current: dict[int, SegmentTokens] = field(default_factory=dict)
     """By segment of the gateway's history: the segment that its next turn continues."""
     used: list[SegmentTokens] = field(default_factory=list)
@@ -79,8 +77,6 @@ class DispatchSampler:
         self._sessions: dict[str, _SessionTokens] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """By episode whose turn is being generated."""
-        self._owners: dict[str, _SessionTokens] = {}
-        """By episode in the ledger: its session."""
 
     @property
     def vocabulary(self) -> int:
@@ -96,12 +92,11 @@ class DispatchSampler:
         sampling: Sampling | None = None,
         version: int | None = None,
         past: History | None = None,
-        on_version_gone: Callable[[], None] = lambda: None,
     ) -> Response | None:
         """Open a session. Its id is that of its response, such as "7/0". `version`: every token must come from this
         version; None: from any version in the version window. `past`: what the journal has of its segments. Returns the
         response, and opens nothing, if the journal has all of it."""
-        opened = _SessionTokens(seed, sampling or self._sampling, version, on_version_gone)
+        opened = _SessionTokens(seed, sampling or self._sampling, version)
         for id in past or ():
             number = int(id.partition("+")[2] or 0)
             opened.next_number = max(opened.next_number, number + 1)
@@ -127,7 +122,6 @@ class DispatchSampler:
             if segment.opened:
                 self._dispatch.close(segment.episode.id)
         self._withdraw([segment for segment in s.known if segment.opened])
-        self._forget(s)
         return joined(session, s.used, reward)
 
     def lengths(self, session: str) -> tuple[tuple[int, int], ...]:
@@ -140,7 +134,6 @@ class DispatchSampler:
         s = self._sessions.pop(session, None)
         if s is not None:
             self._withdraw([segment for segment in s.all if segment.opened])
-            self._forget(s)
 
     def has_tokens(self, session: str) -> bool:
         """Whether anything was sampled for the session, now or before the controller was restarted."""
@@ -166,10 +159,6 @@ class DispatchSampler:
 
     def _withdraw(self, segments: list[SegmentTokens]) -> None:
         self._dispatch.withdraw([segment.episode.id for segment in segments])
-
-    def _forget(self, s: _SessionTokens) -> None:
-        for segment in s.all:
-            self._owners.pop(segment.episode.id, None)
 
     # Turns, for the gateway.
 
@@ -281,7 +270,6 @@ class DispatchSampler:
             self._dispatch.next_turn(episode.id)
         else:
             segment.opened = True
-            self._owners[episode.id] = session
             self._dispatch.open(episode, self)
 
     def _cut(self, id: str, length: int) -> None:
@@ -307,11 +295,6 @@ class DispatchSampler:
 
     def rejected(self, id: str, why: str) -> None:
         self._wake(id, WindfallError(why, where=f"response {id}"))
-
-    def version_gone(self, id: str) -> None:
-        session = self._owners[id]
-        self._wake(id, WindfallError(f"no worker holds version {session.version} any more", where=f"response {id}"))
-        session.on_version_gone()
 
 
 def _since(episode: Episode, seen: int) -> tuple[list[int], list[float]]:

@@ -27,7 +27,6 @@ from windfall.controller.rollout.assignment import Offer, work_frames
 from windfall.controller.rollout.loading import MAX_CHARS, Loading
 from windfall.controller.rollout.refusals import Refusals
 from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.fixed_versions import FixedVersions
 from windfall.controller.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.room import Room
@@ -68,10 +67,6 @@ class ResponseOwner(Protocol):
         """No worker can generate the response."""
         ...
 
-    def version_gone(self, id: str) -> None:
-        """The response must have a fixed version, and no worker holds that version any more."""
-        ...
-
 
 class Dispatch:
     def __init__(
@@ -101,7 +96,6 @@ class Dispatch:
         self._events = events
         self._staleness = staleness
         self.window = VersionWindow()
-        self.fixed = FixedVersions(self.members, borrowed_max=borrowed_max)
         self._owners: dict[str, ResponseOwner] = {}
         """The owner of each open response."""
         self.on_failure: Callable[[WindfallError], None] = lambda error: None
@@ -188,15 +182,6 @@ class Dispatch:
         self.loading.offer = offer
         self.window = self.loading.window = self.window.advance(offer.version, offer.digest, staleness=self._staleness)
         self._cancel(self.ledger.set_window(self.window.oldest, self.window.newest))
-        self._schedule_soon()
-
-    def keep_version(self, responses: int) -> bool:
-        """Have workers keep the newest version for this number of responses. False if none can."""
-        offer = self.offer
-        return offer is not None and self.fixed.keep(offer.version, offer.digest, responses)
-
-    def release_version(self, version: int) -> None:
-        self.fixed.release(version)
         self._schedule_soon()
 
     def has_free_slots(self) -> bool:
@@ -507,14 +492,11 @@ class Dispatch:
         offer = self.offer
         if offer is None:
             return
-        self.fixed.choose()
         needed = bool(self._staleness or self.ledger.queue)
-        self.loading.request_all(self.ledger, self.fixed, self.borrowing, needed=needed)
+        self.loading.request_all(self.ledger, self.borrowing, needed=needed)
         # A response that starts on older weights would be older than admission assumes (scheduling/admission.py).
         ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest and self._open(w)]
         self._borrow(ready)
-        for version in list(self.ledger.fixed_versions):
-            self._assign_fixed(version)
         if self.placement.nothing_to_do(ready, moving=bool(self._releasing)):
             return
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
@@ -539,28 +521,11 @@ class Dispatch:
             self.placement.speeds.profile,
             self._last_schedule_s,
             room=room(too_long.episode) if too_long else 0,
-            keeps=self.fixed.keeps,
         )
 
     def _open(self, member: Member) -> bool:
         """Whether the worker takes work now: an engine without live slots only if it is idle."""
         return member.engine.live_slots or not self.ledger.running(member.id)
-
-    def _assign_fixed(self, version: int) -> None:
-        """Assign the queued responses that must have this version. If it is the newest, any worker will do."""
-        holders, newest = self.fixed.holders(version), self.window.newest
-        if not holders and version == newest:
-            holders = [w for w in self.members.routable(self.window) if w.version == version]
-        if self.fixed.is_gone(version, newest):
-            for id in [id for id in self.ledger.queue if self.ledger.entries[id].episode.version == version]:
-                self._owners[id].version_gone(id)
-            return
-        holders = [w for w in holders if self._open(w)]
-        loads, longest = self.placement.loads(holders), {w.id: w.longest for w in holders}
-        versions = {w.id: w.version for w in holders}
-        placed = self.placement.assign(loads, versions, coming=0, longest=longest, fixed=version)
-        for worker, entries in placed.items():
-            self._assign(worker, entries)
 
     def _assign(self, worker: str, entries: list[LedgerEntry]) -> None:
         """Send a worker the responses that the ledger has just assigned to it."""

@@ -19,7 +19,6 @@ from windfall.controller.ledger.episode import Malformed
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.fixed_versions import FixedVersions, KeptVersion
 from windfall.controller.scheduling.members import Member, Members, WorkerState
 from windfall.controller.scheduling.version_window import VersionWindow
 from windfall.events.log import EventLog
@@ -53,13 +52,13 @@ class Loading:
         self.served: Callable[[], bool] = lambda: True
         """Whether the weights are being served at the moment."""
 
-    def request_all(self, ledger: Ledger, fixed: FixedVersions, borrowing: Borrowing, *, needed: bool) -> None:
+    def request_all(self, ledger: Ledger, borrowing: Borrowing, *, needed: bool) -> None:
         """Have workers load the newest version. New workers load it at once. With staleness 0, others load it when
         there is work for them; above 0, at once if running responses are interrupted, otherwise when idle (`needed`).
         Lenders load it if they are needed. The trainer's engine always has the newest weights."""
         now = asyncio.get_running_loop().time()
         for member in self._members.outdated(self.window, needed=needed):
-            if fixed.keeps(member.id) or not borrowing.loads(member, now):
+            if not borrowing.loads(member, now):
                 continue
             busy = ledger.running(member.id) > 0
             if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:
@@ -69,14 +68,13 @@ class Loading:
             elif member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
                 self._members.pull(member.id, now)
                 self._accounts.pulling(now, member.id)
-            self.request(member, fixed.wanted(self.window.newest) if member.name != LOCAL else None)
+            self.request(member)
 
-    def request(self, member: Member, instead: KeptVersion | None = None) -> None:
-        """Ask a worker to load the offered version, or another one that the trainer still serves."""
+    def request(self, member: Member) -> None:
+        """Ask a worker to load the offered version."""
         if self.offer is not None:
-            wanted = instead or self.offer
-            member.requested = (wanted.version, wanted.digest)
-            self._send(member.id, m.Load(version=wanted.version, digest=wanted.digest, url=self.offer.url))
+            member.requested = (self.offer.version, self.offer.digest)
+            self._send(member.id, m.Load(version=self.offer.version, digest=self.offer.digest, url=self.offer.url))
 
     def retry(self, id: str) -> None:
         member = self._members.all.get(id)

@@ -55,10 +55,6 @@ class Stopped(Exception):
     """The run was asked to stop."""
 
 
-class VersionGone(Exception):
-    """No worker holds the fixed version of this stream any more."""
-
-
 @dataclass(frozen=True, slots=True)
 class TasksDrawn:
     tasks: list[int]
@@ -218,7 +214,7 @@ class Stream:
         self._scope = scope
         self._version = version
         self._counted = version is None
-        """Tokens and turns count in the totals of a step. Those of an evaluation beside training do not."""
+        """Tokens and turns count in the totals of a step. Those of an evaluation in asynchronous training do not."""
         self._oldest = -1
         """Tokens of an older version are too old."""
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -284,9 +280,6 @@ class Stream:
 
     def rejected(self, id: str, why: str) -> None:
         self.inbox.put_nowait(WindfallError(why, where=f"response {id}"))
-
-    def version_gone(self, id: str) -> None:
-        self.inbox.put_nowait(VersionGone(f"no worker holds version {self._version} any more"))
 
     def _hand_out(self) -> None:
         completed, self._completed = self._completed, []

@@ -19,7 +19,6 @@ Rules:
 - A response that fits on no machine of the run needs a lender on which it fits.
 - A lender loads the first version that it is offered, and then those of steps that need it: every version is a pull,
   and a pause of what it lends. One that was needed within `STANDBY_S` loads every version.
-- A lender that keeps a version for an evaluation (fixed_versions.py) is in use.
 
 Example: 40 responses, and one machine of the run with 16 slots. Steps take 10 ms and 0.1 ms for each response, so a
 batch of 25 makes them a quarter longer; a backlog of 24 responses needs two lenders with 16 slots each:
@@ -118,10 +117,8 @@ class Borrowing:
     def update(
         self, here: Collection[Member], ready: Collection[Member], queued: int, running: Callable[[str], int],
         profile: Callable[[str], StepTime | None], now_s: float, *, room: int = 0,
-        keeps: Callable[[str], bool] = lambda worker: False,
     ) -> None:  # fmt: skip
-        """Sets `in_use` of all lenders. `ready`: workers that may get work now. `room`: as in Need. `keeps`: whether a
-        worker keeps a version."""
+        """Sets `in_use` of all lenders. `ready`: workers that may get work now. `room`: as in Need."""
         lenders = [w for w in here if w.lends]
         if not lenders:
             return
@@ -138,12 +135,12 @@ class Borrowing:
             self._wanted.popleft()
         self._wanted.append((now_s, wanted))
         chosen = choose(need, views, most=self.most, least=min(self.most, self._wanted[0][1]))
-        busy = {w.id for w in lenders if running(w.id) or keeps(w.id)}
+        busy = {w.id for w in lenders if running(w.id)}
         free = max(0, self.most - len(busy))
         in_use = {*(id for id in chosen if id in busy), *[id for id in chosen if id not in busy][:free]}
         self._note_needed(here, lenders, need, in_use, now_s)
         for w in lenders:
-            w.in_use = w.id in in_use or keeps(w.id)
+            w.in_use = w.id in in_use
         self._used |= in_use
 
     def _note_needed(

@@ -145,20 +145,19 @@ class Placement:
 
     def assign(
         self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], *, coming: int,
-        longest: Mapping[str, float] | None = None, fixed: int | None = None,
+        longest: Mapping[str, float] | None = None,
     ) -> dict[str, list[LedgerEntry]]:  # fmt: skip
         """Takes the responses that should start now from the queue and assigns them. `versions`: the version that each
         worker holds. `longest`: the most tokens for which a worker has room, where known. A response goes only where it
-        fits. Responses that fit on the fewest workers are placed first. `fixed`: place only the responses that must
-        have this version; None: only those that may have any."""
+        fits. Responses that fit on the fewest workers are placed first."""
         out: dict[str, list[LedgerEntry]] = {}
-        waiting = self._assign_turns(loads, versions, longest, fixed, out)
+        waiting = self._assign_turns(loads, versions, longest, out)
         sizes = [(longest or {}).get(load.worker, math.inf) for load in loads]
         small = sorted({size for size in sizes if size < self._ledger.longest})
         for n in range(len(small), -1, -1):  # one pass in most fleets, where no worker is too small
             fit = [load for load, size in zip(loads, sizes, strict=True) if n == 0 or size > small[n - 1]]
             fit = [_with(load, len(out.get(load.worker, ()))) for load in fit]
-            self._assign_queued(self._queued(small, n, fixed, waiting), fit, versions, coming, out)
+            self._assign_queued(self._queued(small, n, waiting), fit, versions, coming, out)
         for worker, entries in out.items():
             moved = [e for e in entries if e.moved or e.episode.turn_start]
             tokens = sum(self._to_prefill(e, worker) for e in moved)
@@ -175,7 +174,7 @@ class Placement:
 
     def _assign_turns(
         self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], longest: Mapping[str, float] | None,
-        fixed: int | None, out: dict[str, list[LedgerEntry]],
+        out: dict[str, list[LedgerEntry]],
     ) -> set[str]:  # fmt: skip
         """Assigns next turns. Returns those that wait for the worker that has their tokens."""
         if not self._affinity or not self._balancing or not self.turns.queued:
@@ -183,22 +182,21 @@ class Placement:
         next_turns = []
         for id in self.turns.queued:
             episode, (holder, kept) = self._ledger.entries[id].episode, self.turns.holder(id)
-            if episode.version == fixed:
-                context = len(episode.prompt) + len(episode.tokens)
-                next_turns.append(NextTurn(id=id, context=context, holder=holder, kept=kept, room=room(episode)))
+            context = len(episode.prompt) + len(episode.tokens)
+            next_turns.append(NextTurn(id=id, context=context, holder=holder, kept=kept, room=room(episode)))
         routes = route(next_turns, loads, typical=self.turns.typical, longest=longest)
         for id, worker in routes.placed:
             self._take(id, worker, versions, out)
         return routes.waiting
 
-    def _queued(self, small: Sequence[float], n: int, fixed: int | None, waiting: Collection[str]) -> Sequence[str]:
+    def _queued(self, small: Sequence[float], n: int, waiting: Collection[str]) -> Sequence[str]:
         """Queued responses, in order, that need more room than the first n sizes of `small`, but not more than the
-        next, and that must have the version `fixed`. Without those that wait for one worker."""
+        next. Without those that wait for one worker."""
         ledger = self._ledger
-        if not small and not ledger.fixed_versions and not waiting:
+        if not small and not waiting:
             return ledger.queue
         queued = [(id, ledger.entries[id].episode) for id in ledger.queue if id not in waiting]
-        return [id for id, e in queued if e.version == fixed and bisect_left(small, room(e)) == n]
+        return [id for id, e in queued if bisect_left(small, room(e)) == n]
 
     def _assign_queued(
         self, queued: Sequence[str], loads: Sequence[WorkerLoad], versions: Mapping[str, int], coming: int,

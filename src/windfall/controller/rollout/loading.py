@@ -55,10 +55,13 @@ class Loading:
     def request_all(self, ledger: Ledger, borrowing: Borrowing, *, needed: bool) -> None:
         """Have workers load the newest version. New workers load it at once. With staleness 0, others load it when
         there is work for them; above 0, at once if running responses are interrupted, otherwise when idle (`needed`).
-        Lenders load it if they are needed. The trainer's engine always has the newest weights."""
+        Lenders load it if the run may use them. The trainer's engine always has the newest weights."""
         now = asyncio.get_running_loop().time()
-        for member in self._members.outdated(self.window, needed=needed):
-            if not borrowing.loads(member, now):
+        outdated = self._members.outdated(self.window, needed=needed)
+        lends = any(member.lends for member in outdated)
+        usable = {w.id for w in borrowing.usable(self._members.here(), now)} if lends else set()
+        for member in outdated:
+            if member.lends and member.state is not WorkerState.PULLING and member.id not in usable:
                 continue
             busy = ledger.running(member.id) > 0
             if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:

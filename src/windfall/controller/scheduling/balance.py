@@ -33,6 +33,7 @@ Rules:
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, repeat
 
@@ -62,14 +63,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Its speed; None: no worker has been measured yet."""
     waiting: int = 0
     """Assigned responses that its engine does not run yet."""
-    reserved: bool = False
-    """It stays for the whole run."""
-    borrowed: bool = False
-    """It serves other requests first, and takes what it can beside them."""
-    use: float = 0.0
-    """Share of a borrowed worker's memory that its owner has used recently."""
-    admits: bool = True
-    """It may get another turn; False for a borrowed worker while its owner's SLO would be at risk."""
+    turn_preference: float = math.inf
+    """Next turns go to workers with a low value if their costs are about equal: -1 for a reserved worker, for a lender
+    the share of its memory that its owner has used recently, infinite for a spot worker."""
     stalled: bool = False
     """It has work, but its engine has made no step for a while."""
     prefill_tok_per_s: float = 0.0
@@ -102,17 +98,22 @@ def place(
     return _match(queued[: sum(new)], loads, new, fleet, prefix_holders or {}, move_targets or {})
 
 
+def profiles(loads: Sequence[WorkerLoad]) -> tuple[list[StepTime], bool]:
+    """The profile of every worker, and whether all are measured. If not, all count as unknown: measured seconds cannot
+    be compared with an unmeasured worker."""
+    known = [load.profile for load in loads if load.profile is not None]
+    measured = len(known) == len(loads)
+    return (known if measured else [UNKNOWN] * len(loads)), measured
+
+
 class _Fleet:
     """The workers as arrays. A worker that is coming is assumed to be idle and as fast as the median worker."""
 
     def __init__(self, loads: Sequence[WorkerLoad], coming: int) -> None:
-        profiles = [load.profile or UNKNOWN for load in loads]
-        self.measured = all(load.profile is not None for load in loads)
-        if not self.measured:
-            profiles = [UNKNOWN] * len(loads)  # measured seconds cannot be compared with an unmeasured worker
+        known, self.measured = profiles(loads)
         middle = len(loads) // 2
-        self.fixed = np.array([p.fixed_s for p in profiles])
-        self.each = np.array([p.each_s for p in profiles])
+        self.fixed = np.array([p.fixed_s for p in known])
+        self.each = np.array([p.each_s for p in known])
         self.running = np.array([load.running for load in loads])
         self.slots = np.array([load.slots for load in loads])
         if coming:

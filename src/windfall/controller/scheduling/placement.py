@@ -4,7 +4,7 @@ clock, no I/O.
     Example: the queue is ["1/0", "1/1", "2/0"], `a` and `b` have free slots, and `b` has the prompt of group 1 in its
     prefix cache.
 
-    Next turns of a response are placed first, where their tokens are (turn_routing.py).
+    Next turns of a response are placed first, where their tokens are (turns.py).
 
     loads()     the running responses, slots and speed of every worker, from the ledger and the speeds measured here
     assign()    takes responses from the queue and assigns them: 1/0 and 1/1 to `b` (their prefix), 2/0 to `a`
@@ -30,8 +30,7 @@ from windfall.controller.scheduling.balance import WorkerLoad, place
 from windfall.controller.scheduling.members import Member
 from windfall.controller.scheduling.rebalance import Move, Running, rebalance
 from windfall.controller.scheduling.step_model import FleetSpeed
-from windfall.controller.scheduling.turn_routing import NextTurn, route
-from windfall.controller.scheduling.turns import Turns
+from windfall.controller.scheduling.turns import NextTurn, Turns, route
 from windfall.controller.scheduling.worker_speed import WorkerSpeeds
 from windfall.step_time import StepTime
 
@@ -128,9 +127,8 @@ class Placement:
             WorkerLoad(
                 worker=w.id, running=(count := running(w.id)), slots=w.open_slots, profile=speed(w.id),
                 waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
-                prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id), reserved=w.lease.kind == "reserved",
+                prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id), turn_preference=_turn_preference(w),
                 stalled=w.stats is not None and w.stats.idle_s >= STALLED_S,
-                borrowed=w.lends, use=w.capacity.use if w.capacity else 0.0, admits=not w.lends or w.lendable > 0,
             )
             for w in ready
         ]  # fmt: skip
@@ -276,3 +274,9 @@ class Placement:
 
 def _with(load: WorkerLoad, more: int) -> WorkerLoad:
     return msgspec.structs.replace(load, running=load.running + more) if more else load
+
+
+def _turn_preference(member: Member) -> float:
+    if member.capacity is not None:
+        return member.capacity.use
+    return -1.0 if member.lease.kind == "reserved" else math.inf

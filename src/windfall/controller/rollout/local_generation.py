@@ -309,7 +309,7 @@ class LocalGeneration:
         others = self._others()
         if not others:
             return "no other worker is available"
-        too_long = self._dispatch.room.too_long(max(m.longest for m in others))
+        too_long = self._dispatch.placement.too_long(max(m.longest for m in others))
         return "no other worker has room for a queued response" if too_long else ""
 
     def _remote_fleet(self) -> RemoteFleet:

@@ -141,6 +141,13 @@ class Placement:
             return not ready or moving
         return not self.turns.queued and not any(running(w.id) < w.open_slots for w in ready)
 
+    def too_long(self, most: float) -> LedgerEntry | None:
+        """The first queued response that needs room for more tokens than `most`."""
+        if self._ledger.longest <= most:
+            return None
+        queued = (self._ledger.entries[id] for id in self._ledger.queue)
+        return next((entry for entry in queued if room(entry.episode) > most), None)
+
     def assign(
         self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], *, coming: int,
         longest: Mapping[str, float] | None = None,

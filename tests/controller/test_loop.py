@@ -13,9 +13,8 @@ import pytest
 from windfall import algorithms
 from windfall.controller.generation import Generation
 from windfall.controller.loop import Loop
-from windfall.controller.rollout.env_failures import EnvFailures
 from windfall.controller.rollout.evaluation import Evaluation
-from windfall.controller.rollout.grading import Grading
+from windfall.controller.rollout.grading import EnvFailures, Grading
 from windfall.controller.rollout.stream import Stopped
 from windfall.controller.scheduling.admission import Admission
 from windfall.envs.base import HELD_OUT

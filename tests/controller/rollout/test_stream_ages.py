@@ -111,7 +111,7 @@ def test_turns_of_an_evaluation_beside_training_are_not_counted(tmp_path: Path) 
             for version in (0, None):
                 groups = rollout.groups([1, 2], size=1, sampling=Sampling(), scope=f"{version}:", version=version)
                 assert len([g async for g in groups]) == 2
-                counted.append(rollout.grading.count)
+                counted.append(len(rollout.grading._times_s))
         return counted
 
     assert asyncio.run(main()) == [0, 2]

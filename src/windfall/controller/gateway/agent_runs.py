@@ -32,7 +32,7 @@ from windfall.controller.gateway.server import Gateway
 from windfall.controller.gateway.session import GatewaySession
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_reader import History
-from windfall.controller.rollout.env_failures import OUT_OF_TOKENS
+from windfall.controller.rollout.grading import OUT_OF_TOKENS
 from windfall.controller.rollout.stream import OpenGroup, Rollout, Stream
 from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.launcher import AgentLauncher

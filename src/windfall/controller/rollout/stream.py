@@ -33,8 +33,7 @@ from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal_format import TurnGraded
 from windfall.controller.ledger.journal_reader import History, TokenRun
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.rollout.env_failures import OUT_OF_TOKENS, EnvFailures
-from windfall.controller.rollout.grading import Grader, Grading
+from windfall.controller.rollout.grading import OUT_OF_TOKENS, EnvFailures, Grader, Grading
 from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.envs.base import EnvHost
 from windfall.envs.failures import EnvFailed

@@ -26,9 +26,8 @@ from windfall.controller.rollout.stream import Rollout, Stream
 from windfall.controller.scheduling import admission
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.members import Members, WorkerState
+from windfall.controller.scheduling.members import Members, VersionWindow, WorkerState
 from windfall.controller.scheduling.placement import Placement
-from windfall.controller.scheduling.version_window import VersionWindow
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
 from windfall.sim.chaos.trial import trial

@@ -26,9 +26,8 @@ from windfall.controller.ledger.ledger import Ledger, LedgerEntry, Malformed, ro
 from windfall.controller.rollout.assignment import Offer, work_frames
 from windfall.controller.rollout.loading import MAX_CHARS, Loading, Refusals
 from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.members import Member, Members, Patience, WorkerState
+from windfall.controller.scheduling.members import Member, Members, Patience, VersionWindow, WorkerState
 from windfall.controller.scheduling.placement import Placement
-from windfall.controller.scheduling.version_window import VersionWindow
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m

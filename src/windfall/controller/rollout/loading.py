@@ -24,8 +24,7 @@ from windfall.controller.ledger.episode import Malformed
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.members import Member, Members, WorkerState
-from windfall.controller.scheduling.version_window import VersionWindow
+from windfall.controller.scheduling.members import Member, Members, VersionWindow, WorkerState
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m

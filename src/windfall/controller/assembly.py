@@ -35,8 +35,7 @@ from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import Evaluation
-from windfall.controller.rollout.idle_generation import IdleGeneration
-from windfall.controller.rollout.local_generation import LocalGeneration
+from windfall.controller.rollout.local_generation import IdleGeneration, LocalGeneration
 from windfall.controller.rollout.stream import Rollout, Stopped
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.local_time import LocalTimePolicy, OnlyWithoutWorkers, PredictedLocalTime

@@ -27,9 +27,9 @@ import msgspec
 
 from windfall.controller.ledger.ledger import Ledger, LedgerEntry, room
 from windfall.controller.scheduling.balance import WorkerLoad, place
+from windfall.controller.scheduling.local_time import FleetSpeed
 from windfall.controller.scheduling.members import Member
 from windfall.controller.scheduling.rebalance import Move, Running, rebalance
-from windfall.controller.scheduling.step_model import FleetSpeed
 from windfall.controller.scheduling.turns import NextTurn, Turns, route
 from windfall.controller.scheduling.worker_speed import WorkerSpeeds
 from windfall.step_time import StepTime

@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
 from benchmarks.support.async_sim import STEADY, simulate, trained
+from windfall.controller.rollout import local_generation
 
 POLICIES = {"never": (9.0, 9.0), "0.25 / 0.1": (0.25, 0.1), "always": (-1.0, -1.0)}
 """START_SHARE and STOP_SHARE. The share is between 0 and 1."""

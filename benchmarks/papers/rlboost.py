@@ -29,7 +29,7 @@ from functools import partial
 
 from windfall.controller.assembly import Policies
 from windfall.controller.ledger.ledger import Ledger
-from windfall.controller.scheduling.balance import WorkerLoad
+from windfall.controller.scheduling.balance import Held, Move, Running, WorkerLoad
 from windfall.controller.scheduling.local_time import (
     GENERATE_ALL,
     LocalPlan,
@@ -38,7 +38,6 @@ from windfall.controller.scheduling.local_time import (
     StepMeasurement,
 )
 from windfall.controller.scheduling.placement import Placement
-from windfall.controller.scheduling.rebalance import Held, Move, Running
 from windfall.recipe.sections import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.core.scenario import Scenario

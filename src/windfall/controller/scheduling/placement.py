@@ -1,4 +1,4 @@
-"""Places responses on workers, and takes them back to move them: applies balance.py and rebalance.py to the ledger. No
+"""Places responses on workers, and takes them back to move them: applies balance.py to the ledger. No
 clock, no I/O.
 
     Example: the queue is ["1/0", "1/1", "2/0"], `a` and `b` have free slots, and `b` has the prompt of group 1 in its
@@ -26,10 +26,9 @@ from itertools import islice
 import msgspec
 
 from windfall.controller.ledger.ledger import Ledger, LedgerEntry, room
-from windfall.controller.scheduling.balance import WorkerLoad, place
+from windfall.controller.scheduling.balance import Move, Running, WorkerLoad, place, rebalance
 from windfall.controller.scheduling.local_time import FleetSpeed
 from windfall.controller.scheduling.members import Member
-from windfall.controller.scheduling.rebalance import Move, Running, rebalance
 from windfall.controller.scheduling.turns import NextTurn, Turns, route
 from windfall.controller.scheduling.worker_speed import WorkerSpeeds
 from windfall.step_time import StepTime
@@ -223,7 +222,6 @@ class Placement:
             coming=coming,
             prefix_holders=self._prefix_holders if self._affinity else None,
             move_targets=self.move_targets,
-            typical=self.typical,
         )
 
     def _take(self, id: str, worker: str, versions: Mapping[str, int], out: dict[str, list[LedgerEntry]]) -> None:
@@ -250,7 +248,7 @@ class Placement:
         return [(move.source, entries[move.id]) for move in moves]
 
     def moves(self, loads: Sequence[WorkerLoad]) -> list[Move]:
-        """The running responses that should continue on another worker (rebalance.py)."""
+        """The running responses that should continue on another worker (balance.py)."""
         return rebalance(
             loads, self.held, typical=self.typical, least_context=lambda worker: self._least_context.get(worker, 0)
         )

@@ -127,8 +127,8 @@ class TimedTurns(Turns):
         super().returned(id, observed, now_s)
         self._since[id] = now_s
 
-    def ended(self, id: str, environment: str, worker: str, *, context: int, sampled: int, now_s: float) -> None:
-        super().ended(id, environment, worker, context=context, sampled=sampled, now_s=now_s)
+    def ended(self, id: str, worker: str, *, context: int, sampled: int, now_s: float) -> None:
+        super().ended(id, worker, context=context, sampled=sampled, now_s=now_s)
         if id in self._since:
             self.turn_s.append(now_s - self._since.pop(id))
 
@@ -265,8 +265,6 @@ class Sessions:
             episode = Episode(id=id, prompt=prompt, seed=n, max_tokens=w.sampled, sampling=Sampling(), stop=frozenset())
             self._episodes[id], self._left[id] = episode, w.turns - 1
             self._dispatch.open(episode, self)
-
-    environment = "benchmark"
 
     def rejected(self, id: str, why: str) -> None:
         self.refused = f"{id}: {why}"

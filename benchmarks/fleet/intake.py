@@ -57,8 +57,6 @@ class Taken:
 class NoOwner:
     """The owner of responses that nobody waits for."""
 
-    environment = ""
-
     def turn_ended(self, id: str) -> None: ...
     def rejected(self, id: str, why: str) -> None: ...
 

@@ -193,8 +193,6 @@ async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: f
     finished: set[str] = set()
 
     class Owner:
-        environment = ""
-
         def turn_ended(self, id: str) -> None:
             d.ledger.close(id)
             finished.add(id)

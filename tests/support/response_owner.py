@@ -10,4 +10,3 @@ from dataclasses import dataclass
 class FunctionOwner:
     turn_ended: Callable[[str], None]
     rejected: Callable[[str, str], None]
-    environment: str = ""

@@ -25,7 +25,6 @@ from windfall.types import Response, Sampling
 
 
 class FleetPolicy(RemoteTrainer):
-    environment = "a loop of its own"
     """It owns its responses (dispatch.ResponseOwner), and answers their turns itself."""
 
     def __init__(

@@ -35,9 +35,7 @@ class Sessions:
         self.done: dict[str, tuple[list[int], list[float]]] = {}
         self.workers: dict[str, list[str]] = {id: [] for id in self.left}
         self.between: Any = None
-        listener = FunctionOwner(
-            turn_ended=self.turn_ended, rejected=lambda id, why: pytest.fail(why), environment="test"
-        )
+        listener = FunctionOwner(turn_ended=self.turn_ended, rejected=lambda id, why: pytest.fail(why))
         self.episodes: dict[str, Episode] = {}
         for n, id in enumerate(self.left):
             prompt = tuple(10 + (7 * i + 11 * n) % 140 for i in range(70))

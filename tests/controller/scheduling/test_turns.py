@@ -79,7 +79,7 @@ def test_environment_that_never_returns_keeps_nothing() -> None:
 def test_holder_is_forgotten_with_its_pages() -> None:
     t = Turns()
     for id in ("1/0", "1/1", "2/0"):
-        t.ended(id, "env", "a", context=100, sampled=10, now_s=0.0)
+        t.ended(id, "a", context=100, sampled=10, now_s=0.0)
         t.returned(id, 20, 2.0)
     assert t.holder("1/0") == ("a", 100)
     t.dropped("b", ["1/0"])  # a late report of another worker

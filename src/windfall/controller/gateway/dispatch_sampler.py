@@ -288,8 +288,6 @@ class DispatchSampler:
 
     # What happens to a segment (dispatch.ResponseOwner).
 
-    environment = "agent"
-
     def turn_ended(self, id: str) -> None:
         self._wake(id, None)
 

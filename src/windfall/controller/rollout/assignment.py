@@ -30,13 +30,13 @@ class Offer:
 
 
 def work_frames(
-    entries: Sequence[LedgerEntry], keep_s: Sequence[float] = (), *, exact: bool = True
+    entries: Sequence[LedgerEntry], *, keep_s: float = 0.0, exact: bool = True
 ) -> Iterator[tuple[m.Work, ...]]:
-    """Split work into frames that are well within a link's limit, no matter how long the prompts are. `keep_s`: for
-    each response, the predicted seconds until its next turn, or 0. `exact`: the worker's engine is."""
+    """Split work into frames that are well within a link's limit, no matter how long the prompts are. `keep_s`: the
+    predicted seconds until the next turn of a response, or 0. `exact`: the worker's engine is."""
     frame: list[m.Work] = []
     size = 0
-    for work in map(_work, entries, keep_s or [0.0] * len(entries), [exact] * len(entries)):
+    for work in (_work(entry, keep_s, exact) for entry in entries):
         if frame and size + len(work.prompt) > FRAME_BYTES:
             yield tuple(frame)
             frame, size = [], 0

@@ -58,9 +58,6 @@ trip."""
 class ResponseOwner(Protocol):
     """Whoever opens a response, and is told what happens to it. There may be any number of owners."""
 
-    environment: str
-    """Name of the environment that answers its turns. How long it takes is predicted for each environment."""
-
     def turn_ended(self, id: str) -> None: ...
 
     def rejected(self, id: str, why: str) -> None:
@@ -153,9 +150,9 @@ class Dispatch:
             self._turn_ended(id, worker)
 
     def _turn_ended(self, id: str, worker: str) -> None:
-        e, environment = self.ledger.entries[id].episode, self._owners[id].environment
+        e = self.ledger.entries[id].episode
         context, sampled = len(e.prompt) + len(e.tokens), len(e.tokens) - e.turn_start
-        self.turns.ended(id, environment, worker, context=context, sampled=sampled, now_s=_now())
+        self.turns.ended(id, worker, context=context, sampled=sampled, now_s=_now())
 
     def _forget_turns(self, holders: Mapping[str, str]) -> None:
         """Have workers drop the tokens of responses that have no further turn there. An empty name: no worker."""
@@ -519,8 +516,8 @@ class Dispatch:
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
         self._forget_turns({e.episode.id: self.turns.assigned(e.episode.id, worker) for e in entries})
-        keep_s = [self.turns.keep_s(self._owners[e.episode.id].environment) for e in entries]
-        for work in work_frames(entries, keep_s, exact=self.members.all[worker].engine.exact):
+        exact = self.members.all[worker].engine.exact
+        for work in work_frames(entries, keep_s=self.turns.times.keep_s, exact=exact):
             self._send(worker, m.Assign(work=work))
 
     def _request_release(self, worker: str, entries: list[LedgerEntry]) -> None:

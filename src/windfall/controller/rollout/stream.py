@@ -198,7 +198,6 @@ class Stream:
         """Tokens of an older version are too old."""
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
         """Functions to call, an exception that ends the stream, and messages of a subclass."""
-        self.environment = rollout.env.name
         self._drawing: dict[int, asyncio.Future[Task]] = {}
         """Tasks that were requested from the environment and are not open yet."""
         self._live: dict[str, tuple[Any, OpenGroup]] = {}

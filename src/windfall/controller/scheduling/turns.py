@@ -4,9 +4,9 @@ Pure: the caller gives the time.
     ended ──▶ (the environment works) ──▶ returned ──▶ assigned ──▶ ended ──▶ ... ──▶ over
 
 A worker keeps the tokens of a turn that has ended, within a budget (engine/retention.py). To decide what to drop, it
-needs the time until the next turn, which is predicted here for each environment: the mean of the times seen so far,
-divided by the share of turns that were followed by another one. So a turn that is likely to be the last one looks as if
-its next turn came late. An environment that almost never returns keeps nothing.
+needs the time until the next turn, which is predicted here: the mean of the times seen so far, divided by the share of
+turns that were followed by another one. So a turn that is likely to be the last one looks as if its next turn came
+late. If almost no turn is followed by another one, nothing is kept.
 
 A turn is worth most on the worker that still has its tokens in the KV cache, but not at any price (`route`). The cost
 of a worker is in seconds, summed over the turn and the responses that it delays (as in balance.py):
@@ -64,7 +64,7 @@ TYPICAL = 64.0
 
 @dataclass(slots=True)
 class ReturnTimes:
-    """How long one environment takes between two turns, and how often there is another turn.
+    """How long the environment takes between two turns, and how often there is another turn.
 
     >>> t = ReturnTimes()
     >>> for s in (2.0, 4.0):
@@ -140,7 +140,6 @@ class TurnCounts:
 
 @dataclass(slots=True)
 class _Session:
-    environment: str
     turns: int = 0
     ended_s: float = 0.0
     holder: str = ""
@@ -149,7 +148,7 @@ class _Session:
 
 class Turns:
     def __init__(self) -> None:
-        self.environments: dict[str, ReturnTimes] = {}
+        self.times = ReturnTimes()
         self.counts = TurnCounts()
         self.queued: dict[str, None] = {}
         """Next turns in the queue, in order of arrival."""
@@ -167,16 +166,15 @@ class Turns:
     @property
     def several(self) -> bool:
         """Whether responses have several turns."""
-        return any(times.returns > 0 for times in self.environments.values())
+        return self.times.returns > 0
 
-    def keep_s(self, environment: str) -> float:
-        return self.environments.setdefault(environment, ReturnTimes()).keep_s
-
-    def ended(self, id: str, environment: str, worker: str, *, context: int, sampled: int, now_s: float) -> None:
+    def ended(self, id: str, worker: str, *, context: int, sampled: int, now_s: float) -> None:
         """A turn with `sampled` tokens has ended on a worker that has all `context` tokens of the response."""
-        session = self._sessions.setdefault(id, _Session(environment))
-        session.turns, session.ended_s = session.turns + 1, now_s
-        self._turns, self._tokens = self._turns + 1, self._tokens + sampled
+        session = self._sessions.setdefault(id, _Session())
+        session.turns += 1
+        session.ended_s = now_s
+        self._turns += 1
+        self._tokens += sampled
         if sampled:  # otherwise the call of an agent was canceled
             self.counts.sampled.add(sampled)
         self._set_holder(id, session, worker, context)
@@ -187,7 +185,7 @@ class Turns:
         self.queued[id] = None
         if session is not None:
             seconds = now_s - session.ended_s
-            self.environments.setdefault(session.environment, ReturnTimes()).returned(seconds)
+            self.times.returned(seconds)
             self.counts.env_s.add(seconds)
             self.counts.observed.add(observed)
 
@@ -215,7 +213,7 @@ class Turns:
         if session is None:
             return ""
         if not withdrawn:
-            self.environments.setdefault(session.environment, ReturnTimes()).over()
+            self.times.over()
             self.counts.sessions += 1
             self.counts.turns += session.turns
         before = session.holder

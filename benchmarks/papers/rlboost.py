@@ -62,8 +62,6 @@ class Algorithm1(LocalTimePolicy):
     """T_seed in seconds."""
     memory: dict[int, float] = field(default_factory=dict)
     """T_seed by number of workers."""
-    most_workers: float = math.inf
-    """With more workers than this, some would wait for training."""
     remembers: bool = True
 
     def __post_init__(self) -> None:
@@ -72,15 +70,13 @@ class Algorithm1(LocalTimePolicy):
     def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
         if last is not None and last.workers > 0 and math.isfinite(last.local_s):
             self.local_s = max(0.0, self.local_s + (last.train_wait_s - last.remote_wait_s) / self.eta)
-            if last.train_s > 0:
-                self.most_workers = (last.remote_s * last.workers + self.local_s) / last.train_s
             if abs(last.workers - fleet.workers) < SAME and self.remembers:
                 self.memory[fleet.workers] = self.local_s
         if fleet.workers == 0:
             return GENERATE_ALL
         self.local_s = self.memory.get(fleet.workers, self.local_s)
         why = f"from the imbalance of earlier steps, {fleet.workers} workers"
-        return LocalPlan(local_s=self.local_s, most_workers=self.most_workers, why=why)
+        return LocalPlan(local_s=self.local_s, why=why)
 
 
 def knee(time: StepTime) -> int:

@@ -42,7 +42,7 @@ class Fixed:
 
     def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
         self.planned.append((last, fleet))
-        return LocalPlan(local_s=self.local_s, most_workers=math.inf, why="a test", hold=self.hold)
+        return LocalPlan(local_s=self.local_s, why="a test", hold=self.hold)
 
     def replan(self, fleet: RemoteFleet, now: Progress) -> LocalPlan | None:
         self.replanned.append(fleet)

@@ -62,7 +62,7 @@ START_SHARE = 0.25
 """Asynchronous: generate in the next step if the trainer waited for more than this share of the last one."""
 STOP_SHARE = 0.1
 """Asynchronous: do not generate in the next step if the trainer waited for less than this share of the last one."""
-WITHOUT_LIMIT = LocalPlan(local_s=math.inf, most_workers=math.inf, why="")
+WITHOUT_LIMIT = LocalPlan(local_s=math.inf, why="")
 
 
 class Phase(Enum):
@@ -86,20 +86,18 @@ class _Step:
 
     number: int
     began_s: float
-    """When the step began (loop time, seconds)."""
     plan: LocalPlan
     fleet: RemoteFleet | None
     """The other workers for which the plan was made; None in an evaluation, which is never planned again."""
-    accepted_before: int
-    """Tokens that the ledger had accepted when the step began."""
-    generated_before: dict[str, int]
-    """Tokens that each worker had generated when the step began, by worker id."""
     observed_s: float
     """When `worker_seconds` and `generators` were last updated (loop time, seconds)."""
+    accepted_before: int = 0
+    """Tokens that the ledger had accepted when the step began."""
+    generated_before: dict[str, int] = field(default_factory=dict)
+    """Tokens that each worker had generated when the step began, by worker id."""
     review_s: float = 0.0
     """The earliest time of the next comparison with new measurements (loop time, seconds)."""
     trainable: bool = False
-    """Something can be trained on."""
     generating: Phase = Phase.GENERATING
     """The phase to which TRAINING returns: GENERATING, or DUE if the step has reached it."""
     generating_since_s: float | None = None
@@ -109,7 +107,6 @@ class _Step:
     worker_seconds: float = 0.0
     """Number of other workers, summed over time (worker-seconds). Divided by the step time, it is their mean number."""
     trainable_tokens: int = 0
-    """Tokens in groups that are complete."""
     progress: list[Progress] = field(default_factory=list)
     generators: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
     """(seconds from the start of the step, ids of the workers that can generate from then on)."""
@@ -161,7 +158,7 @@ class LocalGeneration:
 
     def generated(self) -> None:
         """Every response of the step is generated. From now on the trainer's machine only trains."""
-        self._cancel_timer()
+        self._set_timer(math.inf)
         now = self._now()
         self._step.stop_generating(now)
         self._enter(Phase.TRAINING)
@@ -175,13 +172,12 @@ class LocalGeneration:
         self._observe(now)
         step.stop_generating(now)
         members = self._dispatch.members.all.values()
-        generated = {m.id: m.generated - step.generated_before.get(m.id, 0) for m in members}
-        local = {m.id for m in members if m.name == LOCAL}
-        ends = [m.last_tokens_s for m in members if m.id not in local and m.last_tokens_s > step.began_s]
+        local_tokens = sum(m.generated - step.generated_before.get(m.id, 0) for m in members if m.name == LOCAL)
+        ends = [m.last_tokens_s for m in members if m.name != LOCAL and m.last_tokens_s > step.began_s]
         self.last = StepMeasurement(
             tokens=tokens,
             local_s=step.local_s,
-            local_tokens=sum(generated[id] for id in local),
+            local_tokens=local_tokens,
             train_s=train_s,
             train_wait_s=train_wait_s,
             remote_wait_s=now - max(ends) if ends else 0.0,
@@ -203,7 +199,7 @@ class LocalGeneration:
 
     def _start(self) -> None:
         """GENERATING if the trainer has an engine, else NO_ENGINE."""
-        self._cancel_timer()
+        self._set_timer(math.inf)
         step, local = self._step, self._local()
         step.generating = Phase.GENERATING
         if local is None:
@@ -280,37 +276,22 @@ class LocalGeneration:
 
     def _set_timer(self, seconds: float) -> None:
         """Calls `_local_time_passed` after `seconds`; never, if infinite. Replaces an earlier timer."""
-        self._cancel_timer()
-        if math.isfinite(seconds):
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._local_time_passed)
-
-    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(seconds, self._local_time_passed) if math.isfinite(seconds) else None
 
     # what is known about the workers
 
     def _new_step(self, number: int, now: float, plan: LocalPlan, fleet: RemoteFleet | None) -> _Step:
-        return _Step(
-            number=number,
-            began_s=now,
-            observed_s=now,
-            plan=plan,
-            fleet=fleet,
-            accepted_before=self._dispatch.ledger.counts.accepted,
-            generated_before={m.id: m.generated for m in self._dispatch.members.all.values()},
-        )
+        step = _Step(number=number, began_s=now, observed_s=now, plan=plan, fleet=fleet)
+        step.accepted_before = self._dispatch.ledger.counts.accepted
+        step.generated_before = {m.id: m.generated for m in self._dispatch.members.all.values()}
+        return step
 
     def _log_plan(self, plan: LocalPlan, fleet: RemoteFleet) -> None:
-        self._events.instant(
-            "plan",
-            step=self._step.number,
-            seed_s=plan.local_s,
-            most_workers=plan.most_workers,
-            others=fleet.workers,
-            why=plan.why,
-        )
+        step = self._step.number
+        self._events.instant("plan", step=step, seed_s=plan.local_s, others=fleet.workers, why=plan.why)
 
     def _local(self) -> Member | None:
         return next((m for m in self._dispatch.members.here() if m.name == LOCAL), None)
@@ -396,11 +377,9 @@ class IdleGeneration(LocalGeneration):
     def begin_evaluation(self) -> None:
         self.may_train.set()
 
-    def trainable(self) -> None:
-        pass
+    def trainable(self) -> None: ...
 
-    def generated(self) -> None:
-        pass
+    def generated(self) -> None: ...
 
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
         super().end(tokens=tokens, train_s=train_s, train_wait_s=train_wait_s)

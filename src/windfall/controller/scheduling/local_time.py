@@ -117,9 +117,7 @@ class StepRates:
     tokens: float
     responses: float
     local: FleetSpeed
-    """The trainer's own engine."""
     others: FleetSpeed
-    """All other workers."""
     train_tok_per_s: float
     pull_s: float = 0.0
     """Seconds until the other workers have loaded the new weights and begin to generate."""
@@ -350,8 +348,6 @@ class StepMeasurement:
 class LocalPlan:
     local_s: float
     """The local time in seconds; infinite: until everything is generated."""
-    most_workers: float
-    """With more workers than this, some would wait for training."""
     why: str
     hold: bool = False
     """Keep generating after `local_s` until something is trainable: before that the trainer could only wait."""
@@ -367,7 +363,7 @@ class LocalTimePolicy(Protocol):
         return None
 
 
-GENERATE_ALL = LocalPlan(local_s=math.inf, most_workers=math.inf, why="no other worker: generate, then train")
+GENERATE_ALL = LocalPlan(local_s=math.inf, why="no other worker: generate, then train")
 
 
 @dataclass(slots=True)
@@ -394,7 +390,7 @@ class PredictedLocalTime:
             return GENERATE_ALL
         if not (self.tokens and self.local_tok_per_s and self.train_tok_per_s and fleet.tok_per_s > 0):
             # Generate everywhere and measure. This costs only the overlap of one step.
-            return LocalPlan(local_s=math.inf, most_workers=math.inf, why="measuring: not every rate is known yet")
+            return LocalPlan(local_s=math.inf, why="measuring: not every rate is known yet")
         rates = StepRates(
             tokens=self.tokens, responses=fleet.responses, train_tok_per_s=self.train_tok_per_s, pull_s=fleet.pull_s,
             local=fleet.local_speed or FleetSpeed.constant(self.local_tok_per_s),
@@ -404,8 +400,7 @@ class PredictedLocalTime:
             f"{self.tokens:,.0f} tokens at {self.local_tok_per_s:,.0f} here and {fleet.tok_per_s:,.0f} tok/s elsewhere"
             f", trained at {self.train_tok_per_s:,.0f}"
         )
-        most_workers = self.train_tok_per_s / (fleet.tok_per_s / fleet.workers)
-        return LocalPlan(local_s=self.model.best_local_s(rates, now), most_workers=most_workers, why=why, hold=True)
+        return LocalPlan(local_s=self.model.best_local_s(rates, now), why=why, hold=True)
 
     def _learn(self, last: StepMeasurement) -> None:
         self.tokens = self._average(self.tokens, last.tokens)
@@ -425,8 +420,4 @@ class OnlyWithoutWorkers(LocalTimePolicy):
 
     def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
         del last
-        return (
-            LocalPlan(local_s=0.0, most_workers=math.inf, why="other workers generate")
-            if fleet.workers
-            else GENERATE_ALL
-        )
+        return LocalPlan(local_s=0.0, why="other workers generate") if fleet.workers else GENERATE_ALL

@@ -81,7 +81,7 @@ def test_larger_batch_that_seems_faster_gives_a_flat_line() -> None:
             speeds.observe("a", batch, batch, s)
     profile = speeds.profile("a")
     assert profile is not None
-    assert 0.015 < profile.step_s(4) < profile.step_s(64) < 1.02 * profile.step_s(4) < 0.03
+    assert 0.02 < profile.step_s(4) < profile.step_s(64) < 0.03
 
 
 def test_one_batch_size_predicts_the_others() -> None:
@@ -89,7 +89,7 @@ def test_one_batch_size_predicts_the_others() -> None:
     speeds.join("known", "gpu")
     speeds.join("slow", "gpu")
     show(speeds, "known", ENGINE, [8, 64, 128], frames=500)
-    show(speeds, "slow", ENGINE.slower(4), [64], frames=80)
+    show(speeds, "slow", ENGINE.slower(4), [64], frames=16)
     assert off(speeds, "slow", ENGINE.slower(4), [8, 64, 256]) < 1.1
 
 

@@ -63,7 +63,7 @@ LAYERS = [
 BESIDE = tuple(name.replace(".", "/") + "/" for name in parts.OWN)
 """Folders of parts: the program works without each of them. A part may import only the parts that it says it needs."""
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
-PURE = [f for f in FILES if f.startswith("algorithms/")] + [
+PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/"))] + [
     "backoff.py",
     "defaults.py",
     "engine/base.py",
@@ -78,23 +78,6 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "models/tool_calls.py",
     "controller/ledger/episode.py",
     "controller/ledger/ledger.py",
-    "controller/scheduling/admission.py",
-    "controller/scheduling/borrowing.py",
-    "controller/scheduling/fixed_versions.py",
-    "controller/scheduling/lead.py",
-    "controller/scheduling/version_window.py",
-    "controller/scheduling/members.py",
-    "controller/scheduling/balance.py",
-    "controller/scheduling/step_model.py",
-    "controller/scheduling/worker_speed.py",
-    "controller/scheduling/worker_value.py",
-    "controller/scheduling/rebalance.py",
-    "controller/scheduling/local_time.py",
-    "controller/scheduling/placement.py",
-    "controller/scheduling/turn_routing.py",
-    "controller/scheduling/turns.py",
-    "controller/scheduling/room.py",
-    "controller/rollout/refusals.py",
     "controller/rollout/stop_strings.py",
     "serve/capacity.py",
     "serve/memory_policy.py",

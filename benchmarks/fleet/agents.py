@@ -256,10 +256,6 @@ class Sessions:
             self._episodes[id], self._left[id] = episode, w.turns - 1
             self._dispatch.open(episode, self)
 
-    environment = "benchmark"
-
-    def version_gone(self, id: str) -> None: ...
-
     def rejected(self, id: str, why: str) -> None:
         self.refused = f"{id}: {why}"
         self.over.set()

@@ -10,7 +10,7 @@ under every policy its responses continue from their last token. With 64 slots h
     round-robin   workers in turn, regardless of load; what does not fit waits at the worker
     shortest      join the shortest queue by count, hold back what does not fit, rebalance when a worker is idle
     rlboost       Algorithm 2: fewest pending below a bound; then move one pending, or all above B to an idle worker
-    windfall      scheduling/balance.py and rebalance.py, with speeds learned from noisy measurements in the step before
+    windfall      scheduling/balance.py, with speeds learned from noisy measurements in the step before
 
 Each figure is the mean time of a step over the seeds, divided by a lower bound: all work at the full rate of all
 workers while they are available, or the longest response alone on the fastest worker. `moved`: moved responses per
@@ -31,8 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
 from benchmarks.support.one_step import PREFILL_S, PROMPT, ROUND_TRIP_S, TICK_S, Policy, Response, Step, Worker
-from windfall.controller.scheduling.balance import WorkerLoad, place
-from windfall.controller.scheduling.rebalance import Running, rebalance
+from windfall.controller.scheduling.balance import Running, WorkerLoad, place, rebalance
 from windfall.controller.scheduling.worker_speed import WorkerSpeeds
 from windfall.step_time import StepTime
 
@@ -130,8 +129,6 @@ class Windfall(RoundRobin):
                 loads,
                 prefix_holders=self.prefix_holders,
                 move_targets=self.move_targets,
-                typical=MEAN,
-                round_trip_s=ROUND_TRIP_S,
             )
             for id, worker in placed:
                 self.move_targets.pop(id, None)
@@ -193,8 +190,8 @@ def at_scale() -> None:
     held = [Running(id=id, context=1000) for id in ids[:20]]
     speeds = WorkerSpeeds()
     cases: dict[str, Callable[[], object]] = {
-        "place 20,000 on empty workers": lambda: place(ids, empty, typical=MEAN),
-        "place 100 on busy ones": lambda: place(ids[:100], busy, typical=MEAN),
+        "place 20,000 on empty workers": lambda: place(ids, empty),
+        "place 100 on busy ones": lambda: place(ids[:100], busy),
         "rebalance, 256 moves": lambda: rebalance(busy, lambda _: held, typical=MEAN),
         "rebalance, nothing to do": lambda: rebalance(empty, lambda _: [], typical=MEAN),
         "observe 1,000 frames": lambda: [speeds.observe(w, 20, 20, 0.02) for w in names],

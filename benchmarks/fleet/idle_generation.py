@@ -6,7 +6,7 @@
     never         only if there is no other worker
     always        whenever the trainer does not use the machine
     0.25 / 0.1    from a step in which the trainer waited for more than 25 % of the time, until one with less than 10 %
-                  (START_SHARE and STOP_SHARE of controller/rollout/idle_generation.py)
+                  (START_SHARE and STOP_SHARE of controller/rollout/local_generation.py)
 
 Rows: models of async_sim.py, numbers of workers, with and without losses, staleness. Columns: trained tokens per second
 and per dollar as ratios to `never`, and the share of tokens that were dropped as too old. Figures leave out the first
@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
 from benchmarks.support.async_sim import STEADY, simulate, trained
-from windfall.controller.rollout import idle_generation
+from windfall.controller.rollout import local_generation
 
 POLICIES = {"never": (9.0, 9.0), "0.25 / 0.1": (0.25, 0.1), "always": (-1.0, -1.0)}
 """START_SHARE and STOP_SHARE. The share is between 0 and 1."""
@@ -62,7 +62,7 @@ def row(
     print(f"{model:9}{workers:>8}{'yes' if losses else 'no':>8}{staleness:>10}  ", end="", flush=True)
     base = (0.0, 0.0)
     for name, (start, stop) in POLICIES.items():
-        idle_generation.START_SHARE, idle_generation.STOP_SHARE = start, stop
+        local_generation.START_SHARE, local_generation.STOP_SHARE = start, stop
         found = []
         for seed in range(args.seeds):
             steps, granule = simulate(model, [*sets, f"run.seed={seed}", f"trace.seed={seed}"])

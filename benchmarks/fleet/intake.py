@@ -57,11 +57,8 @@ class Taken:
 class NoOwner:
     """The owner of responses that nobody waits for."""
 
-    environment = ""
-
     def turn_ended(self, id: str) -> None: ...
     def rejected(self, id: str, why: str) -> None: ...
-    def version_gone(self, id: str) -> None: ...
 
 
 def episode(id: str) -> Episode:

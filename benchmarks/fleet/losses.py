@@ -193,14 +193,11 @@ async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: f
     finished: set[str] = set()
 
     class Owner:
-        environment = ""
-
         def turn_ended(self, id: str) -> None:
             d.ledger.close(id)
             finished.add(id)
 
         def rejected(self, id: str, why: str) -> None: ...
-        def version_gone(self, id: str) -> None: ...
 
     listener = Owner()
     for g in range(groups):

@@ -29,7 +29,7 @@ from functools import partial
 
 from windfall.controller.assembly import Policies
 from windfall.controller.ledger.ledger import Ledger
-from windfall.controller.scheduling.balance import WorkerLoad
+from windfall.controller.scheduling.balance import Held, Move, Running, WorkerLoad
 from windfall.controller.scheduling.local_time import (
     GENERATE_ALL,
     LocalPlan,
@@ -38,7 +38,6 @@ from windfall.controller.scheduling.local_time import (
     StepMeasurement,
 )
 from windfall.controller.scheduling.placement import Placement
-from windfall.controller.scheduling.rebalance import Held, Move, Running
 from windfall.recipe.sections import Recipe
 from windfall.sim.core import scenario
 from windfall.sim.core.scenario import Scenario
@@ -63,8 +62,6 @@ class Algorithm1(LocalTimePolicy):
     """T_seed in seconds."""
     memory: dict[int, float] = field(default_factory=dict)
     """T_seed by number of workers."""
-    most_workers: float = math.inf
-    """With more workers than this, some would wait for training."""
     remembers: bool = True
 
     def __post_init__(self) -> None:
@@ -73,15 +70,13 @@ class Algorithm1(LocalTimePolicy):
     def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
         if last is not None and last.workers > 0 and math.isfinite(last.local_s):
             self.local_s = max(0.0, self.local_s + (last.train_wait_s - last.remote_wait_s) / self.eta)
-            if last.train_s > 0:
-                self.most_workers = (last.remote_s * last.workers + self.local_s) / last.train_s
             if abs(last.workers - fleet.workers) < SAME and self.remembers:
                 self.memory[fleet.workers] = self.local_s
         if fleet.workers == 0:
             return GENERATE_ALL
         self.local_s = self.memory.get(fleet.workers, self.local_s)
         why = f"from the imbalance of earlier steps, {fleet.workers} workers"
-        return LocalPlan(local_s=self.local_s, most_workers=self.most_workers, why=why)
+        return LocalPlan(local_s=self.local_s, why=why)
 
 
 def knee(time: StepTime) -> int:

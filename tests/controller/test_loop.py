@@ -13,9 +13,8 @@ import pytest
 from windfall import algorithms
 from windfall.controller.generation import Generation
 from windfall.controller.loop import Loop
-from windfall.controller.rollout.env_failures import EnvFailures
 from windfall.controller.rollout.evaluation import Evaluation
-from windfall.controller.rollout.grading import Grading
+from windfall.controller.rollout.grading import EnvFailures, Grading
 from windfall.controller.rollout.stream import Stopped
 from windfall.controller.scheduling.admission import Admission
 from windfall.envs.base import HELD_OUT
@@ -178,7 +177,7 @@ class World:
 
         async def play() -> CheckpointState:
             generation = Generation(recipe, algorithm, it, it, self.micro_tokens)
-            evaluation = Evaluation(recipe, it, events, self.held_out, on_change=generation.changed.set)
+            evaluation = Evaluation(recipe, it, events, self.held_out)
             return await Loop(recipe, algorithm, it, generation, evaluation, it, events).run()
 
         reached = asyncio.run(play())

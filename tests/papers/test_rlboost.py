@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.papers.rlboost import THETA, balance, knee, select
-from windfall.controller.scheduling.balance import WorkerLoad
-from windfall.controller.scheduling.rebalance import Running
+from windfall.controller.scheduling.balance import Running, WorkerLoad
 from windfall.step_time import StepTime
 
 PROFILE = StepTime(fixed_s=0.01, each_s=0.001)  # knee 40

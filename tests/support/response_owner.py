@@ -10,4 +10,3 @@ from dataclasses import dataclass
 class FunctionOwner:
     turn_ended: Callable[[str], None]
     rejected: Callable[[str, str], None]
-    version_gone: Callable[[str], None] = lambda id: None

@@ -34,8 +34,7 @@ from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import Evaluation
-from windfall.controller.rollout.idle_generation import IdleGeneration
-from windfall.controller.rollout.local_generation import LocalGeneration
+from windfall.controller.rollout.local_generation import IdleGeneration, LocalGeneration
 from windfall.controller.rollout.stream import Rollout, Stopped
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.local_time import LocalTimePolicy, OnlyWithoutWorkers, PredictedLocalTime
@@ -86,7 +85,6 @@ class ControllerLife:
 
         history = read_history(events, [self._recovery.observe, *observe])
         self._evaluated, self._last_logged = history.evaluated, history.step
-        self._evaluation_lost = bool(history.evaluating)
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t,
@@ -135,10 +133,7 @@ class ControllerLife:
         self._count_agents = counters or dict
         algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
         generation = Generation(recipe, algorithm, rollout, self.local_generation, hello.micro_tokens)
-        evaluation = Evaluation(
-            recipe, rollout, self.events, self.held_out, evaluated=self._evaluated, lost=self._evaluation_lost,
-            on_change=generation.changed.set,
-        )  # fmt: skip
+        evaluation = Evaluation(recipe, rollout, self.events, self.held_out, evaluated=self._evaluated)
         loop = self.loop = Loop(recipe, algorithm, self.trainer, generation, evaluation, self, self.events)
         try:
             return await loop.run()

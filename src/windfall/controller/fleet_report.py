@@ -41,8 +41,6 @@ class LogHistory:
     """Time up to which a bill has been written, on this process's monotonic clock."""
     evaluated: set[int] = field(default_factory=set)
     """Steps with a valid evaluation."""
-    evaluating: set[int] = field(default_factory=set)
-    """Steps whose evaluation alongside training has started and not ended."""
     step: int = 0
     """The last step in the log."""
 
@@ -59,9 +57,6 @@ def read_history(events: EventLog, observe: Sequence[Callable[[Event], None]] = 
             billed_t = max(billed_t, t)
         if (e["kind"], e["name"]) == ("scalar", "eval"):
             history.evaluated.add(e.get("step", 0))
-            history.evaluating.clear()
-        elif e["name"] == "eval_started":
-            history.evaluating.add(e.get("step", 0))
         elif (e["kind"], e["name"]) == ("scalar", "step"):
             history.step = e.get("step", 0)
         elif e["name"] == "resumed":

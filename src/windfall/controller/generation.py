@@ -64,7 +64,7 @@ class Generation:
             in_order=recipe.run.deterministic,
         )  # fmt: skip
         self.changed = asyncio.Event()
-        """Set when a group has completed, an evaluation has ended, or the stream has ended."""
+        """Set when a group has completed, or the stream has ended."""
         self.held_s = 0.0
         """Seconds since the counters were reset in which admission held generation back."""
         self.counted_from_s = 0.0

@@ -5,7 +5,7 @@
              forward_backward    full micro-batches, while others are generated
              optim_step          one or several updates
              publish             workers load the new weights
-             save, evaluate      when due (asynchronous: alongside training)
+             save, evaluate      when due
 
 If the trainer is lost, generation goes on until the next one connects; then the run continues from the trainer's step,
 and responses of later steps are restored from the journal. A stop abandons the current step, which has not changed the
@@ -96,11 +96,10 @@ class Loop:
             while True:
                 try:
                     await self._run.connected()
-                    interrupted = await self._stop_generating()
+                    await self.generation.stop()
                     self.state = await self._run.restore(self.generation.admission)
                     self.generation.start()
                     self.evaluation.forget_after(self.state.step)
-                    self.evaluation.resume(interrupted, reached=self.state.step)
                     return await self._train_to_end()
                 except TrainerLost as e:
                     self.events.instant("trainer_lost", step=self.state.step, why=str(e))
@@ -108,7 +107,7 @@ class Loop:
             return await self._stop()
         finally:
             with suppress(Exception):  # fault boundary: the run is over, or ends with another error
-                await self._stop_generating()
+                await self.generation.stop()
 
     async def _train_to_end(self) -> CheckpointState:
         # The answer to the Publish or Save of this trainer's step may have been lost.
@@ -116,7 +115,6 @@ class Loop:
         while self.state.step < self.recipe.run.steps:
             await self._step()
             await self._save_and_evaluate_if_due()
-        await self.evaluation.finish()
         if 0 < self._updates == self._not_finite:
             raise _nothing_learned(self._updates)
         return self.state
@@ -153,7 +151,6 @@ class Loop:
         """Take groups until the batch is complete. Train on full micro-batches before waiting for more."""
         generation, batch = self.generation, StepBatch()
         while True:
-            self.evaluation.check()
             if generation.fill(batch):
                 return batch
             if generation.pipelined and batch.micro_batches and generation.pace.may_train.is_set():
@@ -214,7 +211,7 @@ class Loop:
         if step > 0 and (step == self.recipe.run.steps or step % self.recipe.checkpoint.every == 0):
             await self._write_checkpoint()
             self._run.saved(self.state)
-        if self.evaluation.due(step) and not self.evaluation.start(step):
+        if self.evaluation.due(step):
             if not self.generation.asynchronous:
                 self.generation.rollout.reset_counters()  # rewards missing in the last step do not count here
             self.generation.pace.begin_evaluation()
@@ -223,12 +220,6 @@ class Loop:
     async def _write_checkpoint(self) -> None:
         with self.events.span("checkpoint", step=self.state.step) as span:
             span["path"] = await self.policy.save(id=f"{self.state.step}/save")
-
-    async def _stop_generating(self) -> list[int]:
-        """Withdraw everything that is open. Returns the steps whose evaluation is interrupted."""
-        interrupted = await self.evaluation.interrupt()
-        await self.generation.stop()
-        return interrupted
 
     async def _stop(self) -> CheckpointState:
         try:

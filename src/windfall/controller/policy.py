@@ -25,7 +25,6 @@ from windfall.types import Response, Sampling
 
 
 class FleetPolicy(RemoteTrainer):
-    environment = "a loop of its own"
     """It owns its responses (dispatch.ResponseOwner), and answers their turns itself."""
 
     def __init__(self, dispatch: Dispatch, *, stop: frozenset[int], sampling: Sampling, seed: int = 0) -> None:
@@ -90,9 +89,6 @@ class FleetPolicy(RemoteTrainer):
 
     def rejected(self, id: str, why: str) -> None:
         self._fail(id, WindfallError(why, where=f"response {id}"))
-
-    def version_gone(self, id: str) -> None:
-        self.rejected(id, "no worker holds its version any more")
 
     def fail(self, error: BaseException | None) -> None:
         """The only worker has failed: end all calls of `sample` with its error."""

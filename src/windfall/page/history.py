@@ -42,7 +42,7 @@ MAX_PROBLEMS, MAX_MOVES, MAX_EVALS, MAX_STALENESS = 200, 20_000, 512, 64
 PROBLEMS = {
     "worker_lost", "worker_stuck", "worker_suspect", "trainer_lost", "trainer_frozen", "load_failed", "no_workers",
     "no_room", "work_rejected", "engine_gap", "reward_missing", "task_skipped", "update_skipped", "refused",
-    "checkpoint_damaged", "journal_lost", "log_gap", "eval_warning", "eval_abandoned", "sink_dropped",
+    "checkpoint_damaged", "journal_lost", "log_gap", "eval_warning", "sink_dropped",
 }  # fmt: skip
 ALIVE = {
     "activity", "advice", "checkpoint", "eval", "plan", "rollout", "step", "train", "trainer_lost", "trainer_ready",

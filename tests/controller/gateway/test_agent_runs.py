@@ -164,8 +164,8 @@ def test_reward_of_a_post_and_of_a_grader(tmp_path: Path) -> None:
         text = TOKENIZER.decode(r.tokens, skip_special_tokens=True)
         right = text.rpartition("#")[2] == str(env.task(int(id[0])).answer) and "#" in text
         assert rewards[id] == float(right)
-    assert graded.rollout.grading.count == len(rewards), "every verdict is counted, and nothing else"
-    assert posted.rollout.grading.count == 0
+    assert len(graded.rollout.grading._times_s) == len(rewards), "every verdict is counted, and nothing else"
+    assert len(posted.rollout.grading._times_s) == 0
 
 
 class TwoScores:

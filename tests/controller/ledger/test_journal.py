@@ -317,7 +317,7 @@ def restore(past: History, ids: list[str]) -> dict[str, Episode]:
     rollout.history = past
     stream = rollout.stream(size=1, sampling=Sampling(), on_group=unused, on_skipped=unused)
     for id in ids:
-        stream._open_episode(episode(id), unused)
+        stream._open_episode(episode(id))
     return opened
 
 

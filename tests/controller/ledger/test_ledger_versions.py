@@ -103,7 +103,6 @@ def test_without_a_window_only_the_assigned_version_is_accepted() -> None:
 
 def test_fixed_version_accepts_only_that_version() -> None:
     ledger = opened("eval-4:9/0", version=4)
-    assert ledger.fixed_versions == {4: 1}
     a = assign(ledger, 4)
     assert ledger.accept("a", frame(4, (a, 0, 2))).complete
     assert ledger.set_window(5, 7) == {}, "it goes on with its version, which has left the window"
@@ -111,8 +110,15 @@ def test_fixed_version_accepts_only_that_version() -> None:
     assert ledger.accept("a", frame(5, (a, 3, 1))).dropped == [a], "not with a newer one"
     assert versions(ledger, "eval-4:9/0") == [(4, 3)]
     ledger.check()
-    ledger.withdraw(["eval-4:9/0"])
-    assert ledger.fixed_versions == {}
+
+
+def test_fixed_version_is_queued_first() -> None:
+    ledger = opened("1/0", "1/1")
+    evaluated = Episode(
+        "eval-4:9/0", prompt=(5,), seed=1, max_tokens=9, sampling=Sampling(), stop=frozenset(), version=4
+    )
+    ledger.open(evaluated)
+    assert list(ledger.queue) == ["eval-4:9/0", "1/0", "1/1"]
 
 
 def test_duplicate_of_an_older_version_counts_as_repeated() -> None:

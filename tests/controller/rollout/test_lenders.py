@@ -166,35 +166,6 @@ def test_lender_that_claims_far_too_much_gets_what_its_engine_takes(tmp_path: Pa
     play(tmp_path, part)
 
 
-def test_evaluation_does_not_wait_for_a_lender_that_is_given_back(tmp_path: Path) -> None:
-    async def part(world: World) -> None:
-        await world.join("l")
-        await world.load("l")
-        await world.report("l", SLOTS)
-        assert world.dispatch.keep_version(2)
-        world.publish(2)
-        world.open("1/0", "1/1", version=1)
-        await settle()
-        assert (world.work("l"), world.loads("l")) == (2, [1]), "no other worker has the version"
-        world.dispatch.release_version(1)
-
-    play(tmp_path, part, staleness=1)
-
-
-def test_own_workers_keep_the_version_of_an_evaluation_before_lenders_do(tmp_path: Path) -> None:
-    async def part(world: World) -> None:
-        await world.join("l")
-        await world.own("own")
-        await world.load("l", "own")
-        await world.report("l", SLOTS)
-        assert world.dispatch.keep_version(2)
-        world.publish(2)
-        await settle()
-        assert [world.dispatch.fixed.keeps(name) for name in ("l", "own")] == [False, True]
-
-    play(tmp_path, part, staleness=1)
-
-
 def test_response_that_fits_only_on_a_lender_gets_it(tmp_path: Path) -> None:
     async def part(world: World) -> None:
         await world.own("own")
@@ -214,21 +185,19 @@ def test_response_that_fits_only_on_a_lender_gets_it(tmp_path: Path) -> None:
     play(tmp_path, part)
 
 
-def test_lender_that_no_step_needs_loads_only_its_first_version(tmp_path: Path) -> None:
+def test_lender_without_slots_loads_the_next_version_once_it_has_some(tmp_path: Path) -> None:
     async def part(world: World) -> None:
         await world.own("own")
         await world.join("l")
         await world.load("own", "l")
-        await world.report("l", SLOTS)
+        await world.report("l", 0)
         world.publish(2)
         world.open("1/0")
         await settle()
         assert (world.loads("own"), world.loads("l")) == ([1, 2], [1])
-        await world.load("own", version=2)
-        assert world.work("own") == 1
-        world.open(*(f"{n}/0" for n in range(2, 2 + SLOTS)))
+        await world.report("l", SLOTS)
         await asyncio.sleep(0.3)
-        assert world.loads("l") == [1, 2], "now there is more than the run's own machine takes"
+        assert world.loads("l") == [1, 2]
 
     play(tmp_path, part)
 

@@ -20,9 +20,8 @@ from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.local_generation import LocalGeneration
 from windfall.controller.rollout.stream import Rollout
 from windfall.controller.scheduling.borrowing import HOLD_S
-from windfall.controller.scheduling.local_time import LocalPlan, RemoteFleet, StepMeasurement
+from windfall.controller.scheduling.local_time import LocalPlan, Progress, RemoteFleet, StepMeasurement
 from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.step_model import Progress
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog, read
 from windfall.link import messages
@@ -43,7 +42,7 @@ class Fixed:
 
     def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> LocalPlan:
         self.planned.append((last, fleet))
-        return LocalPlan(local_s=self.local_s, most_workers=math.inf, why="a test", hold=self.hold)
+        return LocalPlan(local_s=self.local_s, why="a test", hold=self.hold)
 
     def replan(self, fleet: RemoteFleet, now: Progress) -> LocalPlan | None:
         self.replanned.append(fleet)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.listening_controller import Site, Worker, opened
 from tests.support.scripted_engine import Asks, CharacterText
-from windfall.controller.rollout import refusals
-from windfall.controller.rollout.refusals import REFUSALS, REFUSED_S, Refusals
+from windfall.controller.rollout import loading
+from windfall.controller.rollout.loading import REFUSALS, REFUSED_S, Refusals
 from windfall.controller.rollout.stream import Rollout
 from windfall.controller.scheduling.members import Member, Members, WorkerState
 from windfall.engine.factory import engine_sizes
@@ -48,7 +48,7 @@ def refusing(worker: Worker, reason: WindfallError = REASON) -> Worker:
 
 def test_run_ends_with_the_reason_when_every_worker_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real agents, gate, dispatch and rollout over sockets; one of the reasons comes from the real memory check."""
-    monkeypatch.setattr(refusals, "REFUSED_S", 1.0)
+    monkeypatch.setattr(loading, "REFUSED_S", 1.0)
 
     async def main() -> None:
         async with opened(tmp_path) as (site, start):
@@ -75,7 +75,7 @@ def test_run_ends_with_the_reason_when_every_worker_refuses(tmp_path: Path, monk
 
 @pytest.mark.parametrize("when", ["ready before", "starts slowly", "comes late"])
 def test_one_refusing_worker_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    monkeypatch.setattr(refusals, "REFUSED_S", 0.3 if when != "comes late" else 3.0)
+    monkeypatch.setattr(loading, "REFUSED_S", 0.3 if when != "comes late" else 3.0)
 
     async def main() -> None:
         async with opened(tmp_path) as (site, start):
@@ -110,23 +110,12 @@ class Fleet:
     def join(self, name: str, now_s: float) -> Member:
         return self.members.join(name, Lease(), now_s)
 
-    def leave(self, member: Member, now_s: float, why: str = "") -> None:
-        if why:
-            self.refusals.refused(member, why, now_s)
+    def leave(self, member: Member, now_s: float, why: str) -> None:
+        self.refusals.refused(member, why, now_s)
         self.members.move(member.id, WorkerState.GONE, why)
-        self.refusals.gone(member, now_s)
 
     def ends(self, now_s: float) -> bool:
         return self.refusals.check(self.members.here(), now_s) is not None
-
-
-def test_run_waits_for_the_replacement_of_a_lost_worker() -> None:
-    fleet = Fleet()
-    fleet.leave(fleet.join("odd", 0.0), 5.0, "no")
-    fleet.leave(fleet.join("able", 0.0), 100.0)  # its machine was taken
-    assert not fleet.ends(5.0 + REFUSED_S)
-    assert not fleet.ends(99.0 + REFUSED_S)
-    assert fleet.ends(100.0 + REFUSED_S)
 
 
 def test_workers_that_are_restarted_forever_do_not_keep_the_run_alive() -> None:

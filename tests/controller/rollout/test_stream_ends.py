@@ -78,7 +78,7 @@ def test_closing_the_generator_leaves_nothing_running(tmp_path: Path) -> None:
 
 
 def test_response_that_no_worker_can_hold_ends_the_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.controller.scheduling.room.NO_ROOM_S", 0.1)
+    monkeypatch.setattr("windfall.controller.rollout.dispatch.NO_ROOM_S", 0.1)
 
     class Small(Scripted):
         def add(self, request: Request) -> None:

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.lead import FORGET, WAITED_SHARE, Lead
+from windfall.controller.scheduling.admission import FORGET, WAITED_SHARE, Admission, Lead
 from windfall.controller.step_batch import StepBatch
 from windfall.types import Group, Response, Task
 

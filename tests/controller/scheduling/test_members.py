@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall.controller.scheduling.members import Member, Members, Patience, WorkerState
-from windfall.controller.scheduling.version_window import VersionWindow
+from windfall.controller.scheduling.members import Member, Members, Patience, VersionWindow, WorkerState
 from windfall.link.messages import Stats
 from windfall.types import Lease
 

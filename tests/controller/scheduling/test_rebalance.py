@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from windfall.controller.scheduling.balance import WorkerLoad
-from windfall.controller.scheduling.rebalance import MARGIN, Move, Running, rebalance
+from windfall.controller.scheduling.balance import MARGIN, Move, Running, WorkerLoad, rebalance
 from windfall.step_time import StepTime
 
 ENGINE = StepTime(fixed_s=0.010, each_s=0.0001)

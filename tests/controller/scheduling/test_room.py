@@ -16,7 +16,7 @@ from benchmarks.papers.rlboost import Algorithm2
 from tests.controller.rollout.test_dispatch_limits import OFFER, World, play, take
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.ledger import Ledger, room
-from windfall.controller.scheduling import room as rooms
+from windfall.controller.rollout import dispatch
 from windfall.controller.scheduling.balance import WorkerLoad
 from windfall.controller.scheduling.placement import Placement
 from windfall.events.log import read
@@ -98,7 +98,7 @@ def test_reported_room_prevents_rejections(tmp_path: Path) -> None:
 def test_response_that_fits_no_worker_ends_the_run_after_a_while(
     tmp_path: Path, helped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "NO_ROOM_S", 0.6)
+    monkeypatch.setattr(dispatch, "NO_ROOM_S", 0.6)
 
     async def part(world: World) -> None:
         world.dispatch.set_offer(OFFER)

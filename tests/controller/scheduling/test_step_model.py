@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from windfall.controller.scheduling.step_model import PARTS, FleetSpeed, Progress, StepModel, StepRates
+from windfall.controller.scheduling.local_time import PARTS, FleetSpeed, Progress, StepModel, StepRates
 from windfall.step_time import StepTime
 
 LOCAL = FleetSpeed.of(StepTime(fixed_s=100 / 40_000, each_s=1 / 40_000))

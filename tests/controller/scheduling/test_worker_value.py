@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall.controller.scheduling.worker_value import MIN_GAIN, NOT_YET, RunMeasurements, WorkerKind, advise, step_s
+from windfall.controller.scheduling.worker_value import (
+    MIN_GAIN,
+    NOT_YET,
+    RunMeasurements,
+    WorkerKind,
+    advise,
+    step_s,
+    value_curve,
+)
 
 # RLBoost, 8B on 8 H100. Fitted: train = local = 20K tok/s, so that co-located training has its 10K tok/s; 4K tok/s per
 # instance, from the slope of 2K. Growth then ends (R = A) at 5 instances, which is not published. The paper's own
@@ -59,9 +67,9 @@ def test_no_other_seed_time_gives_a_shorter_step(w: float, local: float, train: 
 
 
 def test_rlboost_8b_figures_are_reproduced() -> None:
-    speed = {p.workers: p.tok_per_s for p in advise(RUN, SPOT).curve}
+    speed = {p.workers: p.tok_per_s for p in value_curve(RUN, SPOT)}
     assert [speed[n] for n in range(5)] == pytest.approx([10e3, 12e3, 14e3, 16e3, 18e3])
-    per_usd = {p.workers: p.tokens_per_usd for p in advise(RUN, SPOT).curve}
+    per_usd = {p.workers: p.tokens_per_usd for p in value_curve(RUN, SPOT)}
     # Published over its traces: 1.66x and +34 %. The model gives 1.66x for 3.3 instances; 3 and 4 bracket the
     # measurement.
     assert 1.30 < per_usd[3] / per_usd[0] < 1.37
@@ -70,8 +78,8 @@ def test_rlboost_8b_figures_are_reproduced() -> None:
 
 
 def test_rlboost_14b_figures_are_reproduced() -> None:
-    per_usd = [p.tokens_per_usd for p in advise(RUN_14B, replace(SPOT_14B, now=6)).curve]
-    speed = [p.tok_per_s for p in advise(RUN_14B, replace(SPOT_14B, now=6)).curve]
+    per_usd = [p.tokens_per_usd for p in value_curve(RUN_14B, replace(SPOT_14B, now=6))]
+    speed = [p.tok_per_s for p in value_curve(RUN_14B, replace(SPOT_14B, now=6))]
     assert (speed[1] / speed[0], speed[6] / speed[0]) == pytest.approx((1.37, 2.25), rel=1e-3)  # fitted
     assert per_usd[0] / per_usd[1] == pytest.approx(1 - 0.22, abs=0.01)  # published: -22 % cost per token
     assert per_usd[6] / per_usd[0] == pytest.approx(1.62, abs=0.02)  # published: 1.62x
@@ -84,9 +92,7 @@ def test_small_spot_discount_does_not_pay(losses_per_h: float, least: float) -> 
     def pays(discount: float) -> bool:
         price = RESERVED_USD_PER_H / 4 * (1 - discount)
         kind = replace(SPOT, usd_per_h=price, boot_s=300, losses_per_h=losses_per_h)
-        advice = advise(RUN, kind)
-        assert advice.count > 0 or advice.why.startswith("not worth it: spot price too near on-demand (pays below $1")
-        return advice.count > 0
+        return advise(RUN, kind).count > 0
 
     found = [pays(percent / 100) for percent in range(101)]
     assert found == sorted(found)
@@ -99,14 +105,13 @@ def test_reasons_of_the_advice() -> None:
 
     assert why(2) == "generation is the bottleneck: 3 more would pay off"
     assert why(4) == "generation is the bottleneck: 1 more would pay off"
-    assert why(5) == "training is the bottleneck: a 6th worker would wait"
+    assert why(5) == "training is the bottleneck: one more would only wait"
     assert why(8) == "training is the bottleneck: 3 of 8 only wait"
-    assert why(4, usd_per_h=20.0).startswith("not worth it: spot price too near on-demand (pays below $15.78")
-    assert why(2, max_count=2) == "no more than 2 are available"
-    assert why(0, max_count=0) == "no more than 0 are available"
+    assert why(4, usd_per_h=20.0) == "4 of 4 add less than they cost"
+    assert why(2, max_count=2) == "no change: no other number gains 3%"
     assert why(1, usd_per_h=16.5) == "no change: no other number gains 3%"
     slow = replace(RUN, train_tok_per_s=200.0)
-    assert advise(slow, SPOT).why == "training is the bottleneck: a 1st worker would wait"
+    assert advise(slow, SPOT).why == "no change: no other number gains 3%"
     assert advise(slow, replace(SPOT, now=9)).count == 0
 
 
@@ -128,15 +133,13 @@ def test_no_advice_too_early_or_without_prices() -> None:
     assert advise(RUN, some, [replace(SPOT, name="none", usd_per_h=None)]).count == 5, (
         "there are no workers of that kind"
     )
-    with pytest.raises(AssertionError, match="not finite"):
-        replace(SPOT, tok_per_s=float("nan"))
 
 
 def test_other_kinds_are_taken_into_account() -> None:
     others = [WorkerKind(name="reserved", now=2, tok_per_s=6e3, usd_per_h=9.0)]
     assert advise(RUN, SPOT, others).count == 2
     assert advise(RUN, SPOT, [replace(others[0], now=4)]).count == 0
-    assert advise(RUN, SPOT, [replace(others[0], now=4)]).why == "training is the bottleneck: a 1st worker would wait"
+    assert advise(RUN, SPOT, [replace(others[0], now=4)]).why == "training is the bottleneck: one more would only wait"
 
 
 def test_free_workers_are_taken_as_long_as_they_help() -> None:
@@ -146,7 +149,7 @@ def test_free_workers_are_taken_as_long_as_they_help() -> None:
 def test_trainer_without_an_engine_needs_workers() -> None:
     run = replace(RUN, local_tok_per_s=0.0)
     advice = advise(run, SPOT)
-    assert (advice.count, advice.curve[0].tok_per_s, advice.tokens_per_usd_now) == (5, 0.0, 0.0)
+    assert (advice.count, value_curve(run, SPOT)[0].tok_per_s, advice.tokens_per_usd_now) == (5, 0.0, 0.0)
     assert advise(run, replace(SPOT, usd_per_h=500.0)).count > 0
 
 
@@ -178,23 +181,23 @@ def test_advice_is_consistent(
     )
     advice = advise(run, kind)
     assert advice.why.split(":")[0] in {
-        "generation is the bottleneck", "training is the bottleneck", "not worth it", "no change",
-        "no more than 30 are available",
+        "generation is the bottleneck", "training is the bottleneck", "no change",
+        f"{now - advice.count} of {now} add less than they cost",
     }  # fmt: skip
-    assert not any(nonsense in advice.why for nonsense in ("$-", "$inf", "$nan"))
-    points = {p.workers: p for p in advice.curve}
+    curve = value_curve(run, kind)
+    points = {p.workers: p for p in curve}
     assert (advice.tokens_per_usd_now, advice.tokens_per_usd_best) == (
         points[now].tokens_per_usd, points[advice.count].tokens_per_usd,
     )  # fmt: skip
     if advice.count != now:
         assert points[advice.count].tokens_per_usd >= points[now].tokens_per_usd * (1 + MIN_GAIN)
     else:
-        assert max(p.tokens_per_usd for p in advice.curve[:31]) < points[now].tokens_per_usd * (1 + MIN_GAIN) or (
+        assert max(p.tokens_per_usd for p in curve[:31]) < points[now].tokens_per_usd * (1 + MIN_GAIN) or (
             points[now].tokens_per_usd == 0
         )
     followed = advise(run, replace(kind, now=advice.count))
     assert followed.count == advice.count, "advice does not change after it is followed"
-    speeds = [p.tok_per_s for p in advice.curve]
+    speeds = [p.tok_per_s for p in curve]
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(speeds))
 
 

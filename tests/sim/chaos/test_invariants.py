@@ -26,9 +26,8 @@ from windfall.controller.rollout.stream import Rollout, Stream
 from windfall.controller.scheduling import admission
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.members import Members, WorkerState
+from windfall.controller.scheduling.members import Members, VersionWindow, WorkerState
 from windfall.controller.scheduling.placement import Placement
-from windfall.controller.scheduling.version_window import VersionWindow
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
 from windfall.sim.chaos.trial import trial
@@ -99,8 +98,8 @@ def response_of_lost_worker_loses_its_last_token(patch: Patch) -> None:
 def work_goes_to_workers_that_still_pull(patch: Patch) -> None:
     real = Loading.request
 
-    def request(self: Loading, member: Any, instead: Any = None) -> None:
-        real(self, member, instead)
+    def request(self: Loading, member: Any) -> None:
+        real(self, member)
         member.version, member.digest = member.requested
 
     def routable(self: Members, window: VersionWindow) -> list[Any]:

@@ -64,7 +64,7 @@ def test_trainers_engine_alone_generates_and_trains(simulated: Simulated) -> Non
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "finish"])
-def test_evaluation_runs_beside_training_on_one_version(simulated: Simulated, mode: str) -> None:
+def test_generation_goes_on_while_training_waits_for_an_evaluation(simulated: Simulated, mode: str) -> None:
     """With a fixed version, the ledger accepts no token of another one (tests/ledger)."""
     _, log = simulated(
         run={"steps": 12}, rollout={"staleness": 2, "on_new_weights": mode}, eval={"tasks": 16, "every": 4},
@@ -74,17 +74,5 @@ def test_evaluation_runs_beside_training_on_one_version(simulated: Simulated, mo
     assert sorted(results) == [0, 4, 8, 12]
     assert all(e["tasks"] == 16 and e["lengths"] == results[0]["lengths"] for e in results.values())
     steps = {e["step"]: e for e in steps_of(log)}
-    assert steps[5]["m"] - steps[5]["s"] == pytest.approx(steps[4]["m"]), "training went on"
-    assert results[4]["m"] > steps[4]["m"] + 1.0, "it took some time"
-
-
-def test_evaluation_whose_workers_are_lost_is_replaced_by_a_later_one(simulated: Simulated) -> None:
-    _, log = simulated(
-        run={"steps": 20}, rollout={"staleness": 2}, eval={"tasks": 16, "every": 4},
-        trace={"mean_up_s": 2.0, "mean_down_s": 0.5},
-    )  # fmt: skip
-    abandoned = [e["step"] for e in log if e["name"] == "eval_abandoned"]
-    results = [e["step"] for e in log if (e["kind"], e["name"]) == ("scalar", "eval")]
-    assert abandoned, "no evaluation lost its workers"
-    assert any(step % 4 for step in results), "no other version was evaluated instead"
-    assert 20 in results
+    assert results[4]["m"] <= steps[5]["m"] - steps[5]["s"], "training waited"
+    assert steps[5]["s"] < steps[4]["s"], "groups of the next step were generated meanwhile"

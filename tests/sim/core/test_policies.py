@@ -100,8 +100,4 @@ def test_first_t_seed_is_as_good_as_the_best_constant(
 
 
 def planned(others: offload.RemoteFleet, local_s: float) -> offload.LocalPlan:
-    return (
-        offload.LocalPlan(local_s=local_s, most_workers=9, why="", hold=True)
-        if others.workers
-        else offload.GENERATE_ALL
-    )
+    return offload.LocalPlan(local_s=local_s, why="", hold=True) if others.workers else offload.GENERATE_ALL

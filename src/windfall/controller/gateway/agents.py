@@ -42,7 +42,7 @@ from windfall.controller.gateway.server import Gateway
 from windfall.controller.gateway.session import GatewaySession
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import History
-from windfall.controller.rollout.env_failures import OUT_OF_TOKENS
+from windfall.controller.rollout.grading import OUT_OF_TOKENS
 from windfall.controller.rollout.stream import OpenGroup, Rollout, Stream
 from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
@@ -145,14 +145,12 @@ class AgentStream(Stream):
         return ()  # every call of the agent has its own prompt
 
     def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
-        gone = partial(self.version_gone, id)
         response = self._runs.sampler.open(
             id,
             self._seed(id),
             sampling=self._sampling,
             version=self._version,
             past=self._past(id),
-            on_version_gone=gone,
         )
         if response is not None:  # the journal has all of it
             self._live[id] = (None, group)

@@ -25,7 +25,7 @@ Every trained token was sampled after exactly the ids that stand before it, in e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -115,7 +115,6 @@ class _SessionTokens:
     seed: int
     sampling: Sampling
     version: int | None
-    on_version_gone: Callable[[], None]
     current: dict[int, SegmentTokens] = field(default_factory=dict)
     """By segment of the gateway's history: the segment that its next turn continues."""
     used: list[SegmentTokens] = field(default_factory=list)
@@ -144,8 +143,6 @@ class DispatchSampler:
         self._sessions: dict[str, _SessionTokens] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """By episode whose turn is being generated."""
-        self._owners: dict[str, _SessionTokens] = {}
-        """By episode in the ledger: its session."""
 
     @property
     def vocabulary(self) -> int:
@@ -161,12 +158,11 @@ class DispatchSampler:
         sampling: Sampling | None = None,
         version: int | None = None,
         past: History | None = None,
-        on_version_gone: Callable[[], None] = lambda: None,
     ) -> Response | None:
         """Open a session. Its id is that of its response, such as "7/0". `version`: every token must come from this
         version; None: from any version in the version window. `past`: what the journal has of its segments. Returns the
         response, and opens nothing, if the journal has all of it."""
-        opened = _SessionTokens(seed, sampling or self._sampling, version, on_version_gone)
+        opened = _SessionTokens(seed, sampling or self._sampling, version)
         numbers = sorted(int(id.partition("+")[2] or 0) for id in past or ())
         for number in numbers:
             opened.next_number = number + 1
@@ -190,18 +186,14 @@ class DispatchSampler:
         for segment in s.used:
             if segment.opened:
                 self._dispatch.close(segment.episode.id)
-        self._forget(s, s.known)
+        self._withdraw([segment for segment in s.known if segment.opened])
         return joined(session, s.used, reward)
 
     def withdraw(self, session: str) -> None:
         """Close a session that the run no longer needs."""
-        if (s := self._sessions.pop(session, None)) is not None:
-            self._forget(s, s.all)
-
-    def _forget(self, s: _SessionTokens, withdrawn: Sequence[SegmentTokens]) -> None:
-        self._dispatch.withdraw([segment.episode.id for segment in withdrawn if segment.opened])
-        for segment in s.all:
-            self._owners.pop(segment.episode.id, None)
+        s = self._sessions.pop(session, None)
+        if s is not None:
+            self._withdraw([segment for segment in s.all if segment.opened])
 
     def lengths(self, session: str) -> tuple[tuple[int, int], ...]:
         """Number of each segment of an open session, and how many of its tokens the agent has received."""
@@ -228,6 +220,9 @@ class DispatchSampler:
                 made += turn.end - turn.start
                 restored += max(0, min(turn.end, s.restored) - turn.start)
         return made, restored
+
+    def _withdraw(self, segments: list[SegmentTokens]) -> None:
+        self._dispatch.withdraw([segment.episode.id for segment in segments])
 
     # Turns, for the gateway.
 
@@ -333,7 +328,6 @@ class DispatchSampler:
             self._dispatch.next_turn(episode.id)
         else:
             segment.opened = True
-            self._owners[episode.id] = session
             self._dispatch.open(episode, self)
 
     def _write_prompt(self, id: str, position: int, ids: Sequence[int]) -> None:
@@ -354,10 +348,6 @@ class DispatchSampler:
     def rejected(self, id: str, why: str) -> None:
         if (future := self._unfinished(id)) is not None:
             future.set_exception(WindfallError(why, where=f"response {id}"))
-
-    def version_gone(self, id: str) -> None:
-        self.rejected(id, f"no worker holds version {self._owners[id].version} any more")
-        self._owners[id].on_version_gone()
 
     def _unfinished(self, id: str) -> asyncio.Future[None] | None:
         future = self._waiting.get(id)

@@ -9,7 +9,8 @@ Rules, all in `check()`:
   response was assigned with or, if the worker has reported that it swapped in new weights, a newer one within the
   window. A response with a fixed version (`Episode.version`) accepts only that one.
 - Every assignment has its own handle. Tokens for a handle that has ended are counted, and change nothing else.
-- A response that lost its worker keeps its tokens, and is queued before responses that have not begun.
+- A response that lost its worker keeps its tokens, and is queued before responses that have not begun. So are those
+  with a fixed version.
 - No accepted token is ever lost: accepted = in open responses + in closed ones + in withdrawn ones.
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
@@ -122,8 +123,6 @@ class Ledger:
         """The versions that tokens may have. Empty: only the version that a response is assigned with."""
         self.engines: dict[str, str] = {}
         """By worker: the name of its engine, for the tokens that it generates."""
-        self.fixed_versions: Counter[int] = Counter()
-        """By version: number of open responses that must have it."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -148,8 +147,6 @@ class Ledger:
         if episode.id in self.entries:
             raise ValueError(f"{episode.id} is already open")
         self.entries[episode.id] = LedgerEntry(episode, recorded=len(episode.tokens))
-        if episode.version is not None:
-            self.fixed_versions[episode.version] += 1
         self._stops |= episode.stop
         self._shortest = min(self._shortest, episode.end)
         self.longest = max(self.longest, room(episode))
@@ -372,7 +369,7 @@ class Ledger:
         entry.state = "queued"
         if entry.episode.finish is not None:
             entry.state = "turn"
-        elif entry.episode.tokens:
+        elif entry.episode.tokens or entry.episode.version is not None:  # training waits for an evaluation
             self.queue.appendleft(entry.episode.id)
         else:
             self.queue.append(entry.episode.id)
@@ -437,7 +434,6 @@ class Ledger:
         """Remove a response that is finished and part of its group."""
         entry = self.entries.pop(id)
         assert entry.state == "turn", f"{id} is {entry.state}"
-        self._removed(entry.episode)
         self.counts.closed += _generated(entry.episode)
 
     def withdraw(self, ids: Iterable[str]) -> dict[str, list[int]]:
@@ -448,7 +444,6 @@ class Ledger:
             if entry is None:
                 continue
             removed.add(id)
-            self._removed(entry.episode)
             if entry.state == "running":
                 handles.setdefault(entry.worker, []).append(entry.handle)
                 self._end_assignment(entry, "canceled")
@@ -456,10 +451,6 @@ class Ledger:
         if removed:
             self.queue = deque(i for i in self.queue if i not in removed)
         return handles
-
-    def _removed(self, episode: Episode) -> None:
-        if episode.version is not None:
-            self.fixed_versions -= Counter([episode.version])  # drops versions whose count has become zero
 
     def lost_tokens(self) -> int:
         """Number of accepted tokens that are in no response. This is always 0."""

@@ -24,14 +24,10 @@ from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.ledger import Ledger, LedgerEntry, Malformed, room
 from windfall.controller.rollout.assignment import Offer, work_frames
-from windfall.controller.rollout.loading import MAX_CHARS, Loading
-from windfall.controller.rollout.refusals import Refusals
+from windfall.controller.rollout.loading import MAX_CHARS, Loading, Refusals
 from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.fixed_versions import FixedVersions
-from windfall.controller.scheduling.members import Member, Members, Patience, WorkerState
+from windfall.controller.scheduling.members import Member, Members, Patience, VersionWindow, WorkerState
 from windfall.controller.scheduling.placement import Placement
-from windfall.controller.scheduling.room import Room
-from windfall.controller.scheduling.version_window import VersionWindow
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
@@ -39,6 +35,9 @@ from windfall.link.base import BadFrame, Link, LinkClosed
 from windfall.recipe.sections import Techniques
 from windfall.types import LOCAL, Capabilities
 
+NO_ROOM_S = 60.0
+"""Seconds for which a queued response may fit on no worker. Then it is rejected, if every worker has booted, so that
+the room of each is known."""
 NO_WORKERS_S = 15.0
 """Seconds that work waits without any worker before a `no_workers` event is logged, and between two such events."""
 SMALL_FLEET, PAUSE_PER_WORKER_S = 256, 4e-5
@@ -65,10 +64,6 @@ class ResponseOwner(Protocol):
         """No worker can generate the response."""
         ...
 
-    def version_gone(self, id: str) -> None:
-        """The response must have a fixed version, and no worker holds that version any more."""
-        ...
-
 
 class Dispatch:
     def __init__(
@@ -93,12 +88,12 @@ class Dispatch:
         self.turns = self.placement.turns
         self.journal = journal
         self.accounts = accounts or Accounts()
-        self.room = Room(self.ledger)
         self.refusals = Refusals()
+        self._no_room_s = math.inf
+        """When a queued response first fitted on no worker (loop time, seconds). Infinite if all fit."""
         self._events = events
         self._staleness = staleness
         self.window = VersionWindow()
-        self.fixed = FixedVersions(self.members, borrowed_max=borrowed_max)
         self._owners: dict[str, ResponseOwner] = {}
         """The owner of each open response."""
         self.on_failure: Callable[[WindfallError], None] = lambda error: None
@@ -135,7 +130,7 @@ class Dispatch:
         entry = self.ledger.entries[id]
         observed = len(entry.episode.tokens) - entry.recorded
         self.ledger.next_turn(id)
-        self.turns.returned(id, observed, asyncio.get_running_loop().time())
+        self.turns.returned(id, observed, _now())
         self._schedule_soon()
 
     def withdraw(self, ids: Collection[str]) -> None:
@@ -156,14 +151,9 @@ class Dispatch:
             self._turn_ended(id, worker)
 
     def _turn_ended(self, id: str, worker: str) -> None:
-        e, now = self.ledger.entries[id].episode, asyncio.get_running_loop().time()
-        self.turns.ended(
-            id,
-            worker,
-            context=len(e.prompt) + len(e.tokens),
-            sampled=len(e.tokens) - e.turn_start,
-            now_s=now,
-        )
+        e = self.ledger.entries[id].episode
+        context, sampled = len(e.prompt) + len(e.tokens), len(e.tokens) - e.turn_start
+        self.turns.ended(id, worker, context=context, sampled=sampled, now_s=_now())
 
     def _cancel(self, handles: Mapping[str, list[int]]) -> None:
         """Cancel assignments that the ledger has ended, by worker."""
@@ -182,15 +172,6 @@ class Dispatch:
         self._cancel(self.ledger.set_window(self.window.oldest, self.window.newest))
         self._schedule_soon()
 
-    def keep_version(self, responses: int) -> bool:
-        """Have workers keep the newest version for this number of responses. False if none can."""
-        offer = self.offer
-        return offer is not None and self.fixed.keep(offer.version, offer.digest, responses)
-
-    def release_version(self, version: int) -> None:
-        self.fixed.release(version)
-        self._schedule_soon()
-
     def has_free_slots(self) -> bool:
         """Whether a worker could take more work, but no work is queued."""
         return not self.ledger.queue and any(
@@ -201,34 +182,22 @@ class Dispatch:
 
     async def attend(self, link: Link, hello: m.Hello) -> None:
         """Handle one worker from its Hello until it is gone."""
-        now = asyncio.get_running_loop().time()
+        now, lease = _now(), hello.lease
         member = self.members.join(
-            hello.name, hello.lease, now, version=hello.version, digest=hello.digest, lends=hello.lends
+            hello.name, lease, now, version=hello.version, digest=hello.digest, lends=hello.lends
         )
-        id = member.id
+        id, price = member.id, prices.of(lease)
         self._set_engine(member, hello.engine)
         # A lender's steps wait for those of its service, so its speed says nothing of other machines of this device.
-        self.placement.speeds.join(id, f"{hello.lease.device} that serves" if hello.lends else hello.lease.device)
-        price = prices.of(hello.lease)
+        self.placement.speeds.join(id, f"{lease.device} that serves" if hello.lends else lease.device)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
+        usd_per_h = price.if_known
+        trainer = hello.name == LOCAL
         self.accounts.join(
-            now,
-            id,
-            kind=hello.lease.kind,
-            usd_per_h=price.if_known,
-            trainer=hello.name == LOCAL,
-            started_s=started,
-            name=hello.name,
+            now, id, kind=lease.kind, usd_per_h=usd_per_h, trainer=trainer, started_s=started, name=hello.name
         )
-        self._events.instant(
-            "worker_joined",
-            worker=id,
-            lease=hello.lease.kind,
-            device=hello.lease.device,
-            usd_per_h=price.if_known,
-            price_from=price.label,
-            age_s=now - started,
-        )
+        shown = {"device": lease.device, "usd_per_h": usd_per_h, "price_from": price.label, "age_s": now - started}
+        self._events.instant("worker_joined", worker=id, lease=lease.kind, **shown)
         sender = self._outbox.open(id, link)
         self._schedule_soon()
         why = "cancelled"
@@ -250,8 +219,7 @@ class Dispatch:
             await asyncio.gather(sender, return_exceptions=True)
 
     def _handle(self, member: Member, message: object) -> None:
-        id = member.id
-        now = asyncio.get_running_loop().time()
+        id, now = member.id, _now()
         if self.members.seen(id, now, message if isinstance(message, m.Stats) else None):
             self._events.instant("worker_well", worker=id)
             self._schedule_soon()
@@ -335,12 +303,23 @@ class Dispatch:
         self._schedule_soon()
 
     def _check_room(self, now: float) -> None:
-        if (verdict := self.room.look(self.members.here(), now)) is None:
+        """Report a queued response that fits on no worker; reject it after NO_ROOM_S."""
+        staying = [w for w in self.members.here() if w.state is not WorkerState.DRAINING]
+        most = max((w.longest for w in staying if w.booted), default=math.inf)
+        entry = self.placement.too_long(most)
+        if entry is None:
+            self._no_room_s = math.inf
             return
-        if verdict.why:
-            self._owners[verdict.response].rejected(verdict.response, verdict.why)
-        else:
-            self._events.instant("no_room", response=verdict.response, tokens=verdict.tokens, most=verdict.most)
+        id, needed = entry.episode.id, room(entry.episode)
+        if math.isinf(self._no_room_s):
+            self._no_room_s = now
+            self._events.instant("no_room", response=id, tokens=needed, most=most)
+        elif now - self._no_room_s >= NO_ROOM_S and all(w.booted for w in staying):
+            self._no_room_s = math.inf
+            what = f"it needs room for {needed} tokens (its prompt and rollout.max_tokens)"
+            most_room = f"for {NO_ROOM_S:g} s no worker has had more than {most:g}"
+            fix = f"Set engine.kv_tokens to {needed + 1} or more, or add a worker with more memory"
+            self._owners[id].rejected(id, f"{what}, and {most_room}. {fix}")
 
     def _released(self, member: Member, handles: tuple[int, ...]) -> None:
         was_busy = self.ledger.running(member.id) > 0
@@ -356,7 +335,7 @@ class Dispatch:
     def _account_idle(self, worker: str) -> None:
         """Account the worker as idle if it has no work left."""
         if not self.ledger.running(worker):
-            self.accounts.idle(asyncio.get_running_loop().time(), worker)
+            self.accounts.idle(_now(), worker)
 
     def _warned(self, member: Member, notice: m.Notice) -> None:
         """Drain the worker shortly before its machine is taken. A second notice counts only if its end is earlier."""
@@ -382,19 +361,19 @@ class Dispatch:
         if member is None or member.state is WorkerState.GONE:
             return
         self._stop_assigning(id, why)
-        member.drain_sent_s = min(member.drain_sent_s, asyncio.get_running_loop().time())
+        member.drain_sent_s = min(member.drain_sent_s, _now())
         self._send(id, m.Drain(why=why))
 
     def _stop_assigning(self, id: str, why: str) -> None:
         """Assign no more work to a worker that is going to leave."""
         if self.members.all[id].state is not WorkerState.DRAINING:
             self.members.move(id, WorkerState.DRAINING, why)
-            self.accounts.draining(asyncio.get_running_loop().time(), id)
+            self.accounts.draining(_now(), id)
 
     def pause(self, id: str) -> None:
         """Move the worker's responses elsewhere. It keeps its weights and waits."""
         self.members.move(id, WorkerState.PAUSED)
-        self.accounts.paused(asyncio.get_running_loop().time(), id)
+        self.accounts.paused(_now(), id)
         self._send(id, m.Pause())
         self._request_release(id, self.ledger.held(id))
 
@@ -402,7 +381,7 @@ class Dispatch:
         member = self.members.all[id]
         member.requested = (member.version, member.digest)  # otherwise a load that failed meanwhile is not retried
         self.members.move(id, WorkerState.READY)
-        self.accounts.resumed(asyncio.get_running_loop().time(), id)
+        self.accounts.resumed(_now(), id)
         self._send(id, m.Resume())
         self._schedule_soon()
 
@@ -423,18 +402,11 @@ class Dispatch:
         self.members.move(id, WorkerState.GONE, why)
         if id in self.drain_timers:
             self.drain_timers.pop(id).cancel()
-        now = asyncio.get_running_loop().time()
+        now = _now()
         self.placement.forget(id)
-        self.refusals.gone(member, now)
         self.accounts.gone(now, id, heard_s=member.seen_s)
-        self._events.instant(
-            "worker_left" if drained else "worker_lost",
-            worker=id,
-            why=why,
-            moved=len(entries),
-            kept_tokens=tokens,
-            s=now - member.joined_s,
-        )
+        name, s = "worker_left" if drained else "worker_lost", now - member.joined_s
+        self._events.instant(name, worker=id, why=why, moved=len(entries), kept_tokens=tokens, s=s)
         self._outbox.close(id, why)
         self._schedule_soon()
 
@@ -493,20 +465,17 @@ class Dispatch:
 
     def _schedule(self) -> None:
         """Have outdated workers load the newest version; then assign queued work or, if there is none, rebalance."""
-        self._scheduled, self._last_schedule_s = False, asyncio.get_running_loop().time()
+        self._scheduled, self._last_schedule_s = False, _now()
         if self.journal is not None:
             self.journal.flush()
         offer = self.offer
         if offer is None:
             return
-        self.fixed.choose()
         needed = bool(self._staleness or self.ledger.queue)
-        self.loading.request_all(self.ledger, self.fixed, self.borrowing, needed=needed)
+        self.loading.request_all(self.ledger, self.borrowing, needed=needed)
         # A response that starts on older weights would be older than admission assumes (scheduling/admission.py).
         ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest and self._open(w)]
         self._borrow(ready)
-        for version in list(self.ledger.fixed_versions):
-            self._assign_fixed(version)
         if self.placement.nothing_to_do(ready, moving=bool(self._releasing)):
             return
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
@@ -521,42 +490,19 @@ class Dispatch:
 
     def _borrow(self, ready: Collection[Member]) -> None:
         """Decide which lenders to use."""
-        ledger = self.ledger
-        too_long = self.room.too_long(max((w.longest for w in ready if not w.lends), default=math.inf))
-        self.borrowing.update(
-            list(self.members.here()),
-            ready,
-            len(ledger.queue),
-            ledger.running,
-            self.placement.speeds.profile,
-            self._last_schedule_s,
-            room=room(too_long.episode) if too_long else 0,
-            keeps=self.fixed.keeps,
-        )
+        too_long = self.placement.too_long(max((w.longest for w in ready if not w.lends), default=math.inf))
+        needed = room(too_long.episode) if too_long else 0
+        here = list(self.members.here())
+        queued, running, profile = len(self.ledger.queue), self.ledger.running, self.placement.speeds.profile
+        self.borrowing.update(here, ready, queued, running, profile, self._last_schedule_s, room=needed)
 
     def _open(self, member: Member) -> bool:
         """Whether the worker takes work now: an engine without live slots only if it is idle."""
         return member.engine.live_slots or not self.ledger.running(member.id)
 
-    def _assign_fixed(self, version: int) -> None:
-        """Assign the queued responses that must have this version. If it is the newest, any worker will do."""
-        holders, newest = self.fixed.holders(version), self.window.newest
-        if not holders and version == newest:
-            holders = [w for w in self.members.routable(self.window) if w.version == version]
-        if self.fixed.is_gone(version, newest):
-            for id in [id for id in self.ledger.queue if self.ledger.entries[id].episode.version == version]:
-                self._owners[id].version_gone(id)
-            return
-        holders = [w for w in holders if self._open(w)]
-        loads, longest = self.placement.loads(holders), {w.id: w.longest for w in holders}
-        versions = {w.id: w.version for w in holders}
-        placed = self.placement.assign(loads, versions, coming=0, longest=longest, fixed=version)
-        for worker, entries in placed.items():
-            self._assign(worker, entries)
-
     def _assign(self, worker: str, entries: list[LedgerEntry]) -> None:
         """Send a worker the responses that the ledger has just assigned to it."""
-        now = asyncio.get_running_loop().time()
+        now = _now()
         if self.ledger.running(worker) == len(entries):  # it was idle, and idle time is not part of a step time
             self.members.all[worker].last_tokens_s = now
             self.accounts.busy(now, worker)
@@ -576,6 +522,10 @@ class Dispatch:
         if handles:
             self._releasing |= dict.fromkeys(handles, worker)
             self._send(worker, m.Release(handles=handles))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Outbox:

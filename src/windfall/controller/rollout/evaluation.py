@@ -1,24 +1,17 @@
 """Evaluation on held-out tasks: `eval.samples` responses per task, all from one version of the weights.
 
-In synchronous training the run waits for an evaluation. In asynchronous training it goes on: some workers keep the
-version until its evaluation is over (scheduling/fixed_versions.py). The run still waits for the first and the last
-evaluation, and for one that only the trainer's own engine can run.
-
-    due ──▶ evaluate            the run waits
-        └─▶ start ──▶ [ runs alongside training ] ──▶ logged
-                          │ no worker holds the version any more: abandoned, and the next version is evaluated instead
-                          └ the trainer is lost: interrupted, and started again with its tokens from the journal
+Training waits for an evaluation. In asynchronous training, the workers meanwhile generate for the next steps with the
+slots that the evaluation leaves, as far ahead as the bound on staleness allows.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from windfall.controller.rollout.stream import Rollout, VersionGone
+from windfall.controller.rollout.stream import Rollout
 from windfall.controller.step_batch import Scores, describe_scores
 from windfall.envs.base import HELD_OUT
 from windfall.envs.held_out import EvaluationTasks
@@ -35,87 +28,25 @@ class Evaluation:
         held_out: EvaluationTasks | None = None,
         *,
         evaluated: Iterable[int] = (),
-        lost: bool = False,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`held_out`: by default, the recipe's `eval.tasks` tasks, starting at HELD_OUT. `evaluated`: steps whose
-        evaluation is in the log. `lost`: an evaluation was not completed before the controller was restarted.
-        `on_change`: called when an evaluation alongside training ends."""
+        evaluation is in the log."""
         tasks = recipe.eval.tasks
         self._recipe = recipe
         self._rollout = rollout
         self._events = events
-        self._on_change = on_change
         self._held_out = held_out or EvaluationTasks(tasks=tasks, description=f"{tasks} held-out tasks")
         self._asynchronous = recipe.rollout.staleness > 0
-        self._evaluated, self._lost = set(evaluated), lost
-        self._running: dict[int, asyncio.Task[None]] = {}
-        """Evaluations alongside training, by step."""
-
-    @property
-    def evaluated(self) -> frozenset[int]:
-        """Steps whose evaluation is in the log."""
-        return frozenset(self._evaluated)
+        self.evaluated = set(evaluated)
 
     def forget_after(self, step: int) -> None:
         """Later steps are trained again, and evaluated again."""
-        self._evaluated = {s for s in self._evaluated if s <= step}
+        self.evaluated = {s for s in self.evaluated if s <= step}
 
     def due(self, step: int) -> bool:
         o, last = self._recipe.eval, self._recipe.run.steps
-        due = step == 0 or step >= last or self._lost or (o.every and step % o.every == 0)
-        return bool(due and self._held_out.tasks) and step not in self._evaluated and step not in self._running
-
-    def start(self, step: int) -> bool:
-        """Evaluate this step alongside training. False if the run must wait for the evaluation instead."""
-        if not self._asynchronous or step == 0 or step >= self._recipe.run.steps:
-            return False
-        if not self._rollout.dispatch.keep_version(self._held_out.tasks * self._recipe.eval.samples):
-            return False
-        self._events.instant("eval_started", step=step)
-        self._run_beside_training(step)
-        return True
-
-    def _run_beside_training(self, step: int) -> None:
-        async def run() -> None:
-            try:
-                await self.evaluate(step)
-            except VersionGone as e:
-                self._events.instant("eval_abandoned", step=step, why=str(e))
-                self._lost = True
-            self._rollout.dispatch.release_version(step)
-            del self._running[step]
-
-        task = self._running[step] = asyncio.create_task(run(), name=f"evaluation of step {step}")
-        task.add_done_callback(lambda _: self._on_change())
-
-    def check(self) -> None:
-        """Raise the error of an evaluation that has failed."""
-        for task in self._running.values():
-            if task.done():
-                task.result()
-
-    async def finish(self) -> None:
-        """Wait for the evaluations alongside training."""
-        while self._running:
-            await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
-            self.check()
-
-    async def interrupt(self) -> list[int]:
-        """Stop the evaluations alongside training. Returns their steps. Workers keep the versions."""
-        running, self._running = self._running, {}
-        for task in running.values():
-            task.cancel()
-        await asyncio.gather(*running.values(), return_exceptions=True)
-        return list(running)
-
-    def resume(self, steps: Iterable[int], *, reached: int) -> None:
-        """Start interrupted evaluations again, except those of steps after `reached`, which are trained again."""
-        for step in steps:
-            if step <= reached:
-                self._run_beside_training(step)
-            else:
-                self._rollout.dispatch.release_version(step)
+        due = step == 0 or step >= last or (o.every and step % o.every == 0)
+        return bool(due and self._held_out.tasks) and step not in self.evaluated
 
     async def evaluate(self, step: int) -> None:
         """Evaluate the version of this step, and log the result."""
@@ -123,7 +54,6 @@ class Evaluation:
         rewards: dict[int, tuple[float, ...]] = {}
         scores: list[Scores] = []
         lengths: dict[int, int] = {}
-        self._lost = False
         with self._events.span("eval", step=step):
             tasks = range(HELD_OUT, HELD_OUT + self._held_out.tasks)
             groups = self._rollout.groups(
@@ -155,7 +85,7 @@ class Evaluation:
             **describe_passes(self._recipe.eval, list(rewards.values())),
             **describe_scores(scores),
         )
-        self._evaluated.add(step)
+        self.evaluated.add(step)
 
 
 def describe_passes(options: Any, rewards: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -1,24 +1,108 @@
-"""What grading costs and how it fails, for the step's event, `windfall top` and the summary.
+"""Grading: asks the environment for its verdict on turns, and counts what that takes and how it fails.
 
-A reward that takes long or that needs several tries delays a step; one that fails every try is missing. None of this
-may go unnoticed, so every call is counted here, including those that succeed in the end.
+A reward that takes long or needs several tries delays a step; one that fails every try is missing. A task that cannot
+be used is skipped. None of this may go unnoticed: all of it is counted, for the step's event, `windfall top` and the
+summary. A failure is logged when its cause first occurs, and again when it has occurred 10, 100, ... times. The first
+traceback of each cause goes to the event log and to standard error, which is the controller's log. After many
+unusable tasks in a row the run ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from windfall.controller.rollout.env_failures import EnvFailures
 from windfall.envs.base import EnvHost
+from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded, grade
+from windfall.errors import WindfallError
+from windfall.events.log import EventLog
 from windfall.recipe.sections import RolloutSection
 from windfall.types import Task, Turn
 
 SLOW_S = 20.0
 """A reward that takes longer than this is reported (seconds)."""
+SKIPPED_IN_A_ROW = 16
+"""After this many unusable tasks in a row the run ends: the next task would be unusable too."""
+MAX_CAUSES = 100
+"""Number of causes that are counted separately. All further causes are counted together."""
+OUT_OF_TOKENS = EnvFailed(
+    "the response ran out of tokens (rollout.max_tokens) before the environment gave a reward; raise the limit, set "
+    "rollout.out_of_tokens to a number, or return Feedback(observation=..., reward=...) to say what it is worth",
+    "out of tokens",
+)
+
+
+@dataclass(slots=True)
+class _Cause:
+    first: EnvFailed
+    count: int = 0
+
+
+class EnvFailures:
+    def __init__(self, name: str, events: EventLog) -> None:
+        """`name`: that of the environment."""
+        self.missing = self.skipped = 0
+        """Responses without a reward, and tasks that could not be used, since the last reset."""
+        self._name = name
+        self._events = events
+        self._causes: dict[str, dict[str, _Cause]] = {}
+        """By event, by cause."""
+        self._skipped_in_a_row = 0
+
+    def reset(self) -> None:
+        self.missing = self.skipped = 0
+
+    def usable(self) -> None:
+        """A task was produced and fits the model's context."""
+        self._skipped_in_a_row = 0
+
+    def skip(self, index: int, e: EnvFailed) -> None:
+        """Count a task that could not be used. Raises WindfallError after SKIPPED_IN_A_ROW of them."""
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        self._record("task_skipped", e, task=index)
+        if self._skipped_in_a_row >= SKIPPED_IN_A_ROW:
+            raise self._fatal(f"{self._skipped_in_a_row} tasks in a row could not be used", "task_skipped")
+
+    def miss(self, response: str, e: EnvFailed) -> None:
+        """Count a response without a reward."""
+        self.missing += 1
+        self._record("reward_missing", e, response=response)
+
+    def retry(self, response: str, e: EnvFailed) -> None:
+        """Count a response that got its reward only after a failed try."""
+        self._record("reward_retried", e, response=response)
+
+    def no_rewards(self, what: str) -> WindfallError:
+        """The error that ends a run if not one response of `what` got a reward."""
+        if self.missing == 0 and self.skipped:
+            return self._fatal(f"no task of {what} could be used; {self.skipped} were skipped", "task_skipped")
+        return self._fatal(f"no response of {what} got a reward; {self.missing} are missing", "reward_missing")
+
+    def _record(self, event: str, e: EnvFailed, **subject: Any) -> None:
+        causes = self._causes.setdefault(event, {})
+        cause = causes.setdefault(e.cause if e.cause in causes or len(causes) < MAX_CAUSES else "others", _Cause(e))
+        cause.count += 1
+        if 10 ** (len(str(cause.count)) - 1) != cause.count:
+            return
+        first = {"traceback": e.traceback} if e.traceback and cause.count == 1 else {}
+        self._events.instant(event, error=e.error, count=cause.count, **subject, **first)
+        if first:
+            print(f"{e.error}\n{e.traceback}", file=sys.stderr, flush=True)
+
+    def _fatal(self, what: str, event: str) -> WindfallError:
+        trace = ""
+        if causes := self._causes.get(event):
+            worst = max(causes.values(), key=lambda cause: cause.count)
+            what += f". Most frequent cause ({worst.count} times in all): {worst.first.error}"
+            trace = f"First traceback:\n{worst.first.traceback.rstrip()}\n" if worst.first.traceback else ""
+        fix = f"{trace}Correct the environment, then continue with `windfall resume`."
+        return WindfallError(what, where=f"environment {self._name}", fix=fix)
 
 
 class Grading:
@@ -44,11 +128,6 @@ class Grading:
         self.peak = len(self._open)
 
     @property
-    def count(self) -> int:
-        """Graded turns."""
-        return len(self._times_s)
-
-    @property
     def mean_s(self) -> float:
         """Seconds from the end of a turn to its reward, including the time in a queue and all tries."""
         return sum(self._times_s) / max(1, len(self._times_s))
@@ -67,7 +146,8 @@ class Grading:
         """`failed`: the last try failed, too. `counted`: the turn belongs to a step, not to an evaluation beside it."""
         began_s = self._open.pop(number)
         errors = tries - 1 + failed
-        self.errors, self.total_errors = self.errors + errors, self.total_errors + errors
+        self.errors += errors
+        self.total_errors += errors
         self.retried += errors > 0 and not failed
         if counted:
             self._times_s.append(now_s - began_s)
@@ -76,10 +156,9 @@ class Grading:
         """Fields of the step's event."""
         times_s = sorted(self._times_s)
         load = self._load()
-        p99 = times_s[math.ceil(0.99 * len(times_s)) - 1] if times_s else 0.0
         return {
             "reward_s": self.mean_s,
-            "reward_s_p99": p99,
+            "reward_s_p99": times_s[math.ceil(0.99 * len(times_s)) - 1] if times_s else 0.0,
             "reward_s_max": times_s[-1] if times_s else 0.0,
             "grading_peak": self.peak,
             "grader_errors": self.errors,
@@ -91,7 +170,7 @@ class Grading:
     def slow_s(self, now_s: float) -> float | None:
         """How long the longest call has been in progress, if that should be reported now: after SLOW_S, and again
         whenever it has doubled."""
-        longest_s = max((now_s - began_s for began_s in self._open.values()), default=0.0)
+        longest_s = self._longest_s(now_s)
         if longest_s < self._reported_s:
             self._reported_s = SLOW_S if longest_s < SLOW_S else self._reported_s
             return None
@@ -100,35 +179,33 @@ class Grading:
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """The current state, for `windfall top`."""
-        longest_s = max((now_s - began_s for began_s in self._open.values()), default=0.0)
-        return self._load() | {
-            "grading": len(self._open),
-            "longest_s": longest_s,
-            "reward_s": self.mean_s,
-            "errors": self.total_errors,
-        }
+        now = {"grading": len(self._open), "longest_s": self._longest_s(now_s)}
+        return self._load() | now | {"reward_s": self.mean_s, "errors": self.total_errors}
+
+    def _longest_s(self, now_s: float) -> float:
+        return max((now_s - began_s for began_s in self._open.values()), default=0.0)
 
 
+@dataclass(frozen=True, slots=True)
 class Grader:
     """Asks the environment for its verdict on turns, and counts what that takes and how it fails."""
 
-    def __init__(self, env: EnvHost, options: RolloutSection, grading: Grading, failures: EnvFailures) -> None:
-        self._env = env
-        self._options = options
-        self._grading = grading
-        self._failures = failures
+    env: EnvHost
+    options: RolloutSection
+    grading: Grading
+    failures: EnvFailures
 
     async def grade(self, id: str, index: int, task: Task, turns: Sequence[Turn], *, counted: bool) -> Graded:
         """`id`: the response that the turns belong to. `counted`: it belongs to a step, not to an evaluation beside
         it."""
-        loop, o = asyncio.get_running_loop(), self._options
-        number = self._grading.begin(loop.time())
+        loop, o = asyncio.get_running_loop(), self.options
+        number = self.grading.begin(loop.time())
         try:
-            graded = await grade(self._env, index, task, turns, tries=o.reward_tries, timeout_s=o.reward_timeout_s)
+            graded = await grade(self.env, index, task, turns, tries=o.reward_tries, timeout_s=o.reward_timeout_s)
             failed = graded.feedback is None
-            self._grading.end(number, loop.time(), tries=graded.tries, failed=failed, counted=counted)
+            self.grading.end(number, loop.time(), tries=graded.tries, failed=failed, counted=counted)
         finally:
-            self._grading.abandon(number)
+            self.grading.abandon(number)
         if graded.failure is not None and not failed:
-            self._failures.retry(id, graded.failure)
+            self.failures.retry(id, graded.failure)
         return graded

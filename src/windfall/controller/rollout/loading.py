@@ -3,13 +3,18 @@
 A worker that fails LOAD_TRIES times in a row is drained. A worker that neither fails nor makes progress is found by
 `Members.tick` (scheduling/members.py). Failures while the weights are not served (the trainer is being restarted) do
 not count.
+
+A worker that builds its engine may refuse the model: its self-test measured a difference, or its memory is too small.
+The run ends when work is queued, no worker has ever been ready, REFUSED_S seconds have passed since the first refusal,
+and no worker is still starting. If workers that refuse are restarted again and again, one is always starting: after
+REFUSALS refusals the run no longer waits for workers that joined more recently than the slowest refusal took.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -19,9 +24,8 @@ from windfall.controller.ledger.episode import Malformed
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.fixed_versions import FixedVersions, KeptVersion
-from windfall.controller.scheduling.members import Member, Members, WorkerState
-from windfall.controller.scheduling.version_window import VersionWindow
+from windfall.controller.scheduling.members import Member, Members, VersionWindow, WorkerState
+from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.types import LOCAL
@@ -29,6 +33,10 @@ from windfall.types import LOCAL
 LOAD_TRIES = 12
 MAX_CHARS = 300
 """Characters of a peer's message that are logged."""
+REFUSED_S = 120.0
+REFUSALS = 8
+MAX_REASON = 2000
+"""Characters of a refusal that are kept: it says what was measured and what to do."""
 
 
 class Loading:
@@ -53,13 +61,16 @@ class Loading:
         self.served: Callable[[], bool] = lambda: True
         """Whether the weights are being served at the moment."""
 
-    def request_all(self, ledger: Ledger, fixed: FixedVersions, borrowing: Borrowing, *, needed: bool) -> None:
+    def request_all(self, ledger: Ledger, borrowing: Borrowing, *, needed: bool) -> None:
         """Have workers load the newest version. New workers load it at once. With staleness 0, others load it when
         there is work for them; above 0, at once if running responses are interrupted, otherwise when idle (`needed`).
-        Lenders load it if they are needed. The trainer's engine always has the newest weights."""
+        Lenders load it if the run may use them. The trainer's engine always has the newest weights."""
         now = asyncio.get_running_loop().time()
-        for member in self._members.outdated(self.window, needed=needed):
-            if fixed.keeps(member.id) or not borrowing.loads(member, now):
+        outdated = self._members.outdated(self.window, needed=needed)
+        lends = any(member.lends for member in outdated)
+        usable = {w.id for w in borrowing.usable(self._members.here(), now)} if lends else set()
+        for member in outdated:
+            if member.lends and member.state is not WorkerState.PULLING and member.id not in usable:
                 continue
             busy = ledger.running(member.id) > 0
             if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:
@@ -69,14 +80,13 @@ class Loading:
             elif member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
                 self._members.pull(member.id, now)
                 self._accounts.pulling(now, member.id)
-            self.request(member, fixed.wanted(self.window.newest) if member.name != LOCAL else None)
+            self.request(member)
 
-    def request(self, member: Member, instead: KeptVersion | None = None) -> None:
-        """Ask a worker to load the offered version, or another one that the trainer still serves."""
+    def request(self, member: Member) -> None:
+        """Ask a worker to load the offered version."""
         if self.offer is not None:
-            wanted = instead or self.offer
-            member.requested = (wanted.version, wanted.digest)
-            self._send(member.id, m.Load(version=wanted.version, digest=wanted.digest, url=self.offer.url))
+            member.requested = (self.offer.version, self.offer.digest)
+            self._send(member.id, m.Load(version=self.offer.version, digest=self.offer.digest, url=self.offer.url))
 
     def retry(self, id: str) -> None:
         member = self._members.all.get(id)
@@ -119,3 +129,34 @@ class Loading:
         else:
             delay_s = backoff.delay_s(member.failed, first_s=0.25, limit_s=10.0)
             asyncio.get_running_loop().call_later(delay_s, self.retry, member.id)
+
+
+class Refusals:
+    def __init__(self) -> None:
+        self.count = 0
+        self._since_s = self._slowest_s = 0.0
+        """When the first worker refused, and the longest time from joining to refusing."""
+        self._last = ""
+        """The worker that refused last, and its reason."""
+        self._ready = False
+
+    def ready(self) -> None:
+        """A worker can run the model."""
+        self._ready = True
+
+    def refused(self, member: Member, why: str, now_s: float) -> None:
+        if not self.count:
+            self._since_s = now_s
+        self.count += 1
+        self._slowest_s = max(self._slowest_s, now_s - member.joined_s)
+        self._last = f"Worker {member.id} says: {why[:MAX_REASON]}"
+
+    def check(self, here: Iterable[Member], now_s: float) -> WindfallError | None:
+        """The error that ends a run whose work is queued, if no worker can be expected to do that work."""
+        if self._ready or not self.count or now_s - self._since_s < REFUSED_S:
+            return None
+        if any(self.count < REFUSALS or now_s - worker.joined_s > self._slowest_s for worker in here):
+            return None
+        refused = f"no worker can run the model: {self.count} refused it, and none has ever been ready"
+        fix = "Correct that, or add a worker that can run the model. Then continue with `windfall resume`."
+        return WindfallError(f"{refused} (waited {REFUSED_S:g} s). {self._last}", where="fleet", fix=fix)

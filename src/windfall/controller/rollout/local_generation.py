@@ -18,19 +18,37 @@ worker is available, the phase stays as it is, and the check is repeated every R
 
 Rule: while responses are open, either another worker can take them or the trainer's engine is not paused. A run
 therefore never waits for workers that do not exist.
+
+In asynchronous training (`IdleGeneration`) the trainer may begin to train at any moment: engine and trainer take turns
+on the machine, one engine step or one micro-batch at a time. Responses on the trainer's engine stand still while it
+trains, and become old there. So the engine takes part only if the trainer waits enough of the time:
+
+    GENERATES ── the trainer waited less than STOP_SHARE of a step ──▶ PAUSED     its responses go on elsewhere
+              ◀── the trainer waited more than START_SHARE of a step ──
+
+With few workers this adds what the machine can generate; with enough workers it costs nothing, while an engine that
+always took part would hold responses back (docs/async.md has the figures). Without `techniques.trainer_generates` the
+engine generates only if no other worker can.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.local_time import LocalPlan, LocalTimePolicy, RemoteFleet, StepMeasurement
+from windfall.controller.scheduling.local_time import (
+    FleetSpeed,
+    LocalPlan,
+    LocalTimePolicy,
+    OnlyWithoutWorkers,
+    Progress,
+    RemoteFleet,
+    StepMeasurement,
+)
 from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.step_model import FleetSpeed, Progress
 from windfall.events.log import EventLog
 from windfall.types import LOCAL
 
@@ -40,7 +58,11 @@ SPEED_CHANGE = 0.1
 """Plan again if the measured speed of the fleet has changed by more than this share since the last plan."""
 REVIEW_S = 0.5
 """Seconds between two comparisons of the plan with new measurements."""
-WITHOUT_LIMIT = LocalPlan(local_s=math.inf, most_workers=math.inf, why="")
+START_SHARE = 0.25
+"""Asynchronous: generate in the next step if the trainer waited for more than this share of the last one."""
+STOP_SHARE = 0.1
+"""Asynchronous: do not generate in the next step if the trainer waited for less than this share of the last one."""
+WITHOUT_LIMIT = LocalPlan(local_s=math.inf, why="")
 
 
 class Phase(Enum):
@@ -64,20 +86,18 @@ class _Step:
 
     number: int
     began_s: float
-    """When the step began (loop time, seconds)."""
     plan: LocalPlan
     fleet: RemoteFleet | None
     """The other workers for which the plan was made; None in an evaluation, which is never planned again."""
-    accepted_before: int
-    """Tokens that the ledger had accepted when the step began."""
-    generated_before: dict[str, int]
-    """Tokens that each worker had generated when the step began, by worker id."""
     observed_s: float
     """When `worker_seconds` and `generators` were last updated (loop time, seconds)."""
+    accepted_before: int = 0
+    """Tokens that the ledger had accepted when the step began."""
+    generated_before: dict[str, int] = field(default_factory=dict)
+    """Tokens that each worker had generated when the step began, by worker id."""
     review_s: float = 0.0
     """The earliest time of the next comparison with new measurements (loop time, seconds)."""
     trainable: bool = False
-    """Something can be trained on."""
     generating: Phase = Phase.GENERATING
     """The phase to which TRAINING returns: GENERATING, or DUE if the step has reached it."""
     generating_since_s: float | None = None
@@ -87,7 +107,6 @@ class _Step:
     worker_seconds: float = 0.0
     """Number of other workers, summed over time (worker-seconds). Divided by the step time, it is their mean number."""
     trainable_tokens: int = 0
-    """Tokens in groups that are complete."""
     progress: list[Progress] = field(default_factory=list)
     generators: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
     """(seconds from the start of the step, ids of the workers that can generate from then on)."""
@@ -139,7 +158,7 @@ class LocalGeneration:
 
     def generated(self) -> None:
         """Every response of the step is generated. From now on the trainer's machine only trains."""
-        self._cancel_timer()
+        self._set_timer(math.inf)
         now = self._now()
         self._step.stop_generating(now)
         self._enter(Phase.TRAINING)
@@ -153,13 +172,12 @@ class LocalGeneration:
         self._observe(now)
         step.stop_generating(now)
         members = self._dispatch.members.all.values()
-        generated = {m.id: m.generated - step.generated_before.get(m.id, 0) for m in members}
-        local = {m.id for m in members if m.name == LOCAL}
-        ends = [m.last_tokens_s for m in members if m.id not in local and m.last_tokens_s > step.began_s]
+        local_tokens = sum(m.generated - step.generated_before.get(m.id, 0) for m in members if m.name == LOCAL)
+        ends = [m.last_tokens_s for m in members if m.name != LOCAL and m.last_tokens_s > step.began_s]
         self.last = StepMeasurement(
             tokens=tokens,
             local_s=step.local_s,
-            local_tokens=sum(generated[id] for id in local),
+            local_tokens=local_tokens,
             train_s=train_s,
             train_wait_s=train_wait_s,
             remote_wait_s=now - max(ends) if ends else 0.0,
@@ -181,7 +199,7 @@ class LocalGeneration:
 
     def _start(self) -> None:
         """GENERATING if the trainer has an engine, else NO_ENGINE."""
-        self._cancel_timer()
+        self._set_timer(math.inf)
         step, local = self._step, self._local()
         step.generating = Phase.GENERATING
         if local is None:
@@ -258,37 +276,22 @@ class LocalGeneration:
 
     def _set_timer(self, seconds: float) -> None:
         """Calls `_local_time_passed` after `seconds`; never, if infinite. Replaces an earlier timer."""
-        self._cancel_timer()
-        if math.isfinite(seconds):
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._local_time_passed)
-
-    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(seconds, self._local_time_passed) if math.isfinite(seconds) else None
 
     # what is known about the workers
 
     def _new_step(self, number: int, now: float, plan: LocalPlan, fleet: RemoteFleet | None) -> _Step:
-        return _Step(
-            number=number,
-            began_s=now,
-            observed_s=now,
-            plan=plan,
-            fleet=fleet,
-            accepted_before=self._dispatch.ledger.counts.accepted,
-            generated_before={m.id: m.generated for m in self._dispatch.members.all.values()},
-        )
+        step = _Step(number=number, began_s=now, observed_s=now, plan=plan, fleet=fleet)
+        step.accepted_before = self._dispatch.ledger.counts.accepted
+        step.generated_before = {m.id: m.generated for m in self._dispatch.members.all.values()}
+        return step
 
     def _log_plan(self, plan: LocalPlan, fleet: RemoteFleet) -> None:
-        self._events.instant(
-            "plan",
-            step=self._step.number,
-            seed_s=plan.local_s,
-            most_workers=plan.most_workers,
-            others=fleet.workers,
-            why=plan.why,
-        )
+        step = self._step.number
+        self._events.instant("plan", step=step, seed_s=plan.local_s, others=fleet.workers, why=plan.why)
 
     def _local(self) -> Member | None:
         return next((m for m in self._dispatch.members.here() if m.name == LOCAL), None)
@@ -309,7 +312,7 @@ class LocalGeneration:
         others = self._others()
         if not others:
             return "no other worker is available"
-        too_long = self._dispatch.room.too_long(max(m.longest for m in others))
+        too_long = self._dispatch.placement.too_long(max(m.longest for m in others))
         return "no other worker has room for a queued response" if too_long else ""
 
     def _remote_fleet(self) -> RemoteFleet:
@@ -352,3 +355,54 @@ class LocalGeneration:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+class IdleGeneration(LocalGeneration):
+    """A Pace that never holds training back."""
+
+    generates = True
+    """Whether the trainer's engine takes part."""
+
+    def begin(self, step: int) -> None:
+        now = self._now()
+        wait_share = 1.0 if self.last is None else self.last.train_wait_s / max(1e-9, now - self._step.began_s)
+        if isinstance(self._policy, OnlyWithoutWorkers) or wait_share < STOP_SHARE:
+            self.generates = False
+        elif wait_share > START_SHARE:
+            self.generates = True
+        self._step = self._new_step(step, now, WITHOUT_LIMIT, None)
+        self.may_train.set()
+        self._apply()
+
+    def begin_evaluation(self) -> None:
+        self.may_train.set()
+
+    def trainable(self) -> None: ...
+
+    def generated(self) -> None: ...
+
+    def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
+        super().end(tokens=tokens, train_s=train_s, train_wait_s=train_wait_s)
+        assert self.last is not None, "end() sets it"
+        # Its engine stands still while the trainer trains, so its speed is measured over the rest of the step.
+        not_training_s = max(0.0, self._now() - self._step.began_s - train_s)
+        self.last = replace(self.last, local_s=min(self.last.local_s, not_training_s))
+
+    def tick(self) -> None:
+        self._observe(self._now())
+        self._apply()
+
+    def _apply(self) -> None:
+        """Pause or resume the trainer's engine, unless it is the only one that can generate."""
+        local = self._local()
+        if local is None:
+            return
+        if local.state is WorkerState.PAUSED:
+            queued = bool(self._dispatch.ledger.queue)
+            if self.generates or (queued and self._why_alone()):
+                self._resume(local)
+        elif local.state is WorkerState.READY and not self.generates and not self._why_alone():
+            self._step.stop_generating(self._now())
+            self._dispatch.pause(local.id)
+        elif local.state is WorkerState.READY and self._step.generating_since_s is None:
+            self._step.generating_since_s = self._now()

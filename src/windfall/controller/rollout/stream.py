@@ -8,7 +8,8 @@
     6. hand out   _hand_out       pass on every group whose responses are all finished
 
 A Stream lives as long as its owner wants groups: tasks are opened at any time, and groups are handed out as they
-complete. Every event arrives in one inbox, so that all of this runs in one place, one event at a time:
+complete. Every event arrives in one inbox, as a function to call, so that all of this runs in one place, one event at a
+time:
 
     Stream.run()   waits for: its inbox   filled by: the environment (tasks, grades), dispatch (ended turns), a stop,
                                                      an error
@@ -25,6 +26,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import xxhash
@@ -32,8 +34,7 @@ import xxhash
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.rollout.env_failures import OUT_OF_TOKENS, EnvFailures
-from windfall.controller.rollout.grading import Grader, Grading
+from windfall.controller.rollout.grading import OUT_OF_TOKENS, EnvFailures, Grader, Grading
 from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.envs.base import EnvHost
 from windfall.envs.failures import EnvFailed
@@ -44,38 +45,12 @@ from windfall.models.text import Text
 from windfall.recipe.sections import RolloutSection as Options
 from windfall.types import Feedback, Group, Response, Sampling, Task, Turn
 
-OPEN_TOGETHER_S = 0.2
-"""Seconds to wait for slow tasks before the first groups are opened: placement is better if it knows all the work."""
 STOP_POLL_S = 0.05
 """Least seconds between looks for stop strings. A worker generates for up to this time after one."""
 
 
 class Stopped(Exception):
     """The run was asked to stop."""
-
-
-class VersionGone(Exception):
-    """No worker holds the fixed version of this stream any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class TasksDrawn:
-    tasks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class TurnEnded:
-    id: str
-
-
-@dataclass(frozen=True, slots=True)
-class TurnAnswered:
-    episode: Episode
-    graded: Graded
-
-
-Message = TasksDrawn | TurnEnded | TurnAnswered | BaseException
-"""An exception ends the stream."""
 
 
 @dataclass(slots=True)
@@ -217,11 +192,11 @@ class Stream:
         self._scope = scope
         self._version = version
         self._counted = version is None
-        """Tokens and turns count in the totals of a step. Those of an evaluation beside training do not."""
+        """Tokens and turns count in the totals of a step. Those of an evaluation in asynchronous training do not."""
         self._oldest = -1
         """Tokens of an older version are too old."""
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
-        """Messages, and those of a subclass."""
+        """Functions to call, an exception that ends the stream, and messages of a subclass."""
         self._drawing: dict[int, asyncio.Future[Task]] = {}
         """Tasks that were requested from the environment and are not open yet."""
         self._live: dict[str, tuple[Any, OpenGroup]] = {}
@@ -261,30 +236,18 @@ class Stream:
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
 
-    def _handle(self, message: Message) -> None:
-        match message:
-            case BaseException():
-                raise message
-            case TasksDrawn(tasks):
-                for index in tasks:
-                    self._open_group(index, self._drawing.pop(index))
-            case TurnEnded(id) if id in self._live:  # otherwise it was dropped meanwhile
-                self._grade_turn(*self._live[id])
-            case TurnAnswered(episode, graded) if episode.id in self._live:
-                self._settle_turn(episode, graded)
-            case _:
-                pass
+    def _handle(self, message: Callable[[], None] | BaseException) -> None:
+        if isinstance(message, BaseException):
+            raise message
+        message()
 
     # What happens to a response (dispatch.ResponseOwner).
 
     def turn_ended(self, id: str) -> None:
-        self.inbox.put_nowait(TurnEnded(id))
+        self.inbox.put_nowait(partial(self._grade_turn, id))
 
     def rejected(self, id: str, why: str) -> None:
         self.inbox.put_nowait(WindfallError(why, where=f"response {id}"))
-
-    def version_gone(self, id: str) -> None:
-        self.inbox.put_nowait(VersionGone(f"no worker holds version {self._version} any more"))
 
     def _hand_out(self) -> None:
         completed, self._completed = self._completed, []
@@ -348,37 +311,27 @@ class Stream:
     def _wake(self) -> None:
         """Have run() hand out groups that were completed from outside, for example from the journal."""
         if self._completed:
-            self.inbox.put_nowait(TasksDrawn([]))
+            self.inbox.put_nowait(lambda: None)
 
     # 1. Draw tasks.
 
     def open(self, tasks: Sequence[int]) -> None:
-        """Ask for these tasks, and open their groups; those that arrive within OPEN_TOGETHER_S are opened together.
-        Does nothing once the stream has ended: its owner learns that when it next looks for groups."""
+        """Ask for these tasks, and open their groups as they arrive. Does nothing once the stream has ended: its owner
+        learns that when it next looks for groups."""
         if self._ended:
             return
-        slow: list[int] = []
         for index in tasks:
             future = self._rollout.env.task(index, self._rollout.options.reward_timeout_s)
             if future.done():
                 self._open_group(index, future)
             else:
                 self._drawing[index] = future
-                slow.append(index)
-        if slow:
-            self._in_background(self._draw(slow))
+                future.add_done_callback(partial(self._task_drawn, index))
         self._wake()
 
-    async def _draw(self, tasks: list[int]) -> None:
-        futures = {index: self._drawing[index] for index in tasks}
-        timeout_s: float | None = OPEN_TOGETHER_S
-        while futures:
-            wait_for = asyncio.ALL_COMPLETED if timeout_s else asyncio.FIRST_COMPLETED
-            await asyncio.wait(futures.values(), timeout=timeout_s, return_when=wait_for)
-            timeout_s, drawn = None, [index for index, future in futures.items() if future.done()]
-            self.inbox.put_nowait(TasksDrawn(drawn))
-            for index in drawn:
-                del futures[index]
+    def _task_drawn(self, index: int, drawn: asyncio.Future[Task]) -> None:
+        if not self._ended:
+            self.inbox.put_nowait(partial(self._open_group, index, drawn))
 
     def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -390,6 +343,7 @@ class Stream:
 
     def _open_group(self, index: int, drawn: asyncio.Future[Task]) -> None:
         """Open a group, or skip its task if the environment failed or the prompt does not fit."""
+        self._drawing.pop(index, None)
         try:
             task = drawn.result()
             prompt = self._prompt(task)
@@ -415,7 +369,7 @@ class Stream:
             max_turn=self._rollout.options.turn_tokens,
         )
         self._live[id] = (episode, group)
-        self._open_episode(episode, group)
+        self._open_episode(episode)
 
     def _seed(self, id: str) -> int:
         index, _, sibling = id.rpartition(":")[2].partition("/")
@@ -435,7 +389,7 @@ class Stream:
             )
         return prompt
 
-    def _open_episode(self, episode: Episode, group: OpenGroup) -> None:
+    def _open_episode(self, episode: Episode) -> None:
         """Restore the response from the journal, then continue from there."""
         finished = self._restore(episode)
         self._restored[episode.id] = sum(count for version, count in episode.version_runs if version >= 0)
@@ -444,7 +398,7 @@ class Stream:
             return
         self._dispatch.open(episode, self)
         if episode.finish is not None:
-            self._grade_turn(episode, group)
+            self._grade_turn(episode.id)
 
     def _restore(self, episode: Episode) -> Response | None:
         """Replay the journal's history into the episode. Returns the response if it was finished."""
@@ -481,7 +435,7 @@ class Stream:
                 began_s = loop.time()
                 for id, (episode, _) in self._live.items():
                     if episode.finish is None and self._cut_at_stop(episode):
-                        self.inbox.put_nowait(TurnEnded(id))
+                        self.turn_ended(id)
                 spent_s = loop.time() - began_s
         except Exception as e:  # fault boundary: the error is raised in run()
             self.inbox.put_nowait(e)
@@ -494,7 +448,10 @@ class Stream:
 
     # 4. Grade an ended turn.
 
-    def _grade_turn(self, episode: Episode, group: OpenGroup) -> None:
+    def _grade_turn(self, id: str) -> None:
+        if id not in self._live:  # it was dropped meanwhile
+            return
+        episode, group = self._live[id]
         self._cut_at_stop(episode, whole=True)
         self._record_turn(episode)
 
@@ -506,7 +463,7 @@ class Stream:
             except Exception as e:  # fault boundary: the error is raised in run()
                 self.inbox.put_nowait(e)
             else:
-                self.inbox.put_nowait(TurnAnswered(episode, graded))
+                self.inbox.put_nowait(partial(self._settle_turn, episode, graded))
 
         self._in_background(ask_environment())
 
@@ -518,6 +475,8 @@ class Stream:
     # 5. Open the next turn, or finish the response.
 
     def _settle_turn(self, episode: Episode, graded: Graded) -> None:
+        if episode.id not in self._live:  # it was dropped meanwhile
+            return
         feedback = graded.feedback or Feedback()
         error = "" if graded.feedback or graded.failure is None else graded.failure.error
         response = self._apply_feedback(episode, graded)

@@ -8,37 +8,26 @@ back at any time. So the run borrows what the step needs now, and no more than `
 
 A rollout begins with a backlog, and needs many lenders; at its end few responses are left, which own machines run as
 fast, and the lenders are given back. Own machines come first, because they are paid for in any case. How many of them
-to rent is decided once per step, with the lenders' throughput taken into account (controller/rollout/advisor.py).
+to rent is decided once per step, with the lenders' throughput taken into account (worker_value.py).
 
 Rules:
 - Lenders with the lowest recent use by their owners come first. One that is in use stays, unless another has been used
   less by `STICKY`. A lender that reports no slots is not used.
 - The number grows at once. It falls only to the highest number that was wanted within `HOLD_S`.
-- A lender that is given back gets no new responses. It finishes those that it has, unless they move (rebalance.py).
+- A lender that is given back gets no new responses. It finishes those that it has, unless they move (balance.py).
   Until then it counts: responses are never on more than `fleet.borrowed_max` lenders.
 - A response that fits on no machine of the run needs a lender on which it fits.
-- A lender loads the first version that it is offered, and then those of steps that need it: every version is a pull,
-  and a pause of what it lends. One that was needed within `STANDBY_S` loads every version.
-- A lender that keeps a version for an evaluation (fixed_versions.py) is in use.
-
-Example: 40 responses, and one machine of the run with 16 slots. Steps take 10 ms and 0.1 ms for each response, so a
-batch of 25 makes them a quarter longer; a backlog of 24 responses needs two lenders with 16 slots each:
-
-    >>> need = Need(responses=40, own_workers=1, own_slots=16, knee=knee([StepTime(fixed_s=0.01, each_s=0.0001)]))
-    >>> lenders = [LenderCapacity(id=id, slots=16, use=use) for id, use in (("a", 0.6), ("b", 0.1), ("c", 0.3))]
-    >>> choose(need, lenders, most=8)
-    ['b', 'c']
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 from windfall.controller.ledger.episode import Malformed
-from windfall.controller.scheduling.members import Member, WorkerState
+from windfall.controller.scheduling.members import Member
 from windfall.link.messages import Capacity
 from windfall.step_time import StepTime
 
@@ -46,7 +35,6 @@ LONGER = 0.25
 """Lenders are borrowed until the responses of a batch make its steps longer by at most this share."""
 STICKY = 0.1
 HOLD_S = 10.0
-STANDBY_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,18 +51,6 @@ class Need:
     """Tokens of a queued response that fits on no machine of the run; 0: all fit."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LenderCapacity:
-    id: str
-    slots: int
-    """Responses that it can run now."""
-    use: float = 0.0
-    """Share of its memory that its owner has used recently."""
-    in_use: bool = False
-    longest: float = math.inf
-    """Tokens of the longest response that fits."""
-
-
 def knee(profiles: Iterable[StepTime | None]) -> float:
     """The batch at which steps are longer by the share `LONGER`, for the median of these workers; 1 if none is
     measured."""
@@ -82,26 +58,20 @@ def knee(profiles: Iterable[StepTime | None]) -> float:
     return max(1.0, batches[len(batches) // 2]) if batches else 1.0
 
 
-def choose(need: Need, lenders: Sequence[LenderCapacity], *, most: int, least: int = 0) -> list[str]:
+def choose(need: Need, lenders: Iterable[Member], *, most: int, least: int = 0) -> list[Member]:
     """The lenders to use, best first: at least `least` and at most `most`, as far as there are lenders with slots."""
-    able = sorted((c for c in lenders if c.slots > 0), key=lambda c: (c.longest < need.room, *_order(c)))
+    able = sorted((w for w in lenders if w.lendable), key=lambda w: (w.longest < need.room, *_order(w)))
     wanted = max(least, math.ceil(need.responses / max(1.0, need.knee)) - need.own_workers, need.room > 0)
     backlog, count = need.responses - need.own_slots, 0
     while count < min(most, len(able)) and (count < wanted or backlog > 0):
-        backlog -= able[count].slots
+        backlog -= able[count].lendable
         count += 1
-    return [c.id for c in able[:count]]
+    return able[:count]
 
 
-def _order(lender: LenderCapacity) -> tuple[float, bool, str]:
-    return lender.use - (STICKY if lender.in_use else 0.0), not lender.in_use, lender.id
-
-
-def _capacity(member: Member) -> LenderCapacity:
-    use = member.capacity.use if member.capacity else 0.0
-    return LenderCapacity(
-        id=member.id, slots=member.lendable, use=use, in_use=member.in_use, longest=member.longest
-    )  # fmt: skip
+def _order(lender: Member) -> tuple[float, bool, str]:
+    use = lender.capacity.use if lender.capacity else 0.0
+    return use - (STICKY if lender.in_use else 0.0), not lender.in_use, lender.id
 
 
 class Borrowing:
@@ -112,71 +82,51 @@ class Borrowing:
         self._wanted: deque[tuple[float, int]] = deque()
         """(time, number of lenders wanted) of the last `HOLD_S`, the number falling."""
         self._used: set[str] = set()
-        self._needed_s: dict[str, float] = {}
-        """By lender: when it was last needed (loop time, seconds)."""
 
     def update(
-        self, here: Collection[Member], ready: Collection[Member], queued: int, running: Callable[[str], int],
-        profile: Callable[[str], StepTime | None], now_s: float, *, room: int = 0,
-        keeps: Callable[[str], bool] = lambda worker: False,
-    ) -> None:  # fmt: skip
-        """Sets `in_use` of all lenders. `ready`: workers that may get work now. `room`: as in Need. `keeps`: whether a
-        worker keeps a version."""
+        self,
+        here: Collection[Member],
+        ready: Collection[Member],
+        queued: int,
+        running: Callable[[str], int],
+        profile: Callable[[str], StepTime | None],
+        now_s: float,
+        *,
+        room: int = 0,
+    ) -> None:
+        """Sets `in_use` of all lenders. `ready`: workers that may get work now. `room`: as in Need."""
         lenders = [w for w in here if w.lends]
         if not lenders:
             return
         own = [w for w in ready if not w.lends]
         need = Need(
-            responses=queued + sum(running(w.id) for w in ready), own_workers=len(own),
-            own_slots=sum(w.slots for w in own), knee=knee(profile(w.id) for w in ready or here), room=room,
-        )  # fmt: skip
-        views = [_capacity(w) for w in ready if w.lends]
-        wanted = len(choose(need, views, most=self.most))
+            responses=queued + sum(running(w.id) for w in ready),
+            own_workers=len(own),
+            own_slots=sum(w.slots for w in own),
+            knee=knee(profile(w.id) for w in ready),
+            room=room,
+        )
+        able = [w for w in ready if w.lends]
+        wanted = len(choose(need, able, most=self.most))
         while self._wanted and self._wanted[-1][1] <= wanted:
             self._wanted.pop()
         while self._wanted and self._wanted[0][0] < now_s - HOLD_S:
             self._wanted.popleft()
         self._wanted.append((now_s, wanted))
-        chosen = choose(need, views, most=self.most, least=min(self.most, self._wanted[0][1]))
-        busy = {w.id for w in lenders if running(w.id) or keeps(w.id)}
+        chosen = choose(need, able, most=self.most, least=min(self.most, self._wanted[0][1]))
+        busy = {w.id for w in lenders if running(w.id)}
         free = max(0, self.most - len(busy))
-        in_use = {*(id for id in chosen if id in busy), *[id for id in chosen if id not in busy][:free]}
-        self._note_needed(here, lenders, need, in_use, now_s)
+        in_use = {w.id for w in chosen if w.id in busy} | {w.id for w in [w for w in chosen if w.id not in busy][:free]}
         for w in lenders:
-            w.in_use = w.id in in_use or keeps(w.id)
+            w.in_use = w.id in in_use
         self._used |= in_use
-
-    def _note_needed(
-        self, here: Collection[Member], lenders: Sequence[Member], need: Need, in_use: Collection[str], now_s: float
-    ) -> None:
-        """Note which lenders this step needs, whether or not they and the run's own machines have its weights yet."""
-        own = [w for w in here if not w.lends and w.booted and w.state in (WorkerState.READY, WorkerState.PULLING)]
-        step = replace(need, own_workers=len(own), own_slots=sum(w.slots for w in own))
-        views = [replace(_capacity(w), in_use=self._was_needed(w.id, now_s)) for w in lenders if not w.suspect]
-        needed = choose(step, views, most=self.most)
-        for id in {*needed, *in_use}:
-            self._needed_s[id] = now_s
-        if len(self._needed_s) > 2 * len(lenders):
-            ids = {w.id for w in lenders}
-            self._needed_s = {id: s for id, s in self._needed_s.items() if id in ids}
-
-    def loads(self, member: Member, now_s: float) -> bool:
-        """Whether a worker should load a new version now."""
-        if not member.lends or member.state is WorkerState.PULLING:
-            return True
-        if member.state is WorkerState.JOINING:
-            return self.most > 0
-        return self._was_needed(member.id, now_s)
-
-    def _was_needed(self, lender: str, now_s: float) -> bool:
-        return now_s - self._needed_s.get(lender, -math.inf) <= STANDBY_S
 
     def usable(self, members: Iterable[Member], now_s: float) -> list[Member]:
         """The workers that can take part in a step: of the lenders, those that have had slots within `HOLD_S` or are
         starting, and no more than the run may use."""
         all = list(members)
         able = [w for w in all if w.lends and (w.lendable or not w.booted or now_s - w.able_s <= HOLD_S)]
-        best = {w.id for w in sorted(able, key=lambda w: _order(_capacity(w)))[: self.most]}
+        best = {w.id for w in sorted(able, key=_order)[: self.most]}
         return [w for w in all if not w.lends or w.id in best]
 
     @staticmethod

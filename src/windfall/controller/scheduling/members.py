@@ -24,12 +24,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from windfall.controller.scheduling.version_window import VersionWindow
 from windfall.link.messages import Capacity, Stats
 from windfall.types import LOCAL, Capabilities, Lease
 
@@ -40,6 +39,36 @@ LEAVING_S = 20.0
 
 
 UNKNOWN_ENGINE = Capabilities()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionWindow:
+    """The versions of the weights that may generate tokens at the moment: with the staleness bound eta, the newest one
+    and those of the eta versions before it whose digests are known. A digest belongs to a version for good, except
+    after the trainer has fallen back to an older checkpoint: the versions that it trains again have new digests.
+
+    >>> window = VersionWindow().advance(3, "c", staleness=1).advance(4, "d", staleness=1)
+    >>> window.allows(3, "c"), window.allows(3, "x"), window.advance(5, "e", staleness=1).allows(3, "c")
+    (True, False, False)
+    """
+
+    digests: Mapping[int, str] = field(default_factory=dict)
+    """Digests of the versions in the window."""
+    oldest: int = -1
+    """The oldest version that the bound allows, whether or not its digest is known."""
+    newest: int = -1
+
+    def advance(self, version: int, digest: str, *, staleness: int) -> VersionWindow:
+        """The window after this version was published, or was found to be the trainer's."""
+        oldest = version - staleness
+        kept = {v: d for v, d in self.digests.items() if oldest <= v < version}
+        return VersionWindow(digests={**kept, version: digest}, oldest=oldest, newest=version)
+
+    def allows(self, version: int, digest: str) -> bool:
+        return self.digests.get(version) == digest
+
+    def is_newest(self, version: int, digest: str) -> bool:
+        return version == self.newest and self.allows(version, digest)
 
 
 class WorkerState(StrEnum):

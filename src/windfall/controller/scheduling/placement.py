@@ -1,10 +1,10 @@
-"""Places responses on workers, and takes them back to move them: applies balance.py and rebalance.py to the ledger. No
+"""Places responses on workers, and takes them back to move them: applies balance.py to the ledger. No
 clock, no I/O.
 
     Example: the queue is ["1/0", "1/1", "2/0"], `a` and `b` have free slots, and `b` has the prompt of group 1 in its
     prefix cache.
 
-    Next turns of a response are placed first, where their tokens are (turn_routing.py).
+    Next turns of a response are placed first, where their tokens are (turns.py).
 
     loads()     the running responses, slots and speed of every worker, from the ledger and the speeds measured here
     assign()    takes responses from the queue and assigns them: 1/0 and 1/1 to `b` (their prefix), 2/0 to `a`
@@ -26,12 +26,10 @@ from itertools import islice
 import msgspec
 
 from windfall.controller.ledger.ledger import Ledger, LedgerEntry, room
-from windfall.controller.scheduling.balance import WorkerLoad, place
+from windfall.controller.scheduling.balance import Move, Running, WorkerLoad, place, rebalance
+from windfall.controller.scheduling.local_time import FleetSpeed
 from windfall.controller.scheduling.members import Member
-from windfall.controller.scheduling.rebalance import Move, Running, rebalance
-from windfall.controller.scheduling.step_model import FleetSpeed
-from windfall.controller.scheduling.turn_routing import NextTurn, route
-from windfall.controller.scheduling.turns import Turns
+from windfall.controller.scheduling.turns import NextTurn, Turns, route
 from windfall.controller.scheduling.worker_speed import WorkerSpeeds
 from windfall.step_time import StepTime
 
@@ -128,9 +126,8 @@ class Placement:
             WorkerLoad(
                 worker=w.id, running=(count := running(w.id)), slots=w.open_slots, profile=speed(w.id),
                 waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
-                prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id), reserved=w.lease.kind == "reserved",
+                prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id), turn_preference=_turn_preference(w),
                 stalled=w.stats is not None and w.stats.idle_s >= STALLED_S,
-                borrowed=w.lends, use=w.capacity.use if w.capacity else 0.0, admits=not w.lends or w.lendable > 0,
             )
             for w in ready
         ]  # fmt: skip
@@ -143,22 +140,28 @@ class Placement:
             return not ready or moving
         return not self.turns.queued and not any(running(w.id) < w.open_slots for w in ready)
 
+    def too_long(self, most: float) -> LedgerEntry | None:
+        """The first queued response that needs room for more tokens than `most`."""
+        if self._ledger.longest <= most:
+            return None
+        queued = (self._ledger.entries[id] for id in self._ledger.queue)
+        return next((entry for entry in queued if room(entry.episode) > most), None)
+
     def assign(
         self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], *, coming: int,
-        longest: Mapping[str, float] | None = None, fixed: int | None = None,
+        longest: Mapping[str, float] | None = None,
     ) -> dict[str, list[LedgerEntry]]:  # fmt: skip
         """Takes the responses that should start now from the queue and assigns them. `versions`: the version that each
         worker holds. `longest`: the most tokens for which a worker has room, where known. A response goes only where it
-        fits. Responses that fit on the fewest workers are placed first. `fixed`: place only the responses that must
-        have this version; None: only those that may have any."""
+        fits. Responses that fit on the fewest workers are placed first."""
         out: dict[str, list[LedgerEntry]] = {}
-        waiting = self._assign_turns(loads, versions, longest, fixed, out)
+        waiting = self._assign_turns(loads, versions, longest, out)
         sizes = [(longest or {}).get(load.worker, math.inf) for load in loads]
         small = sorted({size for size in sizes if size < self._ledger.longest})
         for n in range(len(small), -1, -1):  # one pass in most fleets, where no worker is too small
             fit = [load for load, size in zip(loads, sizes, strict=True) if n == 0 or size > small[n - 1]]
             fit = [_with(load, len(out.get(load.worker, ()))) for load in fit]
-            self._assign_queued(self._queued(small, n, fixed, waiting), fit, versions, coming, out)
+            self._assign_queued(self._queued(small, n, waiting), fit, versions, coming, out)
         for worker, entries in out.items():
             moved = [e for e in entries if e.moved or e.episode.turn_start]
             tokens = sum(self._to_prefill(e, worker) for e in moved)
@@ -175,7 +178,7 @@ class Placement:
 
     def _assign_turns(
         self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], longest: Mapping[str, float] | None,
-        fixed: int | None, out: dict[str, list[LedgerEntry]],
+        out: dict[str, list[LedgerEntry]],
     ) -> set[str]:  # fmt: skip
         """Assigns next turns. Returns those that wait for the worker that has their tokens."""
         if not self._affinity or not self._balancing or not self.turns.queued:
@@ -183,22 +186,21 @@ class Placement:
         next_turns = []
         for id in self.turns.queued:
             episode, (holder, kept) = self._ledger.entries[id].episode, self.turns.holder(id)
-            if episode.version == fixed:
-                context = len(episode.prompt) + len(episode.tokens)
-                next_turns.append(NextTurn(id=id, context=context, holder=holder, kept=kept, room=room(episode)))
+            context = len(episode.prompt) + len(episode.tokens)
+            next_turns.append(NextTurn(id=id, context=context, holder=holder, kept=kept, room=room(episode)))
         routes = route(next_turns, loads, typical=self.turns.typical, longest=longest)
         for id, worker in routes.placed:
             self._take(id, worker, versions, out)
         return routes.waiting
 
-    def _queued(self, small: Sequence[float], n: int, fixed: int | None, waiting: Collection[str]) -> Sequence[str]:
+    def _queued(self, small: Sequence[float], n: int, waiting: Collection[str]) -> Sequence[str]:
         """Queued responses, in order, that need more room than the first n sizes of `small`, but not more than the
-        next, and that must have the version `fixed`. Without those that wait for one worker."""
+        next. Without those that wait for one worker."""
         ledger = self._ledger
-        if not small and not ledger.fixed_versions and not waiting:
+        if not small and not waiting:
             return ledger.queue
         queued = [(id, ledger.entries[id].episode) for id in ledger.queue if id not in waiting]
-        return [id for id, e in queued if e.version == fixed and bisect_left(small, room(e)) == n]
+        return [id for id, e in queued if bisect_left(small, room(e)) == n]
 
     def _assign_queued(
         self, queued: Sequence[str], loads: Sequence[WorkerLoad], versions: Mapping[str, int], coming: int,
@@ -220,7 +222,6 @@ class Placement:
             coming=coming,
             prefix_holders=self._prefix_holders if self._affinity else None,
             move_targets=self.move_targets,
-            typical=self.typical,
         )
 
     def _take(self, id: str, worker: str, versions: Mapping[str, int], out: dict[str, list[LedgerEntry]]) -> None:
@@ -247,7 +248,7 @@ class Placement:
         return [(move.source, entries[move.id]) for move in moves]
 
     def moves(self, loads: Sequence[WorkerLoad]) -> list[Move]:
-        """The running responses that should continue on another worker (rebalance.py)."""
+        """The running responses that should continue on another worker (balance.py)."""
         return rebalance(
             loads, self.held, typical=self.typical, least_context=lambda worker: self._least_context.get(worker, 0)
         )
@@ -278,3 +279,9 @@ class Placement:
 
 def _with(load: WorkerLoad, more: int) -> WorkerLoad:
     return msgspec.structs.replace(load, running=load.running + more) if more else load
+
+
+def _turn_preference(member: Member) -> float:
+    if member.capacity is not None:
+        return member.capacity.use
+    return -1.0 if member.lease.kind == "reserved" else math.inf

@@ -7,12 +7,11 @@
   (sim/chaos/staleness_invariants.py);
 - holder: a running response is held by one worker that is connected and ready (or pausing, or draining), and no worker
   stays a member that is silent, or whose pull hangs, for longer than the recipe allows;
-- borrowed: no more than `fleet.borrowed_max` lenders hold responses, apart from those of an evaluation;
+- borrowed: no more than `fleet.borrowed_max` lenders hold responses;
 - batch: a step that is trained again from an older checkpoint gets the same samples; no response is in it twice, and
   none whose reward is missing (`missing`);
 - bill: every second of every worker is in exactly one bill (sim/chaos/bill_invariant.py lists the exceptions);
-- level: after a step, the controller keeps nothing of that step, and of later ones no more than admission allows, in
-  addition to the responses of running evaluations;
+- level: after a step, the controller keeps nothing of that step, and of later ones no more than admission allows;
 - progress: a token is accepted, or a step completed, within PROGRESS_S.
 
 Cheap checks run whenever something has changed; what has not changed is not checked again. windfall's own `check()`
@@ -228,7 +227,7 @@ class Invariants:
                 what = f"the pull of {worker.spec.name} has hung for {hangs_s:.1f} s, and it is still a member"
                 raise InvariantBroken("holder", what)
         d = life.dispatch
-        lenders = [w.id for w in members.here() if w.lends and d.ledger.running(w.id) and not d.fixed.keeps(w.id)]
+        lenders = [w.id for w in members.here() if w.lends and d.ledger.running(w.id)]
         if len(lenders) > d.borrowing.most:
             raise InvariantBroken("borrowed", f"{lenders} hold responses")
         here, paid = {w.id for w in members.here()}, {w for w in accounts._here if not w.startswith("trainer ")}
@@ -279,8 +278,6 @@ class Invariants:
             a = loop.generation.admission
             self._staleness.check_lost(a, event["step"] - 1)
             limit = max((a.staleness + 1) * a.batch, self._reopened or 0) * rollout.options.group_size
-            options = self._simulation.life.recipe.eval
-            limit += len(loop.evaluation._running) * options.tasks * options.samples
         if left := left_over(dispatch, rollout, here, self._simulation.trainer.weights.state.next_task, limit):
             raise InvariantBroken("level", f"the controller still holds after step {event['step']}: {left}")
         if event["lost_tokens"]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from windfall.controller.scheduling.balance import WorkerLoad
-from windfall.controller.scheduling.turn_routing import NextTurn, route
-from windfall.controller.scheduling.turns import Turns
+from windfall.controller.scheduling.turns import NextTurn, Turns, route
 from windfall.step_time import StepTime
 
 PROFILE = StepTime(fixed_s=0.01, each_s=0.0002)
@@ -43,12 +42,16 @@ def test_turn_leaves_a_stalled_worker_and_one_that_is_gone() -> None:
 
 def test_reserved_worker_is_preferred_only_among_equals() -> None:
     lost = turn(holder="", kept=0)
-    assert route([lost], [load("spot", 1), load("own", 1, reserved=True)], typical=100).placed == [("1/0", "own")]
-    assert route([lost], [load("spot", 1), load("own", 7, reserved=True)], typical=100).placed == [("1/0", "spot")]
+    assert route([lost], [load("spot", 1), load("own", 1, turn_preference=-1.0)], typical=100).placed == [
+        ("1/0", "own")
+    ]
+    assert route([lost], [load("spot", 1), load("own", 7, turn_preference=-1.0)], typical=100).placed == [
+        ("1/0", "spot")
+    ]
 
 
 def test_borrowed_worker_that_risks_its_slo_gets_no_turn() -> None:
-    assert route([turn()], [load("a", admits=False), load("b", 5)]).placed == [("1/0", "b")]
+    assert route([turn()], [load("a", slots=0), load("b", 5)]).placed == [("1/0", "b")]
 
 
 def test_turn_goes_only_where_it_fits_and_stays_queued_without_a_slot() -> None:
@@ -81,19 +84,19 @@ def test_holder_is_forgotten_with_its_pages() -> None:
 
 
 def test_borrowed_worker_within_its_slo_comes_before_spot_and_the_least_used_first() -> None:
-    spot, busy, idle = load("spot", 2), load("busy", 2, borrowed=True, use=0.5), load("idle", 2, borrowed=True, use=0.1)
+    spot, busy, idle = load("spot", 2), load("busy", 2, turn_preference=0.5), load("idle", 2, turn_preference=0.1)
     lost = turn(holder="", kept=0)
     assert route([lost], [spot, busy, idle], typical=100).placed == [("1/0", "idle")]
     assert route([lost], [spot, busy], typical=100).placed == [("1/0", "busy")]
-    frozen = load("idle", 2, borrowed=True, slots=0, admits=False)
+    frozen = load("idle", 2, turn_preference=0.1, slots=0)
     assert route([lost], [spot, frozen], typical=100).placed == [("1/0", "spot")]
-    assert route([lost], [idle, load("own", 2, reserved=True)], typical=100).placed == [("1/0", "own")]
+    assert route([lost], [idle, load("own", 2, turn_preference=-1.0)], typical=100).placed == [("1/0", "own")]
     assert route([turn(holder="spot")], [spot, idle], typical=100).placed == [("1/0", "spot")], "it has the tokens"
 
 
 def test_turn_does_not_wait_for_a_lender_that_the_run_has_given_back() -> None:
     """It has the tokens and its SLO holds, but no slot will become free there."""
-    given_back, own = load("a", slots=0, borrowed=True), load("own", 2, reserved=True)
+    given_back, own = load("a", slots=0, turn_preference=0.1), load("own", 2, turn_preference=-1.0)
     routes = route([turn(context=40_000)], [given_back, own], typical=100)
     assert (routes.placed, routes.waiting) == ([("1/0", "own")], set())
     assert route([turn(context=40_000)], [given_back, load("own", 8)], typical=100).waiting == set()

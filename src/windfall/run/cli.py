@@ -127,6 +127,9 @@ def worker(
     ] = 0.0,
     region: Annotated[str, typer.Option(help="Cloud or region of this machine; it selects the price.")] = "",
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, or one GPU such as cuda:1.")] = "auto",
+    gpus: Annotated[
+        str, typer.Option(metavar="all|0,2", help="Start one worker for each of these GPUs, named NAME-0, NAME-2.")
+    ] = "",
     engine: Annotated[
         Literal["auto", "windfall", "vllm"], typer.Option(help="Engine. auto: what the recipe says (engine.name).")
     ] = "auto",
@@ -151,6 +154,18 @@ def worker(
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         fix = "Give auto, cpu, cuda, or one GPU such as cuda:1."
         raise WindfallError(f"unknown value {device!r}", where="--device", fix=fix)
+    if gpus:
+        from windfall.worker import worker_group
+
+        if device not in ("auto", "cuda") or tensor_parallel > 1:
+            fix = "Leave out --device and --tensor-parallel, or --gpus; CUDA_VISIBLE_DEVICES selects GPUs, too."
+            raise WindfallError("--gpus starts one worker for each GPU", where="windfall worker", fix=fix)
+        options = {
+            "--join": join, "--lease": lease, "--price": price, "--region": region, "--threads": threads,
+            "--engine": engine, "--memory": memory, "--clouds": clouds, "--patience": patience,
+            **({"--tls-ca": tls_ca} if tls_ca else {}),
+        }  # fmt: skip
+        raise typer.Exit(worker_group.main(worker_group.find_places(gpus), options, name=name, token=token))
     worker_process.main(
         join, token, name=name, kind=lease, device=device, region=region, price_usd_per_h=price, threads=threads,
         share=memory, clouds=clouds, ca=tls_ca, patience_s=patience, engine=engine, tensor_parallel=tensor_parallel,

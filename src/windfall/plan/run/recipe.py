@@ -308,8 +308,7 @@ def _worker_commands(p: PlacedMachine, *, here: bool) -> Iterator[str]:
     if single and not here and machine.gpu.name == "cpu":
         yield from (f"windfall worker {terms} {price} --device cpu --threads 1" for _ in single)
     elif single and not here:
-        gpus = " ".join(map(str, single))
-        yield f"for gpu in {gpus}; do windfall worker {terms} {price} --device cuda:$gpu & done; wait"
+        yield f"windfall worker {terms} {price} --gpus {','.join(map(str, single))}"
     at += len(single)
     for tp in p.replicas:
         if tp > 1:

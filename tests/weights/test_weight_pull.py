@@ -117,8 +117,9 @@ def test_no_delta_when_everything_changed(serving: Callable[..., Any]) -> None:
     assert all(torch.equal(t, new[k]) for k, t in p.tensors().items())
 
 
-def test_unchanged_chunks_are_not_downloaded(serving: Callable[..., Any]) -> None:
-    s, w = serving(delta=False), weights()
+def test_unchanged_chunks_are_not_downloaded(serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.weights.publish.MAX_RATIO", 0.0)  # no deltas
+    s, w = serving(), weights()
     p = s.puller()
     m = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
     before, new = p.bytes_received, {**w, "steps": torch.tensor(8)}
@@ -150,9 +151,9 @@ def test_delta_with_a_wrong_result_is_corrected(serving: Callable[..., Any]) -> 
     found = s.publisher.readable[0]
     found.delta_buffer.data[-1] ^= 1
     bounds = found.delta.bounds()
-    hashes = s.publisher._writer.hashes(found.delta_buffer.data, bounds, range(len(bounds) - 1))
+    hashes = s.publisher._hashes(found.delta_buffer.data, bounds, range(len(bounds) - 1))
     wrong = msgspec.structs.replace(found.delta, chunks=tuple(hashes))
-    object.__setattr__(found, "delta_encoded", wrong.encode())
+    object.__setattr__(found, "delta", wrong)
     before = p.bytes_received
     p.pull(s.url, 1, m.digest)
     assert p.delta_used == 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,16 +24,15 @@ from windfall.processes import process
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint, derived, trained_weights
-from windfall.trainer.own_engine.interface import MakeEngine, NoEngine, run_beside
 from windfall.trainer.ranks import process as rank
 from windfall.trainer.ranks.process import RankPart, Setup
 from windfall.trainer.ranks.rank_place import RankPlace
-from windfall.trainer.service import TrainerService, cannot_load
+from windfall.trainer.service import OwnEngine, TrainerService, cannot_load, run_beside
 from windfall.training import CheckpointState
 from windfall.weights.serve import serve
 
-DAMAGE_NOTE = "damaged.txt"
-"""File in a checkpoint that was set aside: it says what is wrong with the checkpoint."""
+MakeEngine = Callable[[RankPart, str, Callable[[], str]], OwnEngine]
+"""From the part of rank 0, the secret of the trainer, and a function that returns the address of the controller."""
 
 
 def main(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
@@ -114,19 +113,16 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     write = weights.saved.save_pretrained
     if sharded:
         write = partial(weights.write_published, model, publisher, lambda: orders.call(part.collect))
-    local = make_engine(part, secret, where) if f.local else NoEngine()
+    local = make_engine(part, secret, where) if f.local else OwnEngine()
     host = TrainerService(
         trainer=trainer,
         state=state,
         secret=secret,
         dialer=dialer,
         hello=hello,
-        lock=local.lock,
+        engine=local,
         publish=lambda version: orders.call(part.publish, version),
         update_bytes=lambda: trained_weights.update_bytes(publisher),
-        make_room=local.make_room,
-        give_back=local.give_back,
-        invalidate=local.invalidate,
         save=lambda now: checkpoint.save(
             folder / "checkpoints",
             now,
@@ -151,33 +147,11 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
 
 def _find_checkpoint(folder: Path) -> tuple[checkpoint.IntactCheckpoint | None, dict[str, str]]:
     """Set damaged checkpoints aside. Returns the one to continue from, and what the controller should report."""
-    found, notes = checkpoint.newest_intact(folder), dict[str, str]()
-    if found is None:
-        return None, notes
-    print(f"{found.path.name}: {found.checked}", file=sys.stderr, flush=True)
-    for damaged in found.damaged:
-        with contextlib.suppress(OSError):  # the disk is full; the log has the reason
-            (damaged.checkpoint / DAMAGE_NOTE).write_text(damaged.short, encoding="utf-8")
-        print(f"damaged: {damaged.short} (now {checkpoint.set_aside(damaged).name})", file=sys.stderr, flush=True)
-    if damages := _set_aside_after(folder, found.state.step):
-        notes["checkpoint_damaged"] = "; ".join(damages)
-    return found, notes
-
-
-def _set_aside_after(folder: Path, step: int) -> list[str]:
-    """What is wrong with the checkpoints after `step` that were set aside, newest first. They were set aside by this
-    process, or by one that died before it could report it to the controller."""
-    newer: list[tuple[int, str, str]] = []
-    for path in folder.glob(f"{checkpoint.DAMAGED}step-*"):
-        number = path.name.removeprefix(f"{checkpoint.DAMAGED}step-").partition("-")[0]
-        if not number.isdecimal() or int(number) <= step:
-            continue
-        try:
-            why = (path / DAMAGE_NOTE).read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            why = f"step-{number}: set aside earlier, see trainer.log"
-        newer.append((int(number), path.name, why))
-    return [f"{why} (now {name})" for _, name, why in sorted(newer, reverse=True)]
+    found = checkpoint.newest_intact(folder)
+    damages = [f"{d.short} (now {checkpoint.set_aside(d).name})" for d in (found.damaged if found else ())]
+    for damage in damages:
+        print(f"damaged: {damage}", file=sys.stderr, flush=True)
+    return found, {"checkpoint_damaged": "; ".join(damages)} if damages else {}
 
 
 async def _address(folder: Path, timeout_s: float = 120.0) -> str:

@@ -72,8 +72,6 @@ class TokenTotals:
     drift: float = 0.0
     """The same distance over tokens of older versions."""
     peak_bytes: int = 0
-    experts: Any = 0
-    """Tokens of every expert of every layer: an array, or 0 if there are none (experts.py)."""
     engines: dict[str, tuple[int, float]] = field(default_factory=dict)
     """By engine: number of fresh tokens, and the sum of their `gap`."""
 
@@ -145,8 +143,6 @@ class TorchTrainer:
         self.learner = Learner(
             policy, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations, ranks=self.ranks
         )
-        assert self.learner.experts is not None
-        self.experts = self.learner.experts
         self.reference: Any = None
         if reference is not None:
             adapted = isinstance(reference, Adapters)
@@ -207,19 +203,15 @@ class TorchTrainer:
 
     def _begin(self) -> None:
         self.optimizer.zero()
-        self._clear_totals()
-
-    def _clear_totals(self) -> None:
         self._totals = TokenTotals()
-        self.experts.zero()
 
     def _learn(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
         for pack in (*credited, *(others if self.reference is not None else ())):
             reference = self._logprobs(self.reference, pack) if self.reference is not None else [None] * len(pack)
             weights = partial(self._weights, pack, reference) if pack else _no_weights
-            self.learner.learn(pack or [FILLER], self.temperature, weights, count_experts=bool(pack))
+            self.learner.learn(pack or [FILLER], self.temperature, weights)
         for pack in others if self.reference is None else ():
-            logp, entropy = self.learner.score(pack or [FILLER], self.temperature, count_experts=bool(pack))
+            logp, entropy = self.learner.score(pack or [FILLER], self.temperature)
             if pack:
                 self._weights(pack, [None] * len(pack), 0, len(pack), *map(_floats, (logp, entropy)))
 
@@ -269,8 +261,6 @@ class TorchTrainer:
         """Every rank computes the same report, and updates its own rows."""
         mine, t = self._totals, TokenTotals()
         mine.peak_bytes = peak_bytes(self.device)
-        if self.experts.sizes:
-            mine.experts = self.experts.read()
         for totals in self.ranks.quick.all_gather(mine):
             t.add(totals)
         n, lr, older = max(t.tokens, 1), self.optimizer.rate(), t.tokens - t.fresh
@@ -279,7 +269,7 @@ class TorchTrainer:
         if checked and not (np.isfinite(gap) and gap <= self.gap_limit):  # a NaN fails every comparison
             raise gap_error(gap, t.gap_max, self.gap_limit, t.engine_gaps())
         norm, skipped = self.optimizer.update(t.divisor)
-        self._clear_totals()  # the update has already set the gradients to zero
+        self._totals = TokenTotals()  # the update has already set the gradients to zero
         return Report(
             tokens=t.tokens,
             responses=round(t.responses),
@@ -295,7 +285,6 @@ class TorchTrainer:
             kl=t.kl / n,
             skipped=skipped,
             peak_bytes=t.peak_bytes,
-            experts=self.experts.describe(t.experts) if self.experts.sizes else None,
         )
 
     def _write_optimizer(self, path: Path) -> None:

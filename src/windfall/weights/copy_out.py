@@ -1,5 +1,4 @@
-"""Copies a rank's rows of a version into the buffer. Copies from a GPU run on a separate stream, in the order of the
-buffer, with an event after every piece, so that the bytes that have arrived can be hashed while the rest is copied.
+"""Copies a rank's rows of a version into the buffer, from a GPU on a separate stream and into locked pages.
 
 The functions import torch when they are called.
 """
@@ -7,7 +6,7 @@ The functions import torch when they are called.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from windfall.weights.buffers import Buffer
@@ -16,7 +15,6 @@ from windfall.weights.plan import Piece
 if TYPE_CHECKING:
     import torch
 
-COPY_BYTES = 32 << 20  # bytes copied between two events
 MAX_GAP_BYTES = 64 << 10  # two ranges that are at most this far apart are locked as one
 
 
@@ -32,43 +30,30 @@ def ready_event(tensors: Iterable[torch.Tensor]) -> Any:
     return event
 
 
-def copy(buffer: Buffer, sources: Mapping[Piece, torch.Tensor], after: Any) -> Iterator[tuple[int, Any]]:
-    """Copy the rows, and yield pairs (end, event) with rising `end`: after the event (None: now), all of these rows up
-    to byte `end` of the buffer have arrived. The last `end` is the end of the buffer. `after`: from `ready_event`,
-    maybe of another thread. Enqueueing may take as long as copying."""
+def copy(buffer: Buffer, sources: Mapping[Piece, torch.Tensor], after: Any, pages: LockedPages) -> None:
+    """Copy the rows, and wait until they have arrived. `after`: from `ready_event`, maybe of another thread."""
     import torch
 
-    rows = sorted(((p, t.detach()) for p, t in sources.items()), key=lambda row: row[0].start)
-    if after is None or not rows:
-        for piece, source in rows:
-            _target(buffer, piece).view(source.shape).copy_(source)
-        yield buffer.nbytes, None
+    if after is None:
+        for piece, source in sources.items():
+            target(buffer, piece).view(source.shape).copy_(source)
         return
-    stream, pending = torch.cuda.Stream(rows[0][1].device), 0
+    pages.lock(buffer, list(sources))
+    stream = torch.cuda.Stream(next(iter(sources.values())).device)
     stream.wait_event(after)
     with torch.cuda.stream(stream):
-        for n, (piece, source) in enumerate(rows):
-            target = _target(buffer, piece)
-            flat, width = source.to(target.dtype).contiguous().view(-1), target.element_size()
-            for at in range(0, len(flat), COPY_BYTES // width):
-                part = slice(at, min(at + COPY_BYTES // width, len(flat)))
-                target[part].copy_(flat[part], non_blocking=True)
-                pending += (part.stop - part.start) * width
-                last = n == len(rows) - 1 and part.stop == len(flat)
-                if pending >= COPY_BYTES or last:
-                    event, pending = torch.cuda.Event(blocking=True), 0
-                    event.record(stream)
-                    yield buffer.nbytes if last else piece.start + part.stop * width, event
+        for piece, source in sources.items():
+            to = target(buffer, piece)
+            to.copy_(source.to(to.dtype).contiguous().view(-1), non_blocking=True)
+    stream.synchronize()
 
 
-def wait(tensors: Iterable[torch.Tensor], last: Any) -> None:
-    """Wait until nothing reads the tensors or writes to the buffer any more. `last` is the last event of `copy`."""
+def target(buffer: Buffer, piece: Piece) -> torch.Tensor:
+    """The part of the buffer for these rows, as a flat tensor."""
     import torch
 
-    if last is not None:
-        last.synchronize()
-    for device in {t.device for t in tensors if t.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
+    flat = torch.from_numpy(buffer.data[piece.start : piece.stop])
+    return flat.view(getattr(torch, piece.entry.dtype))
 
 
 class LockedPages:
@@ -111,11 +96,3 @@ def page_ranges(pieces: Sequence[Piece], nbytes: int) -> list[tuple[int, int]]:
         else:
             out.append((start, stop))
     return out
-
-
-def _target(buffer: Buffer, piece: Piece) -> torch.Tensor:
-    """The part of the buffer for these rows, as a flat tensor."""
-    import torch
-
-    flat = torch.from_numpy(buffer.data[piece.start : piece.stop])
-    return flat.view(getattr(torch, piece.entry.dtype))

@@ -35,6 +35,7 @@ from aiohttp import web
 from windfall.errors import WindfallError
 from windfall.link import listener
 from windfall.weights.buffers import Buffer
+from windfall.weights.manifest import ChunkedManifest
 from windfall.weights.source import Published, Source
 
 SEND_BYTES = 4 << 20
@@ -100,14 +101,16 @@ class Server:
         return await handler(request)
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        return _response(self._find(request).encoded)
+        return _response(self._find(request).manifest)
 
     async def full(self, request: web.Request) -> web.StreamResponse:
         published = self._find(request)
         return await self._send(request, published, published.buffer)
 
     async def delta_manifest(self, request: web.Request) -> web.StreamResponse:
-        return _response(self._find_delta(request).delta_encoded)
+        delta = self._find_delta(request).delta
+        assert delta is not None
+        return _response(delta)
 
     async def delta(self, request: web.Request) -> web.StreamResponse:
         published = self._find_delta(request)
@@ -189,8 +192,8 @@ def _reset(transport: asyncio.Transport | None) -> None:
         transport.abort()
 
 
-def _response(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/msgpack")
+def _response(manifest: ChunkedManifest) -> web.Response:
+    return web.Response(body=manifest.encode(), content_type="application/msgpack")
 
 
 def _range(request: web.Request, nbytes: int) -> tuple[int, int]:

@@ -282,7 +282,7 @@ def test_large_weights_with_an_adapter_are_freed(
 ) -> None:
     """The code of a child, in this process."""
     monkeypatch.setattr(children, "MAX_KEPT_SHARE", 0.0)
-    publisher = Publisher(tmp_path, threads=1)
+    publisher = Publisher(tmp_path)
     base, change = publisher.publish_base(models[0].state_dict()).digest, adapters(models[0], 0)
     publisher.publish(0, change, base=base, scale=0.5)
     shared = OpenVersion(publisher, 0)

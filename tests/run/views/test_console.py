@@ -335,14 +335,6 @@ def test_step_line_shows_what_staleness_cost() -> None:
     assert fresh.endswith("2.0 s  stale 0.0 (max 0, bound 2)  lag 0:8")
 
 
-def test_step_line_shows_how_tokens_spread_over_experts() -> None:
-    assert step_line(step(7, 0.5, experts_balance=0.931, experts_unused=2)).endswith(
-        "  experts 0.93 balanced, 2 unused"
-    )
-    assert step_line(step(7, 0.5, experts_balance=1.0, experts_unused=0)).endswith("  experts 1.00 balanced")
-    assert "experts" not in step_line(step(7, 0.5))
-
-
 @pytest.mark.parametrize(
     "quiet",
     [

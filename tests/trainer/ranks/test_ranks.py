@@ -192,10 +192,6 @@ def test_ranks_agree_with_one_rank(name: str, size: int) -> None:
             assert getattr(one, key) == getattr(several, key)
         for key in ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl"):
             assert getattr(several, key) == pytest.approx(getattr(one, key), rel=1e-4, abs=1e-6), key
-        assert (one.experts is not None) == name.startswith("experts")
-        if one.experts is not None:  # rounding may send a token to another expert
-            assert several.experts["layers"] == pytest.approx(one.experts["layers"], abs=2e-3)
-            assert several.experts["load_max"] == pytest.approx(one.experts["load_max"], abs=0.02)
     for what, ours, theirs in (("gradient", found[1], gradients), ("weight", found[2], weights)):
         assert ours.keys() == theirs.keys()
         for n, value in theirs.items():

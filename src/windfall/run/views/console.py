@@ -270,9 +270,6 @@ class Console:
             )
             extras += f"  {at_least}${per_million:,.2f}/M tok{compared}"
         extras += "".join(f"  {part}" for part in staleness.of_step(e))
-        if e.get("experts_balance") is not None:
-            unused = f", {e['experts_unused']:,} unused" if e["experts_unused"] else ""
-            extras += f"  experts {e['experts_balance']:.2f} balanced{unused}"
         if len(e.get("engine_gaps") or {}) > 1:
             extras += f"  gap{_by_engine(e['engine_gaps'])}"
         extras += f"{rewards.parts(e)}{rewards.slow(e)}"

@@ -8,7 +8,6 @@ ranks make the same choice: if one of them cannot use windfall's layers, none do
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
@@ -21,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from windfall.engine.torch.packed import Packed
 from windfall.trainer.model.activation_memory import ALL, LEAST
-from windfall.trainer.model.experts import ExpertCounts
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.head import WeightsFn
 from windfall.trainer.model.llama import LlamaBody, PackedRows, UnsupportedModel
@@ -49,8 +47,6 @@ class Learner:
         self.ranks = ranks or TrainerRanks.alone()
         self.policy = model if isinstance(model, PolicyModule) else PolicyModule(model)
         self.policy.gradients = gradients
-        self.experts = ExpertCounts(self.policy.model, self.policy.device) if gradients is not None else None
-        """How tokens spread over experts; None if this learner only scores."""
         self.pads = Packed.pads(self.policy.device, self.policy.dtype)
         """Whether the rows of a pack are padded, so that it costs its rows times its longest row."""
         if not self.pads:
@@ -96,30 +92,21 @@ class Learner:
         return self.policy.body is None
 
     @torch.no_grad()
-    def score(
-        self, samples: Sequence[Sample], temperature: float, *, count_experts: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of all targets, sample after sample, in float32. `count_experts`: see experts.py."""
+    def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of all targets, sample after sample, in float32."""
         rows, targets = pack_rows(samples, self.policy.device)
-        with self._counting(count_experts):
-            numbers = self.policy(rows, targets, temperature=temperature)
+        numbers = self.policy(rows, targets, temperature=temperature)
         if isinstance(self.policy, FSDPModule):  # FSDP2 leaves this to the backward pass
             self.policy.reshard()
         return numbers[0], numbers[1]
 
-    def learn(
-        self, samples: Sequence[Sample], temperature: float, weights_fn: WeightsFn, *, count_experts: bool = False
-    ) -> None:
+    def learn(self, samples: Sequence[Sample], temperature: float, weights_fn: WeightsFn) -> None:
         """Add the gradient of the negative sum of weight * log-prob."""
         rows, targets = pack_rows(samples, self.policy.device)
-        with self._counting(count_experts):  # not during the backward pass, which may run layers again
-            loss = self.policy(rows, targets, [len(s.targets) for s in samples], temperature, weights_fn)
+        loss = self.policy(rows, targets, [len(s.targets) for s in samples], temperature, weights_fn)
         if loss.requires_grad:
             loss.backward()
         self.policy.set_training(False)
-
-    def _counting(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.experts is None else self.experts.counting(enabled)
 
 
 class BaseLearner:

@@ -22,6 +22,7 @@ import torch
 
 from windfall.errors import WindfallError
 from windfall.weights import buffers
+from windfall.weights.delta import MAGIC
 from windfall.weights.publish import Publisher
 from windfall.weights.pull import Puller, PullFailed, PullGone
 
@@ -149,7 +150,7 @@ def test_delta_with_a_wrong_result_is_corrected(serving: Callable[..., Any]) -> 
     new = moved(w, 0.02)
     m = s.publisher.publish(1, new)
     found = s.publisher.readable[0]
-    found.delta_buffer.data[-1] ^= 1
+    found.delta_buffer.data[found.delta_buffer.data.tobytes().find(MAGIC, 1) - 1] ^= 1  # the last value of a part
     bounds = found.delta.bounds()
     hashes = s.publisher._hashes(found.delta_buffer.data, bounds, range(len(bounds) - 1))
     wrong = msgspec.structs.replace(found.delta, chunks=tuple(hashes))

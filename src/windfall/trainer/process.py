@@ -122,7 +122,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         hello=hello,
         engine=local,
         publish=lambda version: orders.call(part.publish, version),
-        update_bytes=lambda: trained_weights.update_bytes(publisher),
+        update_bytes=lambda: publisher.readable[0].update_bytes,
         save=lambda now: checkpoint.save(
             folder / "checkpoints",
             now,

@@ -4,10 +4,15 @@ Where the gradient of a weight is a sum over tokens, every program writes its ow
 not depend on the order in which programs finish.
 """
 
-from windfall.trainer.kernels.logprobs import token_logprobs, token_logprobs_backward
-from windfall.trainer.kernels.norm import rms_norm, rms_norm_backward
+from windfall.trainer.kernels.layers import (
+    apply_swiglu,
+    apply_swiglu_backward,
+    rms_norm,
+    rms_norm_backward,
+    token_logprobs,
+    token_logprobs_backward,
+)
 from windfall.trainer.kernels.rotary import apply_rotary, apply_rotary_backward
-from windfall.trainer.kernels.swiglu import apply_swiglu, apply_swiglu_backward
 
 __all__ = [
     "apply_rotary",

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.trainer.kernels.launch import programs
+from windfall.trainer.kernels.layers import programs
 
 
 @triton.jit
@@ -179,41 +179,15 @@ def _rotary_backward(
         cos_a, cos_b = _angles(COS, t, HEAD, HALF_UP)
         sin_a, sin_b = _angles(SIN, t, HEAD, HALF_UP)
         row = t * (HEADS + 2 * KV) * HEAD
+        x, grad, to = QKV + row, DQ + t * HEADS * HEAD, OUT + row
         a, b = _rotate_heads_backward(
-            QKV + row,
-            QW,
-            DQ + t * HEADS * HEAD,
-            OUT + row,
-            cos_a,
-            cos_b,
-            sin_a,
-            sin_b,
-            eps,
-            HEADS,
-            HEAD,
-            HEADS_UP,
-            HALF_UP,
-            NORM,
+            x, QW, grad, to, cos_a, cos_b, sin_a, sin_b, eps, HEADS, HEAD, HEADS_UP, HALF_UP, NORM
         )
         qa += a
         qb += b
         row += HEADS * HEAD
-        a, b = _rotate_heads_backward(
-            QKV + row,
-            KW,
-            DK + t * KV * HEAD,
-            OUT + row,
-            cos_a,
-            cos_b,
-            sin_a,
-            sin_b,
-            eps,
-            KV,
-            HEAD,
-            KV_UP,
-            HALF_UP,
-            NORM,
-        )
+        x, grad, to = QKV + row, DK + t * KV * HEAD, OUT + row
+        a, b = _rotate_heads_backward(x, KW, grad, to, cos_a, cos_b, sin_a, sin_b, eps, KV, HEAD, KV_UP, HALF_UP, NORM)
         ka += a
         kb += b
         dv = tl.load(DV + t * KV * HEAD + flat, mask=flat < KV * HEAD, other=0.0)
@@ -244,22 +218,9 @@ def apply_rotary_backward(
     count = programs(qkv, rows, 4)
     partial = torch.empty(2, count if q_norm is not None else 0, head, dtype=torch.float32, device=qkv.device)
     out = torch.empty_like(qkv)
-    _rotary_backward[(count,)](
-        dq.contiguous(),
-        dk.contiguous(),
-        dv.contiguous(),
-        qkv,
-        cos,
-        sin,
-        *_pointers(q_norm, k_norm, qkv),
-        out,
-        partial[0],
-        partial[1],
-        rows,
-        eps,
-        **_shape(heads, kv_heads, head, q_norm),
-        num_warps=4,
-    )
+    grads, norms = (dq.contiguous(), dk.contiguous(), dv.contiguous()), _pointers(q_norm, k_norm, qkv)
+    args = (*grads, qkv, cos, sin, *norms, out, partial[0], partial[1], rows, eps)
+    _rotary_backward[(count,)](*args, **_shape(heads, kv_heads, head, q_norm), num_warps=4)
     if q_norm is None:
         return out, None, None
     return out, partial[0].sum(0), partial[1].sum(0)

@@ -141,8 +141,8 @@ def publish(
     if die_at:
         step = meeting.Meeting.step
 
-        def dying(self: Any, doing: str, work: Callable[[], Any], kind: Any) -> Any:
-            return step(self, doing, (lambda: os.kill(os.getpid(), signal.SIGKILL)) if doing == die_at else work, kind)
+        def dying(self: Any, doing: str, work: Callable[[], Any]) -> Any:
+            return step(self, doing, (lambda: os.kill(os.getpid(), signal.SIGKILL)) if doing == die_at else work)
 
         meeting.Meeting.step = dying  # type: ignore[method-assign]
     mine = shards(moved(model(seed, share), state.where), state.ranks.rank, state.ranks.size)

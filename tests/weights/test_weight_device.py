@@ -56,8 +56,8 @@ def test_no_memory_on_the_device_compares_on_the_host(monkeypatch: pytest.Monkey
         return encode(*args)
 
     monkeypatch.setattr(delta_encoder, "encode", first_fails)
-    monkeypatch.setattr("windfall.weights.copy_out.ready_event", lambda tensors: "as on a GPU")
-    monkeypatch.setattr("windfall.weights.copy_out.copy", lambda b, values, after, pages: plain_copy(b, values))
+    monkeypatch.setattr("windfall.weights.buffers.ready_event", lambda tensors: "as on a GPU")
+    monkeypatch.setattr("windfall.weights.buffers.copy", lambda b, values, after, pages: plain_copy(b, values))
     with closing(Publisher(chunk_bytes=1 << 12)) as publisher:
         w = weights(0)
         publisher.publish(0, w)

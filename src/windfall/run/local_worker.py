@@ -20,9 +20,8 @@ from windfall.engine.group.group import EngineGroup
 from windfall.link import tls
 from windfall.link.messages import EngineSpec
 from windfall.trainer.derived import OWN_ENGINE_SHARE
-from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
-from windfall.trainer.own_engine.trainer_turn import TrainerTurn
-from windfall.trainer.ranks.process import RankPart, cpu_threads
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn, TrainerWeights
+from windfall.trainer.process import RankPart, cpu_threads
 from windfall.trainer.service import OwnEngine, TrainerService
 from windfall.types import LOCAL, Lease
 from windfall.worker.controller_client import ControllerClient

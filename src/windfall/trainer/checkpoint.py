@@ -2,7 +2,7 @@
 
     checkpoints/step-000040/
       config.json  model.safetensors  tokenizer files        the model
-      windfall/optimizer.safetensors                         float32 masters, Adam's moments, random state
+      windfall/optimizer.safetensors                         float32 masters, Adam's moments
       windfall/state.json                                    step, data position, version
       windfall/checksums.json                                size and xxh3_128 of every other file
 

@@ -22,10 +22,10 @@ import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,10 +36,8 @@ from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
 from windfall.link.samples import unpack
 from windfall.link.socket import Dialer
-from windfall.trainer.base import Trainer
-from windfall.trainer.own_engine.trainer_engine import TrainerEngine
-from windfall.trainer.own_engine.trainer_turn import TrainerTurn
-from windfall.training import CheckpointState
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
+from windfall.training import CheckpointState, Report, Sample
 
 MAX_REFUSALS = 3
 """Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
@@ -50,6 +48,15 @@ def cannot_load(path: str) -> CheckpointState:
     raise WindfallError(
         "this trainer cannot load a checkpoint while it runs", where=path, fix="Start a run with it: model.path."
     )
+
+
+class Trainer(Protocol):
+    """Implemented by trainer.trainer.TorchTrainer. `tests/trainer/test_trainer.py` is its contract."""
+
+    def prepare(self, samples: Sequence[Sample]) -> list[Sample]: ...
+    def begin(self) -> None: ...
+    def accumulate(self, samples: Sequence[Sample]) -> None: ...
+    def finish(self) -> Report: ...
 
 
 class OwnEngine:

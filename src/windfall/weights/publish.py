@@ -1,7 +1,7 @@
 """Publishes versions of the weights, which workers can pull while training continues.
 
     trainer                                                        worker
-    state_dict ──▶ copy_out ──▶ Buffer (buffers) ──▶ serve ── HTTP ──▶ download ──▶ pull ──▶ engine
+    state_dict ──▶ copy ──▶ Buffer (buffers) ──▶ serve ── HTTP ──▶ download ──▶ pull ──▶ engine
         │                          │ hash               ▲ sendfile        verify     ▲
         │                          ▼                    │                            │
         │                       Manifest (manifest) ────┤                            │
@@ -27,12 +27,9 @@ ever has the whole model (plan.py says who does what, meeting.py what happens if
 steps together: describe their tensors, prepare the buffer, write their rows, hash their chunks, and, if there is a
 delta, prepare its buffer and write it. Then every rank has the checksums of all, and makes the same manifest.
 
-    rank 0    rows ──▶ ┌──────────┐ ──▶ serve        on one machine all ranks write to the two buffers of rank 0;
-    rank 1    rows ──▶ │ buffer A │                  rank 0 serves them
-    ───────────────────└──────────┘────────────
-    rank 2    rows ──▶ ┌──────────┐ ──▶ serve        another machine has buffers of its own, with memory only for its
-    rank 3    rows ──▶ │ buffer B │                  own rows, and its first rank serves these. The manifest, which
-                       └──────────┘                  rank 0 serves, says which bytes are where
+On one machine all ranks write to the two buffers of rank 0, which serves them. Another machine has buffers of its own,
+with memory only for its own rows, and its first rank serves these. The manifest, which rank 0 serves, says which bytes
+are where.
 
 On several machines, a version becomes readable on rank 0 after it is readable on all others.
 """
@@ -44,16 +41,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from windfall.errors import WindfallError
-from windfall.weights import copy_out, manifest
+from windfall.weights import buffers, manifest
 from windfall.weights import plan as plans
 from windfall.weights.buffers import Buffer, BufferHandle, machine, write_at
 from windfall.weights.delta import MAX_RATIO
@@ -69,22 +66,17 @@ CHUNK_BYTES = 4 << 20
 MAX_THREADS = 8
 
 
-class TensorShard(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankRows:
     """The rows of a tensor that this rank holds."""
 
-    @property
-    def local(self) -> torch.Tensor: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
-        ...
-
-    @property
-    def first_row(self) -> int: ...
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    first_row: int = 0
 
 
-Tensors = Mapping[str, "torch.Tensor | TensorShard"]
+Tensors = Mapping[str, "torch.Tensor | RankRows"]
 PieceValues = Mapping[Piece, "torch.Tensor"]
 
 
@@ -117,7 +109,7 @@ class Publisher:
         self._plan: PublishPlan | None = None
         self._spare: tuple[Buffer, PublishPlan] | None = None  # the buffer that is not readable, and its layout
         self._lock = threading.Lock()
-        self._pages = copy_out.LockedPages()
+        self._pages = buffers.LockedPages()
         threads = min(MAX_THREADS, max(1, (os.cpu_count() or 1) // self.ranks.size))
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="publish")
         self._closed = False
@@ -206,14 +198,14 @@ class Publisher:
             return number, offer == self._offer
 
         doing = "describe their tensors"
-        said = meeting.step(doing, announce, tuple[int, bool])
+        said = meeting.step(doing, announce)
         for rank, (number, _) in enumerate(said):
             if number != said[0][0]:
                 what = f"rank {rank} publishes version {number}, rank 0 version {said[0][0]} (-1: the base of adapters)"
                 raise WindfallError(what, where="weights", fix="Publish the same versions on all ranks.")
         if not all(unchanged for _, unchanged in said):
             self._offer = None
-            self._plan = plans.make([o for o in meeting.step(doing, lambda: offer, RankOffer) if o is not None])
+            self._plan = plans.make([o for o in meeting.step(doing, lambda: offer) if o is not None])
             self._offer = offer
         assert self._plan is not None
         return self._plan, {p: values[p.entry.name] for p in self._plan.shares[self.ranks.rank].pieces}
@@ -244,7 +236,7 @@ class Publisher:
                 self._spare = Buffer(plan.nbytes, self.folder, used=used), plan
             return self._spare[0].handle if leader == rank and self._spare else None, old.manifest.digest if old else ""
 
-        said = meeting.step("prepare the buffer", prepare, tuple[BufferHandle | None, str])
+        said = meeting.step("prepare the buffer", prepare)
         handle = said[leader][0]
         assert handle is not None
         old = old if len({digest for _, digest in said}) == 1 else None  # else a rank does not have it
@@ -255,8 +247,8 @@ class Publisher:
                 self._drop_spare()
                 self._spare = Buffer.map(handle), plan
             buffer = self._spare[0]
-            after = copy_out.ready_event(values.values())
-            copying = self._threads.submit(copy_out.copy, buffer, values, after, self._pages)
+            after = buffers.ready_event(values.values())
+            copying = self._threads.submit(buffers.copy, buffer, values, after, self._pages)
             try:
                 delta = _encode(old, values) if old and after else None
             finally:
@@ -268,11 +260,11 @@ class Publisher:
             nonlocal delta
             checksums = self._hashes(buffer.data, plan.bounds, plan.shares[rank].chunks)
             if old and delta is None:
-                delta = _encode(old, {p: copy_out.target(buffer, p) for p in values})
+                delta = _encode(old, {p: buffers.target(buffer, p) for p in values})
             return checksums, -1 if delta is None else sum(map(len, delta))
 
-        meeting.step("write their rows", write_rows, None)
-        done = meeting.step("hash their chunks", hash_and_compare, tuple[list[int], int])
+        meeting.step("write their rows", write_rows)
+        done = meeting.step("hash their chunks", hash_and_compare)
         made = manifest.make(
             entries=plan.entries,
             nbytes=plan.nbytes,
@@ -310,7 +302,7 @@ class Publisher:
             undo.callback(stored.close)
             return stored.handle
 
-        handle = meeting.step("prepare the delta's buffer", reserve, BufferHandle | None)[leader]
+        handle = meeting.step("prepare the delta's buffer", reserve)[leader]
 
         def write() -> None:
             if handle is None:
@@ -323,7 +315,7 @@ class Publisher:
             if target is not stored:
                 target.close()
 
-        meeting.step("write the delta", write, None)
+        meeting.step("write the delta", write)
         return stored
 
     def _with_delta(self, published: Published, old: Published, stored: Buffer) -> Published:
@@ -348,7 +340,7 @@ class Publisher:
             self.readable, self._spare = (published, *self.readable[:1]), None
 
         if published.plan.sources:
-            meeting.step("make the version readable", lambda: switch() if self.ranks.rank else None, None)
+            meeting.step("make the version readable", lambda: switch() if self.ranks.rank else None)
         if self.ranks.rank == 0 or not published.plan.sources:
             switch()
 
@@ -412,24 +404,15 @@ def describe(tensors: Tensors, dtype: str | None) -> tuple[tuple[HeldRows, ...],
         raise WindfallError("no tensors to publish", where="weights", fix="Pass the state_dict() of the module.")
     rows, values, storages = [], {}, {}
     for name, tensor in tensors.items():
-        if hasattr(tensor, "to_local"):  # a DTensor: its shape is that of the whole, its memory that of the shard
-            raise WindfallError(
-                f"tensor {name!r} is a DTensor", where="weights", fix="Pass a TensorShard of its local rows."
-            )
         whole = isinstance(tensor, torch.Tensor)
-        t, shape, first = (
-            (tensor, tuple(tensor.shape), 0) if whole else (tensor.local, tuple(tensor.shape), tensor.first_row)
-        )
-        if t.device.type == "meta" or not hasattr(t, "data_ptr"):
+        t, first = (tensor, 0) if whole else (tensor.local, tensor.first_row)
+        if t.is_meta:
             raise WindfallError(f"tensor {name!r} has no values", where="weights", fix="Load the model first.")
-        count, total = (s[0] if len(s) else 1 for s in (t.shape, shape))
-        if t.dim() != len(shape) or t.shape[1:] != shape[1:] or not 0 <= first <= total - count:
-            what = f"tensor {name!r}: a shard {list(t.shape)} at row {first} is not part of {list(shape)}"
-            raise WindfallError(what, where="weights", fix="Pass shards of dimension 0.")
         published = dtype if dtype and t.is_floating_point() else str(t.dtype).removeprefix("torch.")
         identity = (t.data_ptr(), t.dtype, t.shape, t.stride(), t.device)
         storage = storages.setdefault(identity, len(storages)) if t.numel() else -1
-        held = count if t.numel() else 0
+        held = (len(t) if t.dim() else 1) if t.numel() else 0
+        shape = tuple(tensor.shape)
         rows.append(HeldRows(name=name, dtype=published, shape=shape, storage=storage, first=first, count=held))
         values[name] = t.detach()
     return tuple(rows), values

@@ -28,12 +28,12 @@ from windfall.models import attention
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
-from windfall.trainer.packs import packs_of_ranks
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
-from windfall.trainer.ranks.sharding import RankRows, as_shard, fill, rows, sharded_policy, slice_of
-from windfall.trainer.trainer import TorchTrainer
+from windfall.trainer.ranks.sharding import as_shard, fill, rows, sharded_policy, slice_of
+from windfall.trainer.trainer import TorchTrainer, packs_of_ranks
 from windfall.training import Sample
+from windfall.weights.publish import RankRows
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

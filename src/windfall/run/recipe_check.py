@@ -21,7 +21,7 @@ from windfall.models import load, tokenizer
 from windfall.models.text import Text
 from windfall.providers import trace
 from windfall.providers.trace import Change
-from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
+from windfall.recipe.env_sections import DatasetEnv
 from windfall.recipe.lora import choose_layers
 from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
@@ -43,7 +43,7 @@ def check(recipe: Recipe) -> str:
         from windfall import devices
 
         devices.check_available(recipe.run.device)
-    if isinstance(recipe.task_env, JsonLinesEnv | DatasetEnv):
+    if isinstance(recipe.task_env, DatasetEnv):
         check_answers(recipe.task_env, evaluation_data(recipe))
     _check_group_size(recipe)
     _check_engine(recipe)

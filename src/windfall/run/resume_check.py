@@ -18,7 +18,7 @@ from windfall.envs.data import files as data_files
 from windfall.errors import WindfallError, unwritable
 from windfall.events import log
 from windfall.recipe.changes import KeyChange, recipe_changes
-from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
+from windfall.recipe.env_sections import DatasetEnv
 from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint, checksums
 
@@ -109,7 +109,7 @@ def check_data(recipe: Recipe, folder: Path) -> None:
 def data_warnings(folder: Path) -> list[str]:
     """Warnings for a run that has data files, but no record of their contents when it began."""
     path = folder / folders.DATA_BEGAN
-    if path.exists() or not isinstance(folders.initial_recipe(folder).task_env, JsonLinesEnv | DatasetEnv):
+    if path.exists() or not isinstance(folders.initial_recipe(folder).task_env, DatasetEnv):
         return []
     return [f"{path}: missing; windfall assumes that the data files are those that the run began with"]
 
@@ -130,19 +130,11 @@ def _describe_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def data_digests(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Size and digest of each data file that the recipe names, by recipe key."""
+    """Size and digest of each file of the recipe's data set, by recipe key and name. Those of the evaluation are left
+    out: they may change, and with them its result."""
     env = recipe.task_env
-    if isinstance(env, DatasetEnv):
-        return _dataset_files(env)
-    if not isinstance(env, JsonLinesEnv):
+    if not isinstance(env, DatasetEnv):
         return {}
-    files = {"env.path": env.path, "env.eval_path": env.eval_path}
-    return {key: _digest(key, path) for key, path in files.items() if path is not None}
-
-
-def _dataset_files(env: DatasetEnv) -> dict[str, dict[str, Any]]:
-    """The files of a data set, by recipe key and name. Those of the evaluation are left out: they may change, and with
-    them its result."""
     files = data_files.find(env.path, env.split, env.subset).files
     return {f"env.path {file.name}" if len(files) > 1 else "env.path": _digest("env.path", file) for file in files}
 

@@ -34,8 +34,7 @@ from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_reader import History
 from windfall.controller.rollout.env_failures import OUT_OF_TOKENS
 from windfall.controller.rollout.stream import OpenGroup, Rollout, Stream
-from windfall.envs.agents.agent_exit import AgentExit
-from windfall.envs.agents.launcher import AgentLauncher
+from windfall.envs.agents.launcher import AgentExit, AgentLauncher
 from windfall.envs.base import HELD_OUT
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded

@@ -30,7 +30,7 @@ from windfall.envs.prompt_lengths import context_of, is_agent
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models.chat import Chat
-from windfall.recipe.env_sections import AgentEnv, AgentLimits, VerifiersEnv
+from windfall.recipe.env_sections import AgentEnv, AgentLimits
 from windfall.recipe.sections import Recipe
 
 HOST = "127.0.0.1"
@@ -44,7 +44,7 @@ PLAIN = (
 """Chat template for a model without one, or if chat.enabled is false: texts one after the other."""
 
 
-def program(env: AgentEnv | VerifiersEnv, *hidden: Path) -> AgentProgram:
+def program(env: AgentEnv, *hidden: Path) -> AgentProgram:
     """What is started for every response. `hidden`: folders that agents must not read."""
     common = {
         "memory_mb": env.memory_mb,
@@ -52,9 +52,6 @@ def program(env: AgentEnv | VerifiersEnv, *hidden: Path) -> AgentProgram:
         "isolation": env.isolation,
         "hidden": [str(folder.resolve()) for folder in hidden],
     }
-    if isinstance(env, VerifiersEnv):
-        options = {"id": env.id, "args": env.args, "sampling_args": env.sampling_args}
-        return AgentProgram(function="windfall.envs.agents.verifiers_agent:run", options=options, **common)
     command = shlex.split(env.command or "")
     return AgentProgram(command=command, function=env.function or "", options=env.options, **common)
 
@@ -62,7 +59,7 @@ def program(env: AgentEnv | VerifiersEnv, *hidden: Path) -> AgentProgram:
 def check(recipe: Recipe) -> str:
     """Raise WindfallError if the agent cannot be started. Returns a line about it."""
     env = recipe.env
-    assert isinstance(env, AgentEnv | VerifiersEnv)
+    assert isinstance(env, AgentEnv)
     chosen = program(env)
     _check_files(env)
     if chosen.command:
@@ -70,7 +67,7 @@ def check(recipe: Recipe) -> str:
         if shutil.which(str(folder / name) if os.sep in name else name) is None:
             fix = "Correct the command, or give the full path of the program."
             raise WindfallError(f"there is no program {chosen.command[0]!r}", where="env.command", fix=fix)
-        return f"agent: {env.command}" if isinstance(env, AgentEnv) else ""
+        return f"agent: {env.command}"
 
     async def imported() -> None:
         async with AgentLauncher(chosen) as launcher:
@@ -193,6 +190,6 @@ def address(folder: Path) -> str:
     folders.recipe_file(folder)
     found = folders.read_json(folder / FILE) or {}
     if "url" not in found:
-        fix = 'Start the run. A gateway is started if the recipe has [env] name = "agent" or "verifiers".'
+        fix = 'Start the run. A gateway is started if the recipe has [env] name = "agent".'
         raise WindfallError("this run has no gateway now", where=str(folder), fix=fix)
     return str(found["url"])

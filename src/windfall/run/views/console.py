@@ -127,8 +127,6 @@ class Console:
                 self._out.print(f"[yellow]environment server lost[/] {event['address']}: {escape(event['why'])}{moved}")
             case "env_server_joined":
                 self._out.print(f"environment server {event['address']} connected, {event['slots']} calls at once")
-            case "env_output":
-                self._out.print(f"environment {escape(event['env'])} prints; its output is in {escape(event['log'])}")
             case "reward_retried":
                 self._out.print(f"[yellow]grader failed[/], and graded {event['response']} later: {_failure(event)}")
             case "task_skipped":
@@ -410,7 +408,7 @@ def _engine_gaps(steps: list[Event]) -> list[Labeled]:
 def _tasks(env: Any) -> str:
     """Where the tasks come from, for the header: "arithmetic tasks", "problems.jsonl", ..."""
     match env.name:
-        case "jsonl" | "dataset":
+        case "dataset":
             return env.path.name
         case "gym":
             return f"{env.task} tasks of reasoning-gym"
@@ -418,8 +416,6 @@ def _tasks(env: Any) -> str:
             return f"tasks of {env.factory}"
         case "agent":
             return f"the agent {env.function or env.command}"
-        case "verifiers":
-            return f"{env.id} of verifiers"
     return f"{env.name} tasks"
 
 

@@ -11,7 +11,6 @@ from huggingface_hub import constants, errors
 
 from tests.support.hostile.models import edited
 from windfall.errors import WindfallError
-from windfall.models import hub
 from windfall.models import load as models
 from windfall.run.commands import offline
 from windfall.types import Sampling
@@ -50,12 +49,12 @@ def test_refusals_of_the_hub_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     def said(cause: type[Exception]) -> str:
         error = OSError("cannot load")
         error.__cause__ = cause.__new__(cause)
-        return str(hub.refusal("a/b", error))
+        return str(models.hub_refusal("a/b", error))
 
     assert "cannot be reached from here" in said(errors.LocalEntryNotFoundError)
     assert "has no such model\nCheck the spelling." in said(errors.RepositoryNotFoundError)
     assert "Accept its terms" in said(errors.GatedRepoError)
-    assert hub.refusal("a/b", OSError("a damaged file")) is None
+    assert models.hub_refusal("a/b", OSError("a damaged file")) is None
 
 
 @pytest.mark.usefixtures("no_hub")

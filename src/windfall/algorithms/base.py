@@ -116,6 +116,9 @@ class Algorithm:
     importance_level: ClassVar[Literal["token", "sequence"]] = "token"
     """Unit that gets an importance weight in a response with tokens of older versions (importance.py)."""
 
+    mean_over: ClassVar[Literal["responses", "tokens", "limits"]] = "responses"
+    """What the mini-batch's gradient is a mean over: its responses, their sampled tokens, or their maximum lengths."""
+
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
         """One number per response, nested like `groups`. By default (R - mean(R)) / std(R) within the group, which is 0
         if its rewards are equal, or if it has only one response."""
@@ -129,6 +132,5 @@ class Algorithm:
         raise NotImplementedError
 
     def normalizer(self, length: int, limit: int) -> float:
-        """What a response with `length` sampled tokens adds to the divisor of the mini-batch's gradient. The default
-        gives the mean over all responses of the mini-batch."""
-        return 1.0
+        """What a response with `length` sampled tokens adds to the divisor of the mini-batch's gradient."""
+        return {"responses": 1.0, "tokens": float(length), "limits": float(limit)}[self.mean_over]

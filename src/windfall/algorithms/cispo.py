@@ -15,6 +15,7 @@ stands, and each has its own bound. `importance = "mask"` drops tokens, which CI
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,11 +24,9 @@ from windfall.algorithms.base import Algorithm, Floats, SampledTokens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CISPO(Algorithm):
+    mean_over: ClassVar = "tokens"
     clip_low: float = 1.0
     clip_high: float = 4.0
 
     def weights(self, tokens: SampledTokens) -> Floats:
         return np.clip(tokens.ratio, 1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
-
-    def normalizer(self, length: int, limit: int) -> float:
-        return float(length)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DAPO(Algorithm):
+    mean_over: ClassVar = "tokens"
     clip_low: float = 0.2
     clip_high: float = 0.28
     overlong_cache: int = 0
@@ -44,6 +46,3 @@ class DAPO(Algorithm):
 
     def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(tokens.ratio, tokens.advantage, low=self.clip_low, high=self.clip_high)
-
-    def normalizer(self, length: int, limit: int) -> float:
-        return float(length)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, centered, clipped, rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrGRPO(Algorithm):
+    mean_over: ClassVar = "limits"
     clip: float = 0.2
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
@@ -25,6 +27,3 @@ class DrGRPO(Algorithm):
 
     def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(tokens.ratio, tokens.advantage, low=self.clip, high=self.clip)
-
-    def normalizer(self, length: int, limit: int) -> float:
-        return float(limit)

@@ -24,6 +24,7 @@ from windfall.errors import WindfallError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReinforcePP(Algorithm):
+    mean_over: ClassVar = "tokens"
     scope: ClassVar = "batch"
     clip: float = 0.2
     baseline: Literal["none", "group"] = "none"
@@ -41,6 +42,3 @@ class ReinforcePP(Algorithm):
 
     def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(tokens.ratio, tokens.advantage, low=self.clip, high=self.clip)
-
-    def normalizer(self, length: int, limit: int) -> float:
-        return float(length)

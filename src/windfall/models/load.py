@@ -19,13 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError, nearest
-from windfall.models import hub
 from windfall.weights import adapter_folder, merged
 from windfall.weights.adapter_folder import AdapterBase
 
 TINY = Path(__file__).parent / "base_models" / "tiny"
 SMOLLM2 = "smollm2-135m"
 NAMED = ("tiny", SMOLLM2)
+
+OFFLINE_FIX = (
+    "Download it on a machine with a network (hf download {name} --local-dir FOLDER), and give that folder. "
+    "Or copy the cache of that machine, and set HF_HOME to the copy. "
+    "If you meant a folder: there is no folder {name} here."
+)
 
 
 def cache_folder() -> Path:
@@ -156,7 +161,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError:
-    if isinstance(where, str) and (refused := hub.refusal(where, error)) is not None:
+    if isinstance(where, str) and (refused := hub_refusal(where, error)) is not None:
         return refused
     message = f"cannot load the {what}: {type(error).__name__}: {error}"
     fix = "Is the folder complete? In Hugging Face format it has config.json, model.safetensors and tokenizer.json."
@@ -173,6 +178,41 @@ def fetch(name: str) -> Path | str:
 def preparation(name: str) -> str:
     """What the first load of this model does beyond loading it, for people who wait. Empty: nothing."""
     where = resolve(name)
-    if isinstance(where, str) and not hub.is_cached(where):
+    if isinstance(where, str) and not _is_cached(where):
         return f"downloading {where} from the Hugging Face hub into its cache: once"
     return ""
+
+
+def _is_cached(name: str) -> bool:
+    """Whether the hub's cache has this model, or a part of it."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:  # not a valid id; loading it reports that
+        return True
+
+
+def hub_refusal(name: str, error: BaseException) -> WindfallError | None:
+    """Why the model could not be downloaded. None: the error has another reason."""
+    from huggingface_hub import constants, errors
+
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+
+    def failed(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(e, kinds) for e in chain)
+
+    if failed(errors.GatedRepoError):
+        fix = "Accept its terms on its page, and log in: hf auth login (or set HF_TOKEN)."
+        return WindfallError("access to this model of the Hugging Face hub is restricted", where=name, fix=fix)
+    if failed(errors.RepositoryNotFoundError):
+        fix = "Check the spelling. If it is private, log in: hf auth login (or set HF_TOKEN). Or give a folder."
+        return WindfallError("the Hugging Face hub has no such model", where=name, fix=fix)
+    if failed(errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError):
+        why = "is turned off by HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "cannot be reached from here"
+        what = f"the Hugging Face hub {why}, and the model is not in its cache ({constants.HF_HUB_CACHE})"
+        return WindfallError(what, where=name, fix=OFFLINE_FIX.format(name=name))
+    return None

@@ -37,7 +37,8 @@ steps = 5
 threads = 1
 deterministic = true
 [env]
-name = "guess"  # several turns
+name = "custom"
+factory = "examples.guess:Guess"  # several turns
 [rollout]
 groups = 3
 group_size = 4

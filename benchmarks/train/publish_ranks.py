@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from windfall.errors import WindfallError
-from windfall.weights.publish import Publisher
+from windfall.weights.publish import Publisher, RankRows
 
 ROWS, COLUMNS = 4096, 1024
 TIMEOUT_S = 300.0
@@ -48,13 +48,6 @@ class GlooRanks:
         dist.all_gather_object(values, value)
         self.waited_s += time.perf_counter() - began
         return values
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    local: torch.Tensor
-    shape: tuple[int, ...]
-    first_row: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +88,7 @@ def write(rank: int, size: int, rendezvous: str, mib: int, share: float, version
     whole = (torch.randn(ROWS, COLUMNS, generator=g, device=device) for _ in range(count))
     local = [t[rows].bfloat16() for t in whole]
     shards = {
-        f"layer{i}.weight": Shard(local=t, shape=(ROWS, COLUMNS), first_row=rows.start) for i, t in enumerate(local)
+        f"layer{i}.weight": RankRows(local=t, shape=(ROWS, COLUMNS), first_row=rows.start) for i, t in enumerate(local)
     }
     publisher = Publisher(ranks=ranks if size > 1 else None)
     for version in range(versions):

@@ -32,10 +32,9 @@ steps = {steps}
 [model]
 path = "{model}"
 [env]
-name = "jsonl"
+name = "dataset"
 path = "{train}"
-eval_path = "{held_out}"
-scoring = "exact"
+rewards = ["exact"]
 [algorithm]
 name = "dr_grpo"
 [rollout]
@@ -47,6 +46,7 @@ staleness = {staleness}
 lr = {lr}
 warmup = 5
 [eval]
+path = "{held_out}"
 tasks = 256
 every = {eval_every}
 temperature = 0.0

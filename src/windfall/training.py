@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -79,8 +79,6 @@ class Report:
     """Mean of the k3 estimator over the tokens; 0 without a reference model."""
     peak_bytes: int = 0
     """Most memory that any rank used: of its GPU since the last update, or resident memory without a GPU."""
-    experts: dict[str, Any] | None = None
-    """How tokens spread over the experts of a model (trainer/model/experts.py); None for a model without experts."""
     skipped: Skipped = ""
     """Reason why the weights were not updated; "" if they were."""
 

@@ -8,21 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from examples import verifiers_agent
 from tests.support.agent_controller import Scene
 from windfall.controller.gateway.agents import program
-from windfall.envs.agents import verifiers_agent
 from windfall.envs.agents.launcher import AgentLauncher
 from windfall.errors import WindfallError
-from windfall.recipe.env_sections import VerifiersEnv
+from windfall.recipe.env_sections import AgentEnv
 from windfall.recipe.file import parse_recipe
 
 ROOT = Path(__file__).parents[2]
 ARGS = {"gym": "chain_sum", "num_train_examples": 6, "num_eval_examples": 2, "system_prompt": "Add."}
 
 
-def section(id: str = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv") -> VerifiersEnv:
-    env = parse_recipe({"env": {"name": "verifiers", "id": id, "args": ARGS, "memory_mb": 0}}, "test").env
-    assert isinstance(env, VerifiersEnv)
+def section(id: str = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv") -> AgentEnv:
+    options = {"id": id, "args": ARGS}
+    given = {"name": "agent", "function": "examples.verifiers_agent:run", "options": options, "memory_mb": 0}
+    env = parse_recipe({"env": given}, "test").env
+    assert isinstance(env, AgentEnv)
     return env
 
 

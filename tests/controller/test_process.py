@@ -304,13 +304,13 @@ def test_steps_missing_from_the_log_are_reported_once(
      ("train.checkpoint_activations=true", False), ("train.engine_gap_alarm=0.01", False),
      ("train.engine_gap_limit=0.9", False), ("env.path='/moved.jsonl'", False), ("run.steps=99", False),
      ("run.device='cpu'", False), ("eval.tasks=3", False), ("run.seed=3", True), ("run.deterministic=true", True),
-     ("model.dtype='bfloat16'", True), ("model.path='smollm2-135m'", True), ("env.scoring='exact'", True),
+     ("model.dtype='bfloat16'", True), ("model.path='smollm2-135m'", True), ("env.rewards=['exact']", True),
      ("algorithm.kl=0.1", True), ("rollout.temperature=0.5", True), ("train.lr=0.5", True),
      ("rollout.staleness=2", False), ("rollout.on_new_weights='finish'", False)],
 )  # fmt: skip
 def test_journal_is_void_only_if_tokens_could_differ(tmp_path: Path, change: str, void: bool) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[env]\nname = "jsonl"\npath = "rows.jsonl"\n')
+    recipe.write_text('[env]\nname = "dataset"\npath = "rows.jsonl"\n')
     before, after = load_recipe(recipe), load_recipe(recipe, [change])
     assert before != after
     assert (controller.settings_digest(before) != controller.settings_digest(after)) is void

@@ -20,7 +20,7 @@ from windfall import devices
 from windfall.engine import factory
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
-from windfall.trainer.own_engine.interface import run_beside
+from windfall.trainer.service import run_beside
 
 CONFIG = LlamaConfig(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,

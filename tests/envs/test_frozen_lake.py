@@ -10,7 +10,7 @@ import pytest
 
 from windfall import envs
 from windfall.envs.base import HELD_OUT
-from windfall.envs.sessions.stateful import Stateful
+from windfall.envs.sessions import Stateful
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Task, Turn
 
@@ -19,7 +19,7 @@ STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 
 
 def lake(**options: Any) -> Any:
-    return envs.build({"name": "frozen_lake", **options}, seed=3)
+    return envs.build({"name": "custom", "factory": "examples.frozen_lake:FrozenLake", "options": options}, seed=3)
 
 
 def best_walk(rows: list[str]) -> list[str]:

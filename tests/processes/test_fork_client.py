@@ -194,44 +194,39 @@ async def kill_starting(tmp_path: Path, number: int) -> str:
 
 
 def test_fork_server_killed_while_it_starts_is_replaced(within: Callable[..., None], tmp_path: Path) -> None:
-    """Requests that waited for it fail with an OSError, and can be repeated."""
+    """Requests that wait for it get a worker of the next one."""
     (tmp_path / "stuck.py").write_text(STUCK.format(folder=str(tmp_path), calls=False))
 
     async def test(client: ForkClient, start: Start) -> None:
         requests = [asyncio.ensure_future(start(name, "print('hello')")) for name in "ab"]
         await kill_starting(tmp_path, 0)
-        for request in requests:
-            with pytest.raises(ForkServerLost, match=r"the fork server was killed \(SIGKILL\) while it started"):
-                await request
         (tmp_path / "go").touch()
-        assert await (await start("c", "print('hello')")).wait() == 0
+        for request in requests:
+            assert await (await request).wait() == 0
 
     within(test, "stuck")
-    assert (tmp_path / "c.log").read_text() == "hello\n"
+    assert (tmp_path / "a.log").read_text() == "hello\n"
 
 
-def test_fork_server_killed_at_every_start_is_an_error(within: Callable[..., None], tmp_path: Path) -> None:
-    """From the third start on it makes no calls, which may be the cause."""
+def test_fork_server_killed_at_every_start_is_an_error(
+    within: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second start on it makes no calls, which may be the cause."""
+    monkeypatch.setattr(fork_client, "RESTART_S", 0.1)
     (tmp_path / "stuck.py").write_text(STUCK.format(folder=str(tmp_path), calls=True))
     arguments = list[str]()
 
     async def test(client: ForkClient, start: Start) -> None:
-        for number in range(2):
-            request = asyncio.ensure_future(start("a", SLEEP))
-            arguments.append(await kill_starting(tmp_path, number))
-            with pytest.raises(ForkServerLost):
-                await request
+        request = asyncio.ensure_future(start("a", SLEEP))
+        arguments.append(await kill_starting(tmp_path, 0))
         (tmp_path / "stuck.py").write_text(STUCK.format(folder=str(tmp_path), calls=False))
-        for number in range(2, fork_client.MAX_LOST_STARTS):
-            request = asyncio.ensure_future(start("a", SLEEP))
+        for number in range(1, fork_client.MAX_LOST_STARTS):
             arguments.append(await kill_starting(tmp_path, number))
-            last = number == fork_client.MAX_LOST_STARTS - 1
-            says = r"was killed \(SIGKILL\) while it started \(5 times in a row\)" if last else "was killed"
-            with pytest.raises(WindfallError if last else ForkServerLost, match=says):
-                await request
+        with pytest.raises(WindfallError, match=r"was killed \(SIGKILL\) while it started \(4 times in a row\)"):
+            await request
 
     within(test, "stuck:wait:x")
-    assert ["stuck:wait:x" in argv for argv in arguments] == [True, True, False, False, False]
+    assert ["stuck:wait:x" in argv for argv in arguments] == [True, False, False, False]
 
 
 def test_canceled_request_leaves_no_worker(within: Callable[..., None]) -> None:
@@ -299,7 +294,9 @@ def test_failed_import_is_reported(within: Callable[..., None], tmp_path: Path) 
         within(test, "threaded")
 
 
-def test_preload_call_that_leaves_a_thread_is_skipped(within: Callable[..., None], tmp_path: Path) -> None:
+def test_preload_call_that_leaves_a_thread_is_skipped(
+    within: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Calls before the fork only save time: they must not prevent a run from starting."""
 
     async def test(client: ForkClient, start: Start) -> None:
@@ -318,7 +315,7 @@ def test_preload_call_that_leaves_a_thread_is_skipped(within: Callable[..., None
     (tmp_path / "w1.log").unlink()
     within(test, "eager:start:x")
     assert (tmp_path / "w1.log").read_text() == "[]"
-    assert "there are 2 threads" in (tmp_path / "fork_server.log").read_text()
+    assert "there are 2 threads" in caplog.text
     (tmp_path / "w1.log").unlink()
     within(test, "eager:harmless:x")  # this thread's library handles forks
     assert (tmp_path / "w1.log").read_text() == "['x']"

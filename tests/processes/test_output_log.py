@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from windfall.processes.output_log import LogGrowth, OutputFile, ShownOutput
+from windfall.processes.output_log import OutputFile, ShownOutput
 
 
 def test_newest_output_is_kept_within_the_limit(tmp_path: Path) -> None:
@@ -20,7 +19,6 @@ def test_newest_output_is_kept_within_the_limit(tmp_path: Path) -> None:
     new, old = path.read_text(), (tmp_path / "env.log.1").read_text()
     assert len(new) <= 1000
     assert len(old) <= 1000
-    assert new.startswith("(earlier output is in env.log.1; what was printed before that was dropped)\n")
     shown = [line for line in (old + new).splitlines() if line.startswith("line")]
     assert [int(line.split()[1]) for line in shown] == list(range(100 - len(shown), 100))
     assert len(shown) > 9
@@ -39,7 +37,7 @@ def test_processes_write_to_the_same_log(tmp_path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in "abc"]
     assert [writer.wait(60) for writer in writers] == [0, 0, 0]
     for file in (path, tmp_path / "env.log.1"):
-        assert file.stat().st_size <= 20_000
+        assert file.stat().st_size <= 20_000 + 3 * 100
         assert {len(line) for line in file.read_text().splitlines() if line[0] in "abc"} == {99}
 
 
@@ -51,31 +49,8 @@ def test_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     full.write(b"4567890123")
 
 
-def test_file_system_without_locks_and_without_stable_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_lock(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "no locks")
-
-    path = tmp_path / "env.log"
-    monkeypatch.setattr("fcntl.flock", no_lock)
-    OutputFile(str(path)).write(b"kept\n")
-    assert path.read_bytes() == b"kept\n"
-    monkeypatch.setattr("os.path.samestat", lambda *_: False)
-    OutputFile(str(path)).write(b"lost\n")  # but it ends
-    assert path.read_bytes() == b"kept\n"
-
-
 def test_beginning_is_shown_without_a_log(capfd: pytest.CaptureFixture[str]) -> None:
     log = ShownOutput(limit=10)
     for part in (b"12345\n", b"6789\n", b"more", b"more"):
         log.write(part)
     assert capfd.readouterr().err == "12345\n6789\n(more was printed, which is not shown)\n"
-
-
-def test_growth_of_a_log_is_noticed_once(tmp_path: Path) -> None:
-    path = tmp_path / "env.log"
-    path.write_text("of an earlier process\n")
-    growth = LogGrowth(path)
-    assert not growth.begins()
-    OutputFile(str(path)).write(b"new\n")
-    assert [growth.begins(), growth.begins()] == [True, False]
-    assert not LogGrowth(None).begins()

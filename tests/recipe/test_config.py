@@ -37,7 +37,7 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("[trian]\nlr = 1.0", "unknown key 'trian'. Did you mean 'train'?"),
         ("zzz = 3", "unknown key 'zzz'. Known: algorithm, chat, checkpoint, "),
         ("stps = 3", "unknown key 'stps'. Did you mean 'run.steps'?"),
-        ("[enviroment]\nname = 'guess'", "unknown key 'enviroment'. Did you mean 'env'?"),
+        ("[enviroment]\nname = 'gym'", "unknown key 'enviroment'. Did you mean 'env'?"),
         ("[env]\nname = 'agent'\ntasks = { name = 'gym', task = 'x', optons = {} }", "Did you mean 'options'?"),
         ("[sim.lenders]\nserving = {}\npeek = 3", "unknown key 'sim.lenders.peek'. Did you mean 'peak'?"),
         ("[optimizer]\nlr = 1.0", "unknown key 'optimizer'. Did you mean 'train'?"),
@@ -57,12 +57,13 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("[run]\nlr = 1.0", "unknown key 'run.lr'. Did you mean 'train.lr'?"),
         ("[run]\ntemperature = 1.0", "Did you mean 'rollout.temperature' or 'eval.temperature'?"),
         ("[rollout]\ntemprature = 1.0", "unknown key 'rollout.temprature'. Did you mean 'temperature'?"),
-        ("[env]\nname = 'guess'\nmax_turn = 2", "unknown key 'env.max_turn'. Did you mean 'max_turns'?"),
-        ("[env]\nname = 'guesss'", "env.name = 'guesss' is not an environment. Did you mean 'guess'?"),
+        ("[env]\nname = 'arithmetic'\nmax_step = 2", "unknown key 'env.max_step'. Did you mean 'max_steps'?"),
+        ("[env]\nname = 'datasett'", "env.name = 'datasett' is not an environment. Did you mean 'dataset'?"),
+        ("[env]\nname = 'jsonl'", 'is not an environment. Use name = "dataset": columns instead of prompt_field'),
+        ("[env]\nname = 'frozen_lake'", 'Use name = "custom" with factory = "examples.frozen_lake:FrozenLake"'),
         (
             "[env]\nmax_steps = 3",
-            "'env.name' is missing. "
-            "Known: agent, arithmetic, custom, dataset, frozen_lake, guess, gym, jsonl, verifiers.",
+            "'env.name' is missing. Known: agent, arithmetic, custom, dataset, gym.",
         ),
         ("[env]\nname = 'gym'", "'env.task' is missing"),
         ("[env]\nname = 'custom'\nfactory = 'mine'", "'env.factory' = 'mine': "),
@@ -92,7 +93,7 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
             "[train.lora]\ntargets = []",
             "'train.lora.targets' = []: Input should be 'all', or List should have at least",
         ),
-        ("env = 'guess'", "'env' = 'guess': this is a section"),
+        ("env = 'gym'", "'env' = 'gym': this is a section"),
         ("[train]\nminibatches = 3", "rollout.groups = 32 cannot be split into train.minibatches = 3 equal parts"),
         ("[rollout]\ngroups = 2\n[train]\nminibatches = 4", "Set rollout.groups to a multiple of train.minibatches."),
         ("[rollout]\nstaleness = -1", "'rollout.staleness' = -1: Input should be greater than or equal to 0"),
@@ -265,7 +266,8 @@ def test_dump_keeps_types() -> None:
 
 def test_dropped_keys_are_refused_with_what_to_do() -> None:
     for name, instead in unknown_keys.DROPPED.items():
-        section, _, key = name.partition(".")
+        section, _, rest = name.partition(".")
+        key, _, value = rest.partition(" = ")
         with pytest.raises(WindfallError) as e:
-            parse_recipe({section: {key: 0.5}}, where="here")
+            parse_recipe({section: {key: value.strip("'")}}, where="here")
         assert instead in str(e.value)

@@ -86,7 +86,15 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
         (["train", "small.toml", "--set", "run.name=[/bold]"], "'run.name' = '[/bold]'"),
         (["train", "small.toml", "--set", "model.path=tinny"], "no model 'tinny'\nDid you mean 'tiny'?"),
         (["train", "small.toml", "--set", "model.path=."], "It must be in Hugging Face format."),
-        (["train", "small.toml", "--set", "env={name='guess', low=9, high=3}"], "high must be greater than low."),
+        (
+            [
+                "train",
+                "small.toml",
+                "--set",
+                "env={name='custom', factory='examples.guess:Guess', options={low=9, high=3}}",
+            ],
+            "high must be greater than low.",
+        ),
         (
             ["train", "small.toml", "--set", "env={name='custom', factory='no_such:thing'}"],
             "env.factory: cannot import",

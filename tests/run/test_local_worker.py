@@ -73,9 +73,11 @@ class Process:
             address=lambda: "x", retry_s=0.01, patience_s=5.0, say=lambda line: None,
         )  # fmt: skip
         self.shared = TrainerEngine(
-            engine(self.trainer.model, deterministic=True), self.agent.lock, published=lambda: self.agent.manifest
+            engine(self.trainer.model, deterministic=True),
+            self.agent.engine.turn.engines,
+            published=lambda: self.agent.manifest,
         )
-        self.agent.invalidate = self.shared.invalidate
+        self.agent.engine.engine = self.shared
         self.host = EngineThread(self.shared, 4)
         self.local, theirs = pair("controller", "local")
         weights = TrainerWeights(lambda: self.agent.manifest)

@@ -16,11 +16,11 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import auth
 from windfall.recipe.changes import RULES
-from windfall.recipe.env_sections import ENVS, JsonLinesEnv
+from windfall.recipe.env_sections import ENVS, DatasetEnv
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe, RunSection
 from windfall.run import resume_check, start
-from windfall.trainer import checksums
+from windfall.trainer import checkpoint
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def edited(run: Path, *overrides: str) -> Recipe:
 @pytest.mark.parametrize(
     "change",
     ["run.name=other", "run.folder=/elsewhere", "run.seed=7", "model.path=smollm2-135m", "env.max_steps=3",
-     "env={name='guess'}"],
+     "env={name='gym', task='chain_sum'}"],
 )  # fmt: skip
 def test_change_of_a_fixed_key_is_refused_with_the_reason(run: Path, change: str) -> None:
     with pytest.raises(WindfallError) as caught:
@@ -140,7 +140,7 @@ def ended(run: Path, **end: Any) -> None:
     (saved / "config.json").write_text("{}")
     (saved / "windfall" / "optimizer.safetensors").write_bytes(b"moments")
     (saved / "windfall" / "state.json").write_text('{"step": 20, "next_task": 80, "checksums": true}')
-    checksums.write_checksums(saved)
+    checkpoint.write_checksums(saved)
 
 
 def test_finished_run_is_known_by_the_end_of_its_log(run: Path) -> None:
@@ -182,7 +182,7 @@ def trained_on(tmp_path: Path) -> tuple[Path, Path]:
     """A data file, and the folder of a run that started with it."""
     data = tmp_path / "good.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
-    env = JsonLinesEnv(name="jsonl", path=data, scoring="exact")
+    env = DatasetEnv(name="dataset", path=data, rewards=["exact"])
     return data, start.new_folder(Recipe(run=RunSection(name="rows", folder=tmp_path / "runs"), env=env))
 
 
@@ -208,7 +208,7 @@ def test_data_may_move_but_not_change(trained_on: tuple[Path, Path]) -> None:
     other.write_text('{"prompt": "1+1=", "answer": "3"}\n')
     with pytest.raises(WindfallError, match=r"moved\.jsonl: 68 bytes before, 34 now"):
         resume_check.check_changes(edited(run, f"env.path='{other}'"), run)
-    with pytest.raises(WindfallError, match="cannot read the data file"):
+    with pytest.raises(WindfallError, match="no such file or folder"):
         resume_check.check_changes(edited(run), run)
 
 

@@ -1,9 +1,7 @@
-"""A run that trains a model of experts (Qwen3-MoE), from end to end: a worker generates, the trainer learns, and every
-step shows how tokens spread over the experts."""
+"""A run that trains a model of experts (Qwen3-MoE), from end to end: a worker generates, and the trainer learns."""
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -48,21 +46,18 @@ def write_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)])
-def test_experts_are_trained_and_shown(
-    windfall: Windfall, here: Path, capsys: pytest.CaptureFixture[str], ranks: int
-) -> None:
+def test_experts_are_trained(windfall: Windfall, here: Path, capsys: pytest.CaptureFixture[str], ranks: int) -> None:
     write_model(here / "experts")
     capsys.readouterr()
     (here / "digits.py").write_text(ENVIRONMENT)
     changes = ["model.path=experts", "env.name=custom", "env.factory=digits:Digits", "rollout.group_size=4",
                "eval.tasks=0", "fleet.workers=1", "fleet.local=false", f"train.ranks={ranks}"]  # fmt: skip
-    code, out, err = windfall("train", "small.toml", *(f"--set={c}" for c in changes))
+    code, _, err = windfall("train", "small.toml", *(f"--set={c}" for c in changes))
     assert (code, err) == (0, "")
-    assert len(re.findall(r"^step .* experts (0\.[5-9]\d|1\.00) balanced", out, re.MULTILINE)) == 2
     run = Path("runs/small")
     steps = [e for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
     assert [e["step"] for e in steps] == [1, 2]
-    assert all(e["grad_norm"] > 0 and e["engine_gap"] < 1e-4 and e["experts_unused"] == 0 for e in steps)
+    assert all(e["grad_norm"] > 0 and e["engine_gap"] < 1e-4 for e in steps)
     before, after = (load_file(f / "model.safetensors") for f in (here / "experts", checkpoint.latest(run).path))
     changed = {name for name, value in before.items() if not torch.equal(value.float(), after[name].float())}
     assert {n for n in before if "experts" in n or n.endswith("gate.weight")} <= changed

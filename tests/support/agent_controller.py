@@ -24,8 +24,8 @@ from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
+from windfall.envs.hosting import Numbered
 from windfall.envs.in_process import InProcess
-from windfall.envs.numbered import Numbered
 from windfall.events.log import EventLog
 from windfall.models import attention
 from windfall.models.chat import Chat

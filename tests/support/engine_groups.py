@@ -40,7 +40,7 @@ class Case:
 
     def __init__(self, folder: Path, children: int = 2) -> None:
         self.folder, self.said = folder, list[str]()
-        self.publisher = Publisher(folder, threads=1)
+        self.publisher = Publisher(folder)
         self.find: Callable[[int], Any] = lambda version: self.publisher.find(version)
         self.group = EngineGroup(
             [Place()] * children, cast(Source, self), folder=folder / "engines", threads=1, say=self.said.append
@@ -55,7 +55,7 @@ class Case:
         """Publish weights, also under the number of an older version."""
         if self.publisher.current is not None and version <= self.publisher.current.version:
             self.publisher.close()
-            self.publisher = Publisher(self.folder, threads=1)
+            self.publisher = Publisher(self.folder)
         self.publisher.publish(version, weights)
 
     def engine(self, model: Any, **options: Any) -> EngineGroup:
@@ -69,7 +69,7 @@ class Case:
         """Like `engine`, with an adapter of the model as version 0."""
         self._prepare(spec_of(model))
         self.publisher.close()
-        self.publisher = Publisher(self.folder, threads=1)
+        self.publisher = Publisher(self.folder)
         base = self.publisher.publish_base(model.state_dict()).digest
         self.publisher.publish(0, adapter, base=base, scale=scale)
         return self._loaded()

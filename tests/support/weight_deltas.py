@@ -1,40 +1,27 @@
-"""The delta of two versions in one process and one pass: what several ranks and devices must produce together."""
+"""The delta of two versions in one process, for tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
-from windfall.weights import delta
-from windfall.weights.delta import MAX_RATIO, DeltaBlocks, EncodedBlocks
+from windfall.weights import delta_encoder
+from windfall.weights.delta import MAX_RATIO
 from windfall.weights.manifest import Manifest
+from windfall.weights.plan import Piece
 
 
-def encode(
-    old: Any,
-    new: Any,
-    manifest: Manifest,
-    *,
-    max_ratio: float = MAX_RATIO,
-    map_: Callable[..., Iterable[EncodedBlocks]] = map,
-) -> bytes | None:
+def encode(old: Any, new: Any, manifest: Manifest, *, max_ratio: float = MAX_RATIO, where: str = "cpu") -> bytes | None:
     """The blob that turns `old` into `new`, or None if it would exceed `max_ratio` of the full copy."""
-    old, new = np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8)
-    blocks = DeltaBlocks(manifest.ranges())
-    sample = delta.sampled(range(len(blocks)), len(blocks))
-    if sample:
-        found = delta.encode_blocks(old, new, blocks, sample)
-        if blocks.size(found.rows) > max_ratio * sum(blocks[i].stop - blocks[i].start for i in sample):
-            return None
-    parts = list(map_(lambda run: delta.encode_blocks(old, new, blocks, run), delta.runs(range(len(blocks)))))
-    if sum(blocks.size(part.rows) for part in parts) > max_ratio * manifest.nbytes:
+    new = np.frombuffer(new, np.uint8)
+    sources = {}
+    for e in manifest.ranges():
+        raw = torch.from_numpy(new[e.offset : e.offset + e.nbytes].copy())
+        sources[Piece(e, e.offset, e.offset + e.nbytes)] = raw.view(getattr(torch, e.dtype)).to(where)
+    parts = delta_encoder.encode(np.frombuffer(old, np.uint8), sources)
+    if parts is None:
         return None
-    head, nbytes, places = delta.arrange([part.rows for part in parts], blocks)
-    blob = np.zeros(nbytes, np.uint8)
-    blob[: len(head)] = np.frombuffer(head, np.uint8)
-    for part, place in zip(parts, places, strict=True):
-        for at, data in place.writes(part):
-            blob[at : at + len(data)] = np.frombuffer(data, np.uint8)
-    return blob.tobytes()
+    blob = b"".join(data for part in parts for data in part.buffers())
+    return blob if len(blob) <= max_ratio * manifest.nbytes else None

@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from tests.support.rank_processes import CONTEXT
-from windfall.weights import delta, device_delta, meeting
+from windfall.weights import delta_encoder, meeting
 from windfall.weights.publish import Publisher
 from windfall.weights.serve import serve
 
@@ -141,8 +141,8 @@ def publish(
     if die_at:
         step = meeting.Meeting.step
 
-        def dying(self: Any, doing: str, work: Callable[[], Any], kind: Any) -> Any:
-            return step(self, doing, (lambda: os.kill(os.getpid(), signal.SIGKILL)) if doing == die_at else work, kind)
+        def dying(self: Any, doing: str, work: Callable[[], Any]) -> Any:
+            return step(self, doing, (lambda: os.kill(os.getpid(), signal.SIGKILL)) if doing == die_at else work)
 
         meeting.Meeting.step = dying  # type: ignore[method-assign]
     mine = shards(moved(model(seed, share), state.where), state.ranks.rank, state.ranks.size)
@@ -155,7 +155,7 @@ def found(state: State) -> dict[str, Any]:
     blob = newest.delta_buffer.data.tobytes() if newest.delta_buffer else b""
     return {
         "manifest": newest.manifest,
-        "encoded": len(newest.encoded),
+        "encoded": len(newest.manifest.encode()),
         "bytes": xxhash.xxh3_64_hexdigest(newest.buffer.data),
         "delta": newest.delta,
         "blob": blob,
@@ -165,7 +165,7 @@ def found(state: State) -> dict[str, Any]:
 
 def small_blocks(state: State) -> None:
     """Blocks of 256 elements, so that there are enough to sample them."""
-    delta.BLOCK = device_delta.BLOCK = 256
+    delta_encoder.BLOCK = 256
 
 
 def descriptors(state: State) -> int:

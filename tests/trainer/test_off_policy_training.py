@@ -182,7 +182,7 @@ def test_gradient_of_both_updates_of_a_step_equals_the_decoupled_loss(model: Any
     reports = []
     for part in prepared:
         t.accumulate(part)
-        ours = gradients(t) / t._totals.divisor
+        ours = gradients(t) / t._totals.sums["divisor"]
         plain = copy.deepcopy(model)
         plain.zero_grad()
         losses = []
@@ -220,8 +220,8 @@ class TrainerBeforeStaleness(TorchTrainer):
             kls.append(np.zeros(len(now)) if ref is None else k3(now, ref))
             gaps.append(np.abs(old - s.behavior))
             out.append(w)
-            self._totals.divisor += share
-            self._totals.responses += 1
+            self._totals.sums["divisor"] += share
+            self._totals.sums["responses"] += 1
         none = np.zeros(len(entropy))  # capped and older did not exist
         self._totals.count(
             np.concatenate(gaps), none, entropy=entropy, clipped=np.concatenate(clips), kl=np.concatenate(kls)

@@ -10,7 +10,7 @@ import torch
 from windfall.models import load
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
-from windfall.trainer.derived import sharded_use, unsharded_use
+from windfall.trainer.derived import memory_use
 from windfall.trainer.model.lora import trained_parameters
 
 FREE = 1e12
@@ -24,31 +24,34 @@ def recipe(*, lora: bool = False, local: bool = False, kl: float = 0.0, offload:
 
 
 def test_rank_has_its_rows_of_weights_gradients_and_moments() -> None:
-    """And the publisher's copy of its rows."""
     for ranks in (1, 4):
-        assert sharded_use(recipe(), MODEL, ranks, FREE) == WHOLE * (16 + 2) / ranks
-        assert sharded_use(recipe(kl=0.1), MODEL, ranks, FREE) == WHOLE * (16 + 2 + 2) / ranks
-    assert unsharded_use(recipe(), MODEL) == WHOLE * (16 + 2)
+        assert memory_use(recipe(), MODEL, FREE, ranks=ranks, sharded=True) == WHOLE * 16 / ranks
+        assert memory_use(recipe(kl=0.1), MODEL, FREE, ranks=ranks, sharded=True) == WHOLE * (16 + 2) / ranks
+    assert memory_use(recipe(), MODEL, FREE) == WHOLE * 16
 
 
 def test_float32_weights_are_not_on_the_gpu_yet_if_they_are_sharded() -> None:
     model = load.load("tiny", dtype="float32", device="cpu")
-    assert sharded_use(recipe(), model, 2, FREE) == WHOLE * (16 + 4) / 2
-    assert unsharded_use(recipe(), model) == WHOLE * (12 + 4)
+    assert memory_use(recipe(), model, FREE, ranks=2, sharded=True) == WHOLE * 16 / 2
+    assert memory_use(recipe(), model, FREE) == WHOLE * 12
 
 
 def test_frozen_base_of_adapters_is_split_over_the_ranks() -> None:
     adapters = trained_parameters(MODEL, recipe(lora=True).train.lora)
     assert 0 < adapters < WHOLE
-    expected = (2 * WHOLE + 18 * adapters) / 4
-    assert sharded_use(recipe(lora=True, kl=0.1), MODEL, 4, FREE) == pytest.approx(expected)
-    assert sharded_use(recipe(lora=True, local=True), MODEL, 4, FREE) == pytest.approx(expected + 2 * WHOLE)
-    assert sharded_use(recipe(lora=True, local=True), MODEL, 4, WHOLE) == pytest.approx(expected), "too large to keep"
+    expected = (2 * WHOLE + 16 * adapters) / 4
+    assert memory_use(recipe(lora=True, kl=0.1), MODEL, FREE, ranks=4, sharded=True) == pytest.approx(expected)
+    assert memory_use(recipe(lora=True, local=True), MODEL, FREE, ranks=4, sharded=True) == pytest.approx(
+        expected + 2 * WHOLE
+    )
+    assert memory_use(recipe(lora=True, local=True), MODEL, WHOLE, ranks=4, sharded=True) == pytest.approx(expected), (
+        "too large to keep"
+    )
 
 
 def test_nothing_stays_on_the_gpu_with_offload() -> None:
     for lora in (False, True):
-        assert sharded_use(recipe(lora=lora, kl=0.1, offload=True), MODEL, 4, FREE) == 0
-    kept = sharded_use(recipe(lora=True, local=True, offload=True), MODEL, 4, FREE)
+        assert memory_use(recipe(lora=lora, kl=0.1, offload=True), MODEL, FREE, ranks=4, sharded=True) == 0
+    kept = memory_use(recipe(lora=True, local=True, offload=True), MODEL, FREE, ranks=4, sharded=True)
     assert kept == 2 * WHOLE, "the engine's copy of the base"
     assert MODEL.dtype == torch.bfloat16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.gate import Gate
 from windfall.link.memory import MemoryLink, pair
-from windfall.trainer.service import MAX_REFUSALS, TrainerService
+from windfall.trainer.service import MAX_REFUSALS, OwnEngine, TrainerService
 from windfall.training import CheckpointState, Report
 
 SECRET = "the-secret-of-the-trainer"
@@ -199,16 +198,30 @@ def test_retries_when_asked_to() -> None:
 def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> None:
     """Work holds the lock; a publish may release it early, and no other work begins before the publish has ended."""
     seen: list[Any] = []
-    lock = threading.Lock()
-    trainer: Any = SimpleNamespace(begin=lambda: None, finish=lambda: seen.append(("finish", lock.locked())))
+
+    class Engine(OwnEngine):
+        def note(self, what: str) -> None:
+            seen.append((what, not self.turn.acquire_for_engines(0)))
+            if not seen[-1][1]:
+                self.turn.release()
+
+        def make_room(self) -> None:
+            self.note("room")
+
+        def give_back(self) -> None:
+            self.note("give back")
+
+        def invalidate(self) -> None:
+            self.note("invalidate")
+
+    engine = Engine()
+    trainer: Any = SimpleNamespace(begin=lambda: None, finish=lambda: engine.note("finish"))
 
     def publish(version: int) -> Any:
-        seen.append(("copying", lock.locked()))
+        engine.note("copying")
         service.release_module()
         service.release_module()  # a second call has no effect
-        seen.append(("hashing", lock.locked()))
-        with lock:  # as the engine does meanwhile
-            pass
+        engine.note("hashing")
         return SimpleNamespace(version=version, digest="d")
 
     async def play(link: MemoryLink) -> None:
@@ -227,16 +240,13 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
     service = TrainerService(
         trainer=trainer, state=CheckpointState(step=2, next_task=4), secret=SECRET, dialer=dials, hello=hello,
         publish=publish, save=lambda state: "", address=lambda: "x", patience_s=0.3, retry_s=0.01,
-        say=lambda line: None, lock=lock,
+        say=lambda line: None, engine=engine,
     )  # fmt: skip
-    service.make_room = lambda: seen.append(("room", lock.locked()))
-    service.give_back = lambda: seen.append(("give back", lock.locked()))
-    service.invalidate = lambda: seen.append(("invalidate", lock.locked()))
     with pytest.raises(TypeError):  # a finish without a report raises
         asyncio.run(asyncio.wait_for(run(), 60))
     after = [("room", True), ("invalidate", True), ("finish", True), ("give back", True)]
     assert seen == [("copying", True), ("hashing", False), *after]
-    assert not lock.locked()
+    assert engine.turn.acquire_for_engines(0)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
+from tests.support import plain_layers
 from tests.support.rank_processes import run_ranks
 from windfall.models import attention
 from windfall.recipe.lora import Lora
@@ -22,12 +23,12 @@ from windfall.trainer.model import lora
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.llama import LlamaLayer
-from windfall.trainer.model.logprobs import Learner
-from windfall.trainer.model.policy import PolicyModule
+from windfall.trainer.model.logprobs import Learner, PolicyModule
 from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.trainer.ranks.sharding import is_sharded, sharded_policy
 from windfall.training import Sample
 
+plain_layers.install()
 RANKS, TEMPERATURE = 2, 0.8
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -97,20 +98,11 @@ def learn(learner: Learner, pack: list[Sample]) -> None:
 
 
 def learner_of(policy: Any, keep: int | None) -> Learner:
+    """`keep`: what windfall's own layers keep; None: those of transformers."""
     learner = Learner(policy, Gradients(policy.model if isinstance(policy, PolicyModule) else policy))
-    said: list[str] = []
-    learner.choose_layers(LEAST if keep is None else keep, said.append)
-    if keep is None:
-        fallback(learner, said)
-    assert learner.has_graph == (keep is None) == bool(said)
+    if keep is not None:
+        learner.use_own_layers(keep=keep)
     return learner
-
-
-def fallback(learner: Learner, said: list[str]) -> None:
-    """Let the own layers fail in the middle of a pass, if they support the model at all."""
-    if not said:
-        with failing(ZeroDivisionError()):
-            learner.choose_layers(ALL, said.append)
 
 
 def failing(error: Exception) -> Any:

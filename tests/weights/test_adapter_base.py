@@ -76,7 +76,7 @@ def test_wrong_base_is_refused(serving: Callable[..., Any]) -> None:
     other.publish_base(model(2))
     s.publisher.base = other.base
     p = s.puller(tries=2)
-    with pytest.raises(PullFailed, match=f"the adapter applies to {base.digest}"):
+    with pytest.raises(PullFailed, match=f"expected {base.digest}"):
         p.pull(s.url, 0, m.digest)
     with pytest.raises(WindfallError, match="no complete version"):
         p.base_tensors()

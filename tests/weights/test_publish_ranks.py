@@ -1,4 +1,4 @@
-"""Several processes publish one version together: the same bytes, digest and delta as from one process."""
+"""Several processes publish one version together: the same bytes and digest as from one process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from tests.support.weight_writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_blocks
 from windfall.errors import WindfallError
-from windfall.weights import delta
-from windfall.weights import device_delta as on_device
+from windfall.weights import delta, delta_encoder
 from windfall.weights.meeting import PublishFailed
 from windfall.weights.publish import Publisher
 from windfall.weights.pull import Puller
@@ -44,8 +44,6 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 OPTIONS = [
     pytest.param({}, id="host"),
     pytest.param({"dtype": "bfloat16"}, id="cast"),
-    pytest.param({"device_delta": True}, id="device"),
-    pytest.param({"where": "cuda", "device_delta": False}, id="cuda, host", marks=cuda),
     pytest.param({"where": "cuda", "dtype": "bfloat16"}, id="cuda", marks=cuda),
 ]
 
@@ -71,26 +69,41 @@ def publish_all(size: int, options: dict[str, Any]) -> None:
     expected = alone(VERSIONS, **{k: v for k, v in options.items() if k != "where"})
     assert [bool(x["blob"]) for x in expected] == [False, False, True, True, False]
     with Writers(size, **options) as writers:
+        before = b""
         for version, ((seed, share), one) in enumerate(zip(VERSIONS, expected, strict=True)):
             ranks = writers.publish(version, seed, share)
-            assert ranks[0] == one
-            for other in ranks[1:]:
-                assert (other["manifest"], other["bytes"]) == (one["manifest"], one["bytes"])
+            for rank in ranks:
+                assert (rank["manifest"], rank["bytes"]) == (one["manifest"], one["bytes"])
+            check_delta(before, ranks[0], bool(one["blob"]))
+            before = writers.call(0, content)
         if not options:
             assert equal(pulled(writers.urls[0], version, one["manifest"].digest), model(seed, share))
 
 
-@pytest.mark.parametrize("device_delta", [False, True])
-def test_same_delta_with_sampled_blocks(device_delta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (delta, on_device):
-        monkeypatch.setattr(module, "BLOCK", 256)
+def content(state: State) -> bytes:
+    return state.publisher.readable[0].buffer.data.tobytes()
+
+
+def check_delta(before: bytes, published: dict[str, Any], expected: bool) -> None:
+    """The delta turns the content of the previous version into that of this one."""
+    assert bool(published["blob"]) == expected
+    if expected:
+        data = bytearray(before)
+        delta.apply(data, published["blob"], published["manifest"])
+        assert xxhash.xxh3_64_hexdigest(data) == published["bytes"]
+
+
+def test_delta_of_several_ranks_with_sampled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = [(1, 1.0), (1, 0.5), (2, 0.01), (3, 1.0)]
-    expected = alone(versions, device_delta=device_delta)
+    monkeypatch.setattr(delta_encoder, "BLOCK", 256)
+    expected = alone(versions)
     assert [bool(x["blob"]) for x in expected] == [False, True, True, False]
-    with Writers(3, device_delta=device_delta) as writers:
+    with Writers(3) as writers:
         writers.all(small_blocks)
+        before = b""
         for version, (seed, share) in enumerate(versions):
-            assert writers.publish(version, seed, share)[0] == expected[version]
+            check_delta(before, writers.publish(version, seed, share)[0], bool(expected[version]["blob"]))
+            before = writers.call(0, content)
 
 
 def test_replicated_rows_are_written_by_the_first_rank_that_has_them() -> None:
@@ -135,12 +148,12 @@ def fail(state: State, version: int, seed: int, share: float) -> Any:
     return publish(state, version, seed, share, "", {"copied": copied})
 
 
-@pytest.mark.parametrize("device_delta", [False, True])
-def test_failure_of_one_rank_fails_the_version_on_all(device_delta: bool) -> None:
+def test_failure_of_one_rank_fails_the_version_on_all() -> None:
     """The next version works, and its delta is from the last complete version."""
-    expected = alone([(1, 1.0), (2, 0.02)])[1]
-    with Writers(3, device_delta=device_delta) as writers:
-        writers.publish(0, 1)
+    expected = alone([(1, 0.3), (3, 0.3)])[1]
+    with Writers(3) as writers:
+        writers.publish(0, 1, 0.3)
+        before = writers.call(0, content)
         for orders in writers.orders[:1] + writers.orders[2:]:
             orders.send((publish, (1, 3, 1.0, "", {})))
         writers.orders[1].send((fail, (1, 3, 1.0)))
@@ -148,8 +161,8 @@ def test_failure_of_one_rank_fails_the_version_on_all(device_delta: bool) -> Non
             with pytest.raises(OSError if rank == 1 else PublishFailed, match="no"):
                 writers._answer(rank)
         assert writers.call(0, found)["versions"] == [0]
-        got = writers.publish(2, 2, 0.02)[0]
-        assert got["blob"] == expected["blob"]
+        got = writers.publish(2, 3, 0.3)[0]
+        check_delta(before, got, expected=True)
         assert got["manifest"].digest == expected["manifest"].digest
 
 

@@ -32,7 +32,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    it = Publisher(tmp_path, threads=1)
+    it = Publisher(tmp_path)
     yield it
     it.close()
 

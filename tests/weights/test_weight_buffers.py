@@ -10,8 +10,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.weights import buffers
-from windfall.weights.buffers import Buffer, BufferHandle
-from windfall.weights.copy_out import page_ranges
+from windfall.weights.buffers import Buffer, BufferHandle, page_ranges
 from windfall.weights.manifest import TensorEntry
 from windfall.weights.plan import Piece
 
@@ -20,7 +19,7 @@ from windfall.weights.plan import Piece
 def test_another_process_writes_to_a_buffer(free: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "free_bytes", lambda: free)
     buffer = Buffer(10_000, tmp_path)
-    assert buffer.in_memory == (free > 0)
+    assert ("memfd" in os.readlink(f"/proc/self/fd/{buffer.fd}")) == (free > 0)
     child = os.fork()
     if child == 0:  # without an exception handler of the test framework
         mapped = Buffer.map(buffer.handle)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.weight_deltas import encode
 from windfall.errors import WindfallError
-from windfall.weights import delta, manifest
+from windfall.weights import delta, delta_encoder, manifest
 from windfall.weights.manifest import WIDTHS, Manifest
 
-B = delta.BLOCK
+B = delta_encoder.BLOCK
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def described(*tensors: tuple[str, int]) -> Manifest:
@@ -56,13 +56,18 @@ def encodings(blob: bytes) -> set[int]:
         max_size=5,
     ),
     density=st.sampled_from([0.0, 0.0005, 0.01, 0.1, 0.5, 0.97, 1.0]),
+    slab=st.sampled_from([7, 500, delta_encoder.SLAB]),
     seed=st.integers(0, 2**32),
 )
-def test_delta_is_exact_for_any_change(sizes: list[tuple[str, int]], density: float, seed: int) -> None:
+def test_delta_is_exact_for_any_change(sizes: list[tuple[str, int]], density: float, slab: int, seed: int) -> None:
     m, rng = described(*sizes), np.random.default_rng(seed)
     old = random_bytes(m, rng)
     new, _ = change(m, old, density, rng)
-    blob = encode(old, new, m, max_ratio=100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta_encoder, "SLAB", slab)
+        patch.setattr(delta_encoder, "BLOCK", min(slab, 300))
+        patch.setattr(delta_encoder, "SAMPLED", 1 << 20)
+        blob = encode(old, new, m, max_ratio=1000)
     assert blob is not None
     got = old.copy()
     delta.apply(got, blob, m)
@@ -70,17 +75,18 @@ def test_delta_is_exact_for_any_change(sizes: list[tuple[str, int]], density: fl
 
 
 @pytest.mark.parametrize(
-    ("density", "encoding"), [(1.0, delta.BITMAP), (0.4, delta.BITMAP), (0.03, delta.GAPS), (0.0003, delta.POSITIONS)]
+    ("density", "encoding"), [(1.0, delta.BITMAP), (0.4, delta.BITMAP), (0.03, delta.GAPS), (0.0003, delta.GAPS)]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_shortest_index_is_chosen(dtype: str, density: float, encoding: int) -> None:
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=cuda)])
+def test_shortest_index_is_chosen(where: str, dtype: str, density: float, encoding: int) -> None:
     m, rng = described((dtype, 3 * B + 77)), np.random.default_rng(1)
     old = random_bytes(m, rng)
     new, count = change(m, old, density, rng)
-    blob = encode(old, new, m, max_ratio=2)
+    blob = encode(old, new, m, max_ratio=2, where=where)
     assert blob is not None
     assert encoding in encodings(blob)
-    index = {delta.BITMAP: (3 * B + 77) / 8, delta.GAPS: 1.01 * count, delta.POSITIONS: 2 * count}[encoding]
+    index = {delta.BITMAP: (3 * B + 77) / 8, delta.GAPS: 1.01 * count + 4 * 257}[encoding]
     assert len(blob) <= index + count * WIDTHS[dtype] + 16 + 4 * delta.ROW.itemsize + 8
     got = old.copy()
     delta.apply(got, blob, m)
@@ -111,21 +117,21 @@ def test_no_delta_if_it_is_not_smaller() -> None:
     assert len(half) < 0.6 * m.nbytes
     same = encode(old, old, m)
     assert same is not None
-    assert len(same) == 16
+    assert len(same) == delta.HEAD_BYTES
 
 
-def test_gives_up_early_on_a_sample_of_blocks() -> None:
-    m, rng, seen = described(("bfloat16", 300 * B)), np.random.default_rng(0), []
+def test_gives_up_early_on_a_sample_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    m, rng = described(("bfloat16", 300 * B)), np.random.default_rng(0)
     old = random_bytes(m, rng)
+    assert encode(old, old, m) is not None
 
-    def counting(work: Any, runs: Any) -> Any:
-        seen.append(runs)
-        return map(work, runs)
+    def compare(*_: object) -> None:
+        raise AssertionError("a whole slab is compared")
 
-    assert encode(old, old ^ np.uint8(1), m, map_=counting) is None
-    assert not seen
-    assert encode(old, old, m, map_=counting) is not None
-    assert seen
+    monkeypatch.setattr(delta_encoder, "_compare", compare)
+    assert encode(old, old ^ np.uint8(1), m) is None
+    with pytest.raises(AssertionError, match="whole slab"):
+        encode(old, old, m)
 
 
 @settings(max_examples=300, deadline=None)
@@ -138,7 +144,7 @@ def test_damaged_blob_is_refused_or_stays_in_bounds_and_is_never_half_applied(da
         words = new[e.offset : e.offset + e.nbytes].view(f"<u{WIDTHS[e.dtype]}")
         words[rng.random(len(words)) < density] ^= 3
     blob = bytearray(encode(old, new, m) or b"")
-    kind = data.draw(st.sampled_from(["flip", "cut", "grow"]))
+    whole, kind = bytes(blob), data.draw(st.sampled_from(["flip", "cut", "grow"]))
     if kind == "flip":
         for _ in range(data.draw(st.integers(1, 4))):
             blob[data.draw(st.integers(0, len(blob) - 1))] ^= data.draw(st.integers(1, 255))
@@ -152,7 +158,8 @@ def test_damaged_blob_is_refused_or_stays_in_bounds_and_is_never_half_applied(da
     except WindfallError:
         assert (got[: m.nbytes] == old).all()
     else:
-        assert kind == "flip"  # of a value or a position: only the checksums of the result detect that
+        # Only the checksums of the result detect another value or position, or a missing part.
+        assert kind == "flip" or (kind == "cut" and whole[len(blob) :].startswith(delta.MAGIC))
     assert (got[m.nbytes :] == 0xAB).all()
     outside = np.ones(m.nbytes, bool)
     for e in m.entries:
@@ -160,28 +167,33 @@ def test_damaged_blob_is_refused_or_stays_in_bounds_and_is_never_half_applied(da
     assert (got[: m.nbytes][outside] == 0).all()
 
 
-def row(block: int, changes: int, index: bytes, encoding: int, values: bytes) -> bytes:
-    table = np.array([(block, changes, len(index), encoding)], delta.ROW)
-    return delta.MAGIC + np.uint64(1).tobytes() + table.tobytes() + index + values
+def row(start: int, elements: int, changes: int, index: bytes, encoding: int, values: bytes) -> bytes:
+    table = np.array([(start, elements, changes, len(index), encoding)], delta.ROW)
+    return b"".join(delta.DeltaPart(table, index, values).buffers())
+
+
+GOOD = row(0, 10, 1, b"\x09", delta.GAPS, b"\7\7")
 
 
 @pytest.mark.parametrize(
     "blob",
     [
-        b"",
         b"other",
         delta.MAGIC,
         delta.MAGIC + np.uint64(2**63).tobytes(),
-        row(1, 1, b"\0", delta.GAPS, b"\0\0"),  # no such block
-        row(0, 1, b"\x0a", delta.GAPS, b"\0\0"),  # element 11 of 10
-        row(0, 2, b"\x09\x00", delta.GAPS, b"\0\0\0\0"),  # the second change is element 11
-        row(0, 2, b"\x01", delta.GAPS, b"\0\0\0\0"),  # one position for two values
-        row(0, 1, b"\x0a\x00", delta.POSITIONS, b"\0\0"),
-        row(0, 2, b"\x05\x00\x05\x00", delta.POSITIONS, b"\0\0\0\0"),  # the same position twice
-        row(0, 1, b"\x00\x04", delta.BITMAP, b"\0\0"),  # a bit after the last element
-        row(0, 2, b"\x01\x00", delta.BITMAP, b"\0\0\0\0"),
-        row(0, 1, b"\x01", delta.BITMAP, b"\0\0"),  # too short
-        row(0, 1, b"\0", 7, b"\0\0"),
+        row(20, 1, 1, b"\0", delta.GAPS, b"\0\0"),  # after the weights
+        row(2**63, 1, 1, b"\0", delta.GAPS, b"\0\0"),
+        row(1, 1, 1, b"\0", delta.GAPS, b"\0\0"),  # not at an element
+        row(0, 11, 1, b"\0", delta.GAPS, b"\0\0"),  # 11 of 10 elements
+        row(0, 10, 1, b"\x0a", delta.GAPS, b"\0\0"),  # element 11 of 10
+        row(0, 10, 2, b"\x09\x00", delta.GAPS, b"\0\0\0\0"),  # the second change is element 11
+        row(0, 10, 2, b"\x01", delta.GAPS, b"\0\0\0\0"),  # one position for two values
+        row(0, 10, 1, b"\x00\x04", delta.BITMAP, b"\0\0"),  # a bit after the last element
+        row(0, 10, 2, b"\x01\x00", delta.BITMAP, b"\0\0\0\0"),
+        row(0, 10, 1, b"\x01", delta.BITMAP, b"\0\0"),  # too short
+        row(0, 10, 1, b"\0", 7, b"\0\0"),
+        GOOD + b"x",
+        GOOD + row(0, 10, 1, b"\x0a", delta.GAPS, b"\0\0"),  # the second part
     ],
 )
 def test_inconsistent_blob_is_refused(blob: bytes) -> None:
@@ -189,14 +201,16 @@ def test_inconsistent_blob_is_refused(blob: bytes) -> None:
     with pytest.raises(WindfallError, match="weight delta"):
         delta.apply(got, blob, m)
     assert (got == np.arange(20)).all()
+    delta.apply(got, GOOD, m)
+    assert got[18:].tolist() == [7, 7]
 
 
-@pytest.mark.parametrize("order", [(1, 0), (0, 0), (0, 2)])
-def test_unordered_duplicate_or_unknown_blocks_are_refused(order: tuple[int, int]) -> None:
+@pytest.mark.parametrize("starts", [(64, 0), (0, 0), (0, 66), (0, 32)])
+def test_unordered_overlapping_or_unknown_blocks_are_refused(starts: tuple[int, int]) -> None:
     m = described(("bfloat16", 10), ("bfloat16", 10))
     got = np.arange(m.nbytes, dtype=np.uint8)
-    table = np.array([(n, 1, 1, delta.GAPS) for n in order], delta.ROW)
-    blob = delta.MAGIC + np.uint64(2).tobytes() + table.tobytes() + b"\0\0" + b"\xff\xff\xff\xff"
+    table = np.array([(start, 10, 1, 1, delta.GAPS) for start in starts], delta.ROW)
+    blob = b"".join(delta.DeltaPart(table, b"\0\0", b"\xff\xff\xff\xff").buffers())
     with pytest.raises(WindfallError, match="not in order"):
         delta.apply(got, blob, m)
     assert (got == np.arange(m.nbytes)).all()

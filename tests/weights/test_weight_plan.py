@@ -1,4 +1,4 @@
-"""Who writes, hashes and compares what, when several ranks publish together."""
+"""Who writes and hashes what, when several ranks publish together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from windfall.errors import WindfallError
 from windfall.weights import plan
-from windfall.weights.delta import DeltaBlocks
-from windfall.weights.manifest import WIDTHS
 from windfall.weights.plan import HeldRows, RankOffer
 
 
@@ -48,7 +46,7 @@ def offers(
     chunk_bytes=st.sampled_from([64, 100, 4096, 1 << 20]),
     tied=st.booleans(),
 )  # fmt: skip
-def test_every_byte_chunk_and_block_has_one_owner(
+def test_every_byte_and_chunk_has_one_owner(
     shapes: list[tuple[str, tuple[int, ...]]], machines: list[int], chunk_bytes: int, tied: bool
 ) -> None:
     made = plan.make(offers(shapes, machines, chunk_bytes, tied))
@@ -62,31 +60,13 @@ def test_every_byte_chunk_and_block_has_one_owner(
         inside[e.offset : e.offset + e.nbytes] = True
     assert ((writer >= 0) == inside).all()
 
-    # Chunks: hashed once, on the machine that has all of their bytes; those of one rank by that rank.
-    assert sorted(c for s in made.shares for c in (*s.own_chunks, *s.shared_chunks)) == [*range(len(made.bounds) - 1)]
+    # Chunks: hashed once, on the machine that has all of their bytes.
+    assert sorted(c for s in made.shares for c in s.chunks) == [*range(len(made.bounds) - 1)]
     leader = np.array([share.leader for share in made.shares])
-    for rank, share in enumerate(made.shares):
-        for chunks, alone in ((share.own_chunks, True), (share.shared_chunks, False)):
-            for c in chunks:
-                found = set(writer[made.bounds[c] : made.bounds[c + 1]].tolist()) - {-1}
-                assert found <= {rank} if alone else len(found) > 1
-                assert {leader[r] for r in found} <= {share.leader}
-
-    # Blocks: compared once on each machine that has bytes of them.
-    blocks, compared = DeltaBlocks(made.ranges()), []
-    for rank, share in enumerate(made.shares):
-        for piece, numbers in zip(share.pieces, share.own_blocks, strict=True):
-            for n in numbers:
-                assert blocks[n].width == WIDTHS[piece.entry.dtype]
-                assert (writer[blocks[n].start : blocks[n].stop] == rank).all()
-        compared += [(n, share.leader) for n in share.shared_blocks]
-        compared += [(n, share.leader) for numbers in share.own_blocks for n in numbers]
-    expected = [
-        (n, machine)
-        for n in range(len(blocks))
-        for machine in sorted({int(leader[r]) for r in set(writer[blocks[n].start : blocks[n].stop].tolist())})
-    ]
-    assert sorted(compared) == expected
+    for share in made.shares:
+        for c in share.chunks:
+            found = set(writer[made.bounds[c] : made.bounds[c + 1]].tolist()) - {-1}
+            assert {leader[r] for r in found} <= {share.leader}
 
     # Sources: every byte of a tensor comes from the machine that has it, and no other byte is left out.
     seen = np.full(made.nbytes, -1)
@@ -109,10 +89,7 @@ def test_one_machine_has_no_sources() -> None:
 
 def test_work_is_divided_evenly() -> None:
     made = plan.make(offers([("bfloat16", (4096, 1024))] * 8, [0] * 4, 1 << 16))
-    for share in made.shares:
-        assert abs(len(share.own_chunks) + len(share.shared_chunks) - (len(made.bounds) - 1) / 4) <= 8
-    small = plan.make(offers([("bfloat16", (64, 1024))] * 64, [0] * 4, 1 << 20))  # all chunks are shared
-    assert [len(share.shared_chunks) for share in small.shares] == [2, 2, 2, 2]
+    assert [len(share.chunks) for share in made.shares] == [(len(made.bounds) - 1) // 4] * 4
 
 
 def test_tensors_are_tied_only_if_they_are_tied_on_every_rank() -> None:

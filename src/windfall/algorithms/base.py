@@ -1,30 +1,28 @@
 """Credit assignment: the weight of every sampled token. Plain numbers in and out, no torch.
 
-Three policies give a sampled token a log-prob (decoupled PPO: "Batch size-invariance for policy optimization", arXiv
-2110.00641, and AReaL, arXiv 2505.24298):
+Three policies give a sampled token a log-prob (decoupled PPO: arXiv 2110.00641, and AReaL, arXiv 2505.24298):
 
     behavior    the policy that sampled it, in the engine. Tokens of one response may come from several versions
-    proximal    the policy at the start of the step: all updates of the step are measured, and clipped, against it
+    proximal    the policy at the start of the step: all updates of the step are measured, and clipped, against it.
+                A clip around the behavior policy would drop tokens only because they are old
     current     the policy that is being updated. Only this one has a gradient
 
     loss_t  =  - v_t min(r_t A, clip(r_t) A)        r_t = current / proximal,   v_t = proximal / behavior
 
-r_t belongs to the algorithm (`Algorithm.weights`). v_t is a constant that corrects for tokens that are off-policy when
-the step starts; importance.py computes it for all algorithms. In the first update of a step, r_t is 1. PPO's clip is
-measured from the proximal policy because the behavior policy may be several versions old: a clip around that one would
-hold the update near an old policy, and would drop tokens only because they are old.
+r_t belongs to the algorithm (`Algorithm.weights`). v_t is a constant, computed by importance.py for all algorithms.
 
 Every algorithm here is a policy gradient, so one number per token determines its whole loss:
 
     gradient of the loss  =  - sum over tokens  weight_t * gradient of log pi(token_t)
 
-`weights` returns these numbers. The trainer multiplies the log-probs it computes by them, as constants, and
-differentiates. Clipping is a weight of zero; an importance ratio is a factor. The trainer sums `normalizer` over all
-responses of the mini-batch and divides the accumulated gradient by the sum once, at the end, so groups can be trained
-on in any order, as they arrive.
+The trainer multiplies the log-probs it computes by the weights, as constants, and differentiates. Clipping is a weight
+of zero; an importance ratio is a factor. The trainer sums `normalizer` over all responses of the mini-batch and divides
+the accumulated gradient by the sum once, at the end, so groups can be trained on in any order, as they arrive. So the
+mean over a group of a paper is the mean over the mini-batch here: the same if all groups have the same size.
 
 A response counts once, however many segments it has: |y_i| is the number of sampled tokens of all its segments, and a
-segment with n of them adds n / |y_i| of the response's normalizer.
+segment with n of them adds n / |y_i| of the response's normalizer. Masked off-policy tokens count in |y_i|, too:
+masking lowers the gradient and never raises the weight of other tokens.
 """
 
 from __future__ import annotations
@@ -79,7 +77,6 @@ class SampledTokens:
     with several segments is several sequences."""
 
     logp: Floats
-    """Log-probs under the current policy."""
     proximal: Floats
     """Log-probs under the policy from which the step started."""
     advantage: float
@@ -88,7 +85,6 @@ class SampledTokens:
 
     @property
     def length(self) -> int:
-        """|y_i|: number of sampled tokens of the whole response."""
         return self.whole or len(self.logp)
 
     @property
@@ -99,11 +95,8 @@ class SampledTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What credit depends on: the reward and the length of a response."""
-
     reward: float
     length: int
-    """Tokens that the policy sampled."""
     limit: int
     """Maximum number of tokens of a response (rollout.max_tokens), including those of the environment."""
     observed: int = 0
@@ -123,6 +116,9 @@ class Algorithm:
     importance_level: ClassVar[Literal["token", "sequence"]] = "token"
     """Unit that gets an importance weight in a response with tokens of older versions (importance.py)."""
 
+    mean_over: ClassVar[Literal["responses", "tokens", "limits"]] = "responses"
+    """What the mini-batch's gradient is a mean over: its responses, their sampled tokens, or their maximum lengths."""
+
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
         """One number per response, nested like `groups`. By default (R - mean(R)) / std(R) within the group, which is 0
         if its rewards are equal, or if it has only one response."""
@@ -133,10 +129,8 @@ class Algorithm:
         return True
 
     def weights(self, tokens: SampledTokens) -> Floats:
-        """The factor on the gradient of each token's log-prob."""
         raise NotImplementedError
 
     def normalizer(self, length: int, limit: int) -> float:
-        """What a response with `length` sampled tokens adds to the divisor of the mini-batch's gradient. The default
-        gives the mean over all responses of the mini-batch."""
-        return 1.0
+        """What a response with `length` sampled tokens adds to the divisor of the mini-batch's gradient."""
+        return {"responses": 1.0, "tokens": float(length), "limits": float(limit)}[self.mean_over]

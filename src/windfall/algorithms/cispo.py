@@ -5,23 +5,17 @@
     w_t   = c_t A_i,   r_t = pi(y_t) / pi_prox(y_t)
 
 The clip bounds the weight of a token instead of removing the token: the rare words at which the reasoning changes
-direction have large ratios, and PPO's clip drops exactly these. The sum of lengths is over the mini-batch.
+direction have large ratios, and PPO's clip drops exactly these. The paper sets no lower bound (clip_low = 1 means none)
+and gives no number for the upper one; c_t <= 5 is from arXiv 2510.13786, which found 4, 5 and 8 equally good.
 
-The paper sets no lower bound (clip_low = 1 means none, because a ratio is never below 0) and gives no number for the
-upper one. The default, c_t <= 5, is from "The Art of Scaling Reinforcement Learning Compute for LLMs", arXiv
-2510.13786, which found 4, 5 and 8 equally good.
-
-Off-policy tokens: c_t is an importance weight already, not a trust region, and so is the factor v_t = pi_prox /
-pi_behavior (importance.py). Both are constants, and where neither is bounded, v_t c_t = pi / pi_behavior: the weight
-that REINFORCE needs on such tokens. So the product is right as it stands, and each factor has its own bound:
-`importance_cap` limits the effect of earlier steps on the policy, clip_high that of the current step. A single clip of
-the product would make `importance_cap` and the reported share of capped tokens meaningless. `importance = "mask"` drops
-tokens, which CISPO is meant to avoid; "truncate" is in its spirit.
+c_t and the factor of off-policy tokens (importance.py) are both importance weights, so their product is right as it
+stands, and each has its own bound. `importance = "mask"` drops tokens, which CISPO is meant to avoid.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -30,11 +24,9 @@ from windfall.algorithms.base import Algorithm, Floats, SampledTokens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CISPO(Algorithm):
+    mean_over: ClassVar = "tokens"
     clip_low: float = 1.0
     clip_high: float = 4.0
 
     def weights(self, tokens: SampledTokens) -> Floats:
         return np.clip(tokens.ratio, 1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
-
-    def normalizer(self, length: int, limit: int) -> float:
-        return float(length)

@@ -6,18 +6,15 @@
     w_t   = A_i r_t, or 0 where clipped,   r_t = pi(y_t) / pi_prox(y_t)
 
 n_i counts all tokens of the response, including those of the environment, as the limit does: a truncated response
-has n_i = limit and the full penalty. |y_i| counts sampled tokens only. Every token has the same weight in the mean,
-whichever response it is in; the sum of lengths is over the mini-batch. A group with equal rewards is replaced by
-another (dynamic sampling). The paper's overlong_cache is 4096 with a limit of 20480.
-
-The sum of lengths counts masked off-policy tokens, too: masking lowers the gradient and never raises the weight of
-other tokens.
+has n_i = limit and the full penalty. A group with equal rewards is replaced by another (dynamic sampling). The paper's
+overlong_cache is 4096 with a limit of 20480.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,6 +23,7 @@ from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DAPO(Algorithm):
+    mean_over: ClassVar = "tokens"
     clip_low: float = 0.2
     clip_high: float = 0.28
     overlong_cache: int = 0
@@ -33,11 +31,9 @@ class DAPO(Algorithm):
     overlong_penalty: float = 1.0
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """All zero in a group with equal rewards and penalties, or with one response."""
         return [normalized(np.array([self.shaped(o) for o in group])).tolist() for group in groups]
 
     def shaped(self, outcome: Outcome) -> float:
-        """The reward minus the penalty for length."""
         if self.overlong_cache == 0:
             return outcome.reward
         taken = outcome.length + outcome.observed
@@ -50,6 +46,3 @@ class DAPO(Algorithm):
 
     def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(tokens.ratio, tokens.advantage, low=self.clip_low, high=self.clip_high)
-
-    def normalizer(self, length: int, limit: int) -> float:
-        return float(length)

@@ -4,29 +4,26 @@
     loss  = - 1/G sum_i 1/limit sum_t min(r_t A_i, clip(r_t, 1 - clip, 1 + clip) A_i),   r_t = pi(y_t) / pi_prox(y_t)
     w_t   = A_i r_t, or 0 where clipped
 
-GRPO without its two biases. Division by std(R) favors tasks that are nearly always or nearly never solved. Division by
-|y_i| makes a token of a long wrong response cost less than one of a short wrong response. The divisor is a constant
-instead: the maximum number of tokens of a response.
+GRPO without its two biases: division by std(R) favors tasks that are nearly always or nearly never solved, and division
+by |y_i| makes a token of a long wrong response cost less than one of a short wrong response.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, centered, clipped, rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrGRPO(Algorithm):
+    mean_over: ClassVar = "limits"
     clip: float = 0.2
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """All zero in a group with equal rewards, or with one response."""
         return [centered(rewards(group)).tolist() for group in groups]
 
     def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(tokens.ratio, tokens.advantage, low=self.clip, high=self.clip)
-
-    def normalizer(self, length: int, limit: int) -> float:
-        return float(limit)

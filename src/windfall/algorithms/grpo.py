@@ -4,12 +4,7 @@
     loss  = - 1/G sum_i 1/|y_i| sum_t min(r_t A_i, clip(r_t, 1 - clip, 1 + clip) A_i),   r_t = pi(y_t) / pi_prox(y_t)
     w_t   = A_i r_t / |y_i|, or 0 where clipped
 
-The mean over a group becomes the mean over all responses of the mini-batch, which is the same if all groups have the
-same size. The paper's KL term is `kl.kl_weights` with beta / |y_i|, because the term is inside the mean over tokens;
-the paper uses beta = 0.04. Responses without a reward are left out of every mean, so a group may have fewer than G
-responses.
-
-Masked off-policy tokens still count in |y_i|: a response does not gain weight by losing tokens.
+The paper's KL term (beta = 0.04) is kl.py. Responses without a reward are left out of every mean.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ from windfall.algorithms.base import Algorithm, Floats, SampledTokens, clipped
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GRPO(Algorithm):
     clip: float = 0.2
-    """The usual value in PPO."""
 
     def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(tokens.ratio, tokens.advantage, low=self.clip, high=self.clip) / tokens.length

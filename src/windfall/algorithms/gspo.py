@@ -2,24 +2,14 @@
 
     A_i   = (R_i - mean(R)) / std(R)                          over the G responses of a group
     s_i   = (pi(y_i) / pi_prox(y_i)) ^ (1/|y_i|)  =  exp(mean_t log r_t)
-    loss  = - 1/G sum_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
+    loss  = - 1/G sum_i v_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
+    v_i   = (pi_prox(y_i) / pi_behavior(y_i)) ^ (1/|y_i|),    truncated or masked as one number (importance.py)
     w_t   = A_i s_i / |y_i|, or 0 for the whole response if clipped
 
-The reward belongs to a whole response, and so do the ratio and its clip. A geometric mean of many ratios is much closer
-to 1 than a single ratio, hence the narrow range. The mean over a group becomes the mean over all responses of the
-mini-batch, which is the same if all groups have the same size.
-
-Off-policy tokens: the importance weight belongs to the whole response, too, and is a geometric mean like s_i:
-
-    v_i   = (pi_prox(y_i) / pi_behavior(y_i)) ^ (1/|y_i|),   truncated or masked as one number (importance.py)
-    loss  = - 1/G sum_i v_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
-
-Then v_i s_i is the paper's ratio between the current policy and the one that sampled the response, and all its tokens
-keep the same weight. Factors per token would bring back the noise that the paper removes, and their product with s_i
-is not the gradient of any loss of the response. A response with tokens of several versions still has one v_i: its fresh
-tokens add about 0 to the mean. v_i is much closer to 1 than the ratio of a token, so an `importance_cap` of 2 hardly
-ever takes effect; 1.05 does. If all tokens of a response are fresh, each keeps its own factor, so that on-policy runs
-do not change: it corrects for the engine's rounding, 1e-5 to 1e-2 nats, and both forms agree to that precision.
+The reward belongs to a whole response, and so do the ratio, its clip and the importance weight: factors per token would
+bring back the noise that the paper removes. A geometric mean of many ratios is much closer to 1 than a single ratio,
+hence the narrow range; an `importance_cap` of 2 hardly ever takes effect, 1.05 does. If all tokens of a response are
+fresh, each keeps its own factor, which corrects for the engine's rounding only.
 """
 
 from __future__ import annotations

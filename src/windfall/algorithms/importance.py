@@ -1,10 +1,7 @@
-"""Importance weights: constant factors for tokens that were sampled by a policy other than the proximal one.
+"""Importance weights: constant factors for tokens that were sampled by a policy other than the proximal one (base.py).
 
-A token has two log-probs (named as in base.py). `behavior` is the one with which it was sampled; `proximal` is the one
-that the trainer computes with the policy from which the step started. They differ for two reasons:
-
-    older weights      with [rollout] staleness above 0, the token may be several versions old: the policy has moved
-    another engine     rollout and training compute the same weights with different kernels or precision
+The two log-probs of a token differ because it may be several versions old ([rollout] staleness above 0), or because
+rollout and training compute the same weights with different kernels or precision.
 
     ratio_t   = exp(proximal_t - behavior_t)
 
@@ -12,15 +9,11 @@ that the trainer computes with the policy from which the step started. They diff
     mask        w_t *= ratio_t, or 0 if ratio_t > cap or ratio_t < 1/cap
     off         w_t *= 1                                                no correction, for comparison
 
-The factor is a constant; the algorithm's own ratio pi / pi_prox does not change. The cap bounds the variance at the
-price of a small bias. Truncation has no lower bound: a token that is unlikely under `proximal` gets a small weight.
-Masking learns only from tokens on which both policies roughly agree; the normalizer still counts masked tokens.
+The cap bounds the variance at the price of a small bias. With `importance_level = "sequence"`, a response with tokens
+of older versions is weighted as a whole: ratio_t becomes the geometric mean over the response (see gspo.py).
 
-With `importance_level = "sequence"`, a response with tokens of older versions is weighted as a whole: ratio_t becomes
-the geometric mean over the response, and truncation and masking apply to that one number (see gspo.py).
-
-Sources: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025
-(fengyao.notion.site/off-policy-rl), for truncation; "AReaL", arXiv 2505.24298, for the decoupled loss.
+Source of truncation: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025
+(fengyao.notion.site/off-policy-rl).
 """
 
 from __future__ import annotations

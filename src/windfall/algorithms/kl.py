@@ -1,17 +1,11 @@
 """A KL penalty toward a reference policy, added to the weights of any algorithm.
 
-The estimator is k3 ("Approximating KL Divergence", J. Schulman, 2020; used by GRPO, arXiv 2402.03300). It is
-computed per sampled token, is never negative, and its mean is KL(pi || ref) if the tokens are sampled from pi. (The
-mean of its gradient is the gradient of KL(ref || pi), which has the same minimum.)
+The estimator is k3 ("Approximating KL Divergence", J. Schulman, 2020; used by GRPO, arXiv 2402.03300): it is never
+negative, and its mean is KL(pi || ref) if the tokens are sampled from pi.
 
     k3        = exp(ref - logp) - (ref - logp) - 1
-    d k3      = (1 - exp(ref - logp)) d logp
     loss     += beta sum_i n_i mean_t k3_t / sum_i n_i          n_i: the algorithm's normalizer of response i
     w_t      += - beta n_i / |y_i| (1 - exp(ref - logp_t))      as grad loss = - sum_t w_t grad logp_t
-
-A token that is more likely than under the reference is pushed down, a less likely one up. Only sampled tokens count.
-With n_i = |y_i| (DAPO, REINFORCE++, CISPO), the mean is over the tokens of the mini-batch. Otherwise all n_i are equal:
-the mean is taken over the tokens of each response, then over the responses of the mini-batch, as in the GRPO paper.
 """
 
 from __future__ import annotations

@@ -5,14 +5,9 @@ arXiv 2402.14740.
     loss  = - 1/G sum_i A_i log pi(y_i)                       log pi(y_i) = sum_t log pi(y_t)
     w_t   = A_i
 
-The whole response is one action: no ratio, no clip, no division by length. It is meant for one update per batch; with
-several updates nothing keeps the policy near the one that sampled the responses. The mean over a group becomes the mean
-over all responses of the mini-batch, which is the same if all groups have the same size.
-
-Off-policy tokens: REINFORCE with an importance factor per token, w_t = A_i pi_prox / pi_behavior (importance.py). The
-exact weight of a whole response as one action is the product of the factors of all its tokens. Its variance grows
+The whole response is one action: no ratio, no clip, no division by length. It is meant for one update per batch. The
+exact importance weight of an off-policy response is the product of the factors of all its tokens, whose variance grows
 exponentially with the length, so each token gets only its own factor: a small bias, as in all token-level corrections.
-As in on-policy training, nothing corrects for the second and later updates of a step.
 """
 
 from __future__ import annotations

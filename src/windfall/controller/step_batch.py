@@ -143,8 +143,7 @@ def describe_updates(reports: Sequence[Report]) -> dict[str, Any]:
     last = asdict(next((r for r in reversed(reports) if r.tokens), reports[-1]))
     skipped = [r.skipped for r in reports if r.skipped]
     return {
-        **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped", "experts")},
-        **{f"experts_{k}": v for k, v in (last["experts"] or {}).items()},
+        **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
         "trained": sum(r.tokens for r in reports),
         "updates_skipped": len(skipped),
         "updates_not_finite": skipped.count(NOT_FINITE),

@@ -8,22 +8,18 @@ from typing import Any
 from windfall.envs import user_code
 from windfall.envs.base import Env
 from windfall.envs.failures import message_of
-from windfall.envs.sessions.stateful import Stateful
+from windfall.envs.sessions import Stateful
 from windfall.errors import WindfallError
 
 BUILT_IN = {
     "arithmetic": ("windfall.envs.arithmetic", "Arithmetic"),
     "dataset": ("windfall.envs.dataset", "Dataset"),
-    "frozen_lake": ("windfall.envs.frozen_lake", "FrozenLake"),
     "gym": ("windfall.envs.gym", "Gym"),
-    "guess": ("windfall.envs.guess", "Guess"),
-    "jsonl": ("windfall.envs.dataset", "JsonLines"),
 }
 """Module and class of each environment that ships with windfall. Some of the modules are slow to import."""
 
 
 def runs_user_code(section: dict[str, Any]) -> bool:
-    """Whether the environment, as `section_dict` returns it, runs code of the user."""
     return section["name"] == "custom" or any(":" in reward for reward in section.get("rewards", ()))
 
 
@@ -54,7 +50,6 @@ def _with_feedback(env: Any) -> Any:
 
 
 def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
-    """Build a user's own environment."""
     make = user_code.load(factory, where="env.factory")
     try:
         env = make(seed=seed, **options)

@@ -59,20 +59,3 @@ def total(chain: Sequence[str]) -> int:
     83
     """
     return sum(int(term) for term in chain)
-
-
-def worked_response(chain: Sequence[str], slip: float = 0.0, rng: random.Random | None = None) -> str:
-    """The response that solves the chain. Each step is wrong with probability `slip`; later steps build on the error.
-
-    >>> worked_response(['37', '+58', '-12'])
-    '37+58=95;95-12=83;#83'
-    """
-    rng = rng or random.Random(0)
-    running, steps = int(chain[0]), []
-    for term in chain[1:]:
-        result = running + int(term)
-        if rng.random() < slip:
-            result = rng.randint(0, 99)
-        steps.append(f"{running}{term}={result};")
-        running = result
-    return "".join(steps) + f"#{running}"

@@ -42,40 +42,27 @@ class Env(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerLoad:
-    """One environment server since the start."""
-
     address: str
     connected: bool
     calls: int
-    """Calls in progress."""
     answers: int
     errors: int
-    """Answers that are failures."""
     lost: int
-    """How often its link was lost."""
     answer_s: float
     """Running mean of the seconds from sending a call to its answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLoad:
-    """How busy a host is now."""
-
     processes: int = 0
     """Child processes; 0 if the environment runs in this process."""
     limit: int = 0
-    """Upper limit for them."""
     queued: int = 0
-    """Calls that have not begun."""
     servers: tuple[ServerLoad, ...] = ()
-    """The environment servers, if the environment runs there."""
 
 
 class EnvHost(Protocol):
-    """Runs an environment. Used as `async with`."""
-
     name: str
-    """The name of the environment in messages."""
     needs_tokens: bool
     """Turns must come with their token ids. Known once the environment is ready."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from windfall.envs.base import HELD_OUT
 from windfall.envs.data.table import DataSource, RowFormat, TableRow, labels, read_table
-from windfall.envs.rewards.weighted import GRADERS, Rewards, RowResponse
+from windfall.envs.rewards import GRADERS, Rewards, RowResponse
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Prompt, Task, Turn
 
@@ -43,14 +43,13 @@ class Dataset:
         names = labels([*self._split.train[:100], *self._split.evaluation[:100]])
         self._rewards = Rewards(rewards, reward_weights, columns=names, cpu_s=cpu_s)
         self.needs_tokens = self._rewards.needs_tokens
-        """Turns must come with their token ids."""
-        self._order = EpochOrder(seed, len(self._split.train))
 
     def task(self, index: int) -> Task:
         if index >= HELD_OUT:
             row = self._split.evaluation[(index - HELD_OUT) % len(self._split.evaluation)]
         else:
-            row = self._split.train[self._order.row(index)]
+            epoch, position = divmod(index, len(self._split.train))
+            row = self._split.train[_epoch_order(self._seed, epoch, len(self._split.train))[position]]
         return Task(id=f"{row.file.name}:{row.line}/{self._seed}/{index}", prompt=row.prompt, answer=row)
 
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
@@ -68,45 +67,8 @@ def _completion(prompt: Prompt, text: str) -> Any:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-class JsonLines(Dataset):
-    """`JsonLines("problems.jsonl")`, with lines such as {"prompt": "What is 2/4, simplified?", "answer": "1/2"}: the
-    data set of a recipe with env.name = "jsonl".
-
-    Scoring `math` checks whether the answer means the same as the one in the file (math-verify: 0.5 is 1/2). Scoring
-    `exact` checks whether it is the same text or the same number.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        prompt_field: str = "prompt",
-        answer_field: str = "answer",
-        scoring: str = "math",
-        *,
-        eval_path: str | Path | None = None,
-        held_out: float = 0.0,
-        seed: int = 0,
-        cpu_s: float = 5.0,
-    ) -> None:
-        columns = {"prompt": prompt_field, "answer": answer_field}
-        evaluation = None if eval_path is None else {"path": eval_path}
-        super().__init__(
-            path, columns=columns, rewards=[scoring], held_out=held_out, evaluation=evaluation, seed=seed, cpu_s=cpu_s
-        )
-
-    def task(self, index: int) -> Task:
-        task = super().task(index)
-        return replace(task, answer=task.answer.answer)
-
-    async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
-        response = RowResponse(text=turns[-1].text, answer=task.answer, arguments={})
-        return Feedback(reward=(await self._rewards.grade(response)).reward)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSplit:
-    """Rows for training, and rows for evaluation."""
-
     train: list[TableRow]
     evaluation: list[TableRow]
     """Each prompt occurs once."""
@@ -115,12 +77,8 @@ class DataSplit:
 
 
 def read_split(section: Any, evaluation: Mapping[str, Any] | None = None) -> DataSplit:
-    """The rows that an env section of windfall.recipe names: "dataset" or "jsonl". `evaluation`: a separate data set
+    """The rows that an env section "dataset" of windfall.recipe names. `evaluation`: a separate data set
     (hosting.py)."""
-    if section.name == "jsonl":
-        columns = {"prompt": section.prompt_field, "answer": section.answer_field}
-        evaluation = None if section.eval_path is None else {"path": section.eval_path}
-        return read_data(section.path, columns=columns, held_out=section.held_out, evaluation=evaluation)
     return read_data(evaluation=evaluation, **section.model_dump(include=DATA_KEYS))
 
 
@@ -163,7 +121,7 @@ def _split(rows: list[TableRow], held_out: float, path: Path) -> DataSplit:
     if not train or not evaluation:
         purpose = "to evaluate on" if train else "to train on"
         what = f"env.held_out = {held_out:g} leaves none of the {len(_distinct(rows))} different prompts {purpose}"
-        fix = "Change env.held_out, or evaluate on a separate data set (eval.path; env.eval_path for jsonl)."
+        fix = "Change env.held_out, or evaluate on a separate data set (eval.path)."
         raise WindfallError(what, where=str(path), fix=fix)
     return DataSplit(train=train, evaluation=evaluation, trained_on=0)
 
@@ -176,20 +134,11 @@ def _distinct(rows: list[TableRow]) -> list[TableRow]:
     return [first[key] for key in sorted(first)]
 
 
-class EpochOrder:
-    """The row of every task number. The order of every epoch is derived from `seed`."""
+@functools.lru_cache(maxsize=2)  # responses of the last epoch may still be running when the next one begins
+def _epoch_order(seed: int, epoch: int, count: int) -> list[int]:
+    """The row of every position in this epoch."""
 
-    def __init__(self, seed: int, count: int) -> None:
-        self._seed, self._count = seed, count
-        # Two epochs, because responses of the last epoch may still be running when the next one begins.
-        self._order = functools.lru_cache(maxsize=2)(self._compute)
+    def key(row: int) -> bytes:
+        return hashlib.blake2b(f"{seed}/{epoch}/{row}".encode(), digest_size=8).digest()
 
-    def row(self, index: int) -> int:
-        epoch, position = divmod(index, self._count)
-        return self._order(epoch)[position]
-
-    def _compute(self, epoch: int) -> list[int]:
-        def key(row: int) -> bytes:
-            return hashlib.blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=8).digest()
-
-        return sorted(range(self._count), key=key)
+    return sorted(range(count), key=key)

@@ -23,8 +23,6 @@ MAX_REWARD = 1e9
 
 @dataclass(eq=False)
 class EnvFailed(Exception):
-    """One call to an environment failed."""
-
     error: str
     cause: str
     """The same for all failures of the same kind, for any task, so that repeats can be counted together."""
@@ -64,7 +62,6 @@ def invalid_value(name: str, fault: str) -> EnvFailed:
 
 
 def coroutine_stack(coroutine: Any) -> str:
-    """The stack of a waiting coroutine, without the frames of windfall."""
     here, frames = str(Path(__file__).parent), list[tuple[FrameType, int]]()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         if not frame.f_code.co_filename.startswith(here):
@@ -97,7 +94,6 @@ def _shorten(message: str) -> str:
 
 
 def task_fault(task: object) -> str:
-    """Why this is not a valid Task, or ''."""
     if not isinstance(task, Task):
         return f"it is a {type(task).__name__}, not a Task"
     if not isinstance(task.id, str):

@@ -24,12 +24,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graded:
-    """The result of `grade`."""
-
     feedback: Feedback | None
-    """None if every try failed."""
     tries: int
-    """Number of calls made."""
     failure: EnvFailed | None = None
     """The last failure, also if a later try succeeded."""
 

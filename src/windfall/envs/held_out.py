@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windfall.envs.dataset import DataSplit, read_split
+from windfall.envs.dataset import read_split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationTasks:
     tasks: int
-    """Number of tasks that are evaluated, each once."""
     description: str
     """Completes the sentence "reward 0.5 on ..."."""
     warnings: tuple[str, ...] = ()
@@ -24,19 +23,30 @@ def describe(section: Any, tasks: int, evaluation: dict[str, Any] | None = None)
     given = section.tasks if section.name == "agent" else None
     if given is not None:
         return describe(given, tasks, evaluation)
-    if section.name not in ("jsonl", "dataset"):
+    if section.name != "dataset":
         source = f" of {section.factory}, numbered from 2^40 on" if section.name == "custom" else f" of {section.name}"
         return EvaluationTasks(tasks=tasks, description=f"{tasks} held-out tasks{source}")
     if tasks == 0:
         return EvaluationTasks(tasks=0, description="nothing")
     split = read_split(section, evaluation)
-    if section.name == "dataset":
-        name, other = _label(section.path, section.split, evaluation), "eval.path or eval.split"
+    name = _label(section.path, section.split, evaluation)
+    available = len(split.evaluation)
+    count = min(tasks, available)
+    rows, warnings = (f"{count}" if count == available else f"{count} of {available}"), []
+    if tasks > available:
+        warnings.append(f"the evaluation needs {tasks} tasks, but {name} has only {available}: each is used once")
+    if split.trained_on == 0:
+        description = f"{rows} held-out rows of {name}" if section.held_out else f"{rows} rows of {name}"
+    elif evaluation is None:
+        description = f"{rows} training rows of {name} (no held-out set given)"
+        warnings.append(
+            f"the evaluation uses training rows of {name}, so its result says nothing about new tasks; set "
+            "eval.path or eval.split, or env.held_out to a share of the rows"
+        )
     else:
-        name, other = (section.eval_path or section.path).name, "env.eval_path"
-    separate = evaluation is not None or (section.name == "jsonl" and section.eval_path is not None)
-    trained, held_out = section.path.name, bool(section.held_out)
-    return _describe_split(split, tasks, name, trained, other, separate=separate, held_out=held_out)
+        description = f"{rows} rows of {name} ({split.trained_on} of the {available} are also trained on)"
+        warnings.append(f"{split.trained_on} of {available} prompts of {name} are also in {section.path.name}")
+    return EvaluationTasks(tasks=count, description=description, warnings=tuple(warnings))
 
 
 def _label(path: Path, split: str | None, evaluation: dict[str, Any] | None) -> str:
@@ -44,25 +54,3 @@ def _label(path: Path, split: str | None, evaluation: dict[str, Any] | None) -> 
     if evaluation is not None:
         path, split = Path(evaluation["path"]), evaluation.get("split")
     return path.name if path.is_file() or not split else f"{path.name}/{split}"
-
-
-def _describe_split(
-    split: DataSplit, tasks: int, name: str, trained: str, other: str, *, separate: bool, held_out: bool
-) -> EvaluationTasks:
-    available = len(split.evaluation)
-    count = min(tasks, available)
-    rows, warnings = (f"{count}" if count == available else f"{count} of {available}"), []
-    if tasks > available:
-        warnings.append(f"the evaluation needs {tasks} tasks, but {name} has only {available}: each is used once")
-    if split.trained_on == 0:
-        description = f"{rows} held-out rows of {name}" if held_out else f"{rows} rows of {name}"
-    elif not separate:
-        description = f"{rows} training rows of {name} (no held-out set given)"
-        warnings.append(
-            f"the evaluation uses training rows of {name}, so its result says nothing about new tasks; set "
-            f"{other} to another file, or env.held_out to a share of the rows"
-        )
-    else:
-        description = f"{rows} rows of {name} ({split.trained_on} of the {available} are also trained on)"
-        warnings.append(f"{split.trained_on} of {available} prompts of {name} are also in {trained}")
-    return EvaluationTasks(tasks=count, description=description, warnings=tuple(warnings))

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from windfall import envs
-from windfall.envs.base import EnvHost
+from windfall.envs.base import HELD_OUT, EnvHost
 from windfall.envs.in_process import InProcess
-from windfall.envs.numbered import Numbered
 from windfall.envs.process_pool.pool import EnvPool
 from windfall.envs.remote.servers import EnvServers
 from windfall.recipe.sections import Recipe
-
-AGENTS = ("agent", "verifiers")
-"""Environments that are programs: controller/gateway/agents.py starts them."""
-QUICK = ("arithmetic", "guess")
-"""Environments of windfall whose calls take microseconds: a message to another process would cost ten times as much."""
+from windfall.types import Feedback, Task, Turn
 
 OUTPUT = "env.log"
 """File in the folder of a run with what the environment prints."""
@@ -31,16 +26,16 @@ def recipe_host(recipe: Recipe, log: Log = lambda name, **fields: None, folder: 
     which gets what the environment prints; None shows a little of it on standard error."""
     section: Any = recipe.task_env
     seed = recipe.run.seed
-    if section.name in AGENTS:
+    if section.name == "agent":  # controller/gateway/agents.py starts it
         return InProcess(Numbered(), name=section.name)
-    if section.name in QUICK:
+    if section.name == "arithmetic":  # its calls take microseconds: a message to another process costs ten times that
         return InProcess(envs.build(envs.section_dict(section), seed))
     evaluation = evaluation_data(recipe)
     if section.servers:
         return EnvServers(section, seed, evaluation=evaluation, log=log)
     output = None if folder is None else folder / OUTPUT
     processes = recipe.rollout.reward_processes
-    return EnvPool(section, seed, evaluation=evaluation, processes=processes, log=log, output=output)
+    return EnvPool(section, seed, evaluation=evaluation, processes=processes, output=output)
 
 
 def evaluation_data(recipe: Recipe) -> dict[str, Any] | None:
@@ -58,3 +53,14 @@ def evaluation_data(recipe: Recipe) -> dict[str, Any] | None:
         "filter": section.filter if own.filter is None else own.filter,
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+class Numbered:
+    """An Env whose tasks are only numbers, for agents that bring their own tasks."""
+
+    def task(self, index: int) -> Task:
+        name = f"held-out {index - HELD_OUT}" if index >= HELD_OUT else f"{index}"
+        return Task(id=name, prompt=f"task {name}")
+
+    def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
+        return Feedback(reward=0.0)  # called by a trial of the environment only: agents bring their own rewards

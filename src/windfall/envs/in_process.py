@@ -15,10 +15,7 @@ from windfall.types import Feedback, Task, Turn
 
 
 class InProcess:
-    """An EnvHost that calls the environment directly."""
-
     def __init__(self, env: Env, name: str = "") -> None:
-        """`name`: for messages; that of the class if it is empty."""
         self.env = env
         self.name = name or type(env).__name__
         self.needs_tokens = bool(getattr(env, "needs_tokens", False))

@@ -69,7 +69,6 @@ def _on_path(folder: str) -> None:
 
 
 def error(doing: str, e: BaseException) -> WindfallError:
-    """The error that shows where a user's code failed."""
     where = source_location(e)
     if isinstance(e, SyntaxError):
         line = f"\n    {e.text.strip()}" if e.text else ""

@@ -96,7 +96,6 @@ class Chat:
     def _tail(
         self, before: list[dict[str, Any]], turn: dict[str, Any], after: list[dict[str, Any]], tools: Any
     ) -> str | None:
-        """The text of the new messages: what the conversation with them has more than the one without."""
         marked = {**turn, "content": _MARK}
         without, whole = self._render([*before, marked], tools), self._render([*before, marked, *after], tools, True)
         if _MARK in without and _MARK in whole:  # templates may change what is before the mark once a message follows
@@ -129,7 +128,6 @@ class Chat:
 
 
 def check_length(text: str, max_chars: int | None) -> None:
-    """Raise PromptTooLong if the text has more than `max_chars` characters."""
     if max_chars is not None and len(text) > max_chars:
         what = f"the prompt has {len(text)} characters; no prompt of more than {max_chars} fits into the context"
         raise PromptTooLong(what, where="messages", fix="Send less.")

@@ -45,16 +45,13 @@ class Segment:
     prompt: tuple[int, ...]
     messages: list[Message] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    """`message_key` of each message."""
     tokens: list[int] = field(default_factory=list)
-    """All ids after the prompt."""
     sampled: list[bool] = field(default_factory=list)
     """Which of `tokens` the policy sampled. The others are masked."""
     ended_with: int | None = None
     """The stop token of the last turn; None if it was cut off."""
     busy: bool = False
     chars: int = 0
-    """Characters of the clients' messages, as JSON."""
     last_call: int = 0
     """Number of the last call that continued this segment."""
 
@@ -72,19 +69,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PlacedCall:
-    """A call in progress."""
-
     segment: Segment
     new: tuple[int, ...]
     """The ids that the call adds to the segment before its turn. Empty for the first turn: they are its prompt."""
     messages: tuple[Message, ...]
     """The messages that are new in the segment."""
     chars: int = 0
-    """Their characters, as JSON."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """All ids before the turn that is to be sampled."""
         return (*self.segment.ids, *self.new)
 
 
@@ -116,7 +109,6 @@ class SessionHistory:
         return call
 
     def _forget(self, needed: int) -> None:
-        """Make room for messages of `needed` characters."""
         kept = needed + sum(segment.chars for segment in self.segments)
         for segment in sorted(self.segments, key=lambda s: s.last_call):
             if kept <= KEPT_CHARS:

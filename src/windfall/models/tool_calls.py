@@ -27,7 +27,6 @@ from typing import Any
 class ToolCall:
     name: str
     arguments: str
-    """A JSON object, as text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

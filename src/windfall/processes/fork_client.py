@@ -4,9 +4,8 @@ Importing torch and transformers takes seconds of CPU time, too much for a worke
 takes milliseconds (benchmarks/fleet/start_time.py measures both). fork_server.py is the other side, with the rules for
 a forked worker.
 
-- The first request starts the fork server. If it has died, the next request starts another. If it is killed while it
-  starts, the requests that wait for it fail with ForkServerLost, and may be repeated after a while; but the
-  MAX_LOST_STARTS-th time in a row it is an error that a person must fix.
+- The first request starts the fork server. If it has died, the next request starts another. One that is killed while it
+  starts is started again after a while, MAX_LOST_STARTS times; then it is an error that a person must fix.
 - If it dies, its workers die: the kernel kills them, and we kill their process groups before we report their end.
 - It is pinged. A fork server that does not respond (SIGSTOP, a debugger) is killed, and so is one that does not fork.
 - If we die, its input closes and it gets SIGTERM: it kills all that it has started and exits.
@@ -24,9 +23,11 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from windfall.backoff import delay_s
 from windfall.errors import WindfallError, describe_exit
 from windfall.processes import fork_server, process, reaper
 from windfall.processes.process import KILL_TIMEOUT_S, Handle
@@ -34,12 +35,13 @@ from windfall.processes.process import KILL_TIMEOUT_S, Handle
 _LOG = logging.getLogger(__name__)
 FORK_TIMEOUT_S = 30.0
 PING_S = 5.0
-"""Seconds between pings."""
 MAX_UNANSWERED = 6
 """Number of unanswered pings before the fork server is killed. It is not a time: while this process is itself stopped,
 it sends no pings, so a late answer does not count against the fork server."""
-MAX_LOST_STARTS = 5
+MAX_LOST_STARTS = 4
 """Number of fork servers in a row that may be killed while they start. Such a kill may come from outside."""
+RESTART_S = 0.5
+"""Seconds until such a fork server is started again; then twice that, and so on."""
 RUNNER = "WINDFALL_RUN_FORK_SERVER"
 """Environment variable with the options of Python that run the module of the fork server, instead of `-m`. The tests of
 windfall share the imports of their fork servers by it."""
@@ -49,11 +51,21 @@ class ForkServerLost(ConnectionError):
     """The fork server died before it answered. The next request starts another."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UserCode:
+    """How a fork server runs modules of the user: it and what it forks are below reapers (reaper.py), a call that fails
+    is an error, and its output is shown on standard error, up to a limit."""
+
+    fds: Sequence[int]
+    """File descriptors for the calls."""
+    folder: str
+
+
 class ForkClient:
     """`entry` is `module:function`. `modules` are imported before it, with the environment variables `env` (default:
     those of this process). A module given as `module:function:argument` is also called: workers need not repeat its
-    work and imports. Such calls only save time: if the fork server cannot fork after them, or ends during them twice in
-    a row, it is restarted without."""
+    work and imports. Such calls only save time: if the fork server ends during them, or cannot fork after them, it is
+    restarted without. Calls that load a module of the user (`user_code`) are needed."""
 
     def __init__(
         self,
@@ -63,24 +75,22 @@ class ForkClient:
         log: Path,
         env: Mapping[str, str] | None = None,
         import_timeout_s: float = 180.0,
+        user_code: UserCode | None = None,
     ) -> None:
         self._entry = entry
         self._modules = list(modules)
         self._log = log
-        self._env = {**(os.environ if env is None else env), **fork_server.FORKABLE}
+        self._env = {**(os.environ if env is None else env), **({} if user_code else fork_server.FORKABLE)}
         self._import_timeout_s = import_timeout_s
-        self._lost_starts = 0
-        """Number of fork servers in a row that were lost while they started."""
+        self._user_code = user_code
         self._link: asyncio.Task[_Link] | None = None
 
     @property
     def pid(self) -> int | None:
-        """The pid of the fork server, or None if none is ready."""
         link = self._ready_link()
         return link.server.pid if link else None
 
     def kill(self) -> None:
-        """Kill the fork server immediately, and with it all its workers."""
         if link := self._ready_link():
             link.server.kill()
 
@@ -102,7 +112,6 @@ class ForkClient:
             os.close(output)
 
     async def close(self) -> None:
-        """End the fork server and with it all its workers."""
         task, self._link = self._link, None
         if task is None:
             return
@@ -130,34 +139,29 @@ class ForkClient:
 
     async def _launch(self) -> _Link:
         imports = [module.partition(":")[0] for module in self._modules]
-        try:
-            link = await self._launch_with(self._modules)
-        except ForkServerLost as e:
-            self._lost_starts += 1
-            if self._lost_starts >= MAX_LOST_STARTS:
-                fix = f"Check the free memory, and read its output in {self._log}."
-                raise WindfallError(f"{e} ({self._lost_starts} times in a row)", where="fleet", fix=fix) from e
-            if self._lost_starts > 1 and imports != self._modules:
-                self._without_calls(imports, e)
-            raise
-        except WindfallError as e:
-            if imports == self._modules:
-                raise
-            self._without_calls(imports, e)
-            link = await self._launch_with(imports)
-        self._lost_starts = 0
-        return link
+        lost = 0
+        while True:
+            try:
+                return await self._launch_once()
+            except (ForkServerLost, WindfallError) as e:
+                calls_needed = self._user_code is not None or imports == self._modules
+                if isinstance(e, WindfallError) and calls_needed:
+                    raise
+                lost += 1
+                if lost == MAX_LOST_STARTS:
+                    fix = f"Check the free memory, and read its output in {self._log}."
+                    raise WindfallError(f"{e} ({lost} times in a row)", where="fork server", fix=fix) from e
+                wait_s = delay_s(lost - 1, first_s=RESTART_S)
+                _LOG.warning("%s; restarting it in %g s%s", e, wait_s, "" if calls_needed else ", with imports only")
+                if not calls_needed:
+                    self._modules = imports
+            await asyncio.sleep(wait_s)
 
-    def _without_calls(self, imports: list[str], why: Exception) -> None:
-        self._modules = imports
-        with self._log.open("a") as log:
-            log.write(f"{why}\nIt is started again with imports only; workers will take longer to start.\n")
-
-    async def _launch_with(self, modules: Sequence[str]) -> _Link:
+    async def _launch_once(self) -> _Link:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                link = _Link(self._start_server(theirs, modules), ours)
+                link = _Link(self._start_server(theirs), ours)
             except BaseException:  # close the connection and raise again
                 ours.close()
                 raise
@@ -169,13 +173,21 @@ class ForkClient:
             raise
         return link
 
-    def _start_server(self, connection: socket.socket, modules: Sequence[str]) -> Handle:
+    def _start_server(self, connection: socket.socket) -> Handle:
+        if self._user_code is not None:
+            return reaper.start(
+                "windfall.processes.fork_server:serve_user_code",
+                [connection.fileno(), self._entry, *self._modules],
+                name="process that starts agents",
+                fds=[connection.fileno(), *self._user_code.fds],
+                env=self._env,
+                folder=self._user_code.folder,
+            )
         # When we die it gets SIGTERM, not SIGKILL, so that it can kill what its workers have started.
         run = shlex.split(self._env.get(RUNNER, "-m"))
-        argv = [sys.executable, *run, "windfall.processes.fork_server", self._entry, *modules]
         return process.start(
             name="fork server",
-            argv=argv,
+            argv=[sys.executable, *run, "windfall.processes.fork_server", self._entry, *self._modules],
             env=self._env,
             log=self._log,
             channel=connection.fileno(),
@@ -183,48 +195,11 @@ class ForkClient:
         )
 
 
-class UserCodeForkClient(ForkClient):
-    """A fork server for a module of the user, which `modules` load in their calls. It and what it forks are below
-    reapers (reaper.py). A call that fails is an error. Its output is shown on standard error, up to a limit."""
-
-    def __init__(
-        self,
-        *,
-        entry: str,
-        modules: Sequence[str],
-        env: Mapping[str, str],
-        fds: Sequence[int],
-        folder: str,
-        import_timeout_s: float,
-    ) -> None:
-        """`fds`: file descriptors for the calls. `folder`: the working directory."""
-        super().__init__(entry=entry, modules=modules, log=Path(os.devnull), import_timeout_s=import_timeout_s)
-        self._env = env
-        self._fds = fds
-        self._folder = folder
-
-    async def _launch(self) -> _Link:
-        return await self._launch_with(self._modules)
-
-    def _start_server(self, connection: socket.socket, modules: Sequence[str]) -> Handle:
-        return reaper.start(
-            "windfall.processes.fork_server:serve_user_code",
-            [connection.fileno(), self._entry, *modules],
-            name="process that starts agents",
-            fds=[connection.fileno(), *self._fds],
-            env=self._env,
-            folder=self._folder,
-        )
-
-
 class _Link:
-    """The connection to one fork server process."""
-
     def __init__(self, server: Handle, connection: socket.socket) -> None:
         self.server = server
         self.lost = False
         self.result: Any = None
-        """The answer to the last call of the fork server."""
         self._connection = connection
         self._import_error: asyncio.Future[WindfallError | None] = asyncio.get_running_loop().create_future()
         """Resolves when the imports are done. Raises ForkServerLost if the fork server was killed."""

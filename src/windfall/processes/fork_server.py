@@ -66,7 +66,6 @@ class ForkServer:
         self._pid = os.getpid()
         self._workers: dict[int, str] = {}
         self._helpers = set(reaper.children_of(self._pid))
-        """Processes that an import has started."""
         self._stopping = False
         self._wakeup_read, self._wakeup_write = os.pipe()
         os.set_blocking(self._wakeup_read, False)
@@ -132,7 +131,6 @@ class ForkServer:
         (reaper if self._user_code else process).send_signal(pid, number)
 
     def _fork(self, request: Request, log: int, link: int | None = None) -> Request | None:
-        """Fork a worker. Returns the request in the worker, None here."""
         if not self._user_code and (threads := count_threads()) != 1:
             self.answer(name=request["name"], error=f"the fork server has {threads} threads; it can only fork with one")
             return None
@@ -183,7 +181,6 @@ class ForkServer:
         self._client.close()
 
     def _reap(self) -> None:
-        """Report the workers that ended, and kill what they left behind."""
         ended = False
         with suppress(ChildProcessError):  # there are no more
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None:

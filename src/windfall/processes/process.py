@@ -31,7 +31,6 @@ EXIT_REFUSED = 3
 EXIT_NO_CONTROLLER = 5
 """Exit status of a worker that found no controller within its patience."""
 KILL_TIMEOUT_S = 10.0
-"""Seconds to wait for a process to end after SIGKILL."""
 
 POLL_S = 0.05
 """Seconds between checks for the end of a process on systems without pidfd."""
@@ -60,7 +59,6 @@ class Handle:
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def runs(self) -> None:
-        """Record that the process runs, if it was waiting until now."""
         if self._ran_from is None:
             self._ran_from = time.monotonic()
 
@@ -83,12 +81,10 @@ class Handle:
         self._end.add_done_callback(lambda _: call())
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, unless it has ended."""
         if self.running:
             self._send(number)
 
     def kill(self) -> None:
-        """Send SIGKILL to the whole process group, immediately."""
         if self.running:
             self._send(signal.SIGKILL)
 
@@ -106,7 +102,6 @@ class Handle:
         return self._end.result()
 
     async def ends_within(self, timeout_s: float) -> bool:
-        """Wait for the end, at most for this long. Returns whether the process has ended."""
         await asyncio.wait({self._end}, timeout=timeout_s)
         return not self.running
 
@@ -116,7 +111,6 @@ class Handle:
 
 
 def age_s() -> float:
-    """Seconds since this process started."""
     began = int(state("self")[19]) / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
 
@@ -175,7 +169,6 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def open_log(path: Path) -> int:
-    """Open the log for appending and return its file descriptor."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -188,7 +188,6 @@ def _close_all_but(kept: set[int]) -> None:
 
 
 def _reap(pid: int) -> int | None:
-    """Reap what has ended. Returns how the program ended, or None while it runs."""
     status, ended = None, 1
     with contextlib.suppress(ChildProcessError):  # there are no more
         while ended:
@@ -253,7 +252,6 @@ def kill_descendants(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The descendants of a process, parents first."""
     children = _children()
     out = list(children.get(pid, ()))
     for found in out:
@@ -266,7 +264,6 @@ def children_of(pid: int) -> list[int]:
 
 
 def _children() -> dict[int, list[int]]:
-    """The children of every process."""
     children: dict[int, list[int]] = {}
     try:
         names = [name for name in os.listdir("/proc") if name.isdigit()]

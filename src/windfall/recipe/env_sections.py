@@ -64,34 +64,11 @@ class GymEnv(HostedEnv):
     """Use the task's partial score of the extracted answer as the reward, instead of only right or wrong."""
 
 
-class JsonLinesEnv(HostedEnv):
-    name: Literal["jsonl"]
-    path: FilePath
-    """File of tasks, one JSON object per line."""
-    prompt_field: str = "prompt"
-    """Name of the field that holds the prompt: text, or a list of messages with "role" and "content"."""
-    answer_field: str = "answer"
-    """Name of the field that holds the correct answer."""
-    scoring: Literal["math", "exact"] = "math"
-    """How answers are compared. "math": mathematically equal (math-verify); "exact": the same text."""
-    eval_path: FilePath | None = None
-    """File of tasks for evaluation only, in the same format; never trained on. Not together with `held_out`."""
-    held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the rows of `path` that is kept for evaluation and never trained on, chosen by a hash of the prompt. Not
-    together with `eval_path`."""
-
-    @model_validator(mode="after")
-    def _one_evaluation_source(self) -> JsonLinesEnv:
-        if self.eval_path is not None and self.held_out:
-            raise ValueError("set eval_path or held_out, not both")
-        return self
-
-
 class DatasetEnv(HostedEnv):
     name: Literal["dataset"]
     path: FilePath
-    """Data set: a JSONL or parquet file, a folder that `datasets` saved (save_to_disk), or a folder with the files of a
-    Hugging Face repository. Nothing is downloaded. Parquet and arrow need the extra `data`."""
+    """Data set: a JSONL or parquet file, or a folder with the files of a Hugging Face repository. Nothing is
+    downloaded. Parquet needs the extra `data`."""
     split: str | None = None
     """Split to train on, such as "train", "train[:1000]" or "train[10%:]". If left out, "train" or the only one."""
     subset: str | None = None
@@ -129,40 +106,6 @@ class DatasetEnv(HostedEnv):
         return self
 
 
-class GuessEnv(Section):
-    name: Literal["guess"]
-    low: int = 1
-    """Smallest number that may have to be guessed."""
-    high: int = 20
-    """Largest number that may have to be guessed."""
-    max_turns: Count = 6
-    """Number of guesses allowed per task."""
-
-
-class FrozenLakeEnv(HostedEnv):
-    name: Literal["frozen_lake"]
-    size: int = Field(default=4, ge=2, le=64)
-    """Width and height of the map."""
-    slippery: bool = False
-    """Whether a move may slip to the side."""
-    max_turns: Count = 12
-    """Number of moves allowed per task."""
-    frozen: float = Field(default=0.8, gt=0, le=1)
-    """Chance that a field of the map is ice and not a hole."""
-    moves: list[Annotated[str, Field(min_length=1)]] = Field(
-        default=["left", "down", "right", "up"], min_length=4, max_length=4
-    )
-    """Words for left, down, right and up, in this order. A model without language may need single characters."""
-    fields: str = Field(default="SFHG-", min_length=5, max_length=5)
-    """Letters for start, ice, hole, goal and shore, in this order."""
-    view: Literal["map", "neighbors"] = "map"
-    """What the policy sees: the whole map, or only the four fields next to it."""
-    rules: bool = True
-    """Explain the game in the prompt."""
-    max_sessions: Count = MAX_SESSIONS
-    """Upper limit for games that are open at the same time on one machine. A response that needs one more waits."""
-
-
 class CustomEnv(HostedEnv):
     name: Literal["custom"]
     factory: FunctionName
@@ -178,7 +121,7 @@ class CustomEnv(HostedEnv):
     session that has waited longest for its next turn is closed for it after 30 s."""
 
 
-TaskEnv = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | DatasetEnv | CustomEnv, Field(discriminator="name")]
+TaskEnv = Annotated[ArithmeticEnv | GymEnv | DatasetEnv | CustomEnv, Field(discriminator="name")]
 """Environments that can give an agent its tasks, and grade its answer."""
 
 
@@ -231,7 +174,7 @@ class AgentEnv(AgentLimits):
     """Where the reward comes from. "agent": the agent returns it, prints it, or posts it to /v1/reward. "grader": the
     environment of `tasks` grades the text that the agent returns or prints last."""
     tasks: TaskEnv | None = None
-    """Environment that gives the tasks: a section [env.tasks] with the keys of arithmetic, gym, jsonl, dataset or
+    """Environment that gives the tasks: a section [env.tasks] with the keys of arithmetic, gym, dataset or
     custom. If left out, an agent gets only the number of its task."""
 
     @model_validator(mode="after")
@@ -243,22 +186,11 @@ class AgentEnv(AgentLimits):
         return self
 
 
-class VerifiersEnv(AgentLimits):
-    name: Literal["verifiers"]
-    id: str
-    """Name of an environment of the verifiers package, as `verifiers` knows it."""
-    args: Options = Field(default={})
-    """Arguments of that environment."""
-    sampling_args: Options = Field(default={})
-    """Arguments of every call to the policy, such as `{ max_tokens = 64, stop = ["\n"] }`. They replace those that the
-    environment sets itself."""
-
-
-Env = Annotated[
-    ArithmeticEnv | GymEnv | JsonLinesEnv | DatasetEnv | GuessEnv | FrozenLakeEnv | CustomEnv | AgentEnv | VerifiersEnv,
-    Field(discriminator="name"),
-]
+Env = Annotated[ArithmeticEnv | GymEnv | DatasetEnv | CustomEnv | AgentEnv, Field(discriminator="name")]
 ENVS: dict[str, type[Section]] = {
-    "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "dataset": DatasetEnv, "guess": GuessEnv,
-    "frozen_lake": FrozenLakeEnv, "custom": CustomEnv, "agent": AgentEnv, "verifiers": VerifiersEnv,
-}  # fmt: skip
+    "arithmetic": ArithmeticEnv,
+    "gym": GymEnv,
+    "dataset": DatasetEnv,
+    "custom": CustomEnv,
+    "agent": AgentEnv,
+}

@@ -56,7 +56,7 @@ def main_keys() -> Iterator[tuple[str, Key]]:
 
 
 def all_sections() -> Iterator[tuple[str, type[Section]]]:
-    """Every section with its heading, such as `[train.lora]` or `[env] with name = "jsonl"`."""
+    """Every section with its heading, such as `[train.lora]` or `[env] with name = "dataset"`."""
     for name, field in Recipe.model_fields.items():
         if name == "env":
             yield from ((f'[env] with name = "{label}"', section) for label, section in ENVS.items())

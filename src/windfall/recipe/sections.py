@@ -212,7 +212,7 @@ class Checkpoint(Section):
 class Eval(Section):
     tasks: int = Field(default=64, ge=0)
     """Held-out tasks, with one response each, to evaluate before the first and after the last step. 0 disables
-    evaluation. A "jsonl" environment has held-out tasks only if `env.eval_path` or `env.held_out` is set."""
+    evaluation. A "dataset" environment has held-out tasks only if [eval] names a data set, or `env.held_out` is set."""
     every: int = Field(default=0, ge=0)
     """Steps between two additional evaluations. 0 evaluates only before the first and after the last step."""
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -358,9 +358,7 @@ class Recipe(Section):
             )
         own = [key for key in ("path", "split", "subset", "filter") if getattr(self.eval, key) is not None]
         if own and not isinstance(self.task_env, DatasetEnv):
-            raise ValueError(
-                f"eval.{own[0]} needs env.name = 'dataset'; set env.eval_path for 'jsonl', and nothing for others"
-            )
+            raise ValueError(f"eval.{own[0]} needs env.name = 'dataset'")
         if own == ["filter"]:
             raise ValueError("eval.filter selects rows of eval.path, eval.split or eval.subset; set one of them, too")
         if own and isinstance(self.task_env, DatasetEnv) and self.task_env.held_out:

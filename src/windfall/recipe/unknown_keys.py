@@ -72,8 +72,25 @@ OTHER_NAMES: dict[str, list[str]] = {}
 for _meant, _names in MEANT_BY.items():
     for _name in _names.split():
         OTHER_NAMES.setdefault(_name, []).append(_meant)
-DROPPED = {"engine.keep_share": "Remove it: the prefix cache keeps earlier turns as long as there is room."}
-"""Keys of earlier versions, and what to do instead."""
+DROPPED = {
+    "engine.keep_share": "Remove it: the prefix cache keeps earlier turns as long as there is room.",
+    "env.name = 'jsonl'": (
+        'Use name = "dataset": columns instead of prompt_field and answer_field, rewards instead of scoring, and '
+        "eval.path instead of eval_path."
+    ),
+    "env.name = 'guess'": (
+        'Use name = "custom" with factory = "examples.guess:Guess", and move the other keys to [env.options].'
+    ),
+    "env.name = 'frozen_lake'": (
+        'Use name = "custom" with factory = "examples.frozen_lake:FrozenLake", and move the other keys to '
+        "[env.options]."
+    ),
+    "env.name = 'verifiers'": (
+        'Use name = "agent" with function = "examples.verifiers_agent:run", and move id, args and sampling_args to '
+        "[env.options]."
+    ),
+}
+"""Keys and environments of earlier versions, and what to do instead."""
 EXPERIMENTS = ("techniques", "trace")
 """Sections for experiments: a key that is unknown elsewhere is hardly one of theirs, or of a part."""
 MAX_SUGGESTIONS = 3

@@ -228,13 +228,12 @@ def _trainer(run: Path) -> None:
     from windfall.processes import process
     from windfall.run import local_worker
     from windfall.trainer import process as trainer_process
-    from windfall.trainer.ranks import process as rank_process
     from windfall.trainer.ranks.rank_place import RankPlace
 
     process.tolerate_full_log()
     place = RankPlace.of(os.environ)
     if place.rank:
-        raise typer.Exit(rank_process.main(run, place))
+        raise typer.Exit(trainer_process.follow(run, place))
     raise typer.Exit(trainer_process.main(run, place, local_worker.make))
 
 

@@ -11,7 +11,6 @@ on several machines, only those on the machine of rank 0 have an engine. The chi
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +20,9 @@ from windfall.engine.group.group import EngineGroup
 from windfall.link import tls
 from windfall.link.messages import EngineSpec
 from windfall.trainer.derived import OWN_ENGINE_SHARE
-from windfall.trainer.own_engine.interface import OwnEngine
-from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
-from windfall.trainer.own_engine.trainer_turn import TrainerTurn
-from windfall.trainer.ranks.process import RankPart, cpu_threads
-from windfall.trainer.service import TrainerService
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn, TrainerWeights
+from windfall.trainer.process import RankPart, cpu_threads
+from windfall.trainer.service import OwnEngine, TrainerService
 from windfall.types import LOCAL, Lease
 from windfall.worker.controller_client import ControllerClient
 
@@ -34,34 +31,26 @@ def make(part: RankPart, secret: str, where: Callable[[], str]) -> OwnEngine:
     return RanksWorker(part, secret, where) if part.ranks.distributed else ModuleWorker(part, secret, where)
 
 
-class LocalWorker:
+class LocalWorker(OwnEngine):
     """What both kinds share: the engine's link to the controller."""
 
-    def __init__(self, part: RankPart, secret: str, where: Callable[[], str]) -> None:
+    def __init__(self, part: RankPart, secret: str, where: Callable[[], str], turn: TrainerTurn | None = None) -> None:
         """`part`: that of rank 0, which is this process. `where` returns the address of the controller."""
+        super().__init__(turn)
         self.part = part
         self._secret = secret
         self._where = where
-        self._engine: TrainerEngine | None = None
-
-    def make_room(self) -> None:
-        if self._engine is not None:
-            self._engine.make_room()
-
-    def invalidate(self) -> None:
-        if self._engine is not None:
-            self._engine.invalidate()
 
     async def run(self, trainer: TrainerService) -> None:
         address, fleet, failed = self._where(), self.part.recipe.fleet, list[Exception]()
 
         def build(spec: EngineSpec) -> tuple[Any, int]:
             try:
-                self._engine, slots = self.build(spec, trainer)
+                self.engine, slots = self.build(spec, trainer)
             except Exception as e:  # fault boundary: for some of these the worker is only refused, without the reason
                 failed.append(e)
                 raise
-            return self._engine, slots
+            return self.engine, slots
 
         device = devices.describe(self.part.ranks.device, len(self.part.pids))
         lease = Lease(kind="reserved", device=device, price_usd_per_h=fleet.trainer_price_usd_per_h)
@@ -88,48 +77,36 @@ class LocalWorker:
         """The engine, and the number of responses that it decodes at once. Runs in the engine's thread."""
         raise NotImplementedError
 
-    def give_back(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
 
 class ModuleWorker(LocalWorker):
-    def __init__(self, part: RankPart, secret: str, where: Callable[[], str]) -> None:
-        super().__init__(part, secret, where)
-        self.lock = threading.Lock()
-
     def build(self, spec: EngineSpec, trainer: TrainerService) -> tuple[TrainerEngine, int]:
         device, weights = self.part.ranks.device, self.part.weights
-        with self.lock:  # the engine for GPUs changes the layout of the module's weights
+        with self.turn.engines:  # the engine for GPUs changes the layout of the module's weights
             merged = weights.merged()
             model = weights.model if merged is None else merged.module
             built, slots = build_engine(spec, device, model=model, share=OWN_ENGINE_SHARE)
         own = TrainerEngine(
-            built, self.lock, published=lambda: trainer.manifest, share_memory=device == "cuda", merged=merged
+            built, self.turn.engines, published=lambda: trainer.manifest, share_memory=device == "cuda", merged=merged
         )
         return own, slots
 
 
 class RanksWorker(LocalWorker):
     def __init__(self, part: RankPart, secret: str, where: Callable[[], str]) -> None:
-        super().__init__(part, secret, where)
-        publisher, folder = part.publisher, part.folder
         self._group = EngineGroup(
             part.places,
-            publisher,
-            folder=folder / "engines",
+            part.publisher,
+            folder=part.folder / "engines",
             share=OWN_ENGINE_SHARE,
             threads=cpu_threads(part.recipe, part.place),
-            modules=[f"windfall.run.preload:preload_run:{folder}"],
+            modules=[f"windfall.run.preload:preload_run:{part.folder}"],
         )
-        self.lock = TrainerTurn(self._group.pause)
+        super().__init__(part, secret, where, TrainerTurn(self._group.pause))
 
     def build(self, spec: EngineSpec, trainer: TrainerService) -> tuple[TrainerEngine, int]:
-        with self.lock.engines:
+        with self.turn.engines:
             slots = self._group.build(spec)
-        own = TrainerEngine(self._group, self.lock.engines, published=lambda: trainer.manifest, share_memory=True)
+        own = TrainerEngine(self._group, self.turn.engines, published=lambda: trainer.manifest, share_memory=True)
         return own, slots
 
     def give_back(self) -> None:

@@ -97,7 +97,6 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
     engine_spec = spec(recipe, model.config, dtype, derived.longest)
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens)
-    lock = threading.Lock()
     events = EventLog(Path("/dev/null"))
     dispatch = Dispatch(events=events, vocabulary=model.config.vocab_size)
     policy = FleetPolicy(dispatch, stop=text.stop, sampling=recipe.rollout.sampling(), seed=recipe.run.seed)
@@ -119,16 +118,15 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
         secret=SECRET,
         dialer=_MemoryDialer(gate, policy),  # pyright: ignore[reportArgumentType]
         hello=hello,
-        lock=lock,
         publish=_LocalVersion,
         save=partial(_save, recipe, model, tokenizer, trainer),
         load=partial(trained_weights.load_into, model, trainer),
         address=lambda: _MemoryDialer.url,
     )
     engine, slots = build_engine(engine_spec, device, model=model)
-    shared = TrainerEngine(engine, lock, published=lambda: service.manifest, share_memory=device == "cuda")
-    service.invalidate = shared.invalidate
-    service.make_room = shared.make_room
+    turn = service.engine.turn.engines
+    shared = TrainerEngine(engine, turn, published=lambda: service.manifest, share_memory=device == "cuda")
+    service.engine.engine = shared
     weights = TrainerWeights(lambda: service.manifest)
 
     def pull(order: m.Load, stop: threading.Event) -> PulledWeights:

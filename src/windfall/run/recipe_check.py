@@ -21,7 +21,7 @@ from windfall.link import tls
 from windfall.models import load
 from windfall.providers import trace
 from windfall.providers.trace import Change
-from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
+from windfall.recipe.env_sections import DatasetEnv
 from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
 from windfall.weights import adapter_folder
@@ -41,7 +41,7 @@ def check(recipe: Recipe) -> str:
         from windfall import devices
 
         devices.check_available(recipe.run.device)
-    if isinstance(recipe.task_env, JsonLinesEnv | DatasetEnv):
+    if isinstance(recipe.task_env, DatasetEnv):
         check_answers(recipe.task_env, evaluation_data(recipe))
     _check_group_size(recipe)
     _check_engine(recipe)

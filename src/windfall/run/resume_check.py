@@ -13,9 +13,9 @@ from windfall.envs.data import files as data_files
 from windfall.errors import WindfallError, unwritable
 from windfall.events import log
 from windfall.recipe.changes import KeyChange, recipe_changes
-from windfall.recipe.env_sections import DatasetEnv, JsonLinesEnv
+from windfall.recipe.env_sections import DatasetEnv
 from windfall.recipe.sections import Recipe
-from windfall.trainer import checkpoint, checksums
+from windfall.trainer import checkpoint
 
 
 def check_files(folder: Path) -> list[str]:
@@ -55,7 +55,7 @@ def finished(recipe: Recipe, folder: Path) -> int | None:
         return None
     try:
         checkpoint.check(path)
-    except checksums.DamagedCheckpoint:  # the trainer reports it, sets it aside, and repeats the last steps
+    except checkpoint.DamagedCheckpoint:  # the trainer reports it, sets it aside, and repeats the last steps
         return None
     return step
 
@@ -87,16 +87,13 @@ def check_data(recipe: Recipe, folder: Path) -> None:
 
 
 def data_digests(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Size and digest of each data file that the recipe names, by recipe key, and by file if there are several. The
-    files of a data set for evaluation are left out: they may change, and with them its result."""
+    """Size and digest of each file of the recipe's data set, by recipe key, and by file if there are several. Those of
+    the evaluation are left out: they may change, and with them its result."""
     env = recipe.task_env
-    if isinstance(env, DatasetEnv):
-        files = data_files.find(env.path, env.split, env.subset).files
-        return {f"env.path {file.name}" if len(files) > 1 else "env.path": _digest("env.path", file) for file in files}
-    if not isinstance(env, JsonLinesEnv):
+    if not isinstance(env, DatasetEnv):
         return {}
-    named = {"env.path": env.path, "env.eval_path": env.eval_path}
-    return {key: _digest(key, path) for key, path in named.items() if path is not None}
+    files = data_files.find(env.path, env.split, env.subset).files
+    return {f"env.path {file.name}" if len(files) > 1 else "env.path": _digest("env.path", file) for file in files}
 
 
 def _digest(key: str, path: Path) -> dict[str, Any]:

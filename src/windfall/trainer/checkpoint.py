@@ -2,7 +2,7 @@
 
     checkpoints/step-000040/
       config.json  model.safetensors  tokenizer files        the model
-      windfall/optimizer.safetensors                         float32 masters, Adam's moments, random state
+      windfall/optimizer.safetensors                         float32 masters, Adam's moments
       windfall/state.json                                    step, data position, version
       windfall/checksums.json                                size and xxh3_128 of every other file
 
@@ -12,22 +12,27 @@ state.json then names the base model and has a digest of its weights, because th
 A checkpoint is written under another name, flushed to disk and then renamed, so a folder named step-* was complete when
 it was written. A partial checkpoint of a killed process has another name and is deleted by the next save.
 
-Disks and people change files later, so a checkpoint is verified before a run resumes from it (trainer/checksums.py).
+Disks and people change files later, so a checkpoint is verified before a run resumes from it:
+
+    windfall/checksums.json    {"algorithm": "xxh3_128", "files": {"config.json": {"bytes": 698, "hash": "..."}, ...}}
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from windfall.errors import WindfallError
-from windfall.trainer import checksums
 from windfall.training import CheckpointState
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import STATE, AdapterBase
@@ -37,6 +42,24 @@ DAMAGED = "damaged-"
 OPTIMIZER = "windfall/optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _BASE_KEYS = {"path", "dtype", "digest"}
+CHECKSUMS = "windfall/checksums.json"
+_ALGORITHM = "xxh3_128"
+_MODEL, _ADAPTER = "config.json", "adapter_config.json"
+
+
+class DamagedCheckpoint(WindfallError):
+    """A file of a checkpoint is missing or was changed."""
+
+    def __init__(self, checkpoint: Path, file: str, why: str) -> None:
+        self.checkpoint = checkpoint
+        self.file = file
+        self.why = why
+        fix = "Restore it from a copy, or use another checkpoint."
+        super().__init__(f"damaged: {why}", where=str(checkpoint / file), fix=fix)
+
+    @property
+    def short(self) -> str:
+        return f"{self.checkpoint.name}/{self.file}: {self.why}"
 
 
 def name(step: int) -> str:
@@ -55,22 +78,21 @@ class IntactCheckpoint:
 
     path: Path
     state: CheckpointState
-    checked: checksums.CheckResult
-    damaged: tuple[checksums.DamagedCheckpoint, ...] = ()
+    damaged: tuple[DamagedCheckpoint, ...] = ()
     """Newer checkpoints that are damaged, newest first."""
 
 
 def newest_intact(folder: Path, *, optimizer: bool = True) -> IntactCheckpoint | None:
     """Verify checkpoints, newest first, and return the first intact one; None if there are none. `optimizer`: verify
     the optimizer's state, too. Changes nothing on disk."""
-    damaged: list[checksums.DamagedCheckpoint] = []
+    damaged: list[DamagedCheckpoint] = []
     for path in reversed(list_checkpoints(folder)):
         try:
-            checked = check(path, optimizer=optimizer)
-        except checksums.DamagedCheckpoint as e:
+            check(path, optimizer=optimizer)
+        except DamagedCheckpoint as e:
             damaged.append(e)
             continue
-        return IntactCheckpoint(path=path, state=read_state(path), checked=checked, damaged=tuple(damaged))
+        return IntactCheckpoint(path=path, state=read_state(path), damaged=tuple(damaged))
     left = [p.name for p in folder.glob(f"{DAMAGED}*")]
     if not damaged and not left:
         return None
@@ -82,17 +104,29 @@ def newest_intact(folder: Path, *, optimizer: bool = True) -> IntactCheckpoint |
     )
 
 
-def check(checkpoint: Path, *, optimizer: bool = True) -> checksums.CheckResult:
+def check(checkpoint: Path, *, optimizer: bool = True) -> None:
     """Verify the files of one checkpoint and its state. Raises `DamagedCheckpoint`."""
-    checked = checksums.check(checkpoint, skip=frozenset() if optimizer else frozenset({OPTIMIZER}))
+    listed = {n: e for n, e in _listed(checkpoint).items() if optimizer or n != OPTIMIZER}
+    for file, (size, _) in listed.items():  # sizes first: they are cheap to check
+        if not (checkpoint / file).is_file():
+            raise DamagedCheckpoint(checkpoint, file, "the file is missing")
+        if (found := (checkpoint / file).stat().st_size) != size:
+            raise DamagedCheckpoint(checkpoint, file, f"it has {found:,} bytes, but was written with {size:,}")
+    try:
+        hashes = _hashes([checkpoint / file for file in listed])
+    except OSError as e:
+        file = Path(e.filename).relative_to(checkpoint).as_posix() if e.filename else ""
+        raise DamagedCheckpoint(checkpoint, file, f"it cannot be read: {e.strerror or e}") from e
+    for (file, (_, digest)), found in zip(listed.items(), hashes, strict=True):
+        if found != digest:
+            raise DamagedCheckpoint(checkpoint, file, f"its checksum is {found}, but was {digest} when it was written")
     name, state = _NAME.fullmatch(checkpoint.name), _read(checkpoint)
     if name is not None and state["step"] != int(name[1]):
         why = f"it says step {state['step']} in the folder of step {int(name[1])}"
-        raise checksums.DamagedCheckpoint(checkpoint, STATE, why)
-    return checked
+        raise DamagedCheckpoint(checkpoint, STATE, why)
 
 
-def set_aside(damaged: checksums.DamagedCheckpoint) -> Path:
+def set_aside(damaged: DamagedCheckpoint) -> Path:
     """Rename a damaged checkpoint, so that its step can be saved again. Returns the new path."""
     path = damaged.checkpoint
     target = path.with_name(f"{DAMAGED}{path.name}")
@@ -162,7 +196,7 @@ def _write(
     tokenizer.save_pretrained(work)
     write_optimizer(work / OPTIMIZER)
     (work / STATE).write_text(json.dumps(state))
-    checksums.write_checksums(work)
+    write_checksums(work)
     for path in work.rglob("*"):
         _sync(path)
     _sync(work)
@@ -206,8 +240,46 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         if base.keys() != _BASE_KEYS or not all(type(value) is str for value in base.values()):
             raise ValueError(f"not a base model: {base}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise checksums.DamagedCheckpoint(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
+        raise DamagedCheckpoint(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
     return state
+
+
+def write_checksums(checkpoint: Path) -> None:
+    """Write the checksums of all files. This must be the last file to be written."""
+    files = sorted(p for p in checkpoint.rglob("*") if p.is_file())
+    listed = {
+        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "hash": digest}
+        for path, digest in zip(files, _hashes(files), strict=True)
+    }
+    (checkpoint / CHECKSUMS).write_text(json.dumps({"algorithm": _ALGORITHM, "files": listed}, indent=1))
+
+
+def _listed(checkpoint: Path) -> dict[str, tuple[int, str]]:
+    if not (checkpoint / CHECKSUMS).exists():
+        raise DamagedCheckpoint(checkpoint, CHECKSUMS, "the file is missing")
+    try:
+        content = json.loads((checkpoint / CHECKSUMS).read_text())
+        if content["algorithm"] != _ALGORITHM:
+            raise ValueError(f"unknown algorithm {content['algorithm']!r}")
+        listed = {str(name): (int(e["bytes"]), str(e["hash"])) for name, e in content["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise DamagedCheckpoint(checkpoint, CHECKSUMS, f"it cannot be read: {type(e).__name__}: {e}") from e
+    needed = (_ADAPTER if _ADAPTER in listed else _MODEL, OPTIMIZER, STATE)
+    missing = [name for name in needed if name not in listed]
+    if missing:
+        raise DamagedCheckpoint(checkpoint, CHECKSUMS, f"it does not list {missing[0]}")
+    return listed
+
+
+def _hashes(files: list[Path]) -> list[str]:
+    """The hash of each file. xxhash releases the GIL, so files are hashed in parallel."""
+
+    def hashed(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # pyright: ignore[reportArgumentType]
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return list(threads.map(hashed, files))
 
 
 def _sync(path: Path) -> None:

@@ -133,7 +133,7 @@ def derive(
 def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int, sharded: bool) -> int:
     """Tokens per pack that fit into the GPU memory left by everything else."""
     c, free = model.config, free_bytes("cuda")
-    used = sharded_use(recipe, model, ranks, free) if sharded else unsharded_use(recipe, model)
+    used = memory_use(recipe, model, free, ranks=ranks, sharded=sharded)
     free = (free - used) * (1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(
@@ -147,31 +147,20 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int, sharded: 
     return activation_memory.pack_tokens(free, c.num_hidden_layers, each, longest)
 
 
-def unsharded_use(recipe: Recipe, model: Any) -> float:
-    """GPU memory that the trainer will need besides activations, if the weights are on the GPU already."""
+def memory_use(recipe: Recipe, model: Any, free: float, *, ranks: int = 1, sharded: bool = False) -> float:
+    """GPU memory that the trainer, or each of its ranks, will need besides activations and the layers that are
+    gathered. `free`: bytes of free GPU memory. Unsharded, the weights are on the GPU already; sharded, no weight is
+    there yet, and with `train.offload` none stays there."""
     from windfall.trainer.model.lora import trained_parameters
 
-    width, section = model.dtype.itemsize, recipe.train.lora
+    width, section, kl, local = model.dtype.itemsize, recipe.train.lora, recipe.algorithm.kl > 0, recipe.fleet.local
     whole, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model, section)
-    # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
-    # the publisher's copy of the last version, and the KL reference (with adapters there is none, but merged copies for
-    # the trainer's own engine).
-    used = trained * (12 if width == 4 else 16) + trained * width
-    return used + whole * width * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
-
-
-def sharded_use(recipe: Recipe, model: Any, ranks: int, free: float) -> float:
-    """GPU memory that a rank will need besides activations and the layers that are gathered. No weight is on a GPU yet,
-    and with `train.offload` none stays there. `free`: bytes of free GPU memory."""
-    from windfall.trainer.model.lora import trained_parameters
-
-    width, section = model.dtype.itemsize, recipe.train.lora
-    whole, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model, section)
+    if not sharded:
+        # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves.
+        # Then the KL reference; with adapters there is none, but merged copies for the trainer's own engine.
+        return trained * (12 if width == 4 else 16) + whole * width * (kl if section is None else local)
     sizes = {"value_bytes": width, "adapter_parameters": 0 if section is None else trained}
-    used = rank_budget.state_bytes(whole, ranks, **sizes)
-    used += rank_budget.reference_bytes(whole, ranks, kl=recipe.algorithm.kl > 0, **sizes)
-    used += trained * width / ranks  # the publisher's copy of the last version
-    used = 0.0 if recipe.train.offload else used
+    used = rank_budget.state_bytes(whole, ranks, **sizes) + rank_budget.reference_bytes(whole, ranks, kl=kl, **sizes)
     # With adapters, the engine of each GPU has a whole copy of the base, which it frees during training if it is large.
-    kept = section is not None and recipe.fleet.local and whole * width <= MAX_KEPT_SHARE * free
-    return used + whole * width * kept
+    kept = section is not None and local and whole * width <= MAX_KEPT_SHARE * free
+    return (0.0 if recipe.train.offload else used) + whole * width * kept

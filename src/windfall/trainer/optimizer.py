@@ -18,8 +18,9 @@ from windfall.recipe.sections import Train
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import TrainerRanks
-from windfall.trainer.ranks.sharding import RankRows, as_shard, is_sharded, rows
+from windfall.trainer.ranks.sharding import as_shard, is_sharded, rows
 from windfall.training import NOT_FINITE, NOTHING, Skipped
+from windfall.weights.publish import RankRows
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of a weight, in torch's names."""

@@ -1,39 +1,274 @@
-"""The trainer process: model, optimizer, checkpoints, and the weight server."""
+"""The trainer's processes. Rank 0 is the main one: model, optimizer, checkpoints, and the weight server.
+
+Rank 0 loads the model, chooses what the recipe leaves open, and gives the order to build; the other ranks (`follow`)
+wait for it, build their part, and follow its orders from then on.
+
+A rank on another machine (`RankPlace.machine`) has a folder of its own with only the recipe (run/ranks/join.py). It
+opens no file of the run: tensors, adapters and the state of the optimizer come from rank 0. The first rank of such a
+machine has a weight server for the rows of that machine.
+
+Every rank but the first ends quietly if another one is lost: the reason is in that one's log, and the supervisor
+restarts all of them together (run/ranks/rank_group.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
-from dataclasses import asdict, replace
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from windfall import devices, errors
+from windfall import algorithms, devices, errors
 from windfall import run_folder as folders
+from windfall.devices import Place
 from windfall.errors import WindfallError
-from windfall.link import auth, listener, tls
+from windfall.link import auth, listener, network, tls
 from windfall.link import messages as m
+from windfall.link.invitation import ALL_INTERFACES
 from windfall.link.socket import Dialer
 from windfall.models import load
 from windfall.processes import process
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint, derived, trained_weights
-from windfall.trainer.own_engine.interface import MakeEngine, NoEngine, run_beside
-from windfall.trainer.ranks import process as rank
-from windfall.trainer.ranks.process import RankPart, Setup
-from windfall.trainer.ranks.rank_place import RankPlace
-from windfall.trainer.service import TrainerService, cannot_load
+from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
+from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
+from windfall.trainer.ranks.sharding import sharded_policy
+from windfall.trainer.service import OwnEngine, TrainerService, cannot_load, run_beside
+from windfall.trainer.trained_weights import TrainedWeights
+from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
+from windfall.weights.meeting import PublishFailed
+from windfall.weights.publish import Publisher
 from windfall.weights.serve import serve
 
-DAMAGE_NOTE = "damaged.txt"
-"""File in a checkpoint that was set aside: it says what is wrong with the checkpoint."""
+SERVER_START_S = 30.0
+"""Seconds in which the weight server must listen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What rank 0 tells the others, so that all build the same trainer."""
+
+    model_config: Any
+    dtype: str
+    micro_tokens: int
+    checkpoint_activations: bool
+    checkpoint: Path | None
+    """The checkpoint to continue from. Ranks on other machines cannot open it."""
+    adapter: Any
+    """The AdapterConfig of the adapters, or None if the whole model is trained."""
+    onednn: bool
+
+
+def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
+    """The device and dtype of this rank. A rank sees only its own GPU, if it has one. Ranks on CPUs share the cores."""
+    device = recipe.run.device.partition(":")[0]
+    return devices.resolve(device, recipe.model.dtype, cpu_threads(recipe, place))
+
+
+def cpu_threads(recipe: Recipe, place: RankPlace) -> int:
+    """CPU threads of this rank."""
+    return recipe.run.threads or max(1, (os.cpu_count() or 1) // place.local_size)
+
+
+def join(recipe: Recipe, place: RankPlace, device: str) -> Orders:
+    """The Orders by which this rank acts together with the others; waits for them."""
+    if not place.rendezvous:
+        return Orders(TrainerRanks.alone(device))
+    ranks = TrainerRanks.join(
+        place.rank,
+        place.size,
+        place.rendezvous,
+        device=device,
+        timeout_s=recipe.train.rank_timeout_s,
+        machine=place.machine,
+    )
+    return Orders(ranks)
+
+
+class RankPart:
+    """One rank's part of the trainer. All ranks run its public methods together."""
+
+    trainer: TorchTrainer
+    publisher: Publisher
+    weights: TrainedWeights
+    pids: list[int]
+    """Processes of all ranks, in order."""
+    places: list[Place]
+    """Where the ranks of this machine compute."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        orders: Orders,
+        *,
+        place: RankPlace | None = None,
+        loaded: TrainedWeights | None = None,
+        reference: Any = None,
+    ) -> None:
+        """Rank 0 passes the weights and the reference that it has loaded."""
+        self.recipe = recipe
+        self.folder = folder
+        self.orders = orders
+        self.ranks = orders.ranks
+        self.place = place or RankPlace()
+        self._loaded = loaded
+        self._reference = reference
+        self.copied: Callable[[], None] = lambda: None
+        """Called when the rows of this rank are copied for a new version, so its module may be used again."""
+        orders.add(self)
+
+    def build(self, setup: Setup) -> None:
+        recipe, ranks = self.recipe, self.ranks
+        torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
+        if ranks.distributed:
+            model, self.weights, reference = _shard(recipe, setup, ranks, self._loaded, self._reference)
+        else:
+            assert self._loaded is not None
+            model, self.weights, reference = self._loaded.model, self._loaded, self._reference
+        self.trainer = TorchTrainer(
+            model,
+            algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
+            recipe,
+            micro_tokens=setup.micro_tokens,
+            reference=reference,
+            orders=self.orders,
+        )
+        self.publisher = Publisher(
+            self.folder,
+            ranks=ranks.quick,
+            dtype=setup.dtype if ranks.distributed else None,
+            on_machine=f"machine {ranks.machine}",
+        )
+        if self.place.machine and self.place.local_rank == 0:
+            self.publisher.address = serve_weights(self.publisher, recipe, self.place.host)
+        if setup.checkpoint_activations and self.trainer.learner.has_graph:
+            self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if setup.checkpoint is not None:
+            self.trainer.restore_optimizer(setup.checkpoint / checkpoint.OPTIMIZER)
+        members = ranks.all_gather((os.getpid(), ranks.machine, devices.own_place(ranks.device)))
+        self.pids = [pid for pid, _, _ in members]
+        self.places = [place for _, where, place in members if where == ranks.machine]
+
+    def publish(self, version: int) -> Any:
+        """Publish the present weights as this version. Returns their manifest."""
+        return self.weights.publish(self.publisher, version, copied=self._rows_copied)
+
+    def _rows_copied(self) -> None:
+        if self.ranks.distributed and self.recipe.fleet.local:  # the trainer's engines are other processes
+            torch.cuda.empty_cache()
+        self.copied()
+
+    def free_memory(self) -> None:
+        """Give the GPU memory that this process keeps for later use back to the driver, for engines in other
+        processes."""
+        torch.cuda.empty_cache()
+        self.ranks.quick.barrier()
+
+    def collect(self) -> Any:
+        """See trained_weights.collect."""
+        return trained_weights.collect(self.publisher, self.ranks)
+
+
+def _shard(
+    recipe: Recipe, setup: Setup, ranks: Any, loaded: TrainedWeights | None, reference: Any
+) -> tuple[Any, TrainedWeights, Any]:
+    """The policy of all ranks, what of it is trained, and the reference of the KL penalty, if there is one."""
+    options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype), "offload": recipe.train.offload}
+    weights: list[TrainedWeights] = []
+
+    def attach(model: Any) -> None:
+        # The values come from rank 0, so that the others need neither the base model nor the checkpoint.
+        adapters = trained_weights.attach_empty(model, setup.adapter) if setup.adapter is not None else None
+        weights.append(TrainedWeights(model=model, adapters=adapters))
+
+    source = None if loaded is None else _tensors(loaded.model)
+    policy = sharded_policy(setup.model_config, source, ranks, prepare=attach, **options)
+    if recipe.algorithm.kl and weights[0].adapters is not None:
+        reference = weights[0].adapters
+    elif recipe.algorithm.kl:
+        source = None if reference is None else _tensors(reference)
+        reference = sharded_policy(setup.model_config, source, ranks, trained=False, **options)
+    return policy, weights[0], reference
+
+
+def _tensors(model: Any) -> Mapping[str, Any]:
+    """All parameters and buffers of a model, by name."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+def follow(folder: Path, place: RankPlace) -> int:
+    """Follow rank 0. Exit status: 0 it said stop, RANK_LOST another rank was lost, 1 or 2 this one failed."""
+
+    def run() -> int:
+        recipe = load_recipe(folder / "recipe.toml")
+        device, _ = choose_device(recipe, place)
+        orders = join(recipe, place, device)
+        RankPart(recipe, folder, orders, place=place)
+        orders.follow()
+        return 0
+
+    return run_rank(folder, place, run)
+
+
+def run_rank(folder: Path, place: RankPlace, work: Callable[[], int]) -> int:
+    """Returns the exit status of `work`. If it fails, the error is recorded in the folder."""
+    log, who = folder / f"{place.name}.log", f"rank {place.rank}" if place.rank else "the trainer"
+    try:
+        return work()
+    except WindfallError as e:
+        return folders.fail(folder, "trainer", e, 2, first=place.rank > 0)
+    except (RankLost, PublishFailed) as e:
+        print(f"{who} ends: {e}", file=sys.stderr, flush=True)
+        if not place.rank:  # the rank that was lost may have recorded why
+            traceback.print_exc()
+            folders.fail(folder, "trainer", crashed(who, e, log), first=True)
+        return RANK_LOST
+    except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
+        traceback.print_exc()
+        if (denied := errors.file_system_error(e, folder)) is not None:
+            return folders.fail(folder, "trainer", denied, 2, first=True)
+        return folders.fail(folder, "trainer", crashed(who, e, log), first=True)
+
+
+def serve_weights(publisher: Publisher, recipe: Recipe, host: str) -> str:
+    """Serve the rows of this machine to workers until the process ends. Returns the address of the server."""
+    f, loop = recipe.fleet, asyncio.new_event_loop()
+    listener.raise_file_limit()
+    threading.Thread(target=loop.run_forever, name="weight server", daemon=True).start()
+    opening = serve(
+        publisher,
+        host=f.host if f.host in ALL_INTERFACES else host,
+        port=f.weights_port,
+        key=os.environ[WEIGHTS_KEY],
+        ssl=tls.server_context(f),
+    )
+    server = asyncio.run_coroutine_threadsafe(opening, loop).result(SERVER_START_S)
+    return f"{'https' if f.tls_cert else 'http'}://{network.in_url(host)}:{server.port}"
+
+
+def crashed(who: str, error: Exception, log: Path) -> WindfallError:
+    """The error for the user if restarts do not help."""
+    line = errors.last_line(error)
+    fix = "The traceback is at the end of that file. `windfall resume` continues from the last checkpoint."
+    if "out of memory" in line.lower() or isinstance(error, MemoryError):
+        less = "Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true"
+        fix = f"{less}; train.ranks and train.offload make the trainer's part of each GPU smaller. {fix}"
+    return WindfallError(f"{who} failed: {line}", where=str(log), fix=fix)
+
+
+MakeEngine = Callable[[RankPart, str, Callable[[], str]], OwnEngine]
+"""From the part of rank 0, the secret of the trainer, and a function that returns the address of the controller."""
 
 
 def main(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
@@ -44,12 +279,12 @@ def main(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
         with folders.owned(folder, "trainer", timeout_s=10.0):
             return asyncio.run(errors.guard(_main(recipe, folder, place, make_engine)))
 
-    return rank.run_rank(folder, place, run)
+    return run_rank(folder, place, run)
 
 
 async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
-    device, dtype = rank.choose_device(recipe, place)
-    orders, sharded = rank.join(recipe, place, device), bool(place.rendezvous)
+    device, dtype = choose_device(recipe, place)
+    orders, sharded = join(recipe, place, device), bool(place.rendezvous)
     found, notes = _find_checkpoint(folder / "checkpoints")
     source = str(found.path) if found else recipe.model.path
     state = found.state if found else CheckpointState(step=0, next_task=0)
@@ -114,19 +349,16 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     write = weights.saved.save_pretrained
     if sharded:
         write = partial(weights.write_published, model, publisher, lambda: orders.call(part.collect))
-    local = make_engine(part, secret, where) if f.local else NoEngine()
+    local = make_engine(part, secret, where) if f.local else OwnEngine()
     host = TrainerService(
         trainer=trainer,
         state=state,
         secret=secret,
         dialer=dialer,
         hello=hello,
-        lock=local.lock,
+        engine=local,
         publish=lambda version: orders.call(part.publish, version),
-        update_bytes=lambda: trained_weights.update_bytes(publisher),
-        make_room=local.make_room,
-        give_back=local.give_back,
-        invalidate=local.invalidate,
+        update_bytes=lambda: publisher.readable[0].update_bytes,
         save=lambda now: checkpoint.save(
             folder / "checkpoints",
             now,
@@ -151,33 +383,11 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
 
 def _find_checkpoint(folder: Path) -> tuple[checkpoint.IntactCheckpoint | None, dict[str, str]]:
     """Set damaged checkpoints aside. Returns the one to continue from, and what the controller should report."""
-    found, notes = checkpoint.newest_intact(folder), dict[str, str]()
-    if found is None:
-        return None, notes
-    print(f"{found.path.name}: {found.checked}", file=sys.stderr, flush=True)
-    for damaged in found.damaged:
-        with contextlib.suppress(OSError):  # the disk is full; the log has the reason
-            (damaged.checkpoint / DAMAGE_NOTE).write_text(damaged.short, encoding="utf-8")
-        print(f"damaged: {damaged.short} (now {checkpoint.set_aside(damaged).name})", file=sys.stderr, flush=True)
-    if damages := _set_aside_after(folder, found.state.step):
-        notes["checkpoint_damaged"] = "; ".join(damages)
-    return found, notes
-
-
-def _set_aside_after(folder: Path, step: int) -> list[str]:
-    """What is wrong with the checkpoints after `step` that were set aside, newest first. They were set aside by this
-    process, or by one that died before it could report it to the controller."""
-    newer: list[tuple[int, str, str]] = []
-    for path in folder.glob(f"{checkpoint.DAMAGED}step-*"):
-        number = path.name.removeprefix(f"{checkpoint.DAMAGED}step-").partition("-")[0]
-        if not number.isdecimal() or int(number) <= step:
-            continue
-        try:
-            why = (path / DAMAGE_NOTE).read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            why = f"step-{number}: set aside earlier, see trainer.log"
-        newer.append((int(number), path.name, why))
-    return [f"{why} (now {name})" for _, name, why in sorted(newer, reverse=True)]
+    found = checkpoint.newest_intact(folder)
+    damages = [f"{d.short} (now {checkpoint.set_aside(d).name})" for d in (found.damaged if found else ())]
+    for damage in damages:
+        print(f"damaged: {damage}", file=sys.stderr, flush=True)
+    return found, {"checkpoint_damaged": "; ".join(damages)} if damages else {}
 
 
 async def _address(folder: Path, timeout_s: float = 120.0) -> str:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -35,8 +35,8 @@ from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
 from windfall.link.socket import Dialer
-from windfall.trainer.base import Trainer
-from windfall.training import CheckpointState
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
+from windfall.training import CheckpointState, Report, Sample
 
 MAX_REFUSALS = 3
 """Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
@@ -49,11 +49,43 @@ def cannot_load(path: str) -> CheckpointState:
     )
 
 
-class Lock(Protocol):
-    """A threading.Lock, or a trainer.own_engine.trainer_turn.TrainerTurn."""
+class Trainer(Protocol):
+    """Implemented by trainer.trainer.TorchTrainer. `tests/trainer/test_trainer.py` is its contract."""
 
-    def acquire(self) -> bool: ...
-    def release(self) -> None: ...
+    def prepare(self, samples: Sequence[Sample]) -> list[Sample]: ...
+    def begin(self) -> None: ...
+    def accumulate(self, samples: Sequence[Sample]) -> None: ...
+    def finish(self) -> Report: ...
+
+
+class OwnEngine:
+    """The trainer's own engine, the worker named `local`, as the trainer sees it: they take turns on the trainer's
+    devices. run/local_worker.py builds one; this class is for a run without it."""
+
+    def __init__(self, turn: TrainerTurn | None = None) -> None:
+        self.turn = turn or TrainerTurn()
+        """The trainer holds it while it uses its module and devices, and while it calls the next three methods."""
+        self.engine: TrainerEngine | None = None
+        """Set when it is built."""
+
+    def make_room(self) -> None:
+        """Free device memory before the trainer works."""
+        if self.engine is not None:
+            self.engine.make_room()
+
+    def invalidate(self) -> None:
+        """The weights are about to change: generate nothing before they belong to a version again."""
+        if self.engine is not None:
+            self.engine.invalidate()
+
+    def give_back(self) -> None:
+        """Return device memory that the trainer's processes still hold, but no longer use."""
+
+    async def run(self, trainer: TrainerService) -> None:
+        """Generate for the run. Raises an error if the engine cannot be built."""
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(kw_only=True)
@@ -72,16 +104,7 @@ class TrainerService:
     dialer: Dialer
     address: Callable[[], str]
     """Returns the address where the controller listens now."""
-    lock: Lock = field(default_factory=threading.Lock)
-    """Held while the trainer uses its module and devices, which it shares with its own engine."""
-    make_room: Callable[[], None] = lambda: None
-    """Called with the lock held, before work that needs device memory: the trainer's engine may occupy much of it."""
-    give_back: Callable[[], None] = lambda: None
-    """Called with the lock held, after work: returns device memory that the trainer's processes no longer use, but
-    still hold. Engines in other processes need it."""
-    invalidate: Callable[[], None] = lambda: None
-    """Called with the lock held, before the weights change: the trainer's engine must not generate with weights that
-    belong to no version, nor label their tokens with the last version."""
+    engine: OwnEngine = field(default_factory=OwnEngine)
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the controller has accepted this trainer."""
     patience_s: float = 120.0
@@ -241,19 +264,19 @@ class TrainerService:
         )
 
     def _update(self) -> Any:
-        self.invalidate()
+        self.engine.invalidate()
         return self.trainer.finish()
 
     async def _run_in_thread(self, work: Callable[..., Any], *args: Any, room: bool = False) -> Any:
         def locked() -> Any:
-            self.lock.acquire()
+            self.engine.turn.acquire()
             self._holding = True
             try:
                 if room:
-                    self.make_room()
+                    self.engine.make_room()
                 result = work(*args)
                 if self._holding:
-                    self.give_back()
+                    self.engine.give_back()
                 return result
             finally:
                 self.release_module()
@@ -266,4 +289,25 @@ class TrainerService:
         next request after the answer to this one, which contains the digest."""
         if self._holding:
             self._holding = False
-            self.lock.release()
+            self.engine.turn.release()
+
+
+async def run_beside(trainer: Coroutine[Any, Any, int], engine: Coroutine[Any, Any, None]) -> int:
+    """The result of `trainer`. If its own engine cannot be built, this ends the process with the reason, because the
+    controller would wait for its work."""
+    running, local = asyncio.create_task(trainer), asyncio.create_task(engine)
+    try:
+        await asyncio.wait([running, local], return_when=asyncio.FIRST_COMPLETED)
+        if local.done() and not running.done() and (error := local.exception()) is not None:
+            if isinstance(error, WindfallError):
+                raise error
+            fix = "Set fleet.local = false to run without it; trainer.log has the traceback."
+            traceback.print_exception(error)
+            raise WindfallError(
+                f"the trainer's own engine failed: {errors.last_line(error)}", where="fleet.local", fix=fix
+            )
+        return await running
+    finally:
+        running.cancel()
+        local.cancel()
+        await asyncio.wait([running, local])

@@ -102,7 +102,7 @@ def collect(publisher: Any, ranks: Any) -> Any:
     import numpy as np
     import torch
 
-    from windfall.trainer.ranks.remote_rows import send_to_first
+    from windfall.trainer.ranks.sharded_file import pieces, send_to_first
     from windfall.weights.buffers import Buffer
 
     version = publisher.readable[0]
@@ -111,7 +111,8 @@ def collect(publisher: Any, ranks: Any) -> Any:
         return version.buffer
     parts = plan.parts(ranks.rank) if plan.shares[ranks.rank].leader == ranks.rank else []
     if not ranks.first:
-        send_to_first(ranks, [(a, torch.from_numpy(mine[a:b])) for a, b in parts], lambda at, data: None)
+        rows = [piece for a, b in parts for piece in pieces(a, torch.from_numpy(mine[a:b]))]
+        send_to_first(ranks, rows, lambda at, data: None)
         return None
     whole = Buffer(plan.nbytes, publisher.folder)
     for start, stop in parts:
@@ -129,11 +130,6 @@ def _shards(tensors: Mapping[str, Any]) -> dict[str, Any]:
     from windfall.trainer.ranks.sharding import as_shard, is_sharded
 
     return {name: as_shard(t) if is_sharded(t) else t for name, t in tensors.items()}
-
-
-def update_bytes(publisher: Any) -> int:
-    """The bytes that a worker with the previous version must pull for the newest one."""
-    return publisher.readable[0].update_bytes
 
 
 def model_to_load(recipe: Recipe, found: IntactCheckpoint | None) -> str:

@@ -21,9 +21,11 @@ leading underscore run on every rank. One rank alone takes the same path.
 
 from __future__ import annotations
 
+import heapq
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,14 +39,11 @@ from windfall.algorithms.importance import ImportanceMode, importance_weights
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.errors import WindfallError
 from windfall.recipe.sections import Recipe
-from windfall.trainer.model.logprobs import BaseLearner, Learner
+from windfall.trainer.model.logprobs import BaseLearner, Learner, PolicyModule
 from windfall.trainer.model.lora import Adapters
-from windfall.trainer.model.policy import PolicyModule
 from windfall.trainer.optimizer import Optimizer
-from windfall.trainer.packs import packs_of_ranks
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
-from windfall.trainer.ranks.sharding import RankRows
 from windfall.training import Report, Sample
 
 FILLER = Sample(ids=(0, 0), targets=(1,), behavior=np.zeros(1), advantage=0.0, limit=1)
@@ -53,65 +52,42 @@ MIN_FRESH = 64
 """If an update also has older tokens, its engine gap can end the run only if it has at least this many fresh tokens."""
 
 
-@dataclass(kw_only=True)
 class TokenTotals:
-    """Sums over trained tokens, which add up over packs and ranks."""
+    """Totals over trained tokens, which add up over packs and ranks."""
 
-    divisor: float = 0.0
-    responses: float = 0.0
-    """A segment counts as its share of the response."""
-    tokens: int = 0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    kl: float = 0.0
-    capped: float = 0.0
-    fresh: int = 0
-    gap: float = 0.0
-    """Distance between proximal and behavior log-probs over fresh tokens."""
-    gap_max: float = 0.0
-    drift: float = 0.0
-    """The same distance over tokens of older versions."""
-    peak_bytes: int = 0
-    experts: Any = 0
-    """Tokens of every expert of every layer: an array, or 0 if there are none (experts.py)."""
-    engines: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By engine: number of fresh tokens, and the sum of their `gap`."""
+    def __init__(self) -> None:
+        self.sums: Counter[str] = Counter()
+        """`responses`: a segment counts as its share of the response. `gap` and `drift`: distance between proximal and
+        behavior log-probs over fresh tokens, and over tokens of older versions."""
+        self.engine_tokens: Counter[str] = Counter()
+        """Number of fresh tokens by engine."""
+        self.engine_sums: Counter[str] = Counter()
+        """The sum of their `gap`."""
+        self.gap_max = 0.0
+        self.peak_bytes = 0
 
-    def count(self, distance: Floats, older: Floats, engines: Sequence[tuple[str, int]] = (), **sums: Floats) -> None:
+    def count(self, distance: Floats, older: Floats, engines: Sequence[tuple[str, int]] = (), **sums: Any) -> None:
         """`distance`: between proximal and behavior log-probs. `older`: lag of each token."""
-        old = older > 0
-        self._count_engines(np.where(old, 0.0, distance), ~old, engines)
-        self.tokens += len(distance)
-        self.fresh += int((~old).sum())
-        self.gap += float(distance[~old].sum())
-        self.gap_max = float(np.maximum(self.gap_max, distance[~old].max(initial=0.0)))
-        self.drift += float(distance[old].sum())
-        for name, values in sums.items():
-            setattr(self, name, getattr(self, name) + float(values.sum()))
-
-    def _count_engines(self, gap: Floats, fresh: np.ndarray, engines: Sequence[tuple[str, int]]) -> None:
-        start = 0
+        fresh, start = older <= 0, 0
         for name, count in engines:
             part = slice(start, start + count)
-            tokens, total = self.engines.get(name, (0, 0.0))
-            self.engines[name] = (tokens + int(fresh[part].sum()), total + float(gap[part].sum()))
+            self.engine_tokens[name] += int(fresh[part].sum())
+            self.engine_sums[name] += np.where(fresh, distance, 0.0)[part].sum().item()
             start += count
+        self.gap_max = float(np.maximum(self.gap_max, distance[fresh].max(initial=0.0)))
+        sums |= {"tokens": len(distance), "fresh": fresh, "gap": distance[fresh], "drift": distance[~fresh]}
+        for name, values in sums.items():
+            self.sums[name] += np.sum(values).item()
+
+    def add(self, other: TokenTotals) -> None:
+        for name in ("sums", "engine_tokens", "engine_sums"):
+            getattr(self, name).update(getattr(other, name))
+        self.gap_max = np.maximum(self.gap_max, other.gap_max).item()
+        self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
 
     def engine_gaps(self) -> dict[str, float]:
         """The mean gap of each known engine."""
-        return {name: total / n for name, (n, total) in sorted(self.engines.items()) if name and n}
-
-    def add(self, other: TokenTotals) -> None:
-        for name, (tokens, total) in other.engines.items():
-            mine_tokens, mine_total = self.engines.get(name, (0, 0.0))
-            self.engines[name] = (mine_tokens + tokens, mine_total + total)
-        for f in (f for f in fields(self) if f.name != "engines"):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
-            setattr(self, f.name, np.maximum(mine, theirs).item() if f.name in MAXIMA else mine + theirs)
-
-
-MAXIMA = ("gap_max", "peak_bytes")
-"""Totals of which the largest counts, not the sum."""
+        return {name: self.engine_sums[name] / n for name, n in sorted(self.engine_tokens.items()) if name and n}
 
 
 class TorchTrainer:
@@ -142,15 +118,12 @@ class TorchTrainer:
         self.device = policy.device
         updates = recipe.run.steps * train.minibatches
         self.optimizer = Optimizer(self.model, train, updates, ranks=self.ranks, dtype=policy.dtype)
-        self.learner = Learner(
-            policy, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations, ranks=self.ranks
-        )
-        assert self.learner.experts is not None
-        self.experts = self.learner.experts
+        activations = train.checkpoint_activations
+        self.learner = Learner(policy, self.optimizer.gradients, checkpoint_activations=activations)
         self.reference: Any = None
         if reference is not None:
             adapted = isinstance(reference, Adapters)
-            self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference, ranks=self.ranks)
+            self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference)
         self.orders.add(self)
         self._begin()
 
@@ -182,18 +155,15 @@ class TorchTrainer:
         return self.orders.call(self._finish)
 
     def write_optimizer(self, path: Path) -> None:
-        """Write the state of the optimizer and the random state into a file."""
+        """Write the state of the optimizer into a file."""
         self.orders.call(self._write_optimizer, path)
 
     def restore_optimizer(self, path: Path) -> None:
         """Restore what `write_optimizer` wrote, maybe by another number of ranks. Every rank calls this itself."""
         try:
             self.optimizer.restore(path)
-            random = random_state(self.device)
-            sharded_file.read(path, random, self.ranks)
         except (OSError, SafetensorError, ValueError) as e:
             raise WindfallError(f"the optimizer's state cannot be read: {e}", where=str(path)) from e
-        set_random_state(random, self.device)
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[list[Sample]]]:
         """The packs of every rank."""
@@ -207,19 +177,15 @@ class TorchTrainer:
 
     def _begin(self) -> None:
         self.optimizer.zero()
-        self._clear_totals()
-
-    def _clear_totals(self) -> None:
         self._totals = TokenTotals()
-        self.experts.zero()
 
     def _learn(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
         for pack in (*credited, *(others if self.reference is not None else ())):
             reference = self._logprobs(self.reference, pack) if self.reference is not None else [None] * len(pack)
             weights = partial(self._weights, pack, reference) if pack else _no_weights
-            self.learner.learn(pack or [FILLER], self.temperature, weights, count_experts=bool(pack))
+            self.learner.learn(pack or [FILLER], self.temperature, weights)
         for pack in others if self.reference is None else ():
-            logp, entropy = self.learner.score(pack or [FILLER], self.temperature, count_experts=bool(pack))
+            logp, entropy = self.learner.score(pack or [FILLER], self.temperature)
             if pack:
                 self._weights(pack, [None] * len(pack), 0, len(pack), *map(_floats, (logp, entropy)))
 
@@ -254,11 +220,11 @@ class TorchTrainer:
                 entropy=entropies,
                 clipped=clipped,
                 capped=capped,
-                kl=np.zeros(len(now)) if ref is None else k3(now, ref),
+                kl=0.0 if ref is None else k3(now, ref),
+                divisor=share,
+                responses=s.share,
             )
             out.append(w)
-            self._totals.divisor += share
-            self._totals.responses += s.share
         return np.concatenate(out)
 
     def _logprobs(self, learner: Any, pack: Sequence[Sample]) -> list[Floats]:
@@ -269,38 +235,33 @@ class TorchTrainer:
         """Every rank computes the same report, and updates its own rows."""
         mine, t = self._totals, TokenTotals()
         mine.peak_bytes = peak_bytes(self.device)
-        if self.experts.sizes:
-            mine.experts = self.experts.read()
         for totals in self.ranks.quick.all_gather(mine):
             t.add(totals)
-        n, lr, older = max(t.tokens, 1), self.optimizer.rate(), t.tokens - t.fresh
-        gap = t.gap / t.fresh if t.fresh else 0.0
-        checked = not older or t.fresh >= MIN_FRESH
+        sums, lr = t.sums, self.optimizer.rate()
+        n, older = max(sums["tokens"], 1), sums["tokens"] - sums["fresh"]
+        gap = sums["gap"] / sums["fresh"] if sums["fresh"] else 0.0
+        checked = not older or sums["fresh"] >= MIN_FRESH
         if checked and not (np.isfinite(gap) and gap <= self.gap_limit):  # a NaN fails every comparison
             raise gap_error(gap, t.gap_max, self.gap_limit, t.engine_gaps())
-        norm, skipped = self.optimizer.update(t.divisor)
-        self._clear_totals()  # the update has already set the gradients to zero
+        norm, skipped = self.optimizer.update(sums["divisor"])
+        self._totals = TokenTotals()  # the update has already set the gradients to zero
         return Report(
-            tokens=t.tokens,
-            responses=round(t.responses),
+            tokens=sums["tokens"],
+            responses=round(sums["responses"]),
             grad_norm=norm,
             lr=lr,
-            entropy=t.entropy / n,
             engine_gap=gap,
             engine_gap_max=t.gap_max,
             engine_gaps=t.engine_gaps(),
-            clipped=t.clipped / n,
-            capped=t.capped / n,
-            drift=t.drift / older if older else 0.0,
-            kl=t.kl / n,
+            drift=sums["drift"] / older if older else 0.0,
             skipped=skipped,
             peak_bytes=t.peak_bytes,
-            experts=self.experts.describe(t.experts) if self.experts.sizes else None,
+            **{name: sums[name] / n for name in ("entropy", "clipped", "capped", "kl")},
         )
 
     def _write_optimizer(self, path: Path) -> None:
         try:
-            sharded_file.write(path, self.optimizer.state() | random_state(self.device), self.ranks)
+            sharded_file.write(path, self.optimizer.state(), self.ranks)
         except OSError as e:
             if self.ranks.first:
                 raise
@@ -314,20 +275,6 @@ def _floats(t: torch.Tensor) -> Floats:
 def _no_weights(first: int, last: int, logp: Floats, entropy: Floats) -> Floats:
     """The loss weights of a pack without samples."""
     return np.zeros(len(logp))
-
-
-def random_state(device: torch.device) -> dict[str, RankRows]:
-    """The state of torch's random number generators."""
-    states = {"random.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["random.cuda"] = torch.cuda.get_rng_state(device)
-    return {name: RankRows(local=state, shape=tuple(state.shape)) for name, state in states.items()}
-
-
-def set_random_state(states: Mapping[str, RankRows], device: torch.device) -> None:
-    torch.set_rng_state(states["random.cpu"].local)
-    if "random.cuda" in states:
-        torch.cuda.set_rng_state(states["random.cuda"].local, device)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -355,3 +302,52 @@ def gap_error(gap: float, gap_max: float, limit: float, engines: Mapping[str, fl
         "'float32', or workers on a CPU, to find which. `windfall resume` continues from the last checkpoint. Raise "
         "the limit only if you know the cause of the gap.",
     )
+
+
+def packs(samples: Sequence[Sample], tokens: int, *, padded: bool = True) -> list[list[Sample]]:
+    """Micro-batches of at most `tokens` each, longest samples first. With padding, the size of a pack is its number of
+    samples times the longest one; without, its number of tokens. A longer sample is a pack alone. Deterministic."""
+    ordered = sorted(samples, key=lambda s: -len(s.ids))
+    if not padded:
+        return [pack for pack in _even(ordered, tokens, padded=False) if pack]
+    out: list[list[Sample]] = []
+    room = 0
+    for s in ordered:
+        if not out or room < len(out[-1][0].ids):
+            out.append([])
+            room = max(tokens, len(s.ids))
+        out[-1].append(s)
+        room -= len(out[-1][0].ids)
+    return out
+
+
+def packs_of_ranks(samples: Sequence[Sample], tokens: int, ranks: int, *, padded: bool) -> list[list[list[Sample]]]:
+    """The packs of every rank: the same number for each, about equally full, with empty ones where there are too few
+    samples. All ranks make a pass together, so a pass takes as long as its largest pack."""
+    if ranks == 1:
+        return [packs(samples, tokens, padded=padded)]
+    ordered = sorted(samples, key=lambda s: -len(s.ids))
+    made = _even(ordered, tokens, padded=padded, multiple=ranks)
+    made.sort(key=lambda pack: -sum(len(s.ids) for s in pack))
+    return [made[rank::ranks] for rank in range(ranks)]
+
+
+def _even(samples: Sequence[Sample], tokens: int, *, padded: bool, multiple: int = 1) -> list[list[Sample]]:
+    """As few packs as possible (a multiple of `multiple`), about equally full: each sample goes to the emptiest; packs
+    are added until all fit. The samples are ordered, longest first."""
+    count = -(-sum(len(s.ids) for s in samples) // tokens)
+    while True:
+        count = -(-count // multiple) * multiple
+        out: list[list[Sample]] = [[] for _ in range(count)]
+        heap = [(0, i) for i in range(count)]
+        for s in samples:
+            full, i = heapq.heappop(heap)
+            out[i].append(s)
+            heapq.heappush(heap, (full + len(s.ids), i))
+        if all(len(pack) < 2 or _size(pack, padded) <= tokens for pack in out):
+            return out
+        count += 1
+
+
+def _size(pack: Sequence[Sample], padded: bool) -> int:
+    return len(pack) * len(pack[0].ids) if padded else sum(len(s.ids) for s in pack)

@@ -6,18 +6,19 @@ the process: the space is freed when the process ends, however it ends.
 Other processes of this machine can map a buffer: they open the descriptor of the process that created it through
 /proc/PID/fd, which needs no socket and no name. `machine()` is equal for processes that can do so. A buffer that one
 process created and others mapped is freed when the last of them has closed it or ended.
+
+Rows are copied into a buffer from a GPU on a separate stream and into locked pages.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import socket
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,10 +26,12 @@ from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.weights import manifest
 from windfall.weights.manifest import Manifest
+from windfall.weights.plan import Piece
 
 if TYPE_CHECKING:
     import torch
 
+MAX_GAP_BYTES = 64 << 10  # two ranges that are at most this far apart are locked as one
 MAX_MEMORY_SHARE = 0.9  # share of the free memory that a buffer may take
 
 
@@ -50,12 +53,11 @@ class Buffer:
         self, nbytes: int, folder: Path | None = None, *, used: Sequence[tuple[int, int]] | None = None
     ) -> None:
         """`used`: the ranges (start, stop) that will be written, if not all; only these get memory."""
-        self.whole = used is None
         used = [(0, nbytes)] if used is None else used
         room = sum(stop - start for start, stop in used)
-        self.in_memory = hasattr(os, "memfd_create") and room < MAX_MEMORY_SHARE * free_bytes()
-        where = "memory" if self.in_memory else str(folder or tempfile.gettempdir())
-        fd = os.memfd_create("windfall-weights") if self.in_memory else _unlinked_file(Path(where))
+        in_memory = room < MAX_MEMORY_SHARE * free_bytes()
+        where = "memory" if in_memory else str(folder or tempfile.gettempdir())
+        fd = os.memfd_create("windfall-weights") if in_memory else _unlinked_file(Path(where))
         try:
             os.ftruncate(fd, max(nbytes, 1))
             # Allocating the pages now makes a full disk an error here instead of a SIGBUS at a later write.
@@ -84,8 +86,6 @@ class Buffer:
             os.close(fd)
             raise WindfallError("this is not the weight buffer any more", where=path, fix="Restart the trainer.")
         self = cls.__new__(cls)
-        self.in_memory = True
-        self.whole = False
         self.handle = handle
         self._open(fd, handle.nbytes)
         return self
@@ -132,21 +132,94 @@ def views(buffer: mmap.mmap | np.ndarray, of: Manifest) -> dict[str, torch.Tenso
 
 def machine() -> str:
     """Equal for all processes that can map each other's buffers: same kernel, same process numbers."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return socket.gethostname()
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _unlinked_file(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except (AttributeError, OSError):  # not supported by this file system: create a file and unlink it at once
-            fd, name = tempfile.mkstemp(prefix=".weights-", dir=folder)
-            os.unlink(name)
-            return fd
+        fd, name = tempfile.mkstemp(prefix=".weights-", dir=folder)
+        os.unlink(name)
     except OSError as e:
         raise WindfallError(f"cannot create a file here: {e}", where=str(folder), fix="Use a writable folder.") from e
+    return fd
+
+
+def ready_event(tensors: Iterable[torch.Tensor]) -> Any:
+    """Record an event after which the tensors have their present values. None if they are not all on one GPU."""
+    import torch
+
+    devices = {t.device for t in tensors}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(next(iter(devices))))
+    return event
+
+
+def copy(buffer: Buffer, sources: Mapping[Piece, torch.Tensor], after: Any, pages: LockedPages) -> None:
+    """Copy the rows, and wait until they have arrived. `after`: from `ready_event`, maybe of another thread."""
+    import torch
+
+    if after is None:
+        for piece, source in sources.items():
+            target(buffer, piece).view(source.shape).copy_(source)
+        return
+    pages.lock(buffer, list(sources))
+    stream = torch.cuda.Stream(next(iter(sources.values())).device)
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        for piece, source in sources.items():
+            to = target(buffer, piece)
+            to.copy_(source.to(to.dtype).contiguous().view(-1), non_blocking=True)
+    stream.synchronize()
+
+
+def target(buffer: Buffer, piece: Piece) -> torch.Tensor:
+    """The part of the buffer for these rows, as a flat tensor."""
+    import torch
+
+    flat = torch.from_numpy(buffer.data[piece.start : piece.stop])
+    return flat.view(getattr(torch, piece.entry.dtype))
+
+
+class LockedPages:
+    """Locks the pages that a GPU copies to, once: a copy into pageable memory is several times slower."""
+
+    def __init__(self) -> None:
+        self._locked: dict[int, tuple[list[tuple[int, int]], list[int]]] = {}  # by descriptor: ranges, addresses
+
+    def lock(self, buffer: Buffer, pieces: Sequence[Piece]) -> None:
+        import torch
+
+        ranges = page_ranges(pieces, buffer.nbytes)
+        if self._locked.get(buffer.fd, ([], []))[0] == ranges:
+            return
+        self.unlock(buffer)
+        runtime: Any = torch.cuda.cudart()
+        base, done = buffer.data.ctypes.data, []
+        for start, stop in ranges:
+            if int(runtime.cudaHostRegister(base + start, stop - start, 1)) == 0:
+                done.append(base + start)
+        self._locked[buffer.fd] = ranges, done
+
+    def unlock(self, buffer: Buffer) -> None:
+        if buffer.fd in self._locked:
+            import torch
+
+            runtime: Any = torch.cuda.cudart()
+            for address in self._locked.pop(buffer.fd)[1]:
+                runtime.cudaHostUnregister(address)
+
+
+def page_ranges(pieces: Sequence[Piece], nbytes: int) -> list[tuple[int, int]]:
+    """Ranges of whole pages that cover the pieces, which are in order. Near ranges are joined."""
+    out: list[tuple[int, int]] = []
+    for piece in pieces:
+        start = piece.start // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = min(-(-piece.stop // mmap.PAGESIZE) * mmap.PAGESIZE, nbytes)
+        if out and start - out[-1][1] <= MAX_GAP_BYTES:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return out

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-import msgspec
-
 from windfall.errors import WindfallError, last_line
 
 T = TypeVar("T")
@@ -31,7 +29,7 @@ class PublishRanks(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank. Values are bytes. Raises after a time limit."""
+        """The values of all ranks, on every rank. Values can be pickled. Raises after a time limit."""
         ...
 
 
@@ -44,30 +42,24 @@ class OneRank:
         return [value]
 
 
-class _Failure(msgspec.Struct, array_like=True):
-    what: str
-    where: str = ""
-    fix: str = ""
-    known: bool = False  # a WindfallError
-
-
 class Meeting:
     def __init__(self, ranks: PublishRanks, subject: str) -> None:
         """`subject`: what is published, for errors."""
         self.ranks, self.subject = ranks, subject
 
-    def step(self, doing: str, work: Callable[[], T], kind: type[T] | Any) -> list[T]:
-        """Do this rank's work. Returns the results of all ranks, which are of type `kind`."""
+    def step(self, doing: str, work: Callable[[], T]) -> list[T]:
+        """Do this rank's work. Returns the results of all ranks."""
         if self.ranks.size == 1:
             return [work()]
-        error, failure, result = None, None, b""
+        result: Any = None
+        error: Exception | None = None
         try:
-            result = msgspec.msgpack.encode(work())
+            result = work()
         except Exception as e:  # told to the other ranks, then raised again
             error = e
-            failure = _Failure(e.what, e.where, e.fix, True) if isinstance(e, WindfallError) else _Failure(last_line(e))
+        known = (error.what, error.where, error.fix) if isinstance(error, WindfallError) else None
         try:
-            answers = self.ranks.all_gather(msgspec.msgpack.encode((result, failure)))
+            answers = self.ranks.all_gather((result, known, last_line(error) if error else ""))
         except Exception as e:  # of any kind: the implementation belongs to the caller
             if error is not None:
                 raise error from e
@@ -75,10 +67,10 @@ class Meeting:
             raise PublishFailed(f"{what}: {last_line(e)}") from e
         if error is not None:
             raise error
-        decoded = [msgspec.msgpack.decode(a, type=tuple[bytes, _Failure | None]) for a in answers]
-        for rank, (_, failed) in enumerate(decoded):
-            if failed is not None and failed.known:
-                raise WindfallError(failed.what, where=f"{failed.where} (rank {rank})", fix=failed.fix)
-            if failed is not None:
-                raise PublishFailed(f"{self.subject}: rank {rank} failed to {doing}: {failed.what}")
-        return [msgspec.msgpack.decode(value, type=kind) for value, _ in decoded]
+        for rank, (_, known, failure) in enumerate(answers):
+            if known is not None:
+                what, where, fix = known
+                raise WindfallError(what, where=f"{where} (rank {rank})", fix=fix)
+            if failure:
+                raise PublishFailed(f"{self.subject}: rank {rank} failed to {doing}: {failure}")
+        return [value for value, _, _ in answers]

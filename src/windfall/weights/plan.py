@@ -5,17 +5,15 @@ ranks, every rank computes the same `PublishPlan`, so the ranks need not send it
 
 - rows that several ranks hold (a tensor that is not sharded, a replica) are written by the first of them;
 - the ranks of one machine share one buffer, which the first of them, the leader, creates and serves;
-- a rank hashes the chunks that it alone writes. A chunk with bytes of several ranks is hashed by one of them, once all
-  have written it. No chunk has bytes of two machines (manifest.py);
-- a rank compares the blocks of a delta that it alone writes. A block with bytes of several ranks is compared by one of
-  them on each machine;
+- the chunks of a machine are divided evenly among its ranks, which hash them once all have written their rows. No chunk
+  has bytes of two machines (manifest.py);
+- every rank compares its own rows with those of the previous version (delta_encoder.py);
 - the digest is the one that a single process would compute, whatever the number of ranks on one machine.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,9 +21,8 @@ from typing import NamedTuple
 import msgspec
 
 from windfall.errors import WindfallError
-from windfall.weights import delta, manifest
-from windfall.weights.delta import DeltaBlocks
-from windfall.weights.manifest import WIDTHS, TensorEntry
+from windfall.weights import manifest
+from windfall.weights.manifest import TensorEntry
 
 
 class HeldRows(msgspec.Struct, frozen=True, array_like=True):
@@ -60,10 +57,7 @@ class Share:
 
     leader: int  # the rank that creates the buffer of this machine
     pieces: tuple[Piece, ...]  # in the order of the buffer
-    own_chunks: tuple[int, ...]  # that no other rank writes to
-    shared_chunks: tuple[int, ...]
-    own_blocks: tuple[range, ...]  # numbers of the blocks that no other rank writes to, for every piece
-    shared_blocks: tuple[int, ...]
+    chunks: tuple[int, ...]  # that this rank hashes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +77,13 @@ class PublishPlan:
         """The byte ranges that come from the machine of a rank."""
         if not self.sources:
             return [(0, self.nbytes)] if self.shares[rank].leader == 0 else []
-        mine = _leaders(self.shares).index(self.shares[rank].leader)
+        mine = sorted({share.leader for share in self.shares}).index(self.shares[rank].leader)
         stops = [start for start, _ in self.sources[1:]] + [self.nbytes]
         return [(start, stop) for (start, server), stop in zip(self.sources, stops, strict=True) if server == mine]
 
-    def ranges(self) -> list[TensorEntry]:
-        return manifest.byte_ranges(self.entries)
+    def part_bytes(self, rank: int) -> int:
+        """The number of bytes that come from the machine of a rank."""
+        return sum(stop - start for start, stop in self.parts(rank))
 
 
 def make(offers: Sequence[RankOffer]) -> PublishPlan:
@@ -102,21 +97,12 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
     )
     servers, sources = _sources(pieces, leaders, offers)
     bounds = manifest.chunk_bounds(nbytes, offers[0].chunk_bytes, (start for start, _ in sources))
-    own_chunks, shared_chunks = _chunks(bounds, pieces, leaders)
-    own_blocks, shared_blocks = _blocks(manifest.byte_ranges(entries), pieces, leaders)
+    chunks = _chunks(bounds, sources, leaders)
     by_rank: list[list[Piece]] = [[] for _ in offers]
     for piece, rank in pieces:
         by_rank[rank].append(piece)
     shares = tuple(
-        Share(
-            leader=leaders[r],
-            pieces=tuple(by_rank[r]),
-            own_chunks=tuple(own_chunks[r]),
-            shared_chunks=tuple(shared_chunks[r]),
-            own_blocks=tuple(own_blocks[r]),
-            shared_blocks=tuple(shared_blocks[r]),
-        )
-        for r in range(len(offers))
+        Share(leader=leaders[r], pieces=tuple(by_rank[r]), chunks=tuple(chunks[r])) for r in range(len(offers))
     )
     return PublishPlan(
         entries=entries, nbytes=nbytes, bounds=tuple(bounds), shares=shares, servers=servers, sources=sources
@@ -185,47 +171,15 @@ def _sources(
     return ("", *(offers[leader].address for leader in order[1:])), tuple(sources)
 
 
-def _chunks(
-    bounds: Sequence[int], pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """For every rank: the chunks that it alone writes to, and the shared ones that it hashes."""
-    own: list[list[int]] = [[] for _ in leaders]
-    shared: list[list[int]] = [[] for _ in leaders]
-    starts, stops = [p.start for p, _ in pieces], [p.stop for p, _ in pieces]
-    for i in range(len(bounds) - 1):
-        low, high = bisect_right(stops, bounds[i]), bisect_left(starts, bounds[i + 1])
-        # A chunk between two tensors has no writer. Its bytes are zeros on every machine, and belong to the one before.
-        writers = sorted({rank for _, rank in pieces[low:high]}) or [leaders[pieces[low - 1][1]]]
-        (own if len(writers) == 1 else shared)[writers[i % len(writers)]].append(i)
-    return own, shared
-
-
-def _blocks(
-    ranges: Sequence[TensorEntry], pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int]
-) -> tuple[list[list[range]], list[list[int]]]:
-    """For every rank: the blocks that it alone writes to, by piece, and the shared ones that it compares."""
-    own: list[list[range]] = [[] for _ in leaders]
-    firsts = dict(zip((e.offset for e in ranges), DeltaBlocks(ranges).firsts, strict=False))
-    writers: defaultdict[int, set[int]] = defaultdict(set)
-    for (entry, start, stop), rank in pieces:
-        size, first = delta.BLOCK * WIDTHS[entry.dtype], firsts[entry.offset]
-        low, high = start - entry.offset, stop - entry.offset
-        last = -(-high // size) if high == entry.nbytes else high // size
-        own[rank].append(range(first + -(-low // size), first + max(last, -(-low // size))))
-        if low % size:
-            writers[first + low // size].add(rank)
-        if high % size and high != entry.nbytes:
-            writers[first + high // size].add(rank)
-    shared: list[list[int]] = [[] for _ in leaders]
-    for block, ranks in sorted(writers.items()):
-        for leader in sorted({leaders[rank] for rank in ranks}):
-            local = sorted(rank for rank in ranks if leaders[rank] == leader)
-            shared[local[block % len(local)]].append(block)
-    return own, shared
-
-
-def _leaders(shares: Sequence[Share]) -> list[int]:
-    return sorted({share.leader for share in shares})
+def _chunks(bounds: Sequence[int], sources: Sequence[tuple[int, int]], leaders: Sequence[int]) -> list[list[int]]:
+    """For every rank: the chunks that it hashes."""
+    out: list[list[int]] = [[] for _ in leaders]
+    starts, order = [start for start, _ in sources], sorted(set(leaders))
+    for i, at in enumerate(bounds[:-1]):
+        leader = order[sources[bisect_right(starts, at) - 1][1]] if sources else 0
+        members = [rank for rank, its_leader in enumerate(leaders) if its_leader == leader]
+        out[members[i % len(members)]].append(i)
+    return out
 
 
 def _invalid(what: str, fix: str = "Pass the shards of the same model on all ranks.") -> WindfallError:

@@ -20,10 +20,9 @@ import mmap
 import os
 import ssl as tls
 import threading
-from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import xxhash
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["PullDamaged", "PullFailed", "PullGone", "Puller"]
-T = TypeVar("T")
+T = TypeVar("T", Manifest, DeltaManifest)
 
 
 class Puller:
@@ -107,22 +106,9 @@ class Puller:
         return parse_address(url, key=self.key, timeout_s=self.timeout_s, tls=self.ssl)
 
     def _pull(self, to: Address, version: int, digest: str, stop: threading.Event) -> None:
-        def parse(data: bytes) -> Manifest:
-            got = manifest.decode(data, Manifest)
-            if got.digest != digest or got.version != version:
-                has = f"version {got.version} with digest {got.digest}"
-                raise ConnectionBroken(f"{to.name} has {has}, expected {version}, {digest}")
-            return got
-
-        def parse_base(data: bytes) -> Manifest:
-            got = manifest.decode(data, Manifest)
-            if got.digest != wanted.base:
-                raise ConnectionBroken(f"{to.name} has the base {got.digest}, the adapter applies to {wanted.base}")
-            return got
-
-        wanted = self._download_manifest(to, f"/weights/{version}/manifest", stop, parse)
+        wanted = self._get_manifest(to, f"/weights/{version}/manifest", Manifest, stop, version=version, digest=digest)
         if wanted.base and (self._base.held is None or self._base.held.digest != wanted.base):
-            base = self._download_manifest(to, "/weights/base/manifest", stop, parse_base)
+            base = self._get_manifest(to, "/weights/base/manifest", Manifest, stop, digest=wanted.base)
             self._pull_into(self._base, to, "/weights/base", base, stop)
         self._pull_into(self._weights, to, f"/weights/{version}", wanted, stop)
 
@@ -179,15 +165,8 @@ class Puller:
         self, to: Address, path: str, of: tuple[str, str], missing: int, stop: threading.Event
     ) -> memoryview | None:
         """The delta of one server, if it has one and it is smaller than the `missing` bytes. `of`: both digests."""
-
-        def parse(data: bytes) -> DeltaManifest:
-            got = manifest.decode(data, DeltaManifest)
-            if (got.base, got.digest) != of:
-                raise ConnectionBroken(f"{to.name} has a different delta at {path}")
-            return got
-
         try:
-            found = self._download_manifest(to, f"{path}/manifest", stop, parse)
+            found = self._get_manifest(to, f"{path}/manifest", DeltaManifest, stop, base=of[0], digest=of[1])
             if found.nbytes >= missing:
                 return None
             blob = memoryview(bytearray(found.nbytes))
@@ -196,7 +175,16 @@ class Puller:
             return None
         return blob
 
-    def _download_manifest(self, to: Address, path: str, stop: threading.Event, parse: Callable[[bytes], T]) -> T:
+    def _get_manifest(self, to: Address, path: str, kind: type[T], stop: threading.Event, **expected: Any) -> T:
+        """The manifest at this path, which must have the expected values."""
+
+        def parse(data: bytes) -> T:
+            got = manifest.decode(data, kind)
+            for name, value in expected.items():
+                if getattr(got, name) != value:
+                    raise ConnectionBroken(f"{to.name} has {name} {getattr(got, name)} at {path}, expected {value}")
+            return got
+
         retry = Retry(self.tries, stop, stop.is_set)
         try:
             got, received = download_manifest(to, path, retry, parse)

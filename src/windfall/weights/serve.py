@@ -9,7 +9,7 @@
 401: wrong key. 404: not found. 410: withdrawn, pull a newer version. 413: the request has a body. 416: invalid range.
 weights/publish.py has a drawing of the whole path. Rules:
 
-- without TLS, on Linux, the kernel sends from the buffer to the socket (Sender);
+- without TLS, the kernel sends from the buffer to the socket, in a thread for every reader, so several cores serve;
 - peers that have not sent the key are limited in time and connections (link/listener.py);
 - a reader that takes no byte for WRITE_TIMEOUT_S is disconnected; it may reconnect and continue where it was;
 - when a version is withdrawn, the connections that read it are reset before the next piece. The bytes in flight may be
@@ -24,7 +24,7 @@ import os
 import re
 import socket
 import struct
-import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ssl import SSLContext
@@ -35,11 +35,12 @@ from aiohttp import web
 from windfall.errors import WindfallError
 from windfall.link import listener
 from windfall.weights.buffers import Buffer
+from windfall.weights.manifest import ChunkedManifest
 from windfall.weights.source import Published, Source
 
 SEND_BYTES = 4 << 20
-TURN_BYTES = 64 << 20  # bytes after which a reader goes to the back of the queue
-SEND_TIMEOUT_US = 5000  # microseconds that a thread waits for a reader whose buffers are full
+MAX_SENDING = 512  # readers at a time, each with a thread of its own; more of them wait
+POLL_US = 250_000  # microseconds that a call waits for a reader whose buffers are full
 TLS_PIECE_BYTES = 256 << 10
 WRITE_TIMEOUT_S = 30.0
 RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
@@ -81,13 +82,13 @@ class Server:
         self.key = f"Bearer {key}".encode()
         self.tls = tls
         self.write_timeout_s = write_timeout_s
-        self.sender = Sender()
+        self.threads = ThreadPoolExecutor(MAX_SENDING, thread_name_prefix="weights")
         self.listener = limits
 
     async def close(self) -> None:
         self.listener.close()
         await self.runner.cleanup()
-        self.sender.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
     @web.middleware
     async def admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -100,14 +101,16 @@ class Server:
         return await handler(request)
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        return _response(self._find(request).encoded)
+        return _response(self._find(request).manifest)
 
     async def full(self, request: web.Request) -> web.StreamResponse:
         published = self._find(request)
         return await self._send(request, published, published.buffer)
 
     async def delta_manifest(self, request: web.Request) -> web.StreamResponse:
-        return _response(self._find_delta(request).delta_encoded)
+        delta = self._find_delta(request).delta
+        assert delta is not None
+        return _response(delta)
 
     async def delta(self, request: web.Request) -> web.StreamResponse:
         published = self._find_delta(request)
@@ -154,13 +157,17 @@ class Server:
                 await response.prepare(request)
                 while transport is not None and transport.get_write_buffer_size():  # the header waits for a full socket
                     await asyncio.sleep(0.01)
-            if self.tls or transport is None or sys.platform != "linux":
+            if self.tls or transport is None:
                 await self._write(response, fd, start, stop, may_continue)
             else:
-                sock, file, fd = transport.get_extra_info("socket"), fd, -1
+                sock = transport.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, POLL_US))
                 transport.pause_reading()
-                limits: dict[str, Any] = {"timeout_s": self.write_timeout_s, "may_continue": may_continue}
-                await self.sender.send(sock, file, start, stop, **limits)
+                # A descriptor of its own, closed when no thread uses it any more: another one could be reused.
+                out, file, fd = os.dup(sock.fileno()), fd, -1
+                sending = self.threads.submit(_send_file, out, file, start, stop, self.write_timeout_s, may_continue)
+                sending.add_done_callback(lambda _: _close(out, file))
+                await asyncio.wrap_future(sending)
                 transport.resume_reading()
             await response.write_eof()
         except OSError:  # the reader is gone or stalled, or the version is withdrawn; affects only this connection
@@ -189,8 +196,8 @@ def _reset(transport: asyncio.Transport | None) -> None:
         transport.abort()
 
 
-def _response(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/msgpack")
+def _response(manifest: ChunkedManifest) -> web.Response:
+    return web.Response(body=manifest.encode(), content_type="application/msgpack")
 
 
 def _range(request: web.Request, nbytes: int) -> tuple[int, int]:
@@ -206,73 +213,25 @@ def _range(request: web.Request, nbytes: int) -> tuple[int, int]:
     return start, stop
 
 
-class Sender:
-    """Sends ranges of a file to sockets with sendfile, from a few threads, so that several cores can serve.
+def _send_file(out: int, file: int, start: int, stop: int, timeout_s: float, may_continue: Callable[[], bool]) -> None:
+    """Send bytes `start` to `stop` of a file, with sendfile. Raises OSError if the reader is gone or takes no byte for
+    `timeout_s`, or if `may_continue` returned false.
 
-    A thread serves a reader as long as the reader keeps up. A reader that falls behind is handed to the event loop,
-    which waits until its socket is writable. Any number of slow readers therefore occupies no thread.
-
-    Both descriptors belong to the sender and are closed when no thread uses them any more: a descriptor that is closed
-    while a thread uses it could be reused by another connection. Meanwhile the socket blocks, for at most
-    SEND_TIMEOUT_US at a time, so that one call sends megabytes: calls that return whenever the socket is full would
-    spend more time on the GIL than on sending. The event loop must not read from the connection until `send` returns.
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1)), thread_name_prefix="weights")
-
-    async def send(
-        self, sock: Any, file: int, start: int, stop: int, *, timeout_s: float, may_continue: Callable[[], bool]
-    ) -> None:
-        """Send bytes `start` to `stop`, and close `file`. Raises OSError if the reader is gone or `may_continue`
-        returned false, and TimeoutError if the reader takes no byte for `timeout_s`."""
+    Meanwhile `out`, the socket, blocks, for at most POLL_US at a time, so that one call sends megabytes: calls that
+    return whenever the socket is full would spend more time on the GIL than on sending. The event loop must not read
+    from the connection until this returns."""
+    os.set_blocking(out, True)
+    last_s = time.monotonic()
+    while start < stop:
+        if not may_continue() or time.monotonic() - last_s > timeout_s:
+            raise ConnectionResetError("withdrawn, or the reader has stalled")
         try:
-            out, turn = os.dup(sock.fileno()), None
-        except OSError:
-            os.close(file)
-            raise
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, SEND_TIMEOUT_US))
-            os.set_blocking(out, True)
-            while start < stop:
-                turn = self._pool.submit(_send_turn, out, file, start, stop, may_continue)
-                start = await asyncio.wrap_future(turn)
-                if start < stop:
-                    await _writable(out, timeout_s)
-        finally:
-            if turn is None:
-                _close(out, file)
-            else:  # closes at once, unless this was canceled during a turn
-                turn.add_done_callback(lambda _: _close(out, file))
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _send_turn(out: int, file: int, at: int, stop: int, may_continue: Callable[[], bool]) -> int:
-    """Send until the reader falls behind or has received TURN_BYTES. Returns the position reached."""
-    stop = min(stop, at + TURN_BYTES)
-    while at < stop:
-        if not may_continue():
-            raise ConnectionResetError("withdrawn")
-        try:
-            sent = os.sendfile(out, file, at, min(SEND_BYTES, stop - at))
+            sent = os.sendfile(out, file, start, min(SEND_BYTES, stop - start))
         except BlockingIOError:
-            break
+            continue
         if sent == 0:
             raise ConnectionResetError("the file ended early")
-        at += sent
-    return at
-
-
-async def _writable(fd: int, timeout_s: float) -> None:
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_writer(fd, ready.set)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await ready.wait()
-    finally:
-        loop.remove_writer(fd)
+        start, last_s = start + sent, time.monotonic()
 
 
 def _close(out: int, file: int) -> None:

@@ -69,7 +69,7 @@ class OpenVersion:
             raise _not_published(self.version)
         self._descriptors.append(descriptor)
         return SharedVersion(
-            manifest=published.encoded,
+            manifest=published.manifest.encode(),
             path=f"/proc/{os.getpid()}/fd/{descriptor}",
             base=None if base is None else self._share(base, None),
         )

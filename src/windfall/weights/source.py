@@ -16,16 +16,14 @@ from windfall.weights.plan import PublishPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Published:
-    """One readable version. The encoded manifests are kept because every worker requests them."""
+    """One readable version."""
 
     manifest: Manifest
-    encoded: bytes
     buffer: Buffer
     plan: PublishPlan
     update_bytes: int
     """What a worker with the previous version must pull: from every machine its delta, or its rows if it has none."""
     delta: DeltaManifest | None = None
-    delta_encoded: bytes = b""
     delta_buffer: Buffer | None = None
 
 

@@ -65,7 +65,7 @@ def test_agent_that_cannot_be_started(env: dict[str, Any], said: str) -> None:
 
 def test_context_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    r = recipe(command="python x.py", context=300, tasks={"name": "jsonl", "path": "rows.jsonl"})
+    r = recipe(command="python x.py", context=300, tasks={"name": "dataset", "path": "rows.jsonl"})
     assert prompt_lengths.context_of(r, 512) == 300
     assert prompt_lengths.context_of(recipe(command="x"), 512) == 512
     with pytest.raises(WindfallError, match=r"env\.context: context = 300 tokens, but the model's context is 256"):

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.guess import Guess
 from tests.support.scripted_engine import STOP, Asks, Scripted, run
 from windfall.controller.rollout.stream import seed_of
-from windfall.envs.guess import Guess
 from windfall.events.log import read
 from windfall.types import Feedback, Request, Task, Turn
 

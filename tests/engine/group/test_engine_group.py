@@ -27,8 +27,7 @@ from windfall.engine.engine_thread import EngineThread
 from windfall.engine.group import group as groups
 from windfall.errors import WindfallError
 from windfall.link.messages import Work, columns
-from windfall.trainer.own_engine.trainer_engine import TrainerEngine
-from windfall.trainer.own_engine.trainer_turn import TrainerTurn
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
 from windfall.types import Chunk
 from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, MergedWeights
 

@@ -69,7 +69,7 @@ def test_missing_cap_and_missing_scale_are_detected(monkeypatch: pytest.MonkeyPa
 
 def test_router_in_training_mode_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the gradients of some weights are wrong, as in an earlier trainer; each weight is compared separately."""
-    from windfall.trainer.model.policy import PolicyModule
+    from windfall.trainer.model.logprobs import PolicyModule
 
     monkeypatch.setattr(PolicyModule, "set_training", lambda self, yes: self.model.train(yes))
     a = hostile.ARCHITECTURES["a router that draws numbers in training"]

@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 
 from windfall.envs.agents import isolation
-from windfall.envs.agents import launcher as launchers
-from windfall.envs.agents.agent_exit import AgentExit
-from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
+from windfall.envs.agents.launcher import AgentExit, AgentLauncher, AgentProgram
 from windfall.errors import WindfallError
-from windfall.processes import reaper
+from windfall.processes import fork_client, reaper
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -163,8 +161,8 @@ def run(task): return 0.5
 def test_server_that_is_killed_while_it_starts_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
-    monkeypatch.setattr(launchers, "RESTART_S", 0.01)
-    monkeypatch.setattr(launchers, "MAX_LOST_STARTS", 3)
+    monkeypatch.setattr(fork_client, "RESTART_S", 0.01)
+    monkeypatch.setattr(fork_client, "MAX_LOST_STARTS", 3)
     (tmp_path / "stuck.py").write_text(STUCK)
     starts = tmp_path / "starts"
 

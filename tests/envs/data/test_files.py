@@ -1,8 +1,7 @@
-"""Which files a data set and its splits have, for every layout. Nothing is read here but JSON and README.md."""
+"""Which files a data set and its splits have, for every layout. No file is read here."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -54,37 +53,12 @@ def test_one_of_several_subsets_must_be_named(tmp_path: Path) -> None:
         names(tmp_path, subset="mian")
 
 
-def test_readme_names_files(tmp_path: Path) -> None:
-    make(tmp_path, "x/one.parquet", "x/two.parquet", "y/three.parquet", "../outside.parquet")
-    head = """configs:
-- config_name: big
-  default: true
-  data_files:
-  - {split: train, path: [x/*.parquet, ../outside.parquet]}
-  - {split: rest, path: y/three.parquet}
-- config_name: small
-  data_files: x/one.parquet
-"""
-    (tmp_path / "README.md").write_text(f"---\n{head}---\n# A data set\n")
-    assert names(tmp_path) == ["x/one.parquet", "x/two.parquet"]  # a pattern cannot leave the folder
-    assert names(tmp_path, "rest") == ["y/three.parquet"]
-    assert names(tmp_path, subset="small") == ["x/one.parquet"]
-    (tmp_path / "x" / "one.parquet").unlink()
-    with pytest.raises(WindfallError, match="names files of train that are not here"):
-        names(tmp_path, subset="small")
-
-
-def test_saved_folders(tmp_path: Path) -> None:
-    for split in ("train", "tiny"):
-        make(tmp_path, f"{split}/data-00000-of-00001.arrow", f"{split}/left-over.arrow")
-        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": split}
-        (tmp_path / split / "state.json").write_text(json.dumps(state))
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "tiny"]}')
-    assert names(tmp_path, "tiny") == ["tiny/data-00000-of-00001.arrow"]
-    assert names(tmp_path / "tiny") == ["data-00000-of-00001.arrow"]
-    (tmp_path / "tiny" / "data-00000-of-00001.arrow").unlink()
-    with pytest.raises(WindfallError, match="a file of the data set is missing"):
-        find(tmp_path, "train") and find(tmp_path, "tiny")
+def test_saved_folders_are_refused_with_a_fix(tmp_path: Path) -> None:
+    make(tmp_path, "train/data-00000-of-00001.arrow", "train/state.json", "dataset_dict.json")
+    for folder in (tmp_path, tmp_path / "train"):
+        with pytest.raises(WindfallError, match="written by save_to_disk") as caught:
+            find(folder)
+        assert "to_parquet" in caught.value.fix
 
 
 def test_parts_of_a_split() -> None:

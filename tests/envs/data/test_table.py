@@ -33,20 +33,6 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def write_saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """As `datasets` writes it with save_to_disk: the stream format, in batches."""
-    pa = pytest.importorskip("pyarrow", reason="parquet files need the extra data")
-    folder.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist(rows)
-    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as s:
-        for batch in table.to_batches(max_chunksize=2):
-            s.write_batch(batch)
-    (folder / "state.json").write_text(
-        '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}'
-    )
-    return folder
-
-
 def read(path: Path, form: RowFormat = FORM, **source: Any) -> list[TableRow]:
     return read_table(DataSource(path=path, **source), form)
 
@@ -57,7 +43,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     assert dict(lines[0].columns) == {"solution": "Add them. #### 5", "level": 1, "answer": "5"}
     one = read(write_parquet(tmp_path / "b.parquet", ROWS))
     hub = write_parquet(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", ROWS).parent.parent
-    for other in (one, read(hub, split="test"), read(write_saved(tmp_path / "saved", ROWS))):
+    for other in (one, read(hub, split="test")):
         assert [(row.prompt, row.answer, dict(row.columns)) for row in other] == [
             (row.prompt, row.answer, dict(row.columns)) for row in lines
         ]
@@ -141,11 +127,6 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
     table.write_bytes(table.read_bytes()[:-20])
     with pytest.raises(WindfallError, match=r"b.parquet: the file is damaged"):
         read(table)
-    saved = write_saved(tmp_path / "saved", ROWS)
-    arrow = saved / "data-00000-of-00001.arrow"
-    arrow.write_bytes(arrow.read_bytes()[:-300])
-    with pytest.raises(WindfallError, match=r"arrow: the file is damaged"):
-        read(saved)
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

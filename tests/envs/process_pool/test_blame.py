@@ -70,10 +70,10 @@ def test_call_that_ran_alone_does_not_limit_its_process_afterwards() -> None:
     async def main() -> None:
         async with EnvPool(section(hostile.Hangs), 0, processes=1) as pool:
             await pool.ready()
-            suspect = asyncio.create_task(ask(pool, 0))
-            while not (found := [call for call in pool._pending if call.what == "feedback"]):
-                await asyncio.sleep(0)
-            found[0].moves = 2  # it may share a process with three others
+            task = await pool.task(0, 20.0)
+            suspect = asyncio.create_task(pool.feedback(0, task, [Turn(text="abc")], 20.0))
+            await asyncio.sleep(0)
+            pool._pending[0].moves = 2  # it may share a process with three others
             hanging = [asyncio.create_task(ask(pool, n, "hang", 600.0)) for n in range(1, 9)]
             assert (await suspect).reward == 1.0
             assert (await ask(pool, 9)).reward == 1.0
@@ -91,13 +91,13 @@ def test_process_that_takes_long_to_end_is_described_as_it_ended() -> None:
     async def main() -> None:
         async with hosting(hostile.Sleeps, from_task=1) as pool:
             failing = asyncio.create_task(failure(ask(pool, 1, limit_s=600.0)))
-            process = pool._children[0].process
-            while not process.running_call()[0]:
+            child = pool.places[0]
+            while not child.running_call()[0]:
                 await asyncio.sleep(0.01)
-            os.kill(process._process.pid, signal.SIGSTOP)
+            os.kill(child.process.pid, signal.SIGSTOP)
             os.kill(environment_pid(pool), signal.SIGSEGV)
             await asyncio.sleep(1.5)
-            os.kill(process._process.pid, signal.SIGCONT)
+            os.kill(child.process.pid, signal.SIGCONT)
             assert "was killed (SIGSEGV)" in (await failing).error
 
     run(main)

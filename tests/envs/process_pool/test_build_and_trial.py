@@ -91,7 +91,6 @@ def test_process_that_is_killed_while_it_builds_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pools, "RESTART_S", 0.01)
     monkeypatch.setattr(pools, "MAX_KILLED_BUILDS", 2)
     (tmp_path / "stuck.py").write_text(STUCK)
     starts = tmp_path / "starts"

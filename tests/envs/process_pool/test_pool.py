@@ -68,7 +68,7 @@ def test_child_that_cannot_be_killed_delays_nothing(
 
     async def main() -> None:
         async with hosting(hostile.Sleeps, from_task=1) as pool:
-            pool._children[0].process._process._kill_timeout_s = 1.0
+            pool.places[0].process._kill_timeout_s = 1.0
             error = await failure(ask(pool, 1, limit_s=0.5))
             assert pool._killing  # the call has failed, but its child has not ended yet
             assert "in misbehave" in error.traceback
@@ -188,7 +188,7 @@ def test_environment_may_fork(env: type, capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_call_is_not_retried_after_too_many_children_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "MAX_MOVES", 1)
+    monkeypatch.setattr("windfall.envs.calls.MAX_MOVES", 1)
 
     async def main() -> None:
         async with hosting(hostile.LeavesUnseen) as pool:
@@ -217,7 +217,7 @@ def test_slow_grader_loses_nothing_and_gets_more_processes() -> None:
             task, began = await pool.task(0, 5.0), time.monotonic()
             calls = [pool.feedback(0, task, [Turn(text="a")], 1.0) for _ in range(200)]
             assert [f.reward for f in await asyncio.gather(*calls)] == [1.0] * 200
-            assert len(pool._children) > 4
+            assert len(pool.places) > 4
             return time.monotonic() - began
 
     assert run(main) < 15.0
@@ -228,22 +228,19 @@ def test_async_grader_runs_many_at_once_in_a_process() -> None:
         async with hosting(hostile.Awaiting, s=0.1) as pool:
             task, began = await pool.task(0, 5.0), time.monotonic()
             await asyncio.gather(*(pool.feedback(0, task, [Turn(text="a")], 5.0) for _ in range(1000)))
-            assert len(pool._children) <= 2  # on a busy machine one more may look useful
+            assert len(pool.places) <= 2  # on a busy machine one more may look useful
             return time.monotonic() - began
 
     assert run(main) < 20.0
 
 
-def test_computing_grader_gets_no_more_processes_than_cores() -> None:
-    """This holds on a busy machine too: waiting for a core does not count as sleeping."""
-
-    async def main() -> None:
-        async with hosting(hostile.Computes, s=0.04) as pool:
-            task = await pool.task(0, 5.0)
-            await asyncio.gather(*(pool.feedback(0, task, [Turn(text="a")], 20.0) for _ in range(80)))
-            assert len(pool._children) <= len(os.sched_getaffinity(0))
-
-    run(main)
+def test_environments_of_windfall_get_one_process_per_core_by_default() -> None:
+    """They compute. A user's own environment may wait for a server."""
+    own, users = EnvPool(parse_recipe({}, where="test").env, 0), EnvPool(section(hostile.Computes), 0)
+    cores = len(os.sched_getaffinity(0))
+    assert own.limit == min(cores, pools.MAX_CHILDREN)
+    assert users.limit == min(max(cores, pools.MIN_CHILDREN), pools.MAX_CHILDREN)
+    assert EnvPool(section(hostile.Computes), 0, processes=3).limit == 3
 
 
 @pytest.mark.parametrize("env", [hostile.SlowTasks, hostile.BadTasks])
@@ -284,13 +281,13 @@ def test_canceled_call_frees_its_place() -> None:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
             assert (await ask(pool, 0)).reward == 1.0
-            assert not pool._children[0].sent
+            assert not pool.places[0].sent
             slow = asyncio.create_task(ask(pool, 3, "hang", 60.0))
             await asyncio.sleep(0.2)
-            before = pool._sizing._took_s["feedback"]
+            before = dict(pool._took_s)
             slow.cancel()
             await asyncio.sleep(0.2)
-            assert pool._sizing._took_s["feedback"] == before  # what was cancelled says nothing
+            assert pool._took_s == before  # what was cancelled says nothing
 
     run(main)
 
@@ -317,7 +314,7 @@ def test_answer_that_takes_too_long_to_score_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
 
     async def main() -> None:
-        async with hosting("windfall.envs.dataset:JsonLines", path=str(tmp_path / "a.jsonl"), cpu_s=1.0) as pool:
+        async with hosting("windfall.envs.dataset:Dataset", path=str(tmp_path / "a.jsonl"), cpu_s=1.0) as pool:
             assert await ask(pool, 0, "\\boxed{9^{9^{9}}}", 60.0) == Feedback(reward=0.0)
             assert await ask(pool, 0, "\\boxed{2}", 60.0) == Feedback(reward=1.0)
 

@@ -37,7 +37,7 @@ def test_nothing_that_an_environment_started_survives(how: str, tmp_path: Path) 
     async def main() -> None:
         wait_s = 1e6 if how == "call is killed" else 0.0
         async with hosting(hostile.LeavesProcesses, file=str(path), count=COUNT, wait_s=wait_s, from_task=1) as pool:
-            outer = pool._children[0].process._process.pid
+            outer = pool.places[0].process.pid
             inner, environment, *_ = reaper.descendants(outer)
             tree.extend((outer, inner, environment))
             if how == "call is killed":
@@ -80,7 +80,7 @@ import asyncio
 from tests.support.hostile.pool_calls import *
 async def main():
     async with hosting("tests.support.hostile.environments:{env}", file={str(path)!r}, wait_s=1e6) as pool:
-        print(pool._children[0].process._process.pid, flush=True)
+        print(pool.places[0].process.pid, flush=True)
         await ask(pool, 1, limit_s=600.0)
 asyncio.run(main())
 """
@@ -114,7 +114,7 @@ def test_stopped_reaper_is_woken_up_to_end(tmp_path: Path) -> None:
         async with hosting(hostile.LeavesProcesses, file=str(path), count=1) as pool:
             assert (await ask(pool, 1)).reward == 1.0
             wait_until_left(path, KINDS)
-            os.kill(pool._children[0].process._process.pid, signal.SIGSTOP)
+            os.kill(pool.places[0].process.pid, signal.SIGSTOP)
             os.kill(environment_pid(pool), signal.SIGSTOP)
 
     run(main)

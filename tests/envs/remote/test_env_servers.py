@@ -17,10 +17,11 @@ import pytest
 from tests.support.hostile import environments as hostile
 from tests.support.hostile.pool_calls import alive, wait_for
 from tests.support.ports import free_port
+from windfall.envs.calls import MAX_MOVES
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
-from windfall.envs.process_pool.pool import MAX_MOVES, EnvPool
-from windfall.envs.remote import connection, servers
+from windfall.envs.process_pool.pool import EnvPool
+from windfall.envs.remote import servers
 from windfall.envs.remote.server import NAME, EnvService
 from windfall.envs.remote.servers import EnvServers
 from windfall.envs.remote.settings import settings_of
@@ -41,7 +42,7 @@ ENV: dict[str, Any] = {"name": "custom", "factory": "lighthouse:build"}
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SESSIONS))
-    monkeypatch.setattr(connection, "RETRY_S", 0.05)
+    monkeypatch.setattr(servers, "RETRY_S", 0.05)
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_sessions_survive_a_killed_server(tmp_path: Path, token: Path) -> None:
                 nonlocal arrived
                 arrived += turn == 1
                 if arrived == 10:
-                    assert all(len(s.sessions) >= 4 for s in host.servers)  # they are spread by load
+                    assert all(host.sessions.count(s) >= 4 for s in host.places)  # they are spread by load
                     first.send_signal(signal.SIGKILL)
                     arrived += 1
                     killed.set()
@@ -181,8 +182,8 @@ def test_lost_session_that_cannot_be_replayed_is_missing(token: Path) -> None:
             first = await host.feedback(3, task, [Turn(text="east")], 10.0)
             turns = [Turn(text="east", observation=first.observation)]
             assert len(pool.sessions) == 1
-            host.servers[0]._drop("a test")
-            while host.servers[0].losses == 0:
+            host.places[0].drop("a test")
+            while host.places[0].losses == 0:
                 await asyncio.sleep(0.01)
             graded = await grade(host, 3, task, [*turns, Turn(text="east")], tries=3, timeout_s=10.0)
             assert graded.feedback is None
@@ -402,7 +403,7 @@ def liar(lie: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
 
 def test_servers_that_lie_do_not_hurt(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them answers tasks, lies about the first turn, and is as fast as can be. One server is honest."""
-    monkeypatch.setattr(connection, "GRACE_S", -6.0)  # twice the limit of 5 s, less this
+    monkeypatch.setattr(servers, "GRACE_S", -6.0)  # twice the limit of 5 s, less this
 
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:

@@ -183,11 +183,11 @@ def test_in_a_child_process(tmp_path: Path) -> None:
             found = await pool.feedback(0, task, [Turn(text="56", tokens=(3, 4))], 20.0)
             assert dict(found.scores) == {"ids": 7.0, "only_easy": 0.5, "math": 1.0}
             assert found.reward == 17.5
-            first = pool._children[0]
+            first = pool.places[0]
             late = await pool.feedback(0, task, [Turn(text=ENDLESS, tokens=(3,))], 60.0)
             assert dict(late.scores) == {"ids": 3.0, "only_easy": 0.5, "math": 0.0}
             assert late.reward == 3.5
-            assert first not in pool._children  # the kernel has ended it
+            assert first not in pool.places  # the kernel has ended it
 
     asyncio.run(main())
 

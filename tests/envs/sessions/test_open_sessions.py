@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from windfall.envs import sessions as session_limits
 from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.pool import EnvPool
-from windfall.envs.sessions import open_sessions
-from windfall.envs.sessions.open_sessions import OpenSessions
+from windfall.envs.sessions import OpenSessions
 from windfall.recipe.env_sections import CustomEnv
 from windfall.types import Turn
 
@@ -64,7 +64,7 @@ def test_opening_waits_for_room_and_not_against_its_limit() -> None:
 
 
 def test_idle_session_yields_if_it_can_be_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(open_sessions, "YIELD_S", 1.0)
+    monkeypatch.setattr(session_limits, "YIELD_S", 1.0)
 
     async def main() -> None:
         log = tmp_path / "log"
@@ -83,7 +83,7 @@ def test_idle_session_yields_if_it_can_be_replayed(monkeypatch: pytest.MonkeyPat
 
 
 def test_session_that_cannot_be_replayed_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_sessions, "YIELD_S", 0.0)
+    monkeypatch.setattr(session_limits, "YIELD_S", 0.0)
 
     async def main() -> None:
         async with pool(1, replayable=False) as host:
@@ -160,6 +160,6 @@ def test_lost_places_and_expired_sessions() -> None:
     sessions.drop("a")
     assert len(sessions) == 1
     assert sessions.expire() is None
-    now[0] = open_sessions.IDLE_S + 1.0
+    now[0] = session_limits.IDLE_S + 1.0
     assert sessions.expire() == (("light", ("east", "at 1")), "b")
     assert sessions.take(("light", ("east", "at 1"))) is None

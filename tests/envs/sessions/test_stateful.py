@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from lighthouse import Lighthouse
 
+from examples.guess import Guess
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
-from windfall.envs.guess import Guess
 from windfall.envs.process_pool.pool import EnvPool
-from windfall.envs.sessions.stateful import Stateful
+from windfall.envs.sessions import Stateful
 from windfall.recipe.env_sections import CustomEnv
 from windfall.types import Feedback, Task, Turn
 
@@ -87,38 +87,6 @@ def test_a_failed_step_closes_the_session_and_a_retry_replays() -> None:
         assert (env.opened, env.closed, stateful.idle) == (1, 1, 0)
         feedback, _ = await play(stateful, 3, ["east"], turns)
         assert (feedback.observation, env.opened, stateful.replayed_turns) == ("at 2", 2, 1)
-
-    run(main())
-
-
-def test_idle_sessions_are_limited_and_come_back() -> None:
-    async def main() -> None:
-        now = [0.0]
-        env = Lighthouse()
-        stateful = Stateful(env, max_idle=2, idle_s=10.0, clock=lambda: now[0])
-        _, first = await play(stateful, 3, ["east"])
-        for _ in range(4):
-            await play(stateful, 4, ["west"])
-        assert stateful.idle <= 3
-        assert (await play(stateful, 3, ["east"], first))[0].observation == "at 2"
-        now[0] = 60.0
-        await play(stateful, 0, ["east", "east"])
-        assert (stateful.idle, env.opened) == (0, env.closed)
-
-    run(main())
-
-
-def test_sessions_that_nobody_continues_are_closed() -> None:
-    """A response that ran out of tokens asks for no further turn, and no other call arrives."""
-
-    async def main() -> None:
-        env = Lighthouse(replayable=False)
-        stateful = Stateful(env, idle_s=0.05)
-        await play(stateful, 3, ["east"])
-        await asyncio.sleep(0.03)
-        await play(stateful, 4, ["west"])
-        while (env.closed, stateful.idle) != (2, 0):
-            await asyncio.sleep(0.01)
 
     run(main())
 

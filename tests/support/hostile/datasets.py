@@ -22,12 +22,9 @@ FILES: dict[str, tuple[str, bytes, list[str]]] = {
     "a damaged parquet file": (
         "train.parquet", b"PAR1\x15\x04\x15\x10" + b"\x00" * 80 + b"PAR1", ["train.parquet", "cannot read it"],
     ),
-    "a compressed file": ("train.jsonl.gz", gzip.compress(LINE), ["compressed with gzip", "gunzip -c", "train.jsonl"]),
-    "an array": (
-        "train.json", json.dumps([ROW, ROW], indent=1).encode(),
-        ["one JSON array", "json.load(sys.stdin)", "train.jsonl"],
-    ),
-    "an array on one line": ("train.jsonl", json.dumps([ROW]).encode(), ["one JSON array", "train-lines.jsonl"]),
+    "a compressed file": ("train.jsonl.gz", gzip.compress(LINE), ["compressed with gzip", "train.jsonl.gz"]),
+    "an array": ("train.json", json.dumps([ROW, ROW], indent=1).encode(), ["one JSON array", "Convert it to JSONL"]),
+    "an array on one line": ("train.jsonl", json.dumps([ROW]).encode(), ["one JSON array"]),
     "another encoding": ("train.jsonl", '{"prompt": "\u00fc"}'.encode("latin-1"), ["train.jsonl:1", "not UTF-8"]),
     "nesting without end": ("train.jsonl", b'{"prompt": ' + b"[" * 100_000, ["train.jsonl:1", "nested too deeply"]),
     "no messages": ("train.jsonl", _prompt([]), ["train.jsonl:1", "'prompt' is an empty list"]),

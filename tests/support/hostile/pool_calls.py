@@ -38,7 +38,7 @@ async def ask(pool: EnvPool, index: int, text: str = "abc", limit_s: float = 20.
 
 def environment_pid(pool: EnvPool) -> int:
     """The process of the environment: below its two reapers."""
-    return reaper.descendants(pool._children[0].process._process.pid)[1]
+    return reaper.descendants(pool.places[0].process.pid)[1]
 
 
 async def failure(wait: Awaitable[Any]) -> EnvFailed:

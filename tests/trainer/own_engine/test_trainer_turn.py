@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from windfall.trainer.own_engine.trainer_turn import TrainerTurn
+from windfall.trainer.own_engine.trainer_engine import TrainerTurn
 
 WAIT_S = 20.0
 

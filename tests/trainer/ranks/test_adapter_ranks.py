@@ -17,7 +17,7 @@ from windfall.models import load
 from windfall.recipe.file import parse_recipe
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.checkpoint import IntactCheckpoint
-from windfall.trainer.ranks.process import RankPart, Setup
+from windfall.trainer.process import RankPart, Setup
 from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.training import CheckpointState, Sample
 

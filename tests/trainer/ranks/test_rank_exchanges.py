@@ -18,7 +18,7 @@ from windfall.models import load
 from windfall.recipe.file import parse_recipe
 from windfall.trainer import trained_weights
 from windfall.trainer import trainer as trainer_module
-from windfall.trainer.ranks.process import RankPart, Setup
+from windfall.trainer.process import RankPart, Setup
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.training import Sample
 from windfall.weights.meeting import PublishFailed

@@ -28,12 +28,12 @@ from windfall.models import attention
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
-from windfall.trainer.packs import packs_of_ranks
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
-from windfall.trainer.ranks.sharding import RankRows, as_shard, fill, rows, sharded_policy, slice_of
-from windfall.trainer.trainer import TorchTrainer
+from windfall.trainer.ranks.sharding import as_shard, fill, rows, sharded_policy, slice_of
+from windfall.trainer.trainer import TorchTrainer, packs_of_ranks
 from windfall.training import Sample
+from windfall.weights.publish import RankRows
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -192,10 +192,6 @@ def test_ranks_agree_with_one_rank(name: str, size: int) -> None:
             assert getattr(one, key) == getattr(several, key)
         for key in ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl"):
             assert getattr(several, key) == pytest.approx(getattr(one, key), rel=1e-4, abs=1e-6), key
-        assert (one.experts is not None) == name.startswith("experts")
-        if one.experts is not None:  # rounding may send a token to another expert
-            assert several.experts["layers"] == pytest.approx(one.experts["layers"], abs=2e-3)
-            assert several.experts["load_max"] == pytest.approx(one.experts["load_max"], abs=0.02)
     for what, ours, theirs in (("gradient", found[1], gradients), ("weight", found[2], weights)):
         assert ours.keys() == theirs.keys()
         for n, value in theirs.items():

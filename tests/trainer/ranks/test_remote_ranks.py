@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from tests.support.ports import free_port
 from tests.support.rank_processes import CONTEXT, run_ranks
 from windfall.trainer.ranks import ranks as rank_module
-from windfall.trainer.ranks import remote_rows, sharded_file
+from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import RankLost, TrainerRanks
-from windfall.trainer.ranks.sharding import RankRows
+from windfall.weights.publish import RankRows
 
 MATRIX = torch.arange(5 * 40, dtype=torch.float32).reshape(40, 5)
 
@@ -38,7 +38,7 @@ def on_machines(ranks: TrainerRanks, of: tuple[int, ...], path: Path) -> Trainer
     ranks = replace(ranks, machine=of[ranks.rank])
     if ranks.remote:
         sharded_file.os = sharded_file.safe_open = None  # type: ignore[assignment]  # pyright: ignore
-    remote_rows.PIECE_BYTES = sharded_file.PIECE_BYTES = 64  # many pieces
+    sharded_file.PIECE_BYTES = 64  # many pieces
     return ranks
 
 

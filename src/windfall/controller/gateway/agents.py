@@ -44,8 +44,7 @@ from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import History
 from windfall.controller.rollout.grading import OUT_OF_TOKENS
 from windfall.controller.rollout.stream import OpenGroup, Rollout, Stream
-from windfall.envs.agents.agent_exit import AgentExit
-from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
+from windfall.envs.agents.launcher import AgentExit, AgentLauncher, AgentProgram
 from windfall.envs.base import HELD_OUT, EnvHost
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
@@ -54,7 +53,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models.chat import Chat
 from windfall.processes.output_log import OutputFile
-from windfall.recipe.env_sections import AgentEnv, AgentLimits, VerifiersEnv
+from windfall.recipe.env_sections import AgentEnv, AgentLimits
 from windfall.recipe.sections import Recipe, RolloutSection
 from windfall.types import Response, Task, Turn
 
@@ -347,7 +346,7 @@ PLAIN = (
 """Chat template for a model without one, or if chat.enabled is false: texts one after the other."""
 
 
-def program(env: AgentEnv | VerifiersEnv, *hidden: Path) -> AgentProgram:
+def program(env: AgentEnv, *hidden: Path) -> AgentProgram:
     """What is started for every response. `hidden`: folders that agents must not read."""
     common = {
         "memory_mb": env.memory_mb,
@@ -355,9 +354,6 @@ def program(env: AgentEnv | VerifiersEnv, *hidden: Path) -> AgentProgram:
         "isolation": env.isolation,
         "hidden": [str(folder.resolve()) for folder in hidden],
     }
-    if isinstance(env, VerifiersEnv):
-        options = {"id": env.id, "args": env.args, "sampling_args": env.sampling_args}
-        return AgentProgram(function="windfall.envs.agents.verifiers_agent:run", options=options, **common)
     command = shlex.split(env.command or "")
     return AgentProgram(command=command, function=env.function or "", options=env.options, **common)
 
@@ -365,7 +361,7 @@ def program(env: AgentEnv | VerifiersEnv, *hidden: Path) -> AgentProgram:
 def check(recipe: Recipe) -> str:
     """Raise WindfallError if the agent cannot be started. Returns a line about it."""
     env = recipe.env
-    assert isinstance(env, AgentEnv | VerifiersEnv)
+    assert isinstance(env, AgentEnv)
     chosen = program(env)
     _check_files(env)
     if chosen.command:
@@ -373,7 +369,7 @@ def check(recipe: Recipe) -> str:
         if shutil.which(str(folder / name) if os.sep in name else name) is None:
             fix = "Correct the command, or give the full path of the program."
             raise WindfallError(f"there is no program {chosen.command[0]!r}", where="env.command", fix=fix)
-        return f"agent: {env.command}" if isinstance(env, AgentEnv) else ""
+        return f"agent: {env.command}"
 
     async def imported() -> None:
         async with AgentLauncher(chosen) as launcher:

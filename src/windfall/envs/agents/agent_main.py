@@ -29,18 +29,16 @@ from typing import Any, NoReturn
 
 from windfall.envs import user_code
 from windfall.envs.agents import isolation
-from windfall.envs.agents.agent_exit import last_line
+from windfall.envs.agents.launcher import last_line
 from windfall.envs.failures import message_of
 from windfall.envs.process_pool import limits
 from windfall.errors import WindfallError
 from windfall.processes import fork_server, reaper
 
 TAIL_BYTES = 16 << 10
-"""Bytes of each output of an agent that are kept."""
 RESULT_BYTES = 1 << 20
 """Largest value that a function may return, as JSON."""
 LIMITS = {"stdout": TAIL_BYTES, "stderr": TAIL_BYTES, "value": RESULT_BYTES}
-"""Bytes of each pipe of an agent that are kept."""
 NOT_JSON = "left a result that is not JSON; does it write to file descriptor 3?"
 
 
@@ -72,7 +70,6 @@ def prepare(fd: str) -> bool:
 
 
 def _chosen_protections(level: str) -> isolation.Protections:
-    """What isolates agents at this level of env.isolation. Raises WindfallError."""
     if level == "off":
         return isolation.Protections()
     found = isolation.available()
@@ -121,7 +118,6 @@ def _report(kept: dict[str, bytes]) -> dict[str, Any]:
 
 
 def _become_agent(pipes: dict[str, int], task: dict[str, Any], variables: dict[str, str]) -> NoReturn:
-    """In the process of the agent: run it, and never return."""
     code, pid, build = 1, os.getpid(), _Prepared.build
     try:
         os.dup2(pipes["stderr"], 2)

@@ -43,8 +43,6 @@ CAPABILITY_VERSION = 0x2008_0522
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Protections:
-    """What this system can do."""
-
     mounts: bool = False
     landlock: int = 0
     """Version of Landlock's interface; 0: not available."""
@@ -104,7 +102,6 @@ def _checked(result: int, what: str) -> int:
 
 
 def _hide(folders: Sequence[str]) -> None:
-    """Enter a mount namespace in which these folders are empty."""
     libc, uid, gid = _libc(), os.geteuid(), os.getegid()
     if libc.unshare(CLONE_NEWNS) < 0:
         _checked(libc.unshare(CLONE_NEWUSER | CLONE_NEWNS), "unshare")

@@ -14,25 +14,21 @@ import json
 import os
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from windfall.backoff import delay_s
-from windfall.envs.agents.agent_exit import AgentExit
+from windfall.envs import failures
+from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool.child_process import SECRETS, child_environment
-from windfall.errors import WindfallError
-from windfall.processes.fork_client import ForkServerLost, UserCodeForkClient
+from windfall.errors import WindfallError, describe_exit
+from windfall.processes.fork_client import ForkClient, UserCode
+from windfall.types import Feedback
 
 BUILD_S = 300.0
 """Time limit for importing an agent's function (seconds)."""
-MAX_LOST_STARTS = 4
-"""Number of fork servers in a row that may be killed while they start."""
-RESTART_S = 0.5
-"""Seconds until such a fork server is started again; then twice that, and so on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +40,66 @@ class AgentProgram:
     """As "package.module:function". It is called with the task and the options."""
     options: Mapping[str, Any] = field(default_factory=dict)
     memory_mb: int = 0
-    """Upper limit for the address space of the agent's process. 0: no limit."""
     directory: str = ""
     """Folder in which the agent is imported and runs; empty: that of this process."""
     hidden: Sequence[str] = ()
-    """Folders that agents must not read."""
     isolation: str = "auto"
-    """As env.isolation in the recipe."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentExit:
+    code: int
+    """Exit status; a negative number is the signal that ended the process."""
+    value: Any = None
+    """What the function returned, or the last line that the command printed, parsed as JSON if it is JSON."""
+    output: str = ""
+    why: str = ""
+
+    @property
+    def failure(self) -> EnvFailed | None:
+        if self.why:
+            return EnvFailed(f"the agent {self.why}", self.why, self.output)
+        if self.code != 0:
+            last = next((line for line in reversed(self.output.splitlines()) if line.strip()), "")
+            how = describe_exit(self.code)
+            cause = f"the agent {how}"
+            return EnvFailed(f"{cause}: {last[: failures.MESSAGE_CHARS]}" if last else cause, cause, self.output)
+        return None
+
+    @property
+    def reward(self) -> float | None:
+        """The reward that the agent returned. Raises EnvFailed if its value is not a reward.
+
+        >>> AgentExit(code=0, value={"reward": 0.5}).reward, AgentExit(code=0, value=True).reward
+        (0.5, 1.0)
+        """
+        value = self.value.get("reward") if isinstance(self.value, dict) else self.value
+        if value is None or isinstance(value, str):
+            return None
+        if fault := failures.feedback_fault(Feedback(reward=value)):
+            raise failures.invalid_value("the value that the agent returned", fault)
+        return float(value)
+
+    @property
+    def text(self) -> str:
+        value = self.value.get("text") if isinstance(self.value, dict) else self.value
+        return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+
+
+def last_line(output: str) -> Any:
+    """The last line that is not empty: its value if it is JSON, otherwise its text.
+
+    >>> last_line('thinking\\n{"reward": 1}\\n\\n'), last_line("done")
+    ({'reward': 1}, 'done')
+    """
+    line = next((line for line in reversed(output.splitlines()) if line.strip()), "").strip()
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return line or None
 
 
 class AgentLauncher:
-    """Used as `async with`."""
-
     def __init__(self, program: AgentProgram) -> None:
         self._program = program
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __aexit__)
@@ -63,18 +107,17 @@ class AgentLauncher:
         self._file.write(json.dumps(build).encode())
         self._file.flush()
         module = "windfall.envs.agents.agent_main"
-        self._client = UserCodeForkClient(
+        self._client = ForkClient(
             entry=f"{module}:main",
             modules=[f"{module}:prepare:{self._file.fileno()}"],
-            fds=[self._file.fileno()],
+            log=Path(os.devnull),
             env=child_environment(strict=False),
-            folder=program.directory,
             import_timeout_s=BUILD_S,
+            user_code=UserCode(fds=[self._file.fileno()], folder=program.directory),
         )
         self._next_number = 0
         self.hides_files = True
         """Agents cannot read the hidden folders. Known once the launcher has been ready."""
-        self._starting = asyncio.Lock()
 
     @property
     def pid(self) -> int | None:
@@ -91,22 +134,11 @@ class AgentLauncher:
     async def ready(self) -> None:
         """Start the fork server, if it is not running, and wait until it has imported the agent. Raises
         WindfallError."""
-        async with self._starting:
-            for lost in range(1, MAX_LOST_STARTS + 1):
-                try:
-                    self.hides_files = await self._client.ready()
-                    return
-                except ForkServerLost as e:
-                    if lost == MAX_LOST_STARTS:
-                        fix = "Check the free memory, and what the agent's module does when it is imported."
-                        raise WindfallError(f"{e} ({lost} times in a row)", where="env", fix=fix) from e
-                    wait_s = delay_s(lost - 1, first_s=RESTART_S)
-                    print(f"{e}; restarting it in {wait_s:g} s", file=sys.stderr, flush=True)
-                    await asyncio.sleep(wait_s)
-                except OSError as e:
-                    what = f"cannot start agents in {self._program.directory or os.getcwd()}: {e}"
-                    fix = "Correct env.directory in recipe.toml."
-                    raise WindfallError(what, where="env.directory", fix=fix) from e
+        try:
+            self.hides_files = await self._client.ready()
+        except OSError as e:
+            what = f"cannot start agents in {self._program.directory or os.getcwd()}: {e}"
+            raise WindfallError(what, where="env.directory", fix="Correct env.directory in recipe.toml.") from e
 
     async def run(self, task: Mapping[str, Any], variables: Mapping[str, str], kill: asyncio.Future[str]) -> AgentExit:
         """Start an agent and wait for its end. If `kill` gets a reason, or this is canceled, the agent is killed."""

@@ -1,31 +1,24 @@
 """Finds the files of a data set and of one of its splits:
 
     problems.jsonl, problems.parquet                            one file
-    saved/state.json, saved/data-00000-of-00001.arrow           a Dataset, as `datasets` saves it (save_to_disk)
-    saved/dataset_dict.json, saved/train/state.json             a DatasetDict, saved in the same way
     gsm8k/README.md, gsm8k/main/train-00000-of-00001.parquet    a repository of the Hugging Face hub, as downloaded
 
-Rules for a folder of the hub, as in `datasets`: `configs` in the head of README.md name the files of each subset and
-split. Without them, a name such as `train-00000-of-00002` names the split, else a word in the name of the
-file or of its folder does (train, test, validation and their usual short forms), else everything is the split `train`.
-Nothing is downloaded.
+Rules for a folder of the hub: a folder in it is a subset, unless its name names a split. A name such as
+`train-00000-of-00002` names the split, else a word in the name of the file or of its folder does (train, test,
+validation and their usual short forms), else everything is the split `train`. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from windfall.errors import WindfallError, nearest
 
-SUFFIXES = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
-_NOT_DATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
+SUFFIXES = (".parquet", ".jsonl", ".json", ".ndjson")
+_NOT_DATA = {"dataset_info.json", "dataset_infos.json"}
 _WORDS = {
     "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
@@ -38,7 +31,6 @@ _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?
 class DataFiles:
     files: tuple[Path, ...]
     split: str
-    """Name of the split, or "" for a single file."""
     bounds: tuple[str | None, str | None] = (None, None)
     """The part of the split to use, as in `train[10:20%]`: a row number, a percentage, or None for the end."""
 
@@ -69,7 +61,10 @@ def find(path: Path, split: str | None = None, subset: str | None = None, *, key
     if not path.is_dir():
         fix = "Give a JSONL or parquet file, or the folder of a Hugging Face data set; nothing is downloaded."
         raise WindfallError("no such file or folder", where=f"{key}.path = {path}", fix=fix)
-    splits = _saved(path) or _hub(path, subset, key)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        fix = "Write it as parquet: for each split, dataset.to_parquet('FOLDER/SPLIT.parquet')."
+        raise WindfallError("this folder was written by save_to_disk", where=str(path), fix=fix)
+    splits = _hub(path, subset, key)
     chosen = _choose(splits, name, path, key)
     return DataFiles(files=tuple(splits[chosen]), split=chosen, bounds=bounds)
 
@@ -96,53 +91,7 @@ def _choose(splits: Mapping[str, list[Path]], name: str | None, path: Path, key:
     raise WindfallError(f"this data set has no split {name!r}", where=str(path), fix=fix)
 
 
-# Folders written by save_to_disk.
-
-
-def _saved(path: Path) -> dict[str, list[Path]]:
-    """The splits of a folder that `datasets` saved; empty if this is none."""
-    if (path / "dataset_dict.json").is_file():
-        names = _json(path / "dataset_dict.json").get("splits")
-        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-            fix = "Save the data set again."
-            raise WindfallError("the list of splits is damaged", where=str(path / "dataset_dict.json"), fix=fix)
-        return {name: _arrow_files(path / name) for name in names}
-    if (path / "state.json").is_file():
-        return {str(_json(path / "state.json").get("_split") or "train"): _arrow_files(path)}
-    return {}
-
-
-def _arrow_files(folder: Path) -> list[Path]:
-    state = _json(folder / "state.json")
-    try:
-        files = [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
-    except (KeyError, TypeError) as e:
-        fix = "Save the data set again."
-        raise WindfallError("the list of files is damaged", where=str(folder / "state.json"), fix=fix) from e
-    if state.get("_indices_data_files"):
-        fix = "Save it again with a newer `datasets`, or call flatten_indices() before save_to_disk()."
-        raise WindfallError("the rows are in an order of their own (indices)", where=str(folder), fix=fix)
-    for file in files:
-        if not file.is_file():
-            raise WindfallError("a file of the data set is missing", where=str(file), fix="Save the data set again.")
-    return files
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as e:
-        raise WindfallError(f"cannot read it: {e}", where=str(file), fix="Save the data set again.") from e
-    return content if isinstance(content, dict) else {}
-
-
-# Folders as on the hub.
-
-
 def _hub(path: Path, subset: str | None, key: str) -> dict[str, list[Path]]:
-    configs = _configs(path / "README.md")
-    if configs:
-        return _configured(path, configs, subset, key)
     files = _data_files(path)
     if not files:
         fix = f"Expected files that end with {', '.join(SUFFIXES)}."
@@ -164,7 +113,6 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _by_subset(path: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
-    """By name of the subset: its folder within `path`. Files of no subset are under ""."""
     out: dict[str, list[Path]] = {}
     for file in files:
         first, *more = file.relative_to(path).parts
@@ -195,64 +143,3 @@ def _split_of(file: Path) -> str:
 def _word(name: str) -> str | None:
     """The split that a word in this name stands for."""
     return next((_WORDS[w] for w in re.split(r"[^a-z]+", name.lower()) if w in _WORDS), None)
-
-
-def _configs(readme: Path) -> list[dict[str, Any]]:
-    """The `configs` in the head of a README.md; empty if it has none."""
-    if not readme.is_file():
-        return []
-    head = readme.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
-    if len(head) < 3 or head[0].strip():
-        return []
-    try:
-        content = yaml.safe_load(head[1])
-    except yaml.YAMLError as e:
-        fix = "Correct it, or remove the head of the file: the files are then found by their names."
-        raise WindfallError(f"the head of the file is not YAML: {e}", where=str(readme), fix=fix) from e
-    configs = content.get("configs") if isinstance(content, dict) else None
-    return [c for c in configs if isinstance(c, dict) and c.get("data_files")] if isinstance(configs, list) else []
-
-
-def _configured(path: Path, configs: list[dict[str, Any]], subset: str | None, key: str) -> dict[str, list[Path]]:
-    names = {str(c.get("config_name", "default")): c for c in configs}
-    if subset is None:
-        marked = [name for name, c in names.items() if c.get("default") is True] or ["default"]
-        subset = next(iter(names)) if len(names) == 1 else marked[0]
-        if subset not in names:
-            fix = f"Set {key}.subset to one of: {', '.join(names)}."
-            raise WindfallError("this data set has several subsets", where=str(path), fix=fix)
-    if subset not in names:
-        raise WindfallError(f"no subset {subset!r}", where=str(path), fix=nearest(subset, names))
-    out = {split: _matching(path, patterns) for split, patterns in _patterns(names[subset]["data_files"]).items()}
-    missing = [split for split, files in out.items() if not files]
-    if missing:
-        fix = "Download all files of the data set."
-        raise WindfallError(
-            f"README.md names files of {', '.join(missing)} that are not here", where=str(path), fix=fix
-        )
-    return out
-
-
-def _patterns(given: Any) -> dict[str, list[str]]:
-    """By split: the patterns of its files. `given` has one of the forms that a README.md may have."""
-    if isinstance(given, dict):
-        return {str(split): _texts(paths) for split, paths in given.items()}
-    entries = given if isinstance(given, list) else [given]
-    out: dict[str, list[str]] = {}
-    for entry in entries:
-        split, paths = (entry.get("split", "train"), entry.get("path")) if isinstance(entry, dict) else ("train", entry)
-        out.setdefault(str(split), []).extend(_texts(paths))
-    return out
-
-
-def _texts(value: Any) -> list[str]:
-    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
-
-
-def _matching(path: Path, patterns: list[str]) -> list[Path]:
-    """Files that match a pattern. A pattern cannot leave the folder."""
-    found: list[Path] = []
-    for pattern in patterns:
-        safe = "/".join(part for part in pattern.split("/") if part not in ("", ".", ".."))
-        found += sorted(p for p in path.glob(safe) if p.is_file())
-    return list(dict.fromkeys(found))

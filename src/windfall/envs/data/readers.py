@@ -1,14 +1,10 @@
-"""Reads the rows of one file: JSONL with the standard library, parquet and arrow with pyarrow (the extra `data`).
-
-For a text file in another format, the error gives a command to convert it.
-"""
+"""Reads the rows of one file: JSONL with the standard library, parquet with pyarrow (the extra `data`)."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,17 +13,15 @@ from windfall.errors import WindfallError, install_command
 
 BATCH_ROWS = 1024
 _LFS_POINTER = b"version https://git-lfs"
-_LINES = "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]"
 _FORMATS = {
-    b"\x1f\x8b": ("compressed with gzip", "gunzip -c {0} > {1}"),
-    b"(\xb5/\xfd": ("compressed with zstd", "zstd -dc {0} > {1}"),
-    b"\xfd7zXZ": ("compressed with xz", "xz -dc {0} > {1}"),
-    b"BZh": ("compressed with bzip2", "bunzip2 -c {0} > {1}"),
-    b"PK\x03\x04": ("a zip archive", "unzip -p {0} > {1}"),
-    b"[": ("one JSON array, not a JSON object per line", f'python -c "{_LINES}" < {{0}} > {{1}}'),
+    b"\x1f\x8b": "compressed with gzip",
+    b"(\xb5/\xfd": "compressed with zstd",
+    b"\xfd7zXZ": "compressed with xz",
+    b"BZh": "compressed with bzip2",
+    b"PK\x03\x04": "a zip archive",
+    b"[": "one JSON array",
 }
-"""The first bytes of a file, its format, and a command that converts it to JSONL."""
-_COMPRESSED = {".gz", ".zst", ".xz", ".bz2", ".zip"}
+"""The first bytes of a file in a format that is not read, and its name."""
 
 
 def place(file: Path, number: int) -> str:
@@ -36,11 +30,10 @@ def place(file: Path, number: int) -> str:
     >>> place(Path("a.jsonl"), 3), place(Path("b.parquet"), 3)
     ('a.jsonl:3', 'b.parquet row 3')
     """
-    return f"{file} row {number}" if file.suffix in (".parquet", ".arrow") else f"{file}:{number}"
+    return f"{file} row {number}" if file.suffix == ".parquet" else f"{file}:{number}"
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a file with their numbers, from 1 on."""
     try:
         with file.open("rb") as opened:
             start = opened.read(64)
@@ -48,9 +41,7 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             fix = "Fetch the file itself: git lfs pull"
             raise WindfallError("this is a pointer of Git LFS, not the data", where=str(file), fix=fix)
         if start.startswith(b"PAR1") or file.suffix == ".parquet":
-            yield from _table_rows(file, _parquet_batches(file))
-        elif file.suffix == ".arrow":
-            yield from _table_rows(file, _arrow_batches(file))
+            yield from _table_rows(file)
         else:
             yield from _json_rows(file, start)
     except OSError as e:
@@ -67,13 +58,9 @@ def _json_rows(file: Path, start: bytes) -> Iterator[tuple[int, dict[str, Any]]]
 
 def _refuse_other_formats(path: Path, start: bytes) -> None:
     start = start.lstrip() if start.lstrip().startswith(b"[") else start
-    for magic, (what, command) in _FORMATS.items():
+    for magic, what in _FORMATS.items():
         if start.startswith(magic):
-            stem = path.with_suffix("") if path.suffix in _COMPRESSED else path
-            target = stem if stem != path and stem.suffix == ".jsonl" else stem.with_suffix(".jsonl")
-            if target == path:
-                target = path.with_name(f"{path.stem}-lines.jsonl")
-            fix = "Convert it: " + command.format(*(shlex.quote(str(p)) for p in (path, target)))
+            fix = "Convert it to JSONL: a text file with one JSON object per line."
             raise WindfallError(f"this is {what}", where=str(path), fix=fix)
 
 
@@ -94,38 +81,21 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _table_rows(file: Path, batches: Iterator[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _table_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     pyarrow, number = _pyarrow(file), 0
     try:
-        for batch in batches:
-            if len(set(batch.schema.names)) < len(batch.schema.names):
+        with contextlib.closing(importlib.import_module("pyarrow.parquet").ParquetFile(file)) as table:
+            names = table.schema_arrow.names
+            if len(set(names)) < len(names):
                 raise WindfallError("two columns have the same name", where=str(file), fix="Rename one of them.")
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+            for batch in table.iter_batches(batch_size=BATCH_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
     except pyarrow.ArrowException as e:
         after = f" after row {number}" if number else ""
         fix = "Write the file again, or download it again."
         raise WindfallError(f"the file is damaged{after}: {e}", where=str(file), fix=fix) from e
-
-
-def _parquet_batches(file: Path) -> Iterator[Any]:
-    _pyarrow(file)
-    with contextlib.closing(importlib.import_module("pyarrow.parquet").ParquetFile(file)) as table:
-        yield from table.iter_batches(batch_size=BATCH_ROWS)
-
-
-def _arrow_batches(file: Path) -> Iterator[Any]:
-    """`datasets` writes the stream format; other programs write the file format."""
-    pyarrow = _pyarrow(file)
-    with pyarrow.memory_map(str(file)) as source:
-        if source.read(6) == b"ARROW1":
-            reader = pyarrow.ipc.open_file(source)
-            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-            return
-        source.seek(0)
-        for batch in pyarrow.ipc.open_stream(source):
-            yield from (batch.slice(at, BATCH_ROWS) for at in range(0, batch.num_rows, BATCH_ROWS))
 
 
 def _pyarrow(file: Path) -> Any:

@@ -22,8 +22,6 @@ ROLES = ("prompt", "answer")
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row of a data set."""
-
     prompt: Prompt
     answer: str
     """Empty if the data set has no such column."""
@@ -47,7 +45,6 @@ class DataSource:
     subset: str | None = None
     filter: str = ""
     section: str = "env"
-    """The section of the recipe that names this data set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +60,6 @@ class RowFormat:
 
 
 def read_table(source: DataSource, form: RowFormat) -> list[TableRow]:
-    """All rows that the filter keeps, in the order of the files."""
     found = find(source.path, source.split, source.subset, key=source.section)
     keep = Filter(source.filter, where=f"{source.section}.filter") if source.filter else None
     rows: list[tuple[Path, int, dict[str, Any]]] = []
@@ -116,8 +112,7 @@ def _column(row: Mapping[str, Any], role: str, name: str, where: str) -> Any:
     if name in row:
         return row[name]
     guess = nearest(name, row) or "The row is empty."
-    key = f'env.columns = {{ {role} = "NAME" }}, or env.{role}_field if env.name is "jsonl",'
-    fix = f"{guess} Set {key} to the name of the column that holds it."
+    fix = f'{guess} Set env.columns = {{ {role} = "NAME" }} to the name of the column that holds it.'
     raise WindfallError(f"there is no column '{name}'", where=where, fix=fix)
 
 
@@ -178,5 +173,4 @@ def _shown(value: Any) -> str:
 
 
 def labels(rows: Sequence[TableRow]) -> list[str]:
-    """The names of all columns, for error messages."""
     return sorted({name for row in rows[:100] for name in row.columns})

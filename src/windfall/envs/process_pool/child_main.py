@@ -3,8 +3,7 @@
     socket ──▶ read ──▶ one asyncio task per call ──▶ environment ──▶ socket
 
 Calls begin in the order in which they arrive. A plain function blocks this process until it returns. An `async def`
-that waits lets the next call begin, and the parent gets a message. The parent can read which call is running
-(running_call.py).
+that waits lets the next call begin, and the parent gets a message.
 
 The environment has an empty standard input, and prints to the log of its reaper (reaper.py). It may fork: a copy
 of this process ends when it returns from the call. If a call closes or replaces the socket, this process ends at once,
@@ -17,22 +16,25 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import inspect
-import json
 import mmap
 import os
 import signal
 import socket
 import sys
+import time
 import zlib
+from collections.abc import Coroutine, Generator
 from typing import Any
 
 from windfall import envs
 from windfall.envs import failures, user_code
+from windfall.envs.calls import answer_message, describe_call
 from windfall.envs.failures import EnvFailed
-from windfall.envs.process_pool import limits
-from windfall.envs.process_pool.running_call import LAYOUT, LINK_LOST, RunningCall, TrackedCoroutine
+from windfall.envs.process_pool import limits, protocol
 from windfall.errors import WindfallError
-from windfall.types import Feedback, Prompt, Task, Turn, prompt_key
+from windfall.link import env_messages as e
+from windfall.link.messages import Message
+from windfall.types import Feedback, Task, Turn, prompt_key
 
 TASKS_KEPT = 4096
 """Number of recent tasks that are kept, so that their feedback need not build them again."""
@@ -44,13 +46,13 @@ def main() -> None:
     # On this signal and in a crash, the process writes its stack, even while C code holds the interpreter's lock.
     faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
     faulthandler.enable(file=trace)
-    asyncio.run(ChildProgram(socket.socket(fileno=link), RunningCall(mmap.mmap(record, LAYOUT.size))).run())
+    asyncio.run(ChildProgram(socket.socket(fileno=link), mmap.mmap(record, protocol.RECORD.size)).run())
 
 
 class ChildProgram:
-    def __init__(self, link: socket.socket, running_call: RunningCall) -> None:
+    def __init__(self, link: socket.socket, record: mmap.mmap) -> None:
         self._link = link
-        self._running_call = running_call
+        self._record = record
         self._partial_line = b""
         self._pid = os.getpid()
         self._socket = os.fstat(link.fileno())
@@ -58,7 +60,6 @@ class ChildProgram:
         self._name = ""
         self._tasks: dict[int, Task] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._ending: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -72,23 +73,28 @@ class ChildProgram:
             os._exit(0)  # the parent is gone
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
-            number, what, *args = json.loads(line)
-            if what == "build":
-                self._build(*args)
-            elif what == "end session":
-                history = tuple((text, seen) for text, seen in args[1])
-                closing = asyncio.get_running_loop().create_task(self._env.end_session(args[0], history))
-                self._closing.add(closing)  # asyncio itself keeps no reference
-                closing.add_done_callback(self._closing.discard)
-            elif what == "end":
-                self._ending = asyncio.get_running_loop().create_task(self._end())
-            elif what == "cancel" and number in self._running:
-                self._running[number].cancel()
-            elif what != "cancel":
-                self._begin(number, what, args)
+            self._handle(protocol.decode_call(line))
+
+    def _handle(self, message: protocol.ToChild) -> None:
+        match message:
+            case protocol.BuildEnv():
+                self._build(message)
+            case protocol.EndEnv():
+                self._close(self._end())
+            case e.EndSession():
+                self._close(self._env.end_session((message.id, *message.turns)))
+            case e.CancelCall():
+                if message.number in self._running:
+                    self._running[message.number].cancel()
+            case _:
+                self._begin(message)
+
+    def _close(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._closing.add(task)  # asyncio itself keeps no reference
+        task.add_done_callback(self._closing.discard)
 
     async def _end(self) -> None:
-        """The run is over: close the sessions that wait for a turn, and exit."""
         try:
             await self._env.close()
         finally:
@@ -103,63 +109,63 @@ class ChildProgram:
         except OSError:
             same = False
         if not same:
-            os._exit(LINK_LOST)
+            os._exit(protocol.LINK_LOST)
 
-    def send(self, *message: Any) -> None:
+    def send(self, message: Message) -> None:
         self.check()
-        self._link.sendall(json.dumps(message).encode() + b"\n")
+        self._link.sendall(protocol.encode(message))
 
     def _announce(self, verdict: Feedback) -> None:
-        self.send(self._running_call.number, "verdict", verdict.reward, verdict.scores)
+        number = protocol.RECORD.unpack_from(self._record)[0]
+        self.send(protocol.CallVerdict(number=number, reward=verdict.reward or 0.0, scores=verdict.scores))
 
-    def _build(self, section: dict[str, Any], seed: int, strict: bool) -> None:
+    def _build(self, message: protocol.BuildEnv) -> None:
+        section = dict(message.section)
         memory_mb = section.pop("memory_mb", 0)
-        if strict or memory_mb:
+        if message.strict or memory_mb:
             limits.limit_memory(memory_mb << 20 or limits.MEMORY_BYTES)
         try:
-            env: Any = envs.build(section, seed)
+            env: Any = envs.build(section, message.seed)
             self._env = env
             stateful = bool(getattr(env, "stateful", False))
             self._name = env.name if stateful else type(env).__name__
-            traits = (bool(getattr(env, "needs_tokens", False)), bool(getattr(env, "replayable", True)))
-        except WindfallError as e:
-            self.send(0, "refused", e.what, e.where, e.fix)
-        except BaseException as e:  # fault boundary: an environment is foreign code
-            error = user_code.error("building it", e)
-            self.send(0, "refused", error.what, error.where, error.fix)
+            tokens, replayable = bool(getattr(env, "needs_tokens", False)), bool(getattr(env, "replayable", True))
+        except BaseException as error:  # fault boundary: an environment is foreign code
+            refusal = error if isinstance(error, WindfallError) else user_code.error("building it", error)
+            self.send(protocol.EnvRefused(what=refusal.what, where=refusal.where, fix=refusal.fix))
         else:
-            self.send(0, "ready", self._name, stateful, *traits)
+            self.send(protocol.EnvBuilt(name=self._name, stateful=stateful, needs_tokens=tokens, replayable=replayable))
 
-    def _begin(self, number: int, what: str, args: list[Any]) -> None:
-        loop, limit_s = asyncio.get_running_loop(), args.pop()
-        step = TrackedCoroutine(number, limit_s, self._running_call, self.send, self.check)
-        step.inner = self._answer(step, what, args)
-        step.task = self._running[number] = loop.create_task(step)
+    def _begin(self, message: e.TaskCall | e.FeedbackCall) -> None:
+        step = TrackedCall(message, self, self._record)
+        step.inner = self._answer(step, message)
+        step.task = self._running[message.number] = asyncio.get_running_loop().create_task(step)
         step.task.add_done_callback(lambda _: self._over(step))
 
-    def _over(self, step: TrackedCoroutine) -> None:
+    def _over(self, step: TrackedCall) -> None:
         del self._running[step.number]
         if not step.answered:  # it was canceled before it began
-            self.send(step.number, "failed", 0.0, 0.0, "canceled", "canceled", "")
+            self.send(answer_message(step.number, EnvFailed("canceled", "canceled")))
 
-    async def _answer(self, step: TrackedCoroutine, what: str, args: list[Any]) -> None:
-        name = f"{self._name}.task({args[0]})" if what == "task" else f"{self._name}.feedback of task '{args[1]}'"
-        failed = None
+    async def _answer(self, step: TrackedCall, message: e.TaskCall | e.FeedbackCall) -> None:
+        name = describe_call(self._name, message)
         try:
-            value = await (self._task(args[0]) if what == "task" else self._feedback(name, *args))
-            self.send(step.number, "value", *step.used(), *value)
-        except asyncio.CancelledError as e:
-            failed = failures.exception_failure(name, e)
-            failed = failures.timeout_failure(name, step.limit_s, failed.traceback) if step.late else failed
-        except EnvFailed as e:
-            failed = e
-        except BaseException as e:  # fault boundary: an environment is foreign code
-            failed = failures.exception_failure(name, e)
+            value = await (self._task(message.index) if isinstance(message, e.TaskCall) else self._feedback(message))
+            self.send(answer_message(step.number, value))
+            step.answered = True
+            return
+        except asyncio.CancelledError as error:
+            failed = failures.exception_failure(name, error)
+            if step.late:
+                failed = failures.timeout_failure(name, step.limit_s, failed.traceback)
+        except EnvFailed as error:
+            failed = error
+        except BaseException as error:  # fault boundary: an environment is foreign code
+            failed = failures.exception_failure(name, error)
         step.answered = True
-        if failed is not None:
-            self.send(step.number, "failed", *step.used(), failed.error, failed.cause, failed.traceback, failed.final)
+        self.send(answer_message(step.number, failed))
 
-    async def _task(self, index: int) -> tuple[str, Prompt]:
+    async def _task(self, index: int) -> Task:
         task = self._env.task(index)
         if inspect.isawaitable(task):
             task = await task
@@ -168,23 +174,78 @@ class ChildProgram:
         while len(self._tasks) >= TASKS_KEPT:
             del self._tasks[next(iter(self._tasks))]
         self._tasks[index] = task
-        return task.id, task.prompt
+        return task
 
-    async def _feedback(self, name: str, index: int, id: str, prompt_crc: int, turns: list[Any]) -> tuple[Any, ...]:
+    async def _feedback(self, message: e.FeedbackCall) -> Feedback:
+        index = message.index
         if index not in self._tasks:  # built by another process, or by this one long ago: build it again
             await self._task(index)
         task = self._tasks[index]
-        if zlib.crc32(prompt_key(task.prompt)) != prompt_crc:
-            raise failures.invalid_value(
-                f"{self._name}.task({index})",
-                f"its prompt differs from the first time, so '{id}' cannot be judged; "
-                "the same number must always give the same task",
+        if zlib.crc32(prompt_key(task.prompt)) != message.prompt_crc:
+            fault = (
+                f"its prompt differs from the first time, so '{message.id}' cannot be judged; "
+                "the same number must always give the same task"
             )
-        given = [Turn(text=text, observation=seen, tokens=tuple(*tokens)) for text, seen, *tokens in turns]
-        feedback = self._env.feedback(task, given)
+            raise failures.invalid_value(f"{self._name}.task({index})", fault)
+        turns = [Turn(text=text, observation=seen, tokens=tokens) for text, seen, tokens in message.turns]
+        feedback = self._env.feedback(task, turns)
         if inspect.isawaitable(feedback):
             feedback = await feedback
         if fault := failures.feedback_fault(feedback):
-            raise failures.invalid_value(name, fault)
-        reward = None if feedback.reward is None else float(feedback.reward)
-        return reward, feedback.observation, *([feedback.scores] if feedback.scores else [])
+            raise failures.invalid_value(describe_call(self._name, message), fault)
+        return feedback
+
+
+class TrackedCall(Coroutine[Any, Any, None]):
+    """The coroutine of a call. It records when it is running. Its time limit counts from its first step."""
+
+    inner: Coroutine[Any, Any, None]
+    task: asyncio.Task[None]
+
+    def __init__(self, message: e.TaskCall | e.FeedbackCall, program: ChildProgram, record: mmap.mmap) -> None:
+        self.number = message.number
+        self.limit_s = message.limit_s
+        self.late = False
+        self.answered = False
+        self._program = program
+        self._record = record
+        self._timer: asyncio.TimerHandle | None = None
+
+    def send(self, value: Any) -> Any:
+        return self._run(self.inner.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._run(self.inner.throw, *error)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        raise AssertionError("run as a task")
+
+    def _write(self, number: int) -> float:
+        now_s = time.monotonic()
+        protocol.RECORD.pack_into(self._record, 0, number, now_s)
+        return now_s
+
+    def _run(self, step: Any, *args: Any) -> Any:
+        began_s = self._write(self.number)
+        try:
+            result = step(*args)
+        except BaseException:  # the coroutine has ended, by StopIteration or an error: the task handles it
+            self._write(0)
+            if self._timer is not None:
+                self._timer.cancel()
+            raise
+        self._program.check()
+        took_s = self._write(0) - began_s
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, self.limit_s - took_s), self._overdue)
+            self._program.send(protocol.CallWaits(number=self.number))
+        return result
+
+    def _overdue(self) -> None:
+        self.late = True
+        self._program.send(protocol.CallLate(number=self.number, stack=failures.coroutine_stack(self.inner)))
+        self.task.cancel()

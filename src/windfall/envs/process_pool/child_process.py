@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from windfall.envs.process_pool.running_call import LAYOUT, LINK_LOST
+from windfall.envs.calls import CallPlace, EnvCall
+from windfall.envs.process_pool import protocol
+from windfall.link.messages import Message
 from windfall.processes import reaper
 
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
@@ -36,146 +37,161 @@ END_S = 7.0
 STACK_CHARS = 4000
 MAX_LINE_BYTES = 64 << 20
 """Longest message of a child: more than a task or a feedback can have."""
-OnEnd = Callable[[int, int, str], None]
-"""Gets the exit status, the number of the call that was running, and the stack if the child crashed."""
+MAX_WAITING = 1024
+"""Maximum number of waiting `async def` calls in one child."""
 
 
-class ChildProcess:
+class ChildProcess(CallPlace):
     def __init__(
-        self, *, strict: bool, on_line: Callable[[bytes], None], on_end: OnEnd, output: Path | None = None
+        self,
+        *,
+        strict: bool,
+        on_line: Callable[[ChildProcess, bytes], None],
+        on_end: Callable[[ChildProcess, int, int, str], None],
+        output: Path | None = None,
     ) -> None:
-        """`on_line` gets every line, whatever it contains. `strict`: for an environment that ships with windfall.
+        """`strict`: for an environment that ships with windfall. `on_line` gets every line, whatever it contains.
+        `on_end` gets the exit status, the number of the call that was running, and the stack if the child crashed.
         `output`: log for what the environment prints; None shows a little of it on standard error."""
+        super().__init__()
+        self.born_s = time.monotonic()
+        self.ready = False
+        self.waiting: set[int] = set()
+        """Numbers of the calls that wait in an `async def`, so that other calls can begin."""
+        self.moved: set[int] = set()
+        self.last_message_s = 0.0
+        self.seen_running: tuple[int, float] = (0, 0.0)
         self._on_line = on_line
         self._on_end = on_end
-        self._partial_line = list[bytes]()
-        self._partial_bytes = 0
-        self._unsent = b""
         self._record = tempfile.TemporaryFile()  # noqa: SIM115
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115
-        self._record.write(bytes(LAYOUT.size))
+        self._record.write(bytes(protocol.RECORD.size))
         self._record.flush()
         self._link, theirs = socket.socketpair()
         fds = (theirs.fileno(), self._record.fileno(), self._trace.fileno())
-        warnings = ["-W", "ignore"] if strict else []
         with theirs:
-            self._process = reaper.start(
+            self.process = reaper.start(
                 "windfall.envs.process_pool.child_main:main",
                 fds,
                 name="environment",
                 fds=fds,
                 env=child_environment(strict),
-                python=warnings,
+                python=["-W", "ignore"] if strict else [],
                 log=output,
             )
-        self._link.setblocking(False)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._link, self._readable)
+        self._unsent: list[bytes] = []
+        """Messages from before the writer was there."""
+        self._writer: asyncio.StreamWriter | None = None
         self._open = True
-        self._ending: asyncio.Task[None] | None = None
+        self._ending = False
+        self._reading = asyncio.create_task(self._read())
 
-    def send(self, messages: list[tuple[Any, ...]]) -> None:
-        data = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
-        if self._open and not self._unsent:
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # the reader notices that the child has ended
-                data = data[self._link.send(data) :]
-        if self._open and data and not self._unsent:
-            self._loop.add_writer(self._link, self._writable)
-        self._unsent += data
+    # Calls.
 
-    def _writable(self) -> None:
+    @property
+    def queued(self) -> int:
+        """Number of calls that are running or have not begun."""
+        return len(self.sent) - len(self.waiting)
+
+    @property
+    def begun(self) -> list[EnvCall]:
+        """The sent calls that may have run. Calls begin in the order in which they were sent, and the messages of the
+        child arrive in the order in which it ran them."""
+        running = next((number for number in self.sent if number not in self.waiting), None)
+        return [call for number, call in self.sent.items() if number in self.waiting or number == running]
+
+    def has_room(self, call: EnvCall) -> bool:
+        """A call that was in children that ended shares its child with few others: 63 after the first time, 3, 0."""
+        self.moved &= self.sent.keys()
+        most = max((call.moves, *(self.sent[number].moves for number in self.moved)))
+        limit = max(1, MAX_WAITING >> 4 * most) if most else sys.maxsize
+        return len(self.waiting) < MAX_WAITING and len(self.sent) < limit
+
+    # Messages.
+
+    def send(self, message: Message) -> None:
+        if self._writer is None:
+            self._unsent.append(protocol.encode(message))
+        elif self._open:
+            self._writer.write(protocol.encode(message))
+
+    async def _read(self) -> None:
         try:
-            self._unsent = self._unsent[self._link.send(self._unsent) :]
-        except BlockingIOError:
-            return
+            reader, self._writer = await asyncio.open_connection(sock=self._link, limit=MAX_LINE_BYTES)
+            self._writer.writelines(self._unsent)
+            while line := await reader.readline():
+                self._on_line(self, line)
         except ConnectionError:
-            self._unsent = b""
-        if not self._unsent:
-            self._loop.remove_writer(self._link)
-
-    def _readable(self) -> None:
-        try:
-            data = self._link.recv(1 << 18)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            data = b""
-        if not data:
-            self._close_link()
-            self._ending = asyncio.create_task(self._handle_end())
-            return
-        first, *others = data.split(b"\n")
-        self._partial_line.append(first)
-        self._partial_bytes += len(first)
-        if not others and self._partial_bytes <= MAX_LINE_BYTES:
-            return
-        *lines, rest = b"".join(self._partial_line), *(others or [b""])
-        for line in lines:
-            self._on_line(line)
-        self._partial_line = [rest]
-        self._partial_bytes = len(rest)
-
-    async def _handle_end(self) -> None:
-        """The child closed its side of the link, so it has ended or will end soon."""
-        ended = await self._process.ends_within(END_S)
+            pass
+        except ValueError:
+            self._on_line(self, b"(a line without end)")
+        self._ending = True
+        self._close_link()
+        ended = await self.process.ends_within(END_S)
         number, stack = self.running_call()[0], self._stack()
         code = await self._reap()
-        self._on_end(code if ended or code != -signal.SIGKILL else LINK_LOST, number, stack)
+        self._on_end(self, code if ended or code != -signal.SIGKILL else protocol.LINK_LOST, number, stack)
+
+    def _close_link(self) -> None:
+        self._open = False
+        if self._writer is not None:
+            self._writer.transport.abort()
+        else:
+            self._link.close()
+
+    def running_call(self) -> tuple[int, float]:
+        return protocol.RECORD.unpack(os.pread(self._record.fileno(), protocol.RECORD.size, 0))
+
+    # The end.
 
     async def dump_stack(self) -> str:
         """The stack of the child, if it can write it within DUMP_S. The child must be killed after this."""
-        if self._ending is not None:  # it has ended by itself meanwhile
+        if self._ending:  # it has ended by itself meanwhile
             return ""
-        self._close_link()
-        self._process.signal(signal.SIGUSR1)  # its reapers pass it on
-        await self._wait_until(lambda: self._stack() or not self._process.running, DUMP_S)
+        self._stop_reading()
+        self.process.signal(signal.SIGUSR1)  # its reapers pass it on
+        await _wait_until(lambda: self._stack() or not self.process.running, DUMP_S)
         return self._stack()
 
     async def kill(self) -> None:
         """Kill the child, without calling `on_end`."""
-        if self._ending is not None:
-            await self._ending
+        if self._ending:
+            await asyncio.wait([self._reading])
             return
-        self._close_link()
+        self._stop_reading()
         await self._reap()
 
     async def end(self, limit_s: float) -> None:
         """Ask the child to end, and wait for it, at most for `limit_s`."""
-        self.send([(0, "end")])
-        await self._wait_until(lambda: not self._open, limit_s)
+        self.send(protocol.EndEnv())
+        await _wait_until(lambda: self._ending, limit_s)
 
-    async def _wait_until(self, condition: Callable[[], object], limit_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while not condition():
-                    await asyncio.sleep(0.01)
+    def _stop_reading(self) -> None:
+        self._reading.cancel()
+        self._close_link()
 
     async def _reap(self) -> int:
         """Have the reaper kill the child and all that it started, and wait for it."""
         try:
-            code = await asyncio.shield(self._process.terminate(0.0))
+            code = await asyncio.shield(self.process.terminate(0.0))
         except TimeoutError as e:
             print(f"{e}; it is left behind. Does it hang in a file system or a driver?", file=sys.stderr, flush=True)
-            os.kill(self._process.pid, signal.SIGKILL)
+            os.kill(self.process.pid, signal.SIGKILL)
             code = -signal.SIGKILL
         self._record.close()
         self._trace.close()
         return code
 
-    def _close_link(self) -> None:
-        if self._open:
-            self._open = False
-            self._loop.remove_reader(self._link)
-            self._loop.remove_writer(self._link)
-            self._link.close()
-
-    def running_call(self) -> tuple[int, float]:
-        """The number of the running call (0: none), and when it began to run (monotonic clock, seconds)."""
-        return LAYOUT.unpack(os.pread(self._record.fileno(), LAYOUT.size, 0))
-
     def _stack(self) -> str:
         text = os.pread(self._trace.fileno(), STACK_CHARS, 0).decode(errors="replace")
         return text.partition(f'  File "{Path(__file__).parent}')[0].strip()
+
+
+async def _wait_until(condition: Callable[[], object], limit_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while not condition():
+                await asyncio.sleep(0.01)
 
 
 def child_environment(strict: bool) -> dict[str, str]:

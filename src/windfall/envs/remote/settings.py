@@ -1,7 +1,9 @@
-"""What an environment is built from: a run and its environment servers must agree on it."""
+"""What a run and its environment servers share: settings on which they must agree, and both directions of a link."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +11,28 @@ import xxhash
 
 from windfall import envs
 from windfall.envs.data import files as data_files
-from windfall.errors import WindfallError
-from windfall.link.base import clip
+from windfall.errors import WindfallError, run_until_first
+from windfall.link.base import FrameTooLarge, Link, clip
 
-OWN_KEYS = ("memory_mb", "path", "eval_path")
-"""Keys that may differ between a run and a server. Instead of the paths, the contents of the files are compared."""
+OWN_KEYS = ("memory_mb", "path")
+"""Keys that may differ between a run and a server. Instead of paths, the contents of the files are compared."""
 
 
 def settings_of(section: Any, seed: int, evaluation: dict[str, Any] | None) -> dict[str, Any]:
-    """The settings as plain data, by recipe key. `section` is an env section of windfall.recipe; for `evaluation` see
-    EnvPool."""
+    """What an environment is built from as plain data, by recipe key. `section` is an env section of windfall.recipe;
+    for `evaluation` see EnvPool."""
     found = {f"env.{key}": value for key, value in envs.section_dict(section).items() if key not in OWN_KEYS}
     found |= {f"eval.{key}": value for key, value in (evaluation or {}).items() if key != "path"}
     rewards = [Path(file.rpartition(":")[0]) for file in found.get("env.rewards", ()) if ".py:" in file]
     if rewards:
         found["env.rewards"] = [reward.rpartition("/")[2] for reward in found["env.rewards"]]
     files = {f"contents of {file.name}": [file] for file in rewards}
-    files |= {f"contents of env.{key}": _files(section, path) for key, path in _paths(section)}
+    if section.name == "dataset":
+        files["contents of env.path"] = list(data_files.find(section.path, section.split, section.subset).files)
     if evaluation:
         where = (Path(evaluation["path"]), evaluation.get("split"), evaluation.get("subset"))
         files["contents of the evaluation's data"] = list(data_files.find(*where, key="eval").files)
     return found | {"run.seed": seed} | {key: _digest(paths) for key, paths in files.items()}
-
-
-def _paths(section: Any) -> list[tuple[str, Path]]:
-    return [(key, path) for key in ("path", "eval_path") if (path := getattr(section, key, None)) is not None]
-
-
-def _files(section: Any, path: Path) -> list[Path]:
-    if section.name != "dataset":
-        return [path]
-    return list(data_files.find(path, section.split, section.subset).files)
 
 
 def _digest(files: list[Path]) -> str:
@@ -62,16 +55,33 @@ def difference(server: dict[str, Any], run: dict[str, Any]) -> str:
     >>> difference({"env.task": "sums"}, {})
     "env.task is 'sums' there and not set here"
     """
-    keys = [key for key in {**run, **server} if server.get(key) != run.get(key)]
     said = []
-    for key in keys:
+    for key in (key for key in {**run, **server} if server.get(key) != run.get(key)):
         if key.startswith("contents"):
             said.append(f"the {clip(key)} differ")
         else:
-            there, here = (_short(repr(part[key])) if key in part else "not set" for part in (server, run))
+            there, here = (repr(part[key])[:80] if key in part else "not set" for part in (server, run))
             said.append(f"{clip(key)} is {there} there and {here} here")
     return "; ".join(said[:5]) + (f"; and {len(said) - 5} more" if len(said) > 5 else "")
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:80]}..."
+async def exchange(
+    link: Link, outbox: asyncio.Queue[Any], handle: Callable[[Any], None], unsendable: Callable[[Any, str], None]
+) -> None:
+    """Send what is in the outbox, and handle what arrives. Runs until the link ends, and raises LinkClosed then, or
+    what `handle` raises. `unsendable` gets a message that cannot be encoded or is too large, and why; the link
+    continues."""
+
+    async def write() -> None:
+        while True:
+            message = await outbox.get()
+            try:
+                await link.send(message)
+            except (FrameTooLarge, UnicodeError, OverflowError) as error:
+                unsendable(message, clip(error))
+
+    async def read() -> None:
+        while True:
+            handle(await link.receive())
+
+    await run_until_first(write(), read())

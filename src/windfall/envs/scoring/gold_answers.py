@@ -24,7 +24,6 @@ from windfall.errors import WindfallError
 CHECK_S = 20.0
 """Time limit (seconds) for checking gold answers at the start of a run. Each answer takes milliseconds."""
 SHOWN = 5
-"""Number of bad answers that the error lists."""
 
 
 def check_answers(
@@ -36,7 +35,7 @@ def check_answers(
     answers are checked for up to `limit_s`. The others are checked when they are scored; a bad one is an error then,
     never a zero. Returns the number of checked answers.
     """
-    if "math" not in (section.rewards if section.name == "dataset" else [section.scoring]):
+    if "math" not in (section.rewards if section.name == "dataset" else []):
         return 0
     split = read_split(section, evaluation)
     places: dict[str, TableRow] = {}
@@ -72,7 +71,7 @@ def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
         output = err.decode(errors="replace").strip().splitlines()[-3:]
         at = f" at {golds[len(reasons)]!r}" if len(reasons) < len(golds) else " after the last answer"
         what = f"the check of the right answers ended with status {child.returncode}{at}"
-        raise WindfallError(what, where="env.scoring", fix="\n".join(output))
+        raise WindfallError(what, where="env.rewards", fix="\n".join(output))
     return reasons
 
 
@@ -82,6 +81,6 @@ def _error(bad: dict[str, str], places: dict[str, TableRow], checked: int) -> Wi
     more = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
     return WindfallError(
         "\n  ".join([f"{len(bad)} of {checked} right answers cannot be scored as mathematics:", *shown, *more]),
-        where="env.scoring",
-        fix='Set env.scoring = "exact" (or env.rewards = ["exact"]) to compare text, or correct or remove these lines.',
+        where="env.rewards",
+        fix='Set env.rewards = ["exact"] to compare text, or correct or remove these lines.',
     )

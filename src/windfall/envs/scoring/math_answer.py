@@ -28,7 +28,9 @@ def means_the_same(gold: str, text: str, cpu_s: float, verdict: Feedback = WRONG
     with cpu_limit(cpu_s, verdict):
         want, why = _parse_gold(gold)
         if why:
-            raise ValueError(f"the right answer {gold!r} cannot be scored as mathematics: {why}: use scoring 'exact'")
+            raise ValueError(
+                f"the right answer {gold!r} cannot be scored as mathematics: {why}: use the reward 'exact'"
+            )
         answer = marked(text)
         if gold == (text.strip() if answer is None else answer):
             return True

@@ -34,11 +34,11 @@ def env_server(
     Processes, memory, sessions and time per call are limited by this server's own recipe: rollout.reward_processes,
     env.memory_mb, env.max_sessions and rollout.reward_timeout_s.
     """
-    from windfall.envs.remote import process
+    from windfall.envs.remote import server
     from windfall.link import invitation
     from windfall.recipe.file import load_recipe
 
-    process.main(
+    server.main(
         load_recipe(recipe, set), invitation.token(token), host=host, port=port, concurrency=concurrency,
         log=log, cert=tls_cert, key=tls_key,
     )  # fmt: skip

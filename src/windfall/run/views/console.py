@@ -34,7 +34,6 @@ LINES = {
     "task_skipped": "[yellow]task skipped[/]: {error}",
     "env_server_lost": "[yellow]environment server lost[/] {address}: {why}; {calls} calls go to other servers",
     "env_server_joined": "environment server {address} connected, {slots} calls at once",
-    "env_output": "environment {env} prints; its output is in {log}",
     "update_skipped": "[yellow]update skipped[/] in step {step}: {why}",
     "worker_joined": "[green]+[/] {worker} joined ({lease}, {device})",
     "worker_lost": "[red]-[/] {worker} lost: {why}; {moved} responses with {kept_tokens:,} tokens moved to others",
@@ -226,7 +225,7 @@ def _text(value: Any) -> Any:
 def _tasks(env: Any) -> str:
     """Where the tasks come from, for the header: "arithmetic tasks", "problems.jsonl", ..."""
     match env.name:
-        case "jsonl" | "dataset":
+        case "dataset":
             return env.path.name
         case "gym":
             return f"{env.task} tasks of reasoning-gym"
@@ -234,8 +233,6 @@ def _tasks(env: Any) -> str:
             return f"tasks of {env.factory}"
         case "agent":
             return f"the agent {env.function or env.command}"
-        case "verifiers":
-            return f"{env.id} of verifiers"
     return f"{env.name} tasks"
 
 

@@ -8,7 +8,7 @@ FSDP2 see the call. Without that argument the module computes as in transformers
 Weights are read from the module in every pass. Matrices with the same input are moved next to each other in memory, so
 that they need one product; sharded ones are copied next to each other in every pass. Linear layers may have adapters
 (projection.py); then the other weights are frozen, and no gradient is computed for them. `LlamaBody` refuses modules
-that it does not support; the caller also compares the two implementations on real rows (see logprobs.py).
+that it does not support.
 """
 
 from __future__ import annotations
@@ -363,8 +363,8 @@ def _check(model: Any) -> None:
         linears = [p for group in projections(x) for p in group]
         if biased or mixed or any(type(p) not in (torch.nn.Linear, LoraLinear) for p in linears):
             raise UnsupportedModel("its projections are not plain linear layers, or only some of them have biases")
-        if a.head_dim % 8:
-            raise UnsupportedModel(f"its heads have {a.head_dim} elements, not a multiple of 8")
+        if a.head_dim % 8 or a.head_dim != 2 * model.base_model.rotary_emb.inv_freq.numel():
+            raise UnsupportedModel(f"its heads have {a.head_dim} elements: not a multiple of 8, or not all are rotated")
         own = [p for n, p in x.named_parameters() if not n.endswith(OWN)]  # sharded adapters are stored in float32
         if len({p.dtype for p in own}) > 1 or not x.mlp.down_proj.weight.is_floating_point():
             raise UnsupportedModel("its weights have several dtypes")

@@ -1,14 +1,16 @@
 """The training side of a model: samples in, log-probs out, gradients accumulated.
 
 There are two implementations of the model's layers: those of transformers with autograd (every decoder, any device),
-and windfall's own (`LlamaBody` in llama.py: dense decoders of the Llama family in half precision on a GPU). The choice
-is made at the start: windfall's are used if they support the module and give the same hidden states and gradients. All
-ranks make the same choice: if one of them cannot use windfall's layers, none does.
+and windfall's own (`LlamaBody` in llama.py: dense decoders of the Llama family in half precision on a GPU). windfall's
+are used if they support the module; the self-test (selftest.py) compares them with those of transformers.
+
+A `PolicyModule` is body and head in one module, which can be the root of FSDP2. Nothing in it depends on whether the
+weights are sharded. FSDP2 gathers the weights of a module before its forward and its backward pass, so they are read
+from the module in every pass and never kept.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
@@ -20,18 +22,72 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from windfall.engine.torch.packed import Packed
+from windfall.trainer.model import layers
 from windfall.trainer.model.activation_memory import ALL, LEAST
-from windfall.trainer.model.experts import ExpertCounts
-from windfall.trainer.model.gradients import Gradients
-from windfall.trainer.model.head import WeightsFn
+from windfall.trainer.model.gradients import Gradients, accept_float32
+from windfall.trainer.model.head import Head, WeightsFn
 from windfall.trainer.model.llama import LlamaBody, PackedRows, UnsupportedModel
 from windfall.trainer.model.lora import Adapters
-from windfall.trainer.model.policy import PolicyModule
-from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.training import Sample
 
 KEEP = {True: LEAST, False: ALL, "auto": "auto"}
 """From a recipe's train.checkpoint_activations to what the layers keep."""
+
+
+class PolicyModule(torch.nn.Module):
+    def __init__(self, model: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+        """`dtype` and `device` are those of the passes, if they differ from those in which weights are stored."""
+        super().__init__()
+        self.model = model
+        self.dtype = dtype or model.dtype
+        self.device = device or model.device
+        self.head = Head(model, self.device)
+        self.gradients: Gradients | None = None
+        """Where the gradients of the weights go. None: this policy only scores."""
+        self.body: LlamaBody | None = None
+        """windfall's own layers; None: those of transformers."""
+        self._is_first = True
+        self._recomputing = [x for x in model.modules() if hasattr(x, "gradient_checkpointing")]
+
+    def forward(
+        self,
+        rows: PackedRows,
+        targets: Tensor | None = None,
+        sizes: Sequence[int] = (),
+        temperature: float = 1.0,
+        weights_fn: WeightsFn | None = None,
+    ) -> Tensor:
+        """Without `weights_fn`: log-probs and entropies (2, n), without a graph. With it: the negative sum of weight *
+        log-prob, whose `backward()` adds its gradient to every trained weight. Without `targets`: hidden states."""
+        learning = torch.is_grad_enabled() and (targets is None or weights_fn is not None)
+        self.set_training(learning and self.body is None)
+        with torch.set_grad_enabled(learning):
+            if learning and self._is_first and self.gradients is not None and self.gradients.sharded:
+                accept_float32(self.parameters())  # FSDP2 keeps these tensors, and frees and fills only their memory
+                self._is_first = False
+            hidden = self.transformers_body(rows) if self.body is None else self.body(rows)
+            if targets is None:
+                return hidden
+            if weights_fn is None:
+                return self.head.score(hidden, targets, temperature)[:2]
+            assert self.gradients is not None
+            return self.head.loss(hidden, targets, sizes, temperature, weights_fn, self.gradients)
+
+    def set_training(self, training: bool) -> None:
+        """Set the training mode of the submodules that recompute activations during the backward pass: they do so only
+        in training mode. No other submodule is ever in training mode, which might enable dropout."""
+        for module in self._recomputing:
+            module.training = training and module.gradient_checkpointing
+
+    def transformers_body(self, rows: PackedRows) -> Tensor:
+        """Hidden states of the wanted rows."""
+        return (
+            self.model.base_model(
+                input_ids=rows.ids[None], position_ids=rows.positions[None], use_cache=False, batch=rows.batch
+            )
+            .last_hidden_state[0]
+            .index_select(0, rows.wanted)
+        )
 
 
 class Learner:
@@ -41,49 +97,18 @@ class Learner:
         gradients: Gradients | None = None,
         *,
         checkpoint_activations: bool | str = "auto",
-        ranks: TrainerRanks | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
-        """`model`: a model of transformers, or a PolicyModule. Without `gradients` it can only score. `ranks`: those
-        that the policy is split over."""
-        self.ranks = ranks or TrainerRanks.alone()
+        """`model`: a model of transformers, or a PolicyModule. Without `gradients` it can only score."""
         self.policy = model if isinstance(model, PolicyModule) else PolicyModule(model)
         self.policy.gradients = gradients
-        self.experts = ExpertCounts(self.policy.model, self.policy.device) if gradients is not None else None
-        """How tokens spread over experts; None if this learner only scores."""
         self.pads = Packed.pads(self.policy.device, self.policy.dtype)
         """Whether the rows of a pack are padded, so that it costs its rows times its longest row."""
-        if not self.pads:
-            self.choose_layers(KEEP[checkpoint_activations], say)
-
-    def choose_layers(self, keep: str | int, say: Callable[[str], None]) -> None:
-        """Use windfall's own layers if they support the model and compute the same, on all ranks."""
-        trials: tuple[Callable[[], None], ...] = (lambda: self.use_own_layers(keep=keep), lambda: compare(self.policy))
-        for trial in trials:
-            if why := next(filter(None, self.ranks.quick.all_gather(self._refusal(trial))), ""):
-                self._fall_back(why, say)
-                return
-
-    def _refusal(self, trial: Callable[[], None]) -> str:
-        """Why windfall's own layers cannot be used; "" if the trial succeeds."""
-        comparing = self.policy.body is not None
-        try:
-            trial()
-        except UnsupportedModel as e:
-            return str(e)
-        except Exception as e:  # fault boundary: it would fail in every step; transformers' layers are the fallback
-            if comparing and self.ranks.size > 1:
-                raise  # in the middle of a pass: other ranks may wait in a collective that this one never reaches
-            if comparing and isinstance(self.policy, FSDPModule):
-                getattr(self.policy, "reset_iter_state", lambda: None)()  # not in torch 2.11
-            return f"{type(e).__name__}: {e}"
-        return ""
-
-    def _fall_back(self, why: str, say: Callable[[str], None]) -> None:
-        self.policy.body = None
-        if self.policy.gradients is not None:
-            self.policy.gradients.zero()
-        say(f"training uses the layers of transformers: {why}")
+        if not self.pads and layers.has_kernels(self.policy.device):
+            try:
+                self.use_own_layers(keep=KEEP[checkpoint_activations])
+            except UnsupportedModel as e:
+                say(f"training uses the layers of transformers: {e}")
 
     def use_own_layers(self, *, keep: str | int = "auto") -> None:
         """Raises UnsupportedModel. `keep`: see LlamaBody."""
@@ -96,30 +121,21 @@ class Learner:
         return self.policy.body is None
 
     @torch.no_grad()
-    def score(
-        self, samples: Sequence[Sample], temperature: float, *, count_experts: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of all targets, sample after sample, in float32. `count_experts`: see experts.py."""
+    def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of all targets, sample after sample, in float32."""
         rows, targets = pack_rows(samples, self.policy.device)
-        with self._counting(count_experts):
-            numbers = self.policy(rows, targets, temperature=temperature)
+        numbers = self.policy(rows, targets, temperature=temperature)
         if isinstance(self.policy, FSDPModule):  # FSDP2 leaves this to the backward pass
             self.policy.reshard()
         return numbers[0], numbers[1]
 
-    def learn(
-        self, samples: Sequence[Sample], temperature: float, weights_fn: WeightsFn, *, count_experts: bool = False
-    ) -> None:
+    def learn(self, samples: Sequence[Sample], temperature: float, weights_fn: WeightsFn) -> None:
         """Add the gradient of the negative sum of weight * log-prob."""
         rows, targets = pack_rows(samples, self.policy.device)
-        with self._counting(count_experts):  # not during the backward pass, which may run layers again
-            loss = self.policy(rows, targets, [len(s.targets) for s in samples], temperature, weights_fn)
+        loss = self.policy(rows, targets, [len(s.targets) for s in samples], temperature, weights_fn)
         if loss.requires_grad:
             loss.backward()
         self.policy.set_training(False)
-
-    def _counting(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.experts is None else self.experts.counting(enabled)
 
 
 class BaseLearner:
@@ -149,34 +165,3 @@ def pack_rows(samples: Sequence[Sample], device: torch.device) -> tuple[PackedRo
         on_device = on_device.pin_memory().to(device, non_blocking=True)
     ids, positions, rows = on_device.split((total, total, wanted))
     return PackedRows(ids=ids, positions=positions, wanted=rows, batch=Packed.of(lengths, device)), ids[rows + 1]
-
-
-def compare(policy: PolicyModule) -> None:
-    """Compare both implementations of the layers on two short sequences, with gradients if there are any.
-    UnsupportedModel if they differ."""
-    model, gradients, own = policy.model, policy.gradients, policy.body
-    size = model.config.vocab_size
-    ids = [tuple((7 * i + 3) % size for i in range(n)) for n in (40, 25)]
-    samples = [Sample(ids=x, targets=tuple(range(1, len(x))), behavior=np.zeros(0), advantage=0, limit=0) for x in ids]
-    rows, _ = pack_rows(samples, policy.device)
-    found: list[tuple[Tensor, ...]] = []
-    for policy.body in (None, own):
-        with torch.set_grad_enabled(gradients is not None):
-            hidden = policy(rows)
-        found.append((hidden.detach(),))
-        if gradients is not None:
-            gradients.zero()
-            hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden))
-            trained = [x for x in model.base_model.layers if any(p.requires_grad for p in x.parameters())]
-            matrices = [p for x in (trained[0], trained[-1]) for p in x.parameters() if p.dim() > 1]
-            grads = [g.flatten() for g in map(gradients.of, matrices) if g is not None]
-            found[-1] += (torch.cat(grads),)
-            gradients.zero()
-    for what, theirs, ours in zip(("hidden states", "gradients"), *found, strict=False):
-        _check_close(what, ours, theirs)
-
-
-def _check_close(what: str, ours: Tensor, theirs: Tensor) -> None:
-    difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-20))
-    if not difference < 0.1:  # bfloat16 rounds by percents; a different computation is off by the size of the values
-        raise UnsupportedModel(f"{what} differ by {difference:.2g}")

@@ -177,13 +177,8 @@ def _check_recipe(
         raise WindfallError(what, where=str(folder), fix="Remove train.lora.targets to use the layers of the adapter.")
 
 
-def _tails(names: Iterable[str]) -> list[str]:
-    """The last parts of the names, without repetitions."""
-    return sorted({name.rpartition(".")[2] for name in names})
-
-
 def _shortened(names: Mapping[str, Any], available: Mapping[str, Any]) -> tuple[str, ...]:
     """The adapted layers for PEFT: by the last part of their names if these parts mean no other layers."""
-    tails = _tails(names)
+    tails = sorted({name.rpartition(".")[2] for name in names})
     meant = {name for name in available if name.rpartition(".")[2] in tails}
     return tuple(tails if meant == set(names) else names)

@@ -10,9 +10,7 @@ and a second whole model would take twice the memory.
 Rules:
 - the copies follow the trainer only when `merge` is called, so they always belong to one version;
 - matrices that an engine joins with an adapted one are copied, too. Otherwise the trainer's matrix would become a part
-  of the joined tensor, and `free` would delete it;
-- `free` returns the memory of the copies. Their tensors stay the same objects, but may have other addresses after the
-  next `merge`: an engine that has captured addresses must be swapped then.
+  of the joined tensor.
 """
 
 from __future__ import annotations
@@ -38,54 +36,20 @@ class MergedModel:
         self.module: Any = copy.deepcopy(model, shared)
         self._adapted: list[tuple[Tensor, LoraLinear]] = []
         """The merged copies, and the trainer's layers that they belong to."""
-        self._beside: list[tuple[Tensor, Tensor]] = []
-        """Copies of matrices that may be joined with merged ones, and the trainer's matrices."""
         for name, layer in model.named_modules():
             if isinstance(layer, LoraLinear):
                 self._adapted.append((self._replace(name, layer), layer))
         for name in _beside(model):
             layer = model.get_submodule(name)
-            self._beside.append((self._replace(name, layer), layer.weight))
-        self._freed: list[tuple[Any, int]] = []
-        """Storages without memory, and the bytes that they need."""
-        self._copy_beside()
+            with torch.no_grad():
+                self._replace(name, layer).copy_(layer.weight)
         self.merge()
-
-    @property
-    def freed(self) -> bool:
-        return bool(self._freed)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(t.numel() * t.element_size() for t in self._own())
 
     @torch.no_grad()
     def merge(self) -> None:
         """Compute the copies from the present weights of the trainer."""
-        if self._freed:
-            for storage, nbytes in self._freed:
-                storage.resize_(nbytes)
-            self._freed = []
-            self._copy_beside()
         for own, layer in self._adapted:
             own.copy_(merge(layer.weight, AdapterPair(layer.lora_A, layer.lora_B), layer.scale))
-
-    def free(self) -> None:
-        """Return the memory of the copies until the next `merge`. The engine must not step before."""
-        if not self._freed:
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._own()}
-            self._freed = [(s, s.nbytes()) for s in storages.values()]
-            for storage, _ in self._freed:
-                storage.resize_(0)
-
-    @torch.no_grad()
-    def _copy_beside(self) -> None:
-        for own, weight in self._beside:
-            own.copy_(weight)
-
-    def _own(self) -> list[Tensor]:
-        return [t for t, _ in chain(self._adapted, self._beside)]
 
     def _replace(self, name: str, layer: nn.Linear) -> Tensor:
         """Put a plain linear layer with a matrix of its own at this place. Returns the matrix."""

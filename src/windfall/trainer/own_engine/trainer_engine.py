@@ -13,12 +13,17 @@ If the run trains adapters, the engine has merged copies of the adapted matrices
 explains why). `swap` computes them anew.
 
 Engine and trainer may also share the device's memory. Then the trainer calls `make_room` before it trains, while it
-holds the lock, and the engine frees its KV cache, and merged copies that take a large part of the memory, until its
-next step. Orders to the engine and `make_room` are called from different threads, so a second lock, held only for short
-moments, keeps them apart.
+holds the lock, and the engine frees its KV cache until its next step. Orders to the engine and `make_room` are called
+from different threads, so a second lock, held only for short moments, keeps them apart.
 
-With an EngineGroup, which has its own copies of the weights in other processes, everything above holds as well: the
-lock is that of a TrainerTurn, and `make_room` frees the group's weights, too. The group merges adapters by itself.
+With an EngineGroup, which has its own copies of the weights in other processes, everything above holds as well. Its
+engines go on when `step` has returned, so the trainer pauses them once it has the lock, and `make_room` frees the
+group's weights, too. The group merges adapters by itself.
+
+    trainer's thread   acquire() ── waits for the end of a call ──▶ pause() ──▶ work ──▶ release()
+    engine's thread    engines.acquire(timeout) ──▶ step or swap ──▶ engines.release()
+
+The trainer goes first: the engine's thread takes the lock again and again, and would win every race.
 """
 
 from __future__ import annotations
@@ -28,14 +33,76 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from windfall.engine.base import MAX_KEPT_SHARE, Counters, Engine
+from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
-from windfall.free_memory import free_bytes
-from windfall.trainer.own_engine.trainer_turn import EnginesTurn
 from windfall.types import Capabilities, Chunk, Request
 
 WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""
+
+
+class TrainerTurn:
+    """The trainer's side, a lock. `engines` is the other side, the lock of a TrainerEngine."""
+
+    def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
+        """`pause` returns when the engines do not compute any more. They go on at their next step or swap."""
+        self.pause = pause
+        self._changed = threading.Condition()
+        self._taken = False
+        self._waiting = 0
+        """Number of threads of the trainer that want the lock."""
+        self.engines = EnginesTurn(self)
+
+    def acquire(self) -> bool:
+        with self._changed:
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._taken)
+                self._taken = True
+            finally:
+                self._waiting -= 1
+        try:
+            self.pause()
+        except BaseException:  # raised again, without the lock
+            self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        with self._changed:
+            self._taken = False
+            self._changed.notify_all()
+
+    def acquire_for_engines(self, timeout_s: float | None) -> bool:
+        with self._changed:
+            free = self._changed.wait_for(lambda: not self._taken and not self._waiting, timeout_s)
+            self._taken = self._taken or free
+            return free
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class EnginesTurn:
+    """The same lock for the engine's thread."""
+
+    def __init__(self, turn: TrainerTurn) -> None:
+        self._turn = turn
+
+    def acquire(self, timeout: float = -1) -> bool:
+        return self._turn.acquire_for_engines(None if timeout < 0 else timeout)
+
+    def release(self) -> None:
+        self._turn.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class TrainerEngine(Engine):
@@ -105,9 +172,6 @@ class TrainerEngine(Engine):
             if self._stale:  # the trainer had the lock, and has changed the weights
                 return []
             self.waiting = False
-            if self._merged is not None and self._merged.freed:
-                self._merged.merge()
-                self._engine.swap(self._engine.version)  # the copies may have other addresses now
             return self._engine.step()
         finally:
             self._lock.release()
@@ -139,9 +203,6 @@ class TrainerEngine(Engine):
         if self._share_memory:
             with self._orders_lock:
                 self._engine.sleep()
-                merged = self._merged
-                if merged is not None and merged.nbytes > MAX_KEPT_SHARE * free_bytes(merged.module.device):
-                    merged.free()
 
 
 class TrainerWeights:

@@ -2,27 +2,34 @@
 
 The file does not depend on the number of ranks: its header names whole tensors, and the rows of a tensor follow each
 other. On one machine all ranks write into the file at once. A rank on another machine cannot open it and sends its rows
-to rank 0, which writes them; it gets rows to read in the same way (remote_rows.py).
+to rank 0, which writes them; it gets rows to read in the same way.
+
+All ranks call these functions together. Bytes travel in pieces of at most PIECE_BYTES, one per rank in turn, so that
+rank 0 needs memory for one piece only, and no rank waits for the whole transfer of another one. If rank 0 cannot write
+or read a piece, the others still send and receive to the end, and then all of them raise the error.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from windfall.trainer.ranks import remote_rows
 from windfall.trainer.ranks.ranks import TrainerRanks
-from windfall.trainer.ranks.remote_rows import PIECE_BYTES, WantedRows
-from windfall.trainer.ranks.sharding import RankRows
 from windfall.weights.buffers import write_at
+from windfall.weights.publish import RankRows
 
+T = TypeVar("T")
+PIECE_BYTES = 64 << 20
+"""Bytes that are copied from a device, sent or written at a time."""
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -30,46 +37,81 @@ DTYPES = {
 """Names of dtypes in safetensors files."""
 
 
+class WantedRows(NamedTuple):
+    """Rows of a tensor in a file that a rank needs. A tensor without dimensions has a count of -1."""
+
+    name: str
+    first: int
+    count: int
+    dtype: torch.dtype
+    nbytes: int
+
+
 def write(path: Path, tensors: Mapping[str, RankRows], ranks: TrainerRanks) -> None:
-    """Write the file. Every rank calls this with its shards of the same tensors, in the same order. OSError on every
-    rank if one of them cannot write."""
-    tensors = _ordered(tensors)
-    header, start = _header(tensors)
+    """Write the file. Every rank calls this with its shards of the same tensors. OSError on every rank if one of them
+    cannot write."""
+    # The format allows no gaps. By falling width of their dtypes, each tensor starts at a multiple of its own width.
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].local.element_size(), item[0])))
+    header, starts, end = _layout(tensors)
     error: OSError | None = None
     try:
         if ranks.first:
             with path.open("xb") as file:
                 file.write(header)
-                file.truncate(start + _size(tensors))
-                os.posix_fallocate(file.fileno(), 0, max(1, start + _size(tensors)))  # a full disk fails here, at once
+                file.truncate(end)
+                os.posix_fallocate(file.fileno(), 0, end)  # a full disk fails here, at once
     except OSError as e:
         error = e
     _agree(ranks, error)
-    places = zip(tensors.values(), _offsets(tensors), strict=True)
-    mine = [_flat(shard, start + offset) for shard, offset in places if ranks.first or not _whole(shard)]
+    mine = [
+        piece
+        for shard, start in zip(tensors.values(), starts, strict=True)
+        if ranks.first or tuple(shard.local.shape) != shard.shape  # what every rank holds is written by rank 0
+        for piece in pieces(start + shard.first_row * _row_bytes(shard), shard.local.detach().reshape(-1))
+    ]
     if ranks.remote:
-        remote_rows.send_to_first(ranks, mine, lambda at, data: None)
+        send_to_first(ranks, mine, lambda at, data: None)
     else:
         error = _write_local(path, mine, ranks)
     _agree(ranks, error)
 
 
-def _write_local(path: Path, mine: Sequence[tuple[int, torch.Tensor]], ranks: TrainerRanks) -> OSError | None:
+def _write_local(path: Path, mine: Sequence[tuple[int, Tensor]], ranks: TrainerRanks) -> OSError | None:
     """Write the rows of this rank and, on rank 0, those of the remote ranks. Never ends before they have sent them."""
     fd, error = -1, None
     try:
         fd = os.open(path, os.O_WRONLY)
-        for part in mine:
-            for at, piece in remote_rows.pieces(*part):
-                write_at(fd, at, memoryview(piece.numpy().data))
+        for at, values in mine:
+            write_at(fd, at, memoryview(_bytes(values).numpy().data))
     except OSError as e:
         error = e
     try:
-        failed = remote_rows.send_to_first(ranks, (), lambda at, data: write_at(fd, at, data))
-        return error or failed
+        return send_to_first(ranks, (), lambda at, data: write_at(fd, at, data)) or error
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def send_to_first(
+    ranks: TrainerRanks, parts: Sequence[tuple[int, Tensor]], write: Callable[[int, memoryview], None]
+) -> OSError | None:
+    """Write the `parts` of all remote ranks on rank 0. A part is the position of its first byte and a flat tensor.
+    Ranks on the machine of rank 0 pass none. Returns the first error of `write`."""
+    told = ranks.gather([(at, values.numel() * values.element_size()) for at, values in parts])
+    if told is None:
+        for _, values in parts:
+            ranks.send(_bytes(values), 0)
+        return None
+    error: OSError | None = None
+    for sender, (at, nbytes) in _in_turn(told):
+        box = torch.empty(nbytes, dtype=torch.uint8)
+        ranks.receive(box, sender)
+        try:
+            if error is None:
+                write(at, memoryview(box.numpy().data))
+        except OSError as e:
+            error = e
+    return error
 
 
 def names(path: Path, ranks: TrainerRanks | None = None) -> set[str]:
@@ -82,20 +124,25 @@ def read(path: Path, shards: Mapping[str, RankRows], ranks: TrainerRanks | None 
     there."""
     ranks = ranks or TrainerRanks.alone()
     shapes = _shapes(path, ranks)
-    _agree(ranks, _other_shape(shapes, shards))
     error: Exception | None = None
+    for name, shard in shards.items():
+        if shapes.get(name, shard.shape) != shard.shape:
+            error = ValueError(f"{name} has shape {list(shapes[name])} in the file, expected {list(shard.shape)}")
+    _agree(ranks, error)
     wanted = [rows for name, shard in shards.items() if name in shapes for rows in _rows(name, shard)]
 
-    def store(rows: WantedRows, values: torch.Tensor) -> None:
+    def store(rows: WantedRows, values: Tensor) -> None:
         local = shards[rows.name].local
-        if rows.count < 0:
-            local.copy_(values.view(local.shape))
-            return
         first = rows.first - shards[rows.name].first_row
-        local[first : first + rows.count].copy_(values.view(rows.count, *local.shape[1:]))
+        target = local if rows.count < 0 else local[first : first + rows.count]
+        target.copy_(values.view(target.shape))
 
     if ranks.remote:
-        remote_rows.fetch_from_first(ranks, wanted, lambda rows: torch.empty(0), store)
+        ranks.gather(wanted)
+        for rows in wanted:
+            box = torch.empty(rows.nbytes, dtype=torch.uint8)
+            ranks.receive(box, 0)
+            store(rows, box.view(rows.dtype))
     else:
         with safe_open(str(path), framework="pt") as file:
             try:
@@ -103,8 +150,22 @@ def read(path: Path, shards: Mapping[str, RankRows], ranks: TrainerRanks | None 
                     store(rows, _load(file, rows))
             except OSError as e:
                 error = e
-            error = remote_rows.fetch_from_first(ranks, (), lambda rows: _load(file, rows), store) or error
+            error = _send_from_first(ranks, file) or error
     _agree(ranks, error)
+
+
+def _send_from_first(ranks: TrainerRanks, file: Any) -> OSError | None:
+    """Send the remote ranks the rows that they want. Returns the first error; the bytes after it are not valid."""
+    error: OSError | None = None
+    for receiver, rows in _in_turn(ranks.gather([]) or []):
+        piece = torch.zeros(rows.nbytes, dtype=torch.uint8)
+        try:
+            if error is None:
+                piece = _bytes(_load(file, rows).to(rows.dtype).reshape(-1))
+        except OSError as e:  # the receivers still wait for their bytes
+            error = e
+        ranks.send(piece, receiver)
+    return error
 
 
 def _shapes(path: Path, ranks: TrainerRanks) -> dict[str, tuple[int, ...]]:
@@ -124,20 +185,12 @@ def _shapes(path: Path, ranks: TrainerRanks) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _other_shape(shapes: Mapping[str, tuple[int, ...]], shards: Mapping[str, RankRows]) -> ValueError | None:
-    """The error for the first shard whose tensor has another shape in the file."""
-    for name, shard in shards.items():
-        if name in shapes and shapes[name] != shard.shape:
-            return ValueError(f"{name} has shape {list(shapes[name])} in the file, expected {list(shard.shape)}")
-    return None
-
-
 def _rows(name: str, shard: RankRows) -> list[WantedRows]:
-    """What a rank reads to fill its shard, in pieces. A tensor without dimensions has a count of -1."""
-    local, width = shard.local, shard.local.element_size()
+    """What a rank reads to fill its shard, in pieces."""
+    local = shard.local
     if not shard.shape:
-        return [WantedRows(name, 0, -1, local.dtype, width)]
-    each = prod(shard.shape[1:]) * width
+        return [WantedRows(name, 0, -1, local.dtype, local.element_size())]
+    each = _row_bytes(shard)
     step = max(1, PIECE_BYTES // max(each, 1))
     return [
         WantedRows(name, shard.first_row + first, n, local.dtype, n * each)
@@ -146,7 +199,7 @@ def _rows(name: str, shard: RankRows) -> list[WantedRows]:
     ]
 
 
-def _load(file: Any, rows: WantedRows) -> torch.Tensor:
+def _load(file: Any, rows: WantedRows) -> Tensor:
     try:
         if rows.count < 0:
             return file.get_tensor(rows.name)
@@ -155,50 +208,43 @@ def _load(file: Any, rows: WantedRows) -> torch.Tensor:
         raise OSError(f"{rows.name} cannot be read: {e}") from e
 
 
-def _header(tensors: Mapping[str, RankRows]) -> tuple[bytes, int]:
-    """The head of the file, and its length: where the first tensor starts."""
+def _layout(tensors: Mapping[str, RankRows]) -> tuple[bytes, list[int], int]:
+    """The head of the file, where each tensor starts, and where the file ends."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for (name, shard), offset in zip(tensors.items(), _offsets(tensors), strict=True):
-        size = _nbytes(shard)
-        table[name] = {
-            "dtype": DTYPES[shard.local.dtype], "shape": list(shard.shape), "data_offsets": [offset, offset + size]
-        }  # fmt: skip
+    starts, at = [], 0
+    for name, shard in tensors.items():
+        starts.append(at)
+        at += prod(shard.shape) * shard.local.element_size()
+        dtype = DTYPES[shard.local.dtype]
+        table[name] = {"dtype": dtype, "shape": list(shard.shape), "data_offsets": [starts[-1], at]}
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text, 8 + len(text)
+    head = len(text).to_bytes(8, "little") + text
+    return head, [len(head) + start for start in starts], len(head) + at
 
 
-def _offsets(tensors: Mapping[str, RankRows]) -> list[int]:
-    """Where each tensor starts. The format allows no gaps, so the widest dtypes come first (see `_ordered`)."""
-    out, at = [], 0
-    for shard in tensors.values():
-        out.append(at)
-        at += _nbytes(shard)
-    return out
+def pieces(at: int, flat: Tensor) -> list[tuple[int, Tensor]]:
+    """Parts of a flat tensor, each with its position if the first byte is at `at`. They are not copied."""
+    width, step = flat.element_size(), PIECE_BYTES // flat.element_size()
+    return [(at + first * width, flat[first : first + step]) for first in range(0, len(flat), step)]
 
 
-def _ordered(tensors: Mapping[str, RankRows]) -> dict[str, RankRows]:
-    """The tensors by falling width of their dtypes, so that each starts at a multiple of its own width."""
-    return dict(sorted(tensors.items(), key=lambda item: (-item[1].local.element_size(), item[0])))
+def _row_bytes(shard: RankRows) -> int:
+    return prod(shard.shape[1:]) * shard.local.element_size()
 
 
-def _whole(shard: RankRows) -> bool:
-    """Whether this rank holds all rows. Such a tensor is on every rank, and rank 0 writes it."""
-    return tuple(shard.local.shape) == shard.shape
+def _bytes(values: Tensor) -> Tensor:
+    return values.cpu().contiguous().view(torch.uint8)
 
 
-def _size(tensors: Mapping[str, RankRows]) -> int:
-    return sum(map(_nbytes, tensors.values()))
+def _in_turn(of_ranks: Sequence[Sequence[T]]) -> Iterator[tuple[int, T]]:
+    """The items of all ranks with the ranks' numbers: the first of every rank, then the second, and so on.
 
-
-def _nbytes(shard: RankRows) -> int:
-    return prod(shard.shape) * shard.local.element_size()
-
-
-def _flat(shard: RankRows, at: int) -> tuple[int, torch.Tensor]:
-    """Where the first row of a shard goes if its tensor starts at `at`, and all its values."""
-    flat = shard.local.detach().reshape(-1)
-    return at + shard.first_row * prod(shard.shape[1:]) * flat.element_size(), flat
+    >>> list(_in_turn([[], ["a", "b"], ["c"]]))
+    [(1, 'a'), (2, 'c'), (1, 'b')]
+    """
+    for row in zip_longest(*([(rank, item) for item in items] for rank, items in enumerate(of_ranks))):
+        yield from (found for found in row if found is not None)
 
 
 def _agree(ranks: TrainerRanks, error: Exception | None) -> None:

@@ -16,7 +16,6 @@ tensor is one shard with all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,18 +25,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from windfall.models import attention
-from windfall.trainer.model.policy import PolicyModule
+from windfall.trainer.model.logprobs import PolicyModule
 from windfall.trainer.ranks.ranks import TrainerRanks
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RankRows:
-    """The rows of a tensor that this rank holds."""
-
-    local: Tensor
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    first_row: int = 0
+from windfall.weights.publish import RankRows
 
 
 def sharded_policy(

@@ -48,10 +48,10 @@ class FrozenLake:
     ) -> None:
         if importlib.util.find_spec("gymnasium") is None:
             fix = f"Install it: {install_command('gymnasium')}"
-            raise WindfallError("gymnasium is not installed", where="env.name", fix=fix)
+            raise WindfallError("gymnasium is not installed", where="examples/frozen_lake.py", fix=fix)
         if len({move.lower() for move in moves}) != len(MOVES):
             fix = "Give four different words, for left, down, right and up."
-            raise WindfallError(f"the moves are {', '.join(moves)}", where="env.moves", fix=fix)
+            raise WindfallError(f"the moves are {', '.join(moves)}", where="env.options.moves", fix=fix)
         self._size = size
         self._slippery = slippery
         self._max_turns = max_turns

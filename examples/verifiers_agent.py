@@ -1,4 +1,4 @@
-"""Environments of the verifiers package as agents: [env] name = "verifiers".
+"""Environments of the verifiers package as agents: windfall train recipes/verifiers.toml
 
 The environment is built once, in the process that starts agents, and its rows are read there. Every response is one
 rollout of it, in a process of its own: it talks to the gateway with the client of verifiers, and its rubric gives the
@@ -43,31 +43,31 @@ def check_version() -> None:
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError as e:
-        raise WindfallError("verifiers is not installed", where="env.name", fix=fix) from e
+        raise WindfallError("verifiers is not installed", where="verifiers", fix=fix) from e
     if not supported(version):
         what = f"verifiers {version} is installed, but windfall runs environments of verifiers {SUPPORTED} only"
-        raise WindfallError(what, where="env.name", fix=fix)
+        raise WindfallError(what, where="verifiers", fix=fix)
 
 
-def prepare(id: str, args: dict[str, Any], sampling_args: dict[str, Any] | None = None) -> None:
+def prepare(id: str, args: dict[str, Any] | None = None, sampling_args: dict[str, Any] | None = None) -> None:
     """Build the environment. `id`: a name that verifiers knows, or a class or function as "package.module:name"."""
     check_version()
     import verifiers as vf  # pyright: ignore[reportMissingImports]
 
     if ":" in id:
-        env = user_code.load(id, where="env.id")(**args)
+        env = user_code.load(id, where="env.options.id")(**(args or {}))
     else:
         try:
-            env = vf.load_environment(id, **args)
+            env = vf.load_environment(id, **(args or {}))
         except (ValueError, RuntimeError, AttributeError) as e:
             fix = "Install the package of the environment, or name a class as package.module:Class."
-            raise WindfallError(str(e), where=f"env.id = {id}", fix=fix) from e
+            raise WindfallError(str(e), where=f"env.options.id = {id}", fix=fix) from e
     # Plain rows: the library behind datasets has threads, which a fork would lose.
     _built.update(env=env, train=env.get_dataset().to_list(), held_out=env.get_eval_dataset().to_list())
     _built["sampling_args"] = {**(getattr(env, "sampling_args", None) or {}), **(sampling_args or {})}
 
 
-def run(task: dict[str, Any], id: str, args: dict[str, Any], sampling_args: dict[str, Any] | None = None) -> float:
+def run(task: dict[str, Any], **_: Any) -> float:
     """One rollout. Returns its reward."""
     from verifiers.types import ClientConfig  # pyright: ignore[reportMissingImports]
 

@@ -73,6 +73,14 @@ OTHER_NAMES: dict[str, list[str]] = {}
 for _meant, _names in MEANT_BY.items():
     for _name in _names.split():
         OTHER_NAMES.setdefault(_name, []).append(_meant)
+REMOVED: dict[str, str] = {
+    "sim.prices_file": "Prices do not change over time: set trace.price_usd_per_h.",
+    **dict.fromkeys(
+        ("sim.trainer_mean_up_s", "sim.trainer_down_s", "sim.controller_mean_up_s", "sim.controller_down_s"),
+        "Remove it: a simulation does not lose its trainer or its controller.",
+    ),
+}
+"""Keys that recipes once had, and what to do instead."""
 EXPERIMENTS = ("techniques", "trace")
 """Sections for experiments: a key that is unknown elsewhere is hardly one of theirs, or of a part."""
 MAX_SUGGESTIONS = 3
@@ -87,6 +95,8 @@ def suggestion(path: list[str], data: dict[str, Any]) -> str:
     >>> suggestion(["train", "learning_rate"], {}), suggestion(["run", "lr"], {}), suggestion(["enviroment"], {})
     ("Did you mean 'lr'?", "Did you mean 'train.lr'?", "Did you mean 'env'?")
     """
+    if removed := REMOVED.get(".".join(path)):
+        return removed
     *sections, word = path
     word = word.lower().replace("-", "_")
     here = list(section_at(sections, data).model_fields)

@@ -91,14 +91,6 @@ class Sim(Section):
     """Seconds of warning before a machine is preempted. 0 means no warning."""
     save_s: float = Field(default=0.0, ge=0)
     """Seconds to save one checkpoint."""
-    trainer_mean_up_s: float = Field(default=0.0, ge=0)
-    """Mean seconds until the trainer process is lost; it then restarts from its last checkpoint. 0 means never."""
-    trainer_down_s: float = Field(default=60.0, ge=0, lt=600)
-    """Seconds until a lost trainer process has been replaced."""
-    controller_mean_up_s: float = Field(default=0.0, ge=0)
-    """Mean seconds until the controller process is lost; it then restarts from its journal. 0 means never."""
-    controller_down_s: float = Field(default=5.0, ge=0)
-    """Seconds until the replacement of a lost controller accepts connections."""
     prompt_tokens: Count = 256
     """Tokens in the prompt of every task."""
     median_tokens: float = Field(default=1000.0, gt=0)
@@ -124,9 +116,6 @@ class Sim(Section):
     """Probability that the reward of a response is 1; otherwise it is 0."""
     reward_s: float = Field(default=0.0, ge=0)
     """Seconds to compute one reward."""
-    prices_file: FilePath | None = None
-    """File with the price of a machine of the trace over time, in lines of `seconds,usd_per_h`. If left out,
-    `trace.price_usd_per_h` applies throughout."""
     granule: int = Field(default=0, ge=0)
     """Real tokens per simulated token. 1 is exact and slow; 0 chooses 1/32 of the median length."""
     seconds: float = Field(default=0.0, ge=0)

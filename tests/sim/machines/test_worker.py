@@ -57,13 +57,6 @@ def work(handle: int, position: int = 0, most: int = 1000) -> m.Work:
     )  # fmt: skip
 
 
-def break_link(worker: SimWorker, down_s: float) -> None:
-    """The link breaks, and the worker dials again after `down_s`."""
-    worker._flush_steps()
-    worker._disconnect("the network failed")
-    worker._loop.call_later(down_s, worker.dial)
-
-
 def simulate(
     play: Callable[[FakeDispatch, SimWorker, VirtualLoop], Any], *, granule: int = 1, length: float = 100.0
 ) -> FakeDispatch:
@@ -194,7 +187,7 @@ def test_flapping_worker_dials_again_with_its_weights() -> None:
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:
         await dispatch.link.send(m.Load(version=3, digest="c", url=""))
         await asyncio.sleep(1)
-        break_link(worker, 2.0)
+        worker.flap(2.0)
         await asyncio.sleep(5)
 
     dispatch = simulate(play)
@@ -272,7 +265,7 @@ def test_short_freeze_only_makes_a_worker_suspect(simulated: Simulated) -> None:
 
 def test_flapping_loses_no_token(simulated: Simulated) -> None:
     def flap(s: Simulation) -> None:
-        break_link(s.fleet.workers["w1"], 0.2)
+        s.fleet.workers["w1"].flap(0.2)
         asyncio.get_running_loop().call_later(0.7, flap, s)
 
     done, log = simulated(later(1.0, flap), run={"steps": 4}, **STAYS)

@@ -360,7 +360,6 @@ def simulate(plan: RunPlan, request: PlanRequest, base: Recipe) -> Simulated:
                 "skip_steps": SIM_SKIP,
                 "granule": max(1, round(work.median_tokens / SIM_TOKENS)),
                 "lengths_file": None,
-                "prices_file": None,
                 "kinds": [
                     SimKind(
                         name=kind.name,

@@ -13,7 +13,6 @@ import asyncio
 import gc
 import heapq
 from asyncio import base_events
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
 from datetime import UTC, datetime
@@ -37,16 +36,6 @@ class Deadlock(WindfallError):
     """Tasks wait and no timer is scheduled."""
 
 
-class _Ready(deque[Any]):
-    """Callbacks that are due. `between` is called before each one runs."""
-
-    between: Callable[[], None] = staticmethod(lambda: None)
-
-    def popleft(self) -> Any:
-        self.between()
-        return super().popleft()
-
-
 class VirtualLoop(base_events.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
@@ -61,16 +50,6 @@ class VirtualLoop(base_events.BaseEventLoop):
 
     def time(self) -> float:
         return self._now_s
-
-    def stall(self, seconds: float) -> None:
-        """Advance the clock without running anything. Timers that were due meanwhile run late."""
-        self._now_s += seconds
-
-    def call_between(self, between: Callable[[], None]) -> None:
-        """Call this function between any two callbacks. An error that it raises ends the run."""
-        ready = _Ready(self._ready)
-        ready.between = between
-        self._ready = ready
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -126,12 +105,9 @@ def clock(loop: VirtualLoop) -> Clock:
     return Clock(wall=lambda: EPOCH_S + loop.time(), monotonic=loop.time)
 
 
-def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], between: Callable[[], None] | None = None) -> T:
-    """Run `main(loop)` to its end, then cancel all remaining tasks. The first error of any callback ends the run.
-    `between` is called between any two callbacks."""
-    loop = VirtualLoop()
-    if between is not None:
-        loop.call_between(between)
+def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], loop: VirtualLoop | None = None) -> T:
+    """Run `main(loop)` to its end, then cancel all remaining tasks. The first error of any callback ends the run."""
+    loop = loop or VirtualLoop()
     try:
         asyncio.set_event_loop(loop)
         task = loop.create_task(main(loop), name="main")
@@ -147,7 +123,6 @@ def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], between: Callable
 
 
 def _cancel_all(loop: VirtualLoop) -> None:
-    loop.call_between(lambda: None)
     loop.set_exception_handler(lambda _, context: None)  # only the first error counts
     for _ in range(CANCEL_ROUNDS):
         tasks = sorted(asyncio.all_tasks(loop), key=lambda t: t.get_name())

@@ -22,9 +22,7 @@ from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario, service
 from windfall.sim.core.token_schedule import TokenSchedule
-from windfall.sim.machines import market
 from windfall.sim.machines.lender import LenderSpec, SimLender
-from windfall.sim.machines.market import Prices
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
 from windfall.step_time import StepTime
@@ -36,7 +34,7 @@ class Stay:
     """One machine from its start to its end: the time that is paid for."""
 
     name: str
-    prices: Prices
+    usd_per_h: float
     start_s: float
     end_s: float = math.inf
     joined: bool = False
@@ -134,7 +132,7 @@ class SimFleet:
         life = next(self._starts.setdefault(node, count(1)))
         kinds = self._scenario.kinds
         kind = self._kinds.setdefault(node, kinds[len(self._kinds) % len(kinds)])
-        self._up[node] = stay = Stay(name=f"{node}.{life}", prices=kind.prices, start_s=now)
+        self._up[node] = stay = Stay(name=f"{node}.{life}", usd_per_h=kind.usd_per_h, start_s=now)
         self.stays.append(stay)
         asyncio.get_running_loop().call_later(self._scenario.real.sim.boot_s, self._booted, node, stay)
 
@@ -142,8 +140,7 @@ class SimFleet:
         if self._up.get(node) is not stay:
             return  # preempted while it booted
         stay.joined = True
-        price = stay.prices.at(asyncio.get_running_loop().time())
-        self._start(node, self._worker_spec(stay.name, self._kinds[node], "spot", price), stay.start_s)
+        self._start(node, self._worker_spec(stay.name, self._kinds[node], "spot", stay.usd_per_h), stay.start_s)
 
     # workers that stay or are autoscaled
 
@@ -197,7 +194,7 @@ class SimFleet:
     def _start_lender(self, node: str, *, slots: int, kv_tokens: int) -> None:
         now, life = asyncio.get_running_loop().time(), next(self._starts.setdefault(node, count(1)))
         kind = replace(self._scenario.worker, slots=slots, kv_tokens=kv_tokens)
-        stay = self._up[node] = Stay(name=f"{node}.{life}", prices=market.constant(0.0), start_s=now, joined=True)
+        stay = self._up[node] = Stay(name=f"{node}.{life}", usd_per_h=0.0, start_s=now, joined=True)
         self.lender_stays.append(stay)
         spec = replace(self._worker_spec(stay.name, kind, "borrowed", 0.0), lends=True)
         lender = self.workers[node] = SimLender(

@@ -50,9 +50,6 @@ class WorkerSpec:
     quantum_s: float = 0.0
     """It reports tokens only at multiples of this time; step times are still exact. 0: whenever a response ends."""
     latency_s: float = 0.0
-    build_s: float = 0.0
-    """Seconds from the first dial until its engine is built and holds the weights; the first pull is then not
-    simulated. 0: the engine is ready at once, and the first pull is simulated."""
     kv_tokens: int = 0
     """Size of its KV cache in real tokens. 0: unlimited."""
     keep_share: float = 0.5
@@ -82,10 +79,7 @@ class SimWorker:
         """`started_s`: time from which the machine is paid for (loop time, seconds)."""
         self.spec, self._token_schedule, self._attend, self._started_s = spec, token_schedule, attend, started_s
         self._loop = asyncio.get_running_loop()
-        self._decode = Decode(
-            spec.service, token_schedule.granule, kv_tokens=spec.kv_tokens,
-            distinct_tokens=token_schedule.distinct_tokens,
-        )  # fmt: skip
+        self._decode = Decode(spec.service, token_schedule.granule, kv_tokens=spec.kv_tokens)
         self._held: tuple[int, str] = (-1, "")
         """Version and digest of its weights."""
         self.link: SimLink | None = None
@@ -104,9 +98,6 @@ class SimWorker:
         self._sent_tokens = self._steps = 0
         self._pulled_bytes = 0.0
         """Bytes of all pulls so far; the current pull counts in full."""
-        self._built_s = self._loop.time() + spec.build_s
-        self._first_swap: _Swap | None = None
-        """The swap to do when the engine is built."""
         self._attending: asyncio.Task[None] | None = None
 
     # start, failures and end
@@ -175,7 +166,7 @@ class SimWorker:
         self._kept.clear()
         if self.spec.network is not None:
             self.spec.network.stop(self._pull)
-        self._pull, self._first_swap, self._paused, self._undelivered = None, None, False, []
+        self._pull, self._paused, self._undelivered = None, False, []
         self._orders = [o for o in self._orders if isinstance(o, _PauseForTraining)]
         if self._orders:  # its engine is idle, so it can pause at once
             self._loop.call_soon(self._execute_orders)
@@ -199,11 +190,10 @@ class SimWorker:
         if link is self.link:
             d, now = self._decode, self._loop.time()
             left = self.spec.network.left_bytes(self._pull) if self.spec.network is not None else 0.0
-            building = self._first_swap is not None and now < self._built_s
             self._send(
                 m.Stats(running=len(d), made=self._sent_tokens, steps=self._steps, idle_s=0.0,
                         evictions=d.preemptions, waiting=len(d.waiting),
-                        loading="build" if building else "pull" if self._pull is not None else "",
+                        loading="pull" if self._pull is not None else "",
                         pulled_bytes=round(self._pulled_bytes - left), reused_tokens=self._reused,
                         prefilled=self._prefilled, lookups=self._lookups, hits=self._hits,
                         kept_sessions=len(self._kept), kept_tokens=self._kept.tokens,
@@ -231,20 +221,12 @@ class SimWorker:
 
     def _start_load(self, load: m.Load) -> None:
         spec, network, swap = self.spec, self.spec.network, _Swap(load, self._loop.time())
-        if swap.began_s < self._built_s:
-            if self._first_swap is None:
-                self._loop.call_at(self._built_s, self._engine_built, self.link)
-            self._first_swap = swap
-        elif network is None:
+        if network is None:
             self._queue_order(swap)
         else:
             self._pulled_bytes += spec.weights_bytes - network.left_bytes(self._pull)
             network.stop(self._pull)  # superseded by a newer version
             self._pull = network.start(spec.weights_bytes, spec.ingress_per_s, lambda: self._pulled(swap))
-
-    def _engine_built(self, link: SimLink | None) -> None:
-        if link is self.link and self._first_swap is not None:
-            self._pulled(self._first_swap)
 
     def _pulled(self, swap: _Swap) -> None:
         self._pull = None
@@ -378,7 +360,6 @@ class SimWorker:
                 self._kept.release(row.prompt + row.length)
         if frame is not None:
             self._kept.fit(self._decode.context, now)
-        if frame is not None:
             self._sent_tokens += len(frame.tokens) // 4
             self._send(frame)
 

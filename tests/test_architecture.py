@@ -138,7 +138,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
 PURE_MAY_IMPORT = {
     "__future__", "abc", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum",
     "functools", "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing",
-    "xxhash",
+    "pydantic", "xxhash",
 }  # fmt: skip
 LIGHT = [
     "run.cli",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.fixed_plans import fixed_plan
 from windfall.errors import WindfallError
 from windfall.plan import choose, command
 from windfall.plan.model import cluster, inputs
@@ -87,13 +88,13 @@ def test_plan_of_the_readme_can_be_written_and_keys_can_be_set(tmp_path: Path) -
 def test_a_trainer_on_several_machines_needs_an_address() -> None:
     asked = request("2x8xH100")
     kind = next(iter(asked.cluster.kinds()))
-    best = planner.fixed(asked, "H100", 9, {(kind, 1): 7})
+    best = fixed_plan(asked, "H100", 9, {(kind, 1): 7})
     assert best is not None
     with pytest.raises(WindfallError, match="address"):
         recipe.write(best, asked, Recipe())
     machines = tuple(replace(m, address="10.0.0.5") for m in asked.cluster.machines)
     asked = replace(asked, cluster=replace(asked.cluster, machines=machines))
-    best = planner.fixed(asked, "H100", 9, {(kind, 1): 7})
+    best = fixed_plan(asked, "H100", 9, {(kind, 1): 7})
     assert best is not None
     assert recipe.write(best, asked, Recipe()).fleet.host == "10.0.0.5"
     joining = [line for line in recipe.commands(best) if "windfall trainer --join URL" in line]
@@ -183,14 +184,6 @@ def test_bad_machines_are_refused(row: dict[str, Any], what: str) -> None:
         from_toml({"gpu": "H100", **row})
 
 
-def test_clusters_survive_a_recipe() -> None:
-    rows = (TRAINER, {"gpu": "L40S", "lease": "spot", "machines": 3}, {"gpu": "H100", "lease": "borrowed"})
-    made = cluster.parse({"machine": list(rows), "links": {"same_type_gb_per_s": 5}}, "c.toml")
-    again = cluster.parse(cluster.dump(made), "a recipe")
-    assert (str(again), again.usd_per_h, again.links) == (str(made), made.usd_per_h, made.links)
-    assert [m.address for m in again.machines] == [m.address for m in made.machines]
-
-
 def log(step_s: float = 0.02) -> list[dict[str, Any]]:
     """A run with a CPU worker on its own machine and a slower spot worker."""
     events: list[dict[str, Any]] = [{"kind": "instant", "name": "start", "machine": "cpu", "rank_pids": "", "t": 0.0}]
@@ -242,7 +235,7 @@ def test_a_run_is_compared_with_its_plan_part_by_part(tmp_path: Path) -> None:
     planned = load_recipe(path)
     assert (planned.run.device, planned.fleet.workers, planned.train.ranks) == ("cpu", 1, 1)
     slower = log(step_s=0.03)
-    found = {p.name: p for p in run_log.parts(planned, slower, run_log.speeds(slower, "log"))}
+    found = {p.name: p for p in run_log.check(planned, slower, "log")}
     assert found["tokens per second"].measured == pytest.approx(1600)
     assert found["training, per million tokens"].error == pytest.approx(0.0)
     assert found["engine step, reserved cpu at $0.50/h, batch 32"].error == pytest.approx(0.052 / 0.062 - 1)

@@ -19,7 +19,7 @@ from windfall.plan.model.cluster import Cluster, ClusterMachine, EngineName, Lin
 from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.devices import Gpu, PriceList, Terms
 from windfall.plan.model.inputs import recipe_workload
-from windfall.plan.run import advice, recipe, run_log
+from windfall.plan.run import recipe, run_log
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
 from windfall.providers import trace
 from windfall.recipe.file import dump_recipe, load_recipe
@@ -101,11 +101,9 @@ def main(
 
 
 def check(run: Path) -> None:
-    """`windfall plan --check RUN`: what was planned beside what was measured, and whether to plan again."""
+    """`windfall plan --check RUN`: what was planned beside what was measured."""
     planned, events = run_log.planned_run(run)
     print("\n".join([run_log.HEADER, *map(str, run_log.check(planned, events, str(run)))]))
-    if better := advice.better_plan(planned, events):
-        print(f"\n{better}")
 
 
 def _cluster(

@@ -25,7 +25,6 @@ from windfall.engine.vllm import installed
 from windfall.errors import WindfallError, install_command
 from windfall.events.log import read
 from windfall.models import load
-from windfall.plan.model import cluster as clusters
 from windfall.plan.model.cluster import PROVIDERS, Kind
 from windfall.plan.model.workload import Workload, hub_id
 from windfall.plan.model.workload import model as find_model
@@ -155,7 +154,7 @@ def write(plan: RunPlan, request: PlanRequest, base: Recipe, simulated: Simulate
         "trace": {"nodes": 0},
         "engine": engine,
         "sim": sim_keys(plan, request),
-        "plan": plan_keys(plan, request, simulated),
+        "plan": plan_keys(plan, simulated),
     }.items():
         data[section].update(keys)
     if first.machine.engine == "vllm" and first.replicas and installed.find() is None:
@@ -252,22 +251,14 @@ def refusal(plan: RunPlan, request: PlanRequest, base: Recipe) -> WindfallError 
     return None
 
 
-def plan_keys(plan: RunPlan, request: PlanRequest, simulated: Simulated | None) -> dict[str, Any]:
+def plan_keys(plan: RunPlan, simulated: Simulated | None) -> dict[str, Any]:
     """Section [plan]."""
     tok_per_s = simulated.tok_per_s if simulated else plan.tok_per_s
     return {
         "name": plan.name,
-        "objective": request.objective,
         "step_s": plan.work.tokens / tok_per_s,
         "tok_per_s": tok_per_s,
         "usd_per_h": plan.usd_per_h,
-        "train_s": plan.train_s,
-        "rollout_s": plan.rollout_s,
-        "budget_usd_per_h": request.budget_usd_per_h if math.isfinite(request.budget_usd_per_h) else 0.0,
-        "deadline_h": request.deadline_h,
-        "trainer_device": plan.training.gpu.name,
-        "trainer_gpus": plan.training.gpus,
-        "cluster": clusters.dump(request.cluster),
         "workers": [
             {
                 "device": kind.gpu.name,

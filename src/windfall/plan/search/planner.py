@@ -119,17 +119,6 @@ def without(request: PlanRequest, machines: Sequence[ClusterMachine]) -> list[Ru
     return [replace(plan, placed=(*plan.placed, *idle)) for plan in found]
 
 
-def fixed(
-    request: PlanRequest, device: str, gpus: int, counts: Mapping[tuple[Kind, int], int], *, own: bool = False
-) -> RunPlan | None:
-    """The plan in which this many GPUs of a device train, with these numbers of engines by kind and size, and with the
-    trainer's own engine. None: it cannot be placed."""
-    made = Search(request)
-    kinds = [made.kinds[k][0] for k, n in made.trainers if n == gpus and made.kinds[k][0].gpu.name == device]
-    plan = made.fixed(kinds[0], gpus, counts) if kinds else None
-    return with_own_engine(request, plan) or plan if own and plan is not None else plan
-
-
 def by_own_engine(request: PlanRequest, plans: Sequence[RunPlan]) -> list[RunPlan]:
     """The best plan without the trainer's own engine and the best one with it, then each of them the other way round,
     if that fits. The cost model is off by different shares for the two ways."""

@@ -76,6 +76,7 @@ for _meant, _names in MEANT_BY.items():
 PLAN_KEYS = "objective train_s rollout_s budget_usd_per_h deadline_h trainer_device trainer_gpus cluster"
 REMOVED: dict[str, str] = {
     **{f"plan.{key}": "Remove it, or plan again with `windfall plan --write`." for key in PLAN_KEYS.split()},
+    "sim.lenders.requests_file": "Remove it: the requests of simulated lenders are generated.",
     "sim.prices_file": "Prices do not change over time: set trace.price_usd_per_h.",
     **dict.fromkeys(
         ("sim.trainer_mean_up_s", "sim.trainer_down_s", "sim.controller_mean_up_s", "sim.controller_down_s"),

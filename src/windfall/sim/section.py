@@ -46,15 +46,13 @@ class SimLenders(Section):
     max_slowdown: float = Field(default=MAX_SLOWDOWN, ge=0)
     """Upper limit for the time per token that lending adds, as a share of the time without lending."""
     requests_per_s: float = Field(default=1.0, ge=0, le=10_000)
-    """Mean number of requests per second of one lender. 0 with a file: as many as in the file."""
-    requests_file: FilePath | None = None
-    """Requests to replay, in lines of `time,prompt tokens,generated tokens`. If left out, requests are generated."""
+    """Mean number of requests per second of one lender."""
     peak: float = Field(default=4.0, ge=1, le=80)
-    """Generated requests: rate in the busiest one of a thousand periods of 30 s, relative to the mean."""
+    """Rate of requests in the busiest one of a thousand periods of 30 s, relative to the mean."""
     prompt_tokens: float = Field(default=900.0, gt=0)
-    """Generated requests: median tokens of a prompt."""
+    """Median tokens of a request's prompt."""
     generated_tokens: float = Field(default=150.0, gt=0)
-    """Generated requests: median tokens of an answer."""
+    """Median tokens of an answer."""
 
 
 class Sim(Section):

@@ -4,7 +4,6 @@ prints them as TOML for a recipe. They hold for that run's model and lengths. Pr
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -107,7 +106,7 @@ def _training(events: Sequence[Event], numbers: Sequence[int]) -> list[str]:
 
 
 def _pulls(events: Sequence[Event]) -> list[str]:
-    p = event_log.pulls(events, math.inf)
+    p = event_log.pulls(events)
     limits = {"egress_bytes_per_s": p.egress_per_s, "ingress_bytes_per_s": p.ingress_per_s}
     known = [f"{name} {rate:.3g}" for name, rate in limits.items() if rate < event_log.UNLIMITED_PER_S]
     return [f"pulls: weights_bytes {p.size_bytes:.3g}, " + ", ".join(known)] if known else []

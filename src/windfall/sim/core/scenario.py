@@ -17,7 +17,6 @@ from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log
-from windfall.sim.core import request_load
 from windfall.sim.core.draws import LogNormalLengths, MeasuredLengths, SessionShape
 from windfall.sim.core.request_load import GeneratedLoad, RequestLoad
 from windfall.sim.core.token_schedule import LengthDistribution
@@ -110,8 +109,6 @@ def _request_load(recipe: Recipe) -> RequestLoad | None:
     if x is None:
         return None
     service(x.serving, "sim.lenders.serving")  # raises an error for wrong keys
-    if x.requests_file is not None:
-        return request_load.read(x.requests_file, lenders=x.count, per_s=x.requests_per_s)
     return GeneratedLoad(
         seed=recipe.run.seed, per_s=x.requests_per_s, prompt_tokens=x.prompt_tokens,
         generated_tokens=x.generated_tokens, peak=x.peak,

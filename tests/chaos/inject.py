@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from tests.chaos.faults import Fault, FaultKind
-from tests.support.restarts import RestartingSimulation
+from tests.support.restarts import RestartingSimulation, lose_controller
 from tests.support.virtual_loop import CheckedLoop
 from windfall.events.log import Event
 from windfall.link import messages as m
@@ -159,7 +159,7 @@ class FaultyLink(SimLink):
         faults.cut_after -= 1
         if faults.cut_after < 0:
             faults.cut_after = None
-            self.lose_controller("the network failed")
+            lose_controller(self, "the network failed")
 
 
 class FlakyEnv:

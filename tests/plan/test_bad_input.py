@@ -100,7 +100,7 @@ def test_bad_cluster_files_are_explained(text: str, what: str, tmp_path: Path, m
         (f"{COLUMNS}aws,,3,1\n".encode(), "line 2: not a row of prices: no GPU"),
         (f"{COLUMNS}aws,V100,3,1\n".encode(), "no GPU of this list is known: V100"),
         (f"{COLUMNS}aws,H100,,\n".encode(), "buys no GPU: no price is known"),
-        (b"\xff\xfe\x00", "not a CSV file"),
+        (b"\xff\xfe\x00", "not a price list in UTF-8"),
     ],
 )
 def test_bad_price_lists_are_explained(text: bytes, what: str, tmp_path: Path) -> None:

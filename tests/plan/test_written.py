@@ -11,7 +11,7 @@ import pytest
 from tests.support.fixed_plans import fixed_plan
 from windfall.errors import WindfallError
 from windfall.plan import choose, command
-from windfall.plan.model import cluster, inputs
+from windfall.plan.model import cluster
 from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.workload import MODELS, Workload, delta_share
 from windfall.plan.run import recipe, run_log
@@ -38,7 +38,7 @@ TRAINER = {"gpu": "H100", "count": 8, "address": "10.0.0.5"}
 
 def test_written_recipe_loads_and_says_what_the_plan_says(tmp_path: Path) -> None:
     base = parse_recipe({"model": {"path": "tiny"}, "rollout": {"groups": 4, "group_size": 2}}, "test")
-    work = replace(WORK, shape=inputs.model_shape("tiny"), max_tokens=160, median_tokens=40)
+    work = replace(WORK, shape=recipe.model_shape("tiny"), max_tokens=160, median_tokens=40)
     asked = replace(request("4xL4"), work=work)
     best = planner.plans(asked)[0]
     path = tmp_path / "planned.toml"
@@ -62,7 +62,7 @@ def test_recipe_of_a_model_name_trains_that_model_with_the_planned_sizes(tmp_pat
     assert (made.rollout.groups, made.rollout.group_size, made.rollout.max_tokens, made.rollout.staleness) == (
         work.groups, work.group_size, work.max_tokens, 2,
     )  # fmt: skip
-    assert inputs.recipe_workload(made) == replace(work, staleness=2, delta=delta_share(1e-6))
+    assert recipe.recipe_workload(made) == replace(work, staleness=2, delta=delta_share(1e-6))
     assert made.train.lr == 1e-6
     notes = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert len(notes) == 2
@@ -207,7 +207,7 @@ CPUS = (
 
 def cpu_request() -> PlanRequest:
     asked, seen = from_toml(*CPUS), run_log.speeds(log(), "log")
-    tiny = replace(WORK, shape=inputs.model_shape("tiny"), groups=16, group_size=4, max_tokens=160)
+    tiny = replace(WORK, shape=recipe.model_shape("tiny"), groups=16, group_size=4, max_tokens=160)
     work = run_log.with_lengths(tiny, seen.lengths, seen.prompt_tokens)
     return replace(asked, work=work, cluster=run_log.with_speeds(asked.cluster, seen, work))
 

@@ -1,4 +1,4 @@
-"""A simulated run whose trainer and controller can be killed and restart, with a journal.
+"""A simulated run whose trainer and controller can be killed and restart, with a journal; its workers can be frozen.
 
     trainer.start ──▶ dial ──▶ [ a verb of verbs.py ]* ──▶ dial again when the link closes
           ▲                                                   │
@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from tests.support.freezing import FreezingLender, FreezingWorker
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_reader import JournalContents
@@ -26,8 +27,18 @@ from windfall.link import messages as m
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.run import Simulation
 from windfall.sim.machines.linked_trainer import LinkedTrainer
+from windfall.types import LOCAL
 
 REDIAL_S = 0.2
+
+
+def lose_controller(link: SimLink, why: str) -> None:
+    """The controller dies, and every message that it has not received is lost."""
+    if link._closed is None:
+        link._to_controller.clear()
+        link._inbox.clear()
+        link.cut(why)
+        link._loop.call_soon(link._on_closed, why)
 
 
 class RestartingTrainer(LinkedTrainer):
@@ -114,7 +125,8 @@ class RestartingSimulation(Simulation):
         self._killed = asyncio.Event()
         self._attending: dict[asyncio.Task[Any], SimLink] = {}
         super().__init__(*args, **options)
-        self.trainer.on_exit = self.fleet.stop_local
+        self.fleet.worker_class, self.fleet.lender_class = FreezingWorker, FreezingLender
+        self.trainer.on_exit = lambda: self.fleet._kill(LOCAL)
 
     def _start_controller(self) -> ControllerLife:
         recipe = self.scenario.recipe
@@ -152,7 +164,7 @@ class RestartingSimulation(Simulation):
         if self.life.journal is not None:
             self.life.journal.abandon()
         for task, link in self._attending.items():
-            link.lose_controller("the controller was killed")
+            lose_controller(link, "the controller was killed")
             task.cancel()
         self._attending.clear()
 
@@ -186,7 +198,7 @@ class RestartingSimulation(Simulation):
     async def _answer(self, link: SimLink, attend: Coroutine[Any, Any, None]) -> None:
         if self.down:
             attend.close()
-            link.lose_controller("no controller is listening")
+            lose_controller(link, "no controller is listening")
             return
         task = asyncio.current_task()
         assert task is not None

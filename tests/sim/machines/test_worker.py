@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.support.restarts import RestartingSimulation
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.sim.core import loop as loops
@@ -235,13 +236,13 @@ def later(at_s: float, action: Callable[[Simulation], None]) -> Callable[[Simula
 STAYS = {"trace": {"nodes": 0}, "fleet": {"workers": 3, "price_usd_per_h": 5.0}}
 
 
-def test_frozen_worker_is_lost_and_joins_under_a_new_id(simulated: Simulated) -> None:
-    def freeze(s: Simulation) -> None:
+def test_frozen_worker_is_lost_and_joins_under_a_new_id(restarting: Simulated) -> None:
+    def freeze(s: RestartingSimulation) -> None:
         worker = s.fleet.workers["w1"]
         worker.freeze()
         asyncio.get_running_loop().call_later(6.0, worker.thaw)
 
-    done, log = simulated(later(3.0, freeze), run={"steps": 6}, **STAYS)
+    done, log = restarting(later(3.0, freeze), run={"steps": 6}, **STAYS)
     names = [(e["name"], e.get("worker")) for e in log]
     assert ("worker_suspect", "w1") in names
     assert ("worker_lost", "w1") in names
@@ -251,12 +252,12 @@ def test_frozen_worker_is_lost_and_joins_under_a_new_id(simulated: Simulated) ->
     assert done.dispatch.members.all["w1#2"].generated > 0
 
 
-def test_short_freeze_only_makes_a_worker_suspect(simulated: Simulated) -> None:
-    def freeze(s: Simulation) -> None:
+def test_short_freeze_only_makes_a_worker_suspect(restarting: Simulated) -> None:
+    def freeze(s: RestartingSimulation) -> None:
         s.fleet.workers["w1"].freeze()
         asyncio.get_running_loop().call_later(1.6, s.fleet.workers["w1"].thaw)
 
-    _, log = simulated(later(3.0, freeze), run={"steps": 4}, **STAYS)
+    _, log = restarting(later(3.0, freeze), run={"steps": 4}, **STAYS)
     names = [e["name"] for e in log]
     assert "worker_suspect" in names
     assert "worker_well" in names

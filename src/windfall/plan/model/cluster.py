@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -31,42 +31,52 @@ ZONE_USD_PER_GB = 0.02
 each direction) and between near regions. Between continents, or over the internet, it is 0.05 to 0.09."""
 
 
+class ZoneLink(NamedTuple):
+    a: str
+    b: str
+    bandwidth: float
+    """Bytes per second."""
+    usd_per_gb: float | None = None
+    """Price of traffic; None: as between any two zones."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
     same_type: float = NETWORK
     """Bytes per second between machines of one GPU type: that of the network of a whole machine, in one direction."""
     across_types: float = NETWORK
-    zones: tuple[tuple[str, str, float], ...] = ()
-    """Bytes per second between machines of two zones, or of one; instead of the above."""
+    zones: tuple[ZoneLink, ...] = ()
+    """Between machines of two zones, or of one; instead of the above."""
     pull: float = 0.0
     """Measured bytes per second of a pull of new weights; 0: by the links."""
     usd_per_gb: float = ZONE_USD_PER_GB
     """Price of traffic between two zones."""
-    zone_prices: tuple[tuple[str, str, float], ...] = ()
-    """Dollars per GB between two zones, instead of the above."""
+
+    def _zone_link(self, a: str, b: str) -> ZoneLink | None:
+        return next((link for link in self.zones if (link.a, link.b) in ((a, b), (b, a))), None)
 
     def price(self, a: str, b: str) -> float:
         """Dollars per GB between two zones. Traffic within a zone is free.
 
-        >>> links = Links(zone_prices=(("a", "b", 0.08),))
+        >>> links = Links(zones=(ZoneLink("a", "b", 1e9, 0.08),))
         >>> links.price("b", "a"), links.price("a", "c"), links.price("a", "a")
         (0.08, 0.02, 0.0)
         """
-        for x, y, usd in self.zone_prices:
-            if (x, y) in ((a, b), (b, a)):
-                return usd
+        link = self._zone_link(a, b)
+        if link is not None and link.usd_per_gb is not None:
+            return link.usd_per_gb
         return 0.0 if a == b else self.usd_per_gb
 
     def between(self, a: str, b: str, *, same_type: bool) -> float:
         """Bytes per second between a machine of zone `a` and one of zone `b`.
 
-        >>> links = Links(zones=(("a", "b", 1e9),))
+        >>> links = Links(zones=(ZoneLink("a", "b", 1e9),))
         >>> links.between("b", "a", same_type=True), links.between("a", "a", same_type=True)
         (1000000000.0, 12500000000.0)
         """
-        for x, y, bandwidth in self.zones:
-            if (x, y) in ((a, b), (b, a)):
-                return bandwidth
+        link = self._zone_link(a, b)
+        if link is not None:
+            return link.bandwidth
         return self.same_type if same_type else self.across_types
 
     def __str__(self) -> str:
@@ -76,7 +86,7 @@ class Links:
         """
         same, across = f"{self.same_type / 1e9:.4g} GB/s between machines", f"{self.across_types / 1e9:.4g} GB/s"
         text = same if self.same_type == self.across_types else f"{same} of one type, {across} between others"
-        text += "".join(f", {bandwidth / 1e9:.4g} GB/s between zones {a} and {b}" for a, b, bandwidth in self.zones)
+        text += "".join(f", {x.bandwidth / 1e9:.4g} GB/s between zones {x.a} and {x.b}" for x in self.zones)
         return f"{text}; pulls measured at {self.pull / 1e9:.3g} GB/s" if self.pull else text
 
 
@@ -264,12 +274,11 @@ def parse(
         links=Links(
             same_type=links.same_type_gb_per_s * 1e9,
             across_types=(links.across_types_gb_per_s or links.same_type_gb_per_s) * 1e9,
-            zones=tuple((row.between[0], row.between[1], row.gb_per_s * 1e9) for row in tables.link),
+            zones=tuple(
+                ZoneLink(row.between[0], row.between[1], row.gb_per_s * 1e9, row.usd_per_gb) for row in tables.link
+            ),
             pull=(links.pull_gb_per_s or 0.0) * 1e9,
             usd_per_gb=links.across_zones_usd_per_gb,
-            zone_prices=tuple(
-                (row.between[0], row.between[1], row.usd_per_gb) for row in tables.link if row.usd_per_gb is not None
-            ),
         ),
     )
     if not machines:

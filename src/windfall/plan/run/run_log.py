@@ -25,8 +25,8 @@ from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.plan.model.cluster import Cluster, ClusterMachine
 from windfall.plan.model.cost_model import LINK_SHARE
-from windfall.plan.model.inputs import recipe_workload
 from windfall.plan.model.workload import Workload
+from windfall.plan.run.recipe import recipe_workload
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log

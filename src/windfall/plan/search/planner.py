@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from windfall.errors import WindfallError
 from windfall.plan.model import cost_model
@@ -41,6 +41,8 @@ from windfall.plan.search.plan import (
     step_time,
 )
 
+Row = TypeVar("Row", bound=Any)
+"""A plan with its figures, predicted or simulated: `tok_per_s` and `usd_per_h`."""
 ROUNDS = 3
 """Repetitions of search with the batches of the last solution."""
 CANDIDATES, BETWEEN = 12, 16
@@ -71,25 +73,12 @@ def search(request: PlanRequest) -> list[RunPlan]:
     return Search(request).run()
 
 
-class Rated(Protocol):
-    """A plan with its figures, predicted or simulated."""
-
-    @property
-    def tok_per_s(self) -> float: ...
-
-    @property
-    def usd_per_h(self) -> float: ...
-
-
-Row = TypeVar("Row", bound=Rated)
-
-
 def ranked(request: PlanRequest, found: Iterable[Row]) -> list[Row]:
     """The plan to choose, then all others by the objective. Of those that are within TIE of the highest throughput, the
     one with the cheapest tokens is chosen. Plans that miss the deadline come last, the fastest of them first."""
     w, objective = request.work, request.objective
 
-    def key(row: Row) -> tuple[float, ...]:
+    def key(row: Any) -> tuple[float, ...]:
         hours = w.steps * w.tokens / row.tok_per_s / 3600
         if objective == "deadline" and hours > request.deadline_h * LATE:
             return True, hours

@@ -42,6 +42,9 @@ class Stay:
 
 
 class SimFleet:
+    worker_class = SimWorker
+    lender_class = SimLender
+
     def __init__(self, scenario: Scenario, token_schedule: TokenSchedule, attend: Attend) -> None:
         self._scenario, self._token_schedule, self._attend = scenario, token_schedule, attend
         self._network = Network(scenario.real.sim.egress_bytes_per_s)
@@ -96,9 +99,6 @@ class SimFleet:
                 keep_share=self._scenario.real.engine.keep_share,
             )  # fmt: skip
             self._start(LOCAL, spec, started_s)
-
-    def stop_local(self) -> None:
-        self._kill(LOCAL)
 
     def _worker_spec(self, node: str, kind: MachineKind, terms: LeaseKind, usd_per_h: float) -> WorkerSpec:
         s = self._scenario.real.sim
@@ -197,13 +197,13 @@ class SimFleet:
         stay = self._up[node] = Stay(name=f"{node}.{life}", usd_per_h=0.0, start_s=now, joined=True)
         self.lender_stays.append(stay)
         spec = replace(self._worker_spec(stay.name, kind, "borrowed", 0.0), lends=True)
-        lender = self.workers[node] = SimLender(
+        lender = self.workers[node] = self.lender_class(
             spec, self._lenders[node], self._token_schedule, self._attend, started_s=now
         )
         lender.dial()
 
     def _start(self, node: str, spec: WorkerSpec, started_s: float) -> None:
-        worker = self.workers[node] = SimWorker(spec, self._token_schedule, self._attend, started_s=started_s)
+        worker = self.workers[node] = self.worker_class(spec, self._token_schedule, self._attend, started_s=started_s)
         worker.dial()
 
     def take_down(self, node: str) -> None:

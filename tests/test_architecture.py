@@ -102,10 +102,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "sim/core/draws.py",
     "step_time.py",
     "training.py",
-    "sim/core/sessions.py",
     "sim/machines/prefix_cache.py",
     "sim/machines/decode.py",
-    "sim/chaos/faults.py",
     "sim/core/token_schedule.py",
     "controller/rollout/assignment.py",
     "run/autoscale.py",
@@ -140,7 +138,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
 PURE_MAY_IMPORT = {
     "__future__", "abc", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum",
     "functools", "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing",
-    "xxhash",
+    "pydantic", "xxhash",
 }  # fmt: skip
 LIGHT = [
     "run.cli",

@@ -263,9 +263,12 @@ def test_dump_keeps_types() -> None:
         assert line in text
 
 
-def test_dropped_keys_are_refused_with_what_to_do() -> None:
-    for name, instead in unknown_keys.DROPPED.items():
-        section, _, key = name.partition(".")
+def test_removed_keys_are_refused_with_what_to_do() -> None:
+    for name, instead in unknown_keys.REMOVED.items():
+        *sections, key = name.split(".")
+        data: dict[str, Any] = {key: 0.5}
+        for section in reversed(sections):
+            data = {section: data}
         with pytest.raises(WindfallError) as e:
-            parse_recipe({section: {key: 0.5}}, where="here")
+            parse_recipe(data, where="here")
         assert instead in str(e.value)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.trial import trial
 from windfall import training
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.ledger import journal_format
@@ -31,7 +32,6 @@ from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.version_window import VersionWindow
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
-from windfall.sim.chaos.trial import trial
 from windfall.training import TrainerLost
 
 FAULTS, SEEDS = 120, 16

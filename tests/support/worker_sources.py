@@ -22,7 +22,6 @@ from windfall.processes import process
 from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, Provider
 from windfall.providers.job_queue import JobProvider
-from windfall.providers.kubernetes.credentials import Credentials
 from windfall.providers.kubernetes.manifests import RunNames, deployment
 from windfall.providers.kubernetes.provider import KubernetesProvider
 from windfall.providers.kubernetes.section import Kubernetes
@@ -156,15 +155,13 @@ class KubernetesSource:
 
     @asynccontextmanager
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
-        names, options = RunNames(run="test"), Kubernetes(image="windfall", drain_s=2.0)
-        objects = deployment(options, names=names, url=await url())
-        cluster = kubernetes.Cluster(objects, token="t", secrets={names.secret: TOKEN}, path=workers.path)
-        async with cluster:
-            provider = KubernetesProvider(
-                Credentials(server=cluster.url, token="t"), names, count, namespace="default", drain_s=2.0,
-                on_event=on_event, poll_s=0.1,
-            )  # fmt: skip
-            yield provider
+        names, source = RunNames(run="test"), Kubernetes(image="windfall", drain_s=2.0, workers=count)
+        objects = deployment(source, names=names, url=await url())
+        cluster = kubernetes.Cluster(objects, secrets={names.secret: TOKEN}, path=workers.path)
+        with programs(folder, "kubectl", {"kubectl": ""}):
+            async with cluster:
+                source = source.model_copy(update={"kubeconfig": cluster.kubeconfig(folder)})
+                yield KubernetesProvider(source, names, on_event=on_event, poll_s=0.1)
 
 
 class RaySource:

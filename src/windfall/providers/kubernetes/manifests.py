@@ -225,13 +225,12 @@ def _priority_class(source: Kubernetes, names: RunNames) -> Manifest:
 def _permissions(source: Kubernetes, names: RunNames) -> list[Manifest]:
     """What the run may do: set the number of its own workers, and see pods."""
     group = "rbac.authorization.k8s.io"
+    own = {"resourceNames": [names.workers]}
     rules: list[Manifest] = [
-        {
-            "apiGroups": ["apps"], "resources": ["deployments/scale"], "resourceNames": [names.workers],
-            "verbs": ["get", "patch"],
-        },
+        {"apiGroups": ["apps"], "resources": ["deployments"], **own, "verbs": ["get"]},
+        {"apiGroups": ["apps"], "resources": ["deployments/scale"], **own, "verbs": ["patch"]},
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
-    ]  # fmt: skip
+    ]
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _metadata(source, names, "run")},
         {

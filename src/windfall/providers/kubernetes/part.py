@@ -26,20 +26,17 @@ class KubernetesPart(SourcePart):
         return "fleet.kubernetes", Kubernetes
 
     def check(self, source: Kubernetes) -> None:
-        from windfall.providers.kubernetes import credentials
+        from windfall.providers.job_queue import check_program
+        from windfall.providers.kubernetes.provider import FIX
 
-        credentials.find(source.kubeconfig, source.server, source.token_file)
+        del source
+        check_program("kubectl", where="fleet.kubernetes", fix=FIX)
 
     def provider(self, source: Kubernetes, run: Employer) -> Provider:
-        from windfall.providers.kubernetes import credentials
         from windfall.providers.kubernetes.manifests import RunNames
         from windfall.providers.kubernetes.provider import KubernetesProvider
 
-        found = credentials.find(source.kubeconfig, source.server, source.token_file)
-        return KubernetesProvider(
-            found, RunNames(run=run.name), source.workers, namespace=source.namespace, drain_s=source.drain_s,
-            on_event=run.on_event,
-        )  # fmt: skip
+        return KubernetesProvider(source, RunNames(run=run.name), on_event=run.on_event)
 
     def host(self, recipe: Recipe) -> str:
         from windfall.providers.kubernetes.manifests import RunNames
@@ -75,8 +72,7 @@ def recipe_in_pod(recipe: Recipe, source: Kubernetes) -> Recipe:
     account reaches the API server. Raises WindfallError for other files of this machine."""
     from windfall.providers.kubernetes.manifests import TLS_FOLDER
 
-    inside = source.model_copy(update={"kubeconfig": None, "token_file": None, "server": ""})
-    changed: dict[str, Any] = {"kubernetes": inside}
+    changed: dict[str, Any] = {"kubernetes": source.model_copy(update={"kubeconfig": None})}
     if recipe.fleet.tls_cert:
         changed |= {"tls_cert": Path(TLS_FOLDER) / "tls.crt", "tls_key": Path(TLS_FOLDER) / "tls.key"}
     made = recipe.model_copy(update={"fleet": recipe.fleet.model_copy(update=changed)})

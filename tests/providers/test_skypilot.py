@@ -14,9 +14,8 @@ import pytest
 from tests.support.recorded_events import RecordedEvents
 from tests.support.worker_sources import DRAINING, TOKEN, SkySource, Workers, running
 from windfall.providers.skypilot import provider
-from windfall.providers.skypilot.provider import parse_queue, parse_states
+from windfall.providers.skypilot.provider import parse_queue, parse_states, task
 from windfall.providers.skypilot.section import SkyPilot
-from windfall.providers.skypilot.task import task
 from windfall.providers.yaml_text import to_yaml
 
 

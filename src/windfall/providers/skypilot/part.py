@@ -38,12 +38,11 @@ class SkyPilotPart(SourcePart):
         from windfall.providers.job_queue import JobProvider
         from windfall.providers.skypilot.provider import CANCEL_S, POLL_S, SkyPilotQueue
 
-        folder = (run.folder / "workers").resolve()
-        queue = SkyPilotQueue(source=source, label=run.label, folder=folder, url=run.url, secrets=run.secrets)
+        queue = SkyPilotQueue(source=source, run=run)
         return JobProvider(queue, source, poll_s=POLL_S, grace_s=CANCEL_S, on_event=run.on_event)
 
     def preview(self, source: SkyPilot, recipe: Recipe, *, label: str, url: str) -> str:
-        from windfall.providers.skypilot.task import task
+        from windfall.providers.skypilot.provider import task
         from windfall.providers.yaml_text import to_yaml
 
         del recipe

@@ -34,11 +34,13 @@ OPTIONS = Kubernetes(
     tolerations=[{"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"}],
     storage_class="fast", trainer_node_selector={"pool": "reserved"},
 )  # fmt: skip
+STORED = '[run]\nname = "Demo_1"\n\n[env]\ntext = """two\nlines"""\n'
 SMALL = Kubernetes(image="x", drain_s=1.0)
 
 
 def objects() -> list[dict[str, Any]]:
-    return manifests(OPTIONS, names=NAMES, url="http://h:8700", recipe="[run]\n", ports=(8700, 8701), certificate="PEM")
+    made = manifests(OPTIONS, names=NAMES, url="http://h:8700", recipe=STORED, ports=(8700, 8701), certificate="P\nE")
+    return list(yaml.safe_load_all(made))
 
 
 def test_manifests_keep_the_rules_of_workers() -> None:
@@ -57,6 +59,10 @@ def test_manifests_keep_the_rules_of_workers() -> None:
         (container,) = made[kind, name]["spec"]["template"]["spec"]["containers"]
         (token,) = [e for e in container["env"] if e["name"] == "WINDFALL_TOKEN"]
         assert token["valueFrom"]["secretKeyRef"] == secret
+    assert made["ConfigMap", "windfall-demo-1"]["data"]["recipe.toml"] == STORED
+    assert (
+        made["StatefulSet", "windfall-demo-1"]["spec"]["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
+    )
     rules = made["Role", "windfall-demo-1"]["rules"]
     allowed = {(what, verb) for rule in rules for what in rule["resources"] for verb in rule["verbs"]}
     assert allowed == {("deployments", "get"), ("deployments/scale", "patch"), ("pods", "list")}
@@ -86,7 +92,7 @@ def test_manifests_are_valid_by_the_published_schemas(version: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for manifest in objects():
         validate.validate(manifest, version, strict=True)
-    broken = deployment(OPTIONS, names=NAMES, url="http://h:1")
+    _, broken = yaml.safe_load_all(deployment(OPTIONS, names=NAMES, url="http://h:1"))
     broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
     with pytest.raises(validate.ValidationError):
         validate.validate(broken, version, strict=True)
@@ -94,7 +100,7 @@ def test_manifests_are_valid_by_the_published_schemas(version: str) -> None:
 
 def serve(tmp_path: Path, use: Any, *, real: bool = False) -> Any:
     async def main() -> Any:
-        objects = deployment(SMALL, names=NAMES, url="http://h:1")
+        _, objects = yaml.safe_load_all(deployment(SMALL, names=NAMES, url="http://h:1"))
         workers = Workers(tmp_path, DRAINING)
         async with Cluster(objects, secrets={NAMES.secret: TOKEN}, path=workers.path) as cluster:
             return await use(cluster, workers)

@@ -16,6 +16,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import windfall
 from tests.support.stand_ins import kubernetes
 from windfall.processes import process
@@ -153,7 +155,7 @@ class KubernetesSource:
     @asynccontextmanager
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
         names, source = RunNames(run="test"), Kubernetes(image="windfall", drain_s=2.0, workers=count)
-        objects = deployment(source, names=names, url=await url())
+        _, objects = yaml.safe_load_all(deployment(source, names=names, url=await url()))
         cluster = kubernetes.Cluster(objects, secrets={names.secret: TOKEN}, path=workers.path)
         with programs(folder, "kubectl", {"kubectl": ""}):
             async with cluster:

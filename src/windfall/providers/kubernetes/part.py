@@ -46,7 +46,6 @@ class KubernetesPart(SourcePart):
     def preview(self, source: Kubernetes, recipe: Recipe, *, label: str, url: str) -> str:
         from windfall.link import tls
         from windfall.providers.kubernetes.manifests import RunNames, manifests
-        from windfall.providers.yaml_text import to_yaml
         from windfall.recipe.file import dump_recipe
 
         del label
@@ -64,7 +63,7 @@ class KubernetesPart(SourcePart):
                 f"\n# and: kubectl --namespace {source.namespace} create secret tls {names.tls} "
                 f"--cert={f.tls_cert} --key={f.tls_key}"
             )
-        return "\n".join([secret, *(f"---\n{to_yaml(manifest)}" for manifest in objects)])
+        return f"{secret}\n{objects}"
 
 
 def recipe_in_pod(recipe: Recipe, source: Kubernetes) -> Recipe:

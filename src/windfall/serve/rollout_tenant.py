@@ -323,7 +323,7 @@ class RolloutTenant(EngineThread):
             host.rollout_time.observe(took_s / engine.last_steps, *engine.last_step)
             host.metrics.rollout_seconds += took_s
         handles, self._evicted = self._evicted, []
-        host.metrics.returned("memory", self._return(handles))
+        host.metrics.responses_returned["memory"] += self._return(handles)
         self._return_starved(clock())
 
     def _run_orders(self) -> bool:
@@ -442,7 +442,7 @@ class RolloutTenant(EngineThread):
             starved = [id for id, since_s in self._without_pages_s.items() if now_s - since_s > STARVED_S]
         for id in starved:
             engine.cancel(id)
-        self._host.metrics.returned(why, self._return([int(id) for id in starved]))
+        self._host.metrics.responses_returned[why] += self._return([int(id) for id in starved])
 
     def _return(self, handles: list[int]) -> int:
         given = tuple(h for h in handles if h in self._running)

@@ -34,7 +34,7 @@ from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, objective_s
 from windfall.step_time import LearnedStepTime
 from windfall.types import Chunk, Request
 
-SERVING, ROLLOUT, WEIGHTS = "serving", "rollout", "rollout weights"
+SERVING, ROLLOUT = "serving", "rollout"
 LAUNCH_S = 0.02
 """Upper limit for the time of the decode steps that are launched at once (seconds)."""
 SWITCH_S = 0.001
@@ -69,9 +69,6 @@ class Tenant(Protocol):
 
     def leave_memory(self) -> None:
         """Give all blocks back."""
-
-    def give_up_weights(self) -> None:
-        """Serving gets the blocks of the weights now."""
 
     def fail(self, error: BaseException) -> None: ...
 
@@ -174,7 +171,7 @@ class Host:
     def state(self) -> list[Metric]:
         """What /metrics shows beside the counts of requests."""
         blocks, waiting = self.arena.blocks, sum(r.tokens == 0 for r in list(self._requests.values()))
-        held = {name: blocks.held(name) for name in (SERVING, ROLLOUT, WEIGHTS)}
+        held = {name: blocks.held(name) for name in (SERVING, ROLLOUT)}
         errors = {SERVING: self.serving_time.error, ROLLOUT: self.rollout_time.error}
         states = {state.value: int(state is self.policy.state) for state in MemoryState}
         slack_s = min(self.slack_s, 1e9)
@@ -227,23 +224,18 @@ class Host:
     def _turn(self) -> None:
         if len(self.engine):
             self._step_serving()
-        tenant = self.rollout  # serving may have taken the memory of its weights
-        if tenant is not None:
-            began_s = self._clock()
-            self._contain(tenant)
-            self._count_lent(self._clock() - began_s)
-
-    def _contain(self, tenant: Tenant) -> None:
+        if (tenant := self.rollout) is None:
+            return
+        began_s = self._clock()
         try:
             tenant.turn()
         except Exception as e:  # fault boundary: serving goes on without the rollout
             self.drop_rollout(tenant)
             tenant.fail(e)
-
-    def _count_lent(self, seconds: float) -> None:
+        lent_s = self._clock() - began_s
         for request in self._requests.values():
             if request.tokens:
-                request.lent_s += seconds
+                request.lent_s += lent_s
 
     def _add(self, request: Request, listener: Listener, arrival_s: float) -> None:
         try:
@@ -326,7 +318,7 @@ class Host:
 
     def begin_step(self) -> None:
         """A step of the run begins: compute the rollout's budget from what serving holds."""
-        self.policy.begin_step(self.unlent)
+        self.policy.begin_step(self.held)
         if self.rollout is not None:
             self.rollout.pages.limit = self.policy.budget
 
@@ -338,16 +330,12 @@ class Host:
     @property
     def serving_use(self) -> float:
         """Share of the KV memory that serving holds."""
-        return self._pages.held_blocks / self.arena.blocks.layout.count
+        return self.held / self.arena.blocks.layout.count
 
     @property
-    def unlent(self) -> int:
-        """Blocks that the rollout's KV cache cannot have: those of serving, and of the rollout's weights."""
-        return self._pages.held_blocks + self.arena.blocks.held(WEIGHTS)
-
-    def may_restore(self, blocks: int) -> bool:
-        """Whether the rollout's weights may have this many blocks again."""
-        return self.policy.has_room(self.unlent + blocks)
+    def held(self) -> int:
+        """Blocks that serving holds."""
+        return self._pages.held_blocks
 
     def _serving_shape(self) -> tuple[int, int]:
         """Rows of a decode step of serving, and the tokens that they attend to."""

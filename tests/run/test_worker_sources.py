@@ -52,7 +52,7 @@ def test_preview_shows_every_source_and_starts_nothing(
     assert '"label_selector": {\n      "ray.io/accelerator-type": "H100"' in out
     assert "# ray: 1 worker, at most 16" in out
     assert "#SBATCH --array=1-3" in out
-    assert "use_spot: true" in out
+    assert '"use_spot": true' in out
     assert "terminationGracePeriodSeconds: 45" in out
     assert "http://windfall-demo-0.windfall-demo:8700" in out
     assert not (here / "runs").exists()

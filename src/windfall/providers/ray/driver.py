@@ -8,6 +8,9 @@ supervisor must survive that.
     exit   with the status of the worker
 
 - A worker that waits for free resources waits without limit: Ray's autoscaler sees it as demand.
+- The worker is a process of its own on the node, not a part of the actor: it can be drained by SIGTERM, its memory is
+  its own, and it exits as it does everywhere else. It dies with the actor's process (parent_death.py). Ray sets
+  CUDA_VISIBLE_DEVICES for the actor, and the worker inherits it. Its output goes to the actor's log.
 - SIGTERM, which is also sent when the supervisor dies, goes on to the worker, which has `drain_s` to leave. Then the
   actor is killed. If this process is killed, Ray ends the actor when it notices, within about a minute.
 """
@@ -21,14 +24,37 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from windfall.providers.ray.actor import WorkerActor
+from windfall.processes import process
+from windfall.processes.process import Handle
 
 CONNECT_S = 90.0
 """Seconds until the driver must be connected to the cluster."""
 SHUTDOWN_S = 10.0
 """Seconds for disconnecting from Ray."""
+
+
+class WorkerActor:
+    """All methods are coroutines, so that a signal can be sent while `wait` is running."""
+
+    def __init__(self) -> None:
+        self._handle: Handle | None = None
+
+    async def start(self, name: str, arguments: Sequence[str], env: Mapping[str, str]) -> int:
+        """Start a worker with these arguments of Python; returns its process id."""
+        argv = [sys.executable, *arguments]
+        self._handle = process.start(name=name, argv=argv, env={**os.environ, **env}, log=1)
+        return self._handle.pid
+
+    async def wait(self) -> int:
+        assert self._handle is not None
+        return await self._handle.wait()
+
+    async def signal(self, number: int) -> None:
+        if self._handle is not None:
+            self._handle.signal(number)
 
 
 async def main(request: dict[str, Any], answers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from windfall.errors import WindfallError
@@ -43,11 +44,10 @@ class SkyPilotPart(SourcePart):
 
     def preview(self, source: SkyPilot, recipe: Recipe, *, label: str, url: str) -> str:
         from windfall.providers.skypilot.provider import task
-        from windfall.providers.yaml_text import to_yaml
 
         del recipe
         line = f"# for each: sky jobs launch --name {label}-sky1-1 --secret WINDFALL_TOKEN sky1.1.yaml"
-        return f"\n{line}\n{to_yaml(task(source, url=url, worker='sky1.1'))}"
+        return f"\n{line}\n{json.dumps(task(source, url=url, worker='sky1.1'), indent=2)}\n"  # JSON is YAML
 
 
 PART = SkyPilotPart()

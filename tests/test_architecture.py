@@ -152,7 +152,7 @@ LIGHT = [
     "sim.calibrate.command",
     "plan.command",
 ]
-HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard", "matplotlib"}
+HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard"}
 
 
 def part(file: str) -> str:

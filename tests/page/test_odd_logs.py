@@ -36,7 +36,7 @@ def every_kind() -> list[dict[str, Any]]:
         event(37, "instant", "trainer_lost", step=2, why="killed"),
         event(38, "instant", "resumed", step=1),
         event(39, "instant", "end", step=2, finished=True),
-        event(39, "instant", "activity", rows={"w2": [[1, "waiting"]]}, moves=[], lenders={"w2": [0.5, 0.1]}),
+        event(39, "instant", "activity", rows={"w2": [[1, "waiting"]]}, moves=[]),
     ]
     return [*found.values(), *more]
 
@@ -51,7 +51,7 @@ def test_the_page_opens_whatever_the_fields_of_an_event_are(kind: dict[str, Any]
             changed = {k: v for k, v in kind.items() if k != key} if value is ... else {**kind, key: value}
             if (read := parse(json.dumps(changed).encode())) is not None:
                 history.add(read)
-                msgspec.json.encode(history.changes())
+                msgspec.json.encode(history.full())
         history.add(step(60, 7))
         assert json.loads(msgspec.json.encode(history.full()))["step"] == 7, key
 

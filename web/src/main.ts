@@ -47,7 +47,6 @@ class Page {
   private connect(): void {
     const stream = (this.stream = new EventSource(this.url("stream")));
     stream.addEventListener("full", (e) => { this.runs[0]!.replace(parse(e)); this.connection = ""; this.changed(); });
-    stream.addEventListener("changes", (e) => { if (!this.runs[0]!.history || !this.runs[0]!.apply(parse(e))) this.reconnect(0); else this.changed(); });
     stream.onerror = () => {
       const ended = this.runs[0]!.history && this.runs[0]!.status !== "running";
       this.connection = ended ? "the server has ended; this is the last state" : "connection lost; trying again";
@@ -106,7 +105,7 @@ class Page {
     this.timeline.update();
   }
   private plots(x: X): void {
-    const runs = this.runs.filter((r) => r.history && r.status !== "planned");
+    const runs = this.runs.filter((r) => r.history);
     if (!this.charts.length) {
       this.charts = (x === "step" ? LEARNING : LEARNING.filter((s) => ["reward", "tok_per_s", "workers", "length"].includes(s.column))).map((spec) => new Chart(spec, x));
     }
@@ -127,7 +126,7 @@ class Page {
   }
   private choice(): HTMLElement {
     const select = h("select", { "aria-label": "Run", change: () => { this.shown = select.selectedIndex; select.blur(); this.open(this.tab); } },
-      this.runs.map((run, n) => h("option", { selected: n === this.shown, disabled: run.status === "planned" }, run.name || "…")));
+      this.runs.map((run, n) => h("option", { selected: n === this.shown }, run.name || "…")));
     return h("h1", {}, select);
   }
   private drawTabs(): void {

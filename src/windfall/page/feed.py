@@ -1,63 +1,37 @@
-"""Sends the history of a run to its viewers, as server-sent events.
+"""Sends the page of a run to its viewers, as server-sent events: all of it each time, at a bounded rate.
 
-    follow()    one call per viewer: sends everything, then waits until the viewer is gone or too far behind
-    tick()      every TICK_S, if there are viewers: encodes what has changed once, and writes it to every connection
+    follow()    one call per viewer: sends what was encoded last, then waits for what is newer
+    tick()      every TICK_S, if there are viewers: encodes the page again when that is due
 
-A viewer costs the run little: after it has everything, nothing is computed for it and no task wakes for it. A tick
-hands the same bytes to each connection, and they contain only what has changed.
-
-Back-pressure: a viewer has no queue. A connection that has not taken the last bytes yet is passed over, and gets the
-changes that it missed when it has room again, or everything if they are no longer kept. Everything is encoded at most
-once in FULL_S. A connection that takes nothing for STUCK_S is closed. At most MAX_VIEWERS are served.
+The page is encoded once for all viewers. The larger it is and the more they are, the rarer: together they get at most
+RATE bytes per second, which limits what they cost the run. A viewer has no queue: one that is slow gets the newest page
+when it has taken the last one, and one that takes nothing for STUCK_S is closed. At most MAX_VIEWERS are served.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from windfall.page.history import RunHistory
 
 TICK_S = 1.0
-FULL_S = 5.0
+RATE = 1_000_000
 STUCK_S = 30.0
-KEPT = 60
-"""Number of the newest changes that are kept."""
+ALIVE_S = 5.0
+"""Seconds between two comments in a stream without news: a write notices that a viewer is gone."""
 PIECE = 256 << 10
-"""Bytes of everything that are written at once."""
+"""Bytes that are written at once."""
 MAX_VIEWERS = 200
 MAX_SHOWN_WORKERS = 100
 """Upper limit for the workers in a snapshot that is sent."""
-WORKERS_TICKS = 5
-"""The workers are sent with every tick if there are few of them, and otherwise with every fifth."""
-FEW_WORKERS = 20
 SHOWN = ("worker", "lease", "kind", "device", "state", "version", "running", "slots", "tok_per_s", "age_s", "lender")
 """Fields of a worker that are sent."""
-
-
-class ViewerConnection(Protocol):
-    """A transport of asyncio."""
-
-    def write(self, data: bytes) -> None: ...
-    def get_write_buffer_size(self) -> int: ...
-    def is_closing(self) -> bool: ...
-
-
-@dataclass(eq=False, slots=True)
-class _Viewer:
-    connection: ViewerConnection
-    seen: int
-    """The tick whose changes it has got last."""
-    since_s: float
-    """When its connection last took everything (monotonic)."""
-    done: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """True: it needs everything again. False: it is gone or stuck."""
 
 
 class Feed:
@@ -66,87 +40,53 @@ class Feed:
         self.snapshot: dict[str, Any] | None = None
         """The last state of the fleet."""
         self.viewers = 0
-        self._following: set[_Viewer] = set()
-        self._tick = 0
-        self._changes: deque[bytes] = deque(maxlen=KEPT)
-        """The newest changes, as chunks of HTTP; the last one leads to `_tick`."""
-        self._full: tuple[int, float, bytes] | None = None
-        """Everything: as of which tick, when it was encoded (monotonic, seconds), and the bytes."""
+        self._data = b""
+        """What was encoded last; empty while there are no viewers."""
+        self._due_s = 0.0
+        """When it is encoded again (monotonic)."""
+        self._newer = asyncio.Event()
+        """Set when `_data` is replaced."""
 
-    def tick(self) -> None:
-        """Send what has changed, if there are viewers."""
+    def tick(self, *, at_once: bool = False) -> None:
+        """Encode the page again if it has viewers, and if that is due or must happen `at_once`."""
         if not self.viewers:
-            if self._changes:  # the last viewer is gone: the next one begins with everything
-                self._changes.clear()
-                self._full = None
-            return
-        self._changes.append(_chunk(self._encode("changes", self.history.changes())))
-        self._tick += 1
-        now_s = time.monotonic()
-        for viewer in list(self._following):
-            self._send(viewer, now_s)
+            self._data = b""
+        elif at_once or time.monotonic() >= self._due_s:
+            self._encode()
 
-    def _send(self, viewer: _Viewer, now_s: float) -> None:
-        """Give a viewer the changes that it does not have, if its connection has room."""
-        missed = self._tick - viewer.seen
-        if viewer.connection.is_closing():
-            again = False
-        elif viewer.connection.get_write_buffer_size():
-            if now_s - viewer.since_s < STUCK_S:
-                return
-            again = False
-        elif missed <= len(self._changes):
-            chunk = self._changes[-1] if missed == 1 else b"".join(list(self._changes)[len(self._changes) - missed :])
-            viewer.connection.write(chunk)
-            viewer.seen, viewer.since_s = self._tick, now_s
-            return
-        else:
-            again = True
-        self._following.discard(viewer)
-        if not viewer.done.done():
-            viewer.done.set_result(again)
-
-    async def follow(self, write: Callable[[bytes], Awaitable[None]], connection: ViewerConnection) -> None:
-        """Serve one viewer until its connection closes or is stuck. `write` waits until there is room, and frames what
-        it gets as a chunk of HTTP; ticks write their chunks to `connection`."""
+    async def follow(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Serve one viewer until its connection closes or is stuck. `write` waits until there is room."""
         self.viewers += 1
         try:
-            again = True
-            while again:
-                seen, data = self._everything()
+            if not self._data:
+                self._encode()
+            while True:
+                data, newer = self._data, self._newer
                 for start in range(0, len(data), PIECE):
                     async with asyncio.timeout(STUCK_S):
                         await write(data[start : start + PIECE])
-                viewer = _Viewer(connection, seen, time.monotonic())
-                self._following.add(viewer)
-                try:
-                    again = await viewer.done
-                finally:
-                    self._following.discard(viewer)
+                while not newer.is_set():
+                    try:
+                        await asyncio.wait_for(newer.wait(), ALIVE_S)
+                    except TimeoutError:
+                        async with asyncio.timeout(STUCK_S):
+                            await write(b":\n\n")
         finally:
             self.viewers -= 1
 
-    def _everything(self) -> tuple[int, bytes]:
-        now = time.monotonic()
-        if self._full is None or now - self._full[1] > FULL_S or self._tick - self._full[0] > len(self._changes):
-            if not self._changes:  # there were no viewers: the changes begin here
-                self.history.forget_changes()
-            self._full = (self._tick, now, self._encode("full", self.history.full()))
-        return self._full[0], self._full[2]
-
-    def _encode(self, kind: str, history: dict[str, Any]) -> bytes:
-        data = {"name": self._name, "status": self._status(), "history": history}
+    def _encode(self) -> None:
+        data = {"name": self._name, "status": self._status(), "history": self.history.full(), "recipe": self._recipe}
         if self.snapshot is not None:
-            due = kind == "full" or self._tick % WORKERS_TICKS == 0
-            data["snapshot"] = shown(self.snapshot, shift_s=self.history.shift_s, most=None if due else FEW_WORKERS)
-        if kind == "full":
-            data["recipe"] = self._recipe
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
+            data["snapshot"] = shown(self.snapshot, shift_s=self.history.shift_s)
+        self._data = b"event: full\ndata: " + msgspec.json.encode(data) + b"\n\n"
+        self._due_s = time.monotonic() + len(self._data) * self.viewers / RATE
+        self._newer.set()
+        self._newer = asyncio.Event()
 
 
-def shown(snapshot: dict[str, Any], *, shift_s: float = 0.0, most: int | None = None) -> dict[str, Any]:
-    """What the page shows of a snapshot of the fleet, with a row for each of the first workers. `most`: no rows if
-    there are more workers than this. `shift_s`: see `RunHistory`.
+def shown(snapshot: dict[str, Any], *, shift_s: float = 0.0) -> dict[str, Any]:
+    """What the page shows of a snapshot of the fleet, with a row for each of the first workers. `shift_s`: see
+    `RunHistory`.
 
     >>> shown({"open": 3, "pid": 7, "workers": [{"worker": "n1", "lease": "spot", "state": "ready", "why": ""}]})
     {'open': 3, 'leases': [['spot', 'ready', 1]], 'workers': [{'worker': 'n1', 'lease': 'spot', 'state': 'ready'}]}
@@ -160,15 +100,5 @@ def shown(snapshot: dict[str, Any], *, shift_s: float = 0.0, most: int | None = 
     if snapshot.get("counts"):
         out["moved"] = snapshot["counts"].get("moved", 0)
     out["leases"] = [[lease, state, count] for (lease, state), count in sorted(counts.items())]
-    if most is None or len(here) <= most:
-        out["workers"] = [{key: w[key] for key in SHOWN if key in w} for w in here[:MAX_SHOWN_WORKERS]]
+    out["workers"] = [{key: w[key] for key in SHOWN if key in w} for w in here[:MAX_SHOWN_WORKERS]]
     return out
-
-
-def _chunk(data: bytes) -> bytes:
-    """A chunk of HTTP/1.1.
-
-    >>> _chunk(b"twelve bytes")
-    b'c\\r\\ntwelve bytes\\r\\n'
-    """
-    return b"%x\r\n%b\r\n" % (len(data), data)

@@ -4,8 +4,9 @@
     tick()      every TICK_S, if there are viewers: encodes the page again when that is due
 
 The page is encoded once for all viewers. The larger it is and the more they are, the rarer: together they get at most
-RATE bytes per second, which limits what they cost the run. A viewer has no queue: one that is slow gets the newest page
-when it has taken the last one, and one that takes nothing for STUCK_S is closed. At most MAX_VIEWERS are served.
+RATE bytes per second, so that viewers never cost the run more than about 1 % of a core. A viewer has no queue: one that
+is slow gets the newest page when it has taken the last one, and one that takes nothing for STUCK_S is closed. At most
+MAX_VIEWERS are served.
 """
 
 from __future__ import annotations

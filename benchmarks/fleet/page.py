@@ -116,7 +116,7 @@ async def measure_intake(folder: Path, workers: int, hours: float, viewers: int,
             await asyncio.sleep(0.1)
         joining = time.process_time() - joining
         if watched:
-            print(f"  {viewers} viewers have joined: {joining:.2f} s of CPU time")
+            print(f"  {viewers} viewers got everything: {joining:.2f} s of CPU time")
         await asyncio.sleep(3.0)
         assert feed.viewers == (viewers if watched else 0), feed.viewers
         began, used = time.perf_counter(), 0.0

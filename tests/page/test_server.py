@@ -24,9 +24,7 @@ KEY = "0123456789abcdef"
 
 async def message(stream: aiohttp.StreamReader) -> tuple[str, Any]:
     """The next event of a stream, and its data."""
-    while not (line := await stream.readline()).startswith(b"event: "):
-        assert line.strip() in (b"", b":")  # a comment
-    event = line.decode().removeprefix("event: ").strip()
+    event = (await stream.readline()).decode().removeprefix("event: ").strip()
     data = b""
     while not data.endswith(b"\n"):  # a line may be longer than the reader's limit
         data += await stream.readany()

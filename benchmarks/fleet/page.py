@@ -112,8 +112,8 @@ async def measure_intake(folder: Path, workers: int, hours: float, viewers: int,
         process = subprocess.Popen(command) if watched else None
         deadline = time.monotonic() + 60
         joining = time.process_time()
-        while feed.viewers < (viewers if watched else 0) and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
+        while len(feed._following) < (viewers if watched else 0) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)  # until every viewer has everything: that happens once per viewer
         joining = time.process_time() - joining
         if watched:
             print(f"  {viewers} viewers got everything: {joining:.2f} s of CPU time")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from array import array
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,26 @@ def test_points_are_merged_when_there_are_too_many(monkeypatch: pytest.MonkeyPat
     assert series["step"][-1] == 100
     assert sum(x or 0 for x in series["trained"]) == 100_000
     assert all(x == pytest.approx(0.5) for x in series["reward"][:-1])
+
+
+def test_changes_give_a_viewer_the_same_as_everything() -> None:
+    """A viewer that applies changes sees what a viewer who has just come sees."""
+    events = [*small_log(30), event(400, "instant", "resumed", step=25), *(step(400 + n, n) for n in range(26, 40))]
+    history = built(events[:20])
+    history.forget_changes()
+    view = history.full()
+    series = {k: v for k, v in view["series"].items() if k != "from"}
+    series = {k: list(v) for k, v in series.items()}
+    rows = {r["name"]: array("I", b64decode(r["data"])) for r in view["rows"]}
+    for e in events[20:]:
+        history.add(e)
+        changes = history.changes()
+        for name in series if "series" in changes else ():
+            series[name] = series[name][: changes["series"]["from"]] + changes["series"][name]
+        for r in changes.get("rows", ()):
+            rows[r["name"]] = rows.get(r["name"], array("I"))[: r["from"]] + array("I", b64decode(r["data"]))
+    assert series == history.series
+    assert rows == {name: row.changes for name, row in history.timeline.rows.items()}
 
 
 def test_a_row_stays_small_and_keeps_every_loss() -> None:

@@ -60,9 +60,15 @@ def test_page_stream_and_samples_need_the_key(tmp_path: Path, monkeypatch: pytes
             async with http.get(f"{url}/stream", params={"key": KEY}) as answer:
                 kind, full = await message(answer.content)
                 assert (kind, full["history"]["step"]) == ("full", 2)
+                while not feed._following:
+                    await asyncio.sleep(0.01)
+                feed.tick()  # the first changes are those since the run began
+                await message(answer.content)
                 reader.history.add(step(60, 3))
-                feed.tick(at_once=True)
-                assert (await message(answer.content))[1]["history"]["step"] == 3
+                feed.tick()
+                kind, changes = await message(answer.content)
+                assert (kind, changes["history"]["step"]) == ("changes", 3)
+                assert changes["history"]["series"]["step"] == [3]
         await port.close()
 
     asyncio.run(main())

@@ -47,6 +47,7 @@ class Page {
   private connect(): void {
     const stream = (this.stream = new EventSource(this.url("stream")));
     stream.addEventListener("full", (e) => { this.runs[0]!.replace(parse(e)); this.connection = ""; this.changed(); });
+    stream.addEventListener("changes", (e) => { if (!this.runs[0]!.history || !this.runs[0]!.apply(parse(e))) this.reconnect(0); else this.changed(); });
     stream.onerror = () => {
       const ended = this.runs[0]!.history && this.runs[0]!.status !== "running";
       this.connection = ended ? "the server has ended; this is the last state" : "connection lost; trying again";

@@ -1,14 +1,27 @@
-// A run in the browser: what the server sent, with rows as typed arrays.
+// A run in the browser: what the server sent, with rows as typed arrays, and later changes applied to it.
 
-import type { Column, HistoryData, Move, RowData, RunData, Sample, SampleHead, Snapshot } from "./types";
+import type { Changes, Column, HistoryData, Move, RowData, RunData, Sample, SampleHead, Snapshot } from "./types";
 
 export class Row {
-  changes: Uint32Array; // tenths of a second times 16, plus the state
-  name: string;
-  facts: RowData["facts"];
-  constructor(row: RowData) { this.name = row.name; this.facts = row.facts; this.changes = decode(row.data); }
+  changes = new Uint32Array(16); // tenths of a second times 16, plus the state
+  length = 0;
+  constructor(public name: string, public facts: RowData["facts"], public slice: number) {}
 
-  get length(): number { return this.changes.length; }
+  apply(row: RowData): boolean {
+    if (row.from > this.length || (row.from > 0 && row.slice !== this.slice)) return false;
+    const added = decode(row.data);
+    const length = row.from + added.length;
+    if (length > this.changes.length) {
+      const grown = new Uint32Array(row.from ? 2 * length : length);
+      grown.set(this.changes.subarray(0, row.from));
+      this.changes = grown;
+    }
+    this.changes.set(added, row.from);
+    this.length = length;
+    this.facts = row.facts;
+    this.slice = row.slice;
+    return true;
+  }
   start(n: number): number { return Math.floor(this.changes[n]! / 16) / 10; }
   state(n: number): number { return this.changes[n]! % 16; }
   // Index of the change that is in effect at this time, or -1.
@@ -30,18 +43,52 @@ export class Run {
   rows: Row[] = [];
   samples: Sample[] = [];
   moves: Move[] = [];
+  private movesFrom = 0;
+  private byName = new Map<string, Row>();
 
   constructor(data?: RunData) { if (data) this.replace(data); }
 
   replace(data: RunData): void {
-    this.name = data.name; this.status = data.status;
     this.recipe = data.recipe ?? {};
     this.samples = data.samples ?? [];
-    this.snapshot = data.snapshot ?? null;
-    this.history = data.history;
-    this.series = data.history.series;
-    this.moves = data.history.moves;
-    this.rows = data.history.rows.map((row) => new Row(row)).sort((a, b) => order(a) - order(b) || names.compare(a.name, b.name));
+    this.series = {};
+    this.rows = [];
+    this.moves = []; this.movesFrom = 0; this.snapshot = null;
+    this.byName.clear();
+    this.apply(data);
+  }
+
+  // False: something is missing, so everything must be loaded again.
+  apply(data: Changes): boolean {
+    const { series, rows, moves, ...history } = data.history;
+    this.name = data.name ?? this.name; this.status = data.status ?? this.status;
+    if (data.snapshot) this.snapshot = { ...this.snapshot, ...data.snapshot };
+    for (const [name, column] of Object.entries(series ?? {})) {
+      if (typeof column === "number") continue;
+      const before = this.series[name] ?? [];
+      if (before.length < series!.from) return false;
+      this.series[name] = series!.from ? before.slice(0, series!.from).concat(column) : column;
+    }
+    if (moves) {
+      if (moves.from < this.movesFrom || moves.from > this.movesFrom + this.moves.length) { this.moves = []; this.movesFrom = moves.from; }
+      this.moves = this.moves.slice(0, moves.from - this.movesFrom).concat(moves.list);
+      const extra = this.moves.length - MAX_MOVES;
+      if (extra > 0) { this.moves.splice(0, extra); this.movesFrom += extra; }
+    }
+    let complete = true, added = false;
+    for (const data of rows ?? []) {
+      let row = this.byName.get(data.name);
+      if (!row) {
+        row = new Row(data.name, data.facts, data.slice);
+        this.byName.set(data.name, row);
+        this.rows.push(row);
+        added = true;
+      }
+      complete = row.apply(data) && complete;
+    }
+    if (added) this.rows.sort((a, b) => order(a) - order(b) || names.compare(a.name, b.name));
+    this.history = { ...this.history, ...history } as HistoryData;
+    return complete;
   }
 
   // Seconds since the start, up to the last event, or up to now if the run goes on.
@@ -57,6 +104,7 @@ export class Run {
 const names = new Intl.Collator("en", { numeric: true });
 // The trainer, its own engine, workers that the run pays for, lenders.
 const order = (row: Row): number => (row.name === "trainer" ? 0 : row.name === "local" ? 1 : row.facts.lease === "borrowed" ? 3 : 2);
+const MAX_MOVES = 20_000;
 
 function decode(base64: string): Uint32Array {
   const text = atob(base64), bytes = new Uint8Array(text.length);

@@ -1,8 +1,9 @@
 // What the server sends: see History.full in src/windfall/page/history.py.
 
 export type Column = (number | null)[];
+export type Series = { from: number } & Record<string, Column | number>;
 export type Facts = Record<string, string | number | boolean | null>;
-export interface RowData { name: string; data: string; facts: Facts }
+export interface RowData { name: string; from: number; slice: number; data: string; facts: Facts }
 export type Move = [number, string, string, number];
 export interface Problem extends Record<string, string | number | boolean | null> { t: number; name: string }
 export interface Holder { usd: Record<string, number>; seconds: Record<string, number>; tokens: number; unpriced_s: number }
@@ -17,8 +18,8 @@ export type Evaluation = [number, number, number | null, number | null, number |
 export interface HistoryData {
   number: number; start_t: number | null; end_s: number; states: string[]; stride: number; step: number; lost: number; facts: Facts;
   ended: { step: number; finished: boolean } | null; evals: Evaluation[]; problems: Problem[];
-  moves: Move[]; advice: Record<string, Advice>; money: Money; staleness: number[];
-  dropped_rows: number; unreadable: number; series: Record<string, Column>; rows: RowData[];
+  moves: { from: number; list: Move[] }; advice: Record<string, Advice>; money: Money; staleness: number[];
+  dropped_rows: number; unreadable: number; series: Series; rows: RowData[];
 }
 export interface WorkerNow {
   worker: string; lease: string; kind: string; device: string; state: string; running: number; slots: number;
@@ -46,4 +47,6 @@ export interface RunData {
   name: string; status: string; recipe: Recipe; history: HistoryData;
   snapshot: Snapshot | null; samples: Sample[];
 }
+// After everything, a live page gets only what has changed.
+export type Changes = Partial<Omit<RunData, "history">> & { history: Partial<HistoryData> };
 export interface PageData { live: boolean; runs: RunData[] }

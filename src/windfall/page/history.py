@@ -1,7 +1,8 @@
 """What the page of a run shows, computed from its events one at a time. Pure.
 
     event ──▶ RunHistory.add ──▶ timeline (timeline.py), series per step, evaluations, money, advice, problems, moves
-              RunHistory.full()                 everything, for viewers
+              RunHistory.full()                 everything, for a viewer that has just come
+              RunHistory.changes()              what has changed since the last call, for viewers that have the rest
 
 Rules: memory does not grow with the run. The series have at most MAX_POINTS points; when there are more, two neighbors
 become one (`stride` steps per point). Lists of problems, moves and evaluations keep the newest. Steps that a resume
@@ -37,7 +38,7 @@ SUMS = {"trained", "made", "s", "train_s", "train_wait_s", "workers_lost", "move
 LEARNED = ("reward", "entropy", "grad_norm", "engine_gap", "kl", "drift")
 """Columns that mean nothing in a simulation."""
 MAX_POINTS = 2048
-MAX_PROBLEMS, MAX_MOVES, MAX_EVALS, MAX_STALENESS = 200, 2000, 512, 64
+MAX_PROBLEMS, MAX_MOVES, MAX_EVALS, MAX_STALENESS = 200, 20_000, 512, 64
 PROBLEMS = {
     "worker_lost", "worker_stuck", "worker_suspect", "trainer_lost", "trainer_frozen", "load_failed", "no_workers",
     "no_room", "work_rejected", "engine_gap", "reward_missing", "task_skipped", "update_skipped", "refused",
@@ -50,6 +51,7 @@ ALIVE = {
 """Events of a controller that has a trainer. The last one before a resume says how long the previous one lived."""
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """What reading fields of other types raises."""
+MAX_SENT_MOVES = 2000
 MAX_EXACT = 1 << 53
 """Numbers of this size and more are not exact in a browser, and longer ones cannot be encoded."""
 MAX_TEXT = 400
@@ -76,6 +78,7 @@ class RunHistory:
         self.problems: deque[dict[str, Any]] = deque(maxlen=MAX_PROBLEMS)
         self.moves: deque[tuple[float, str, str, int]] = deque(maxlen=MAX_MOVES)
         """(seconds, from, to, responses)"""
+        self.moves_seen = 0
         self.advice: dict[str, dict[str, Any]] = {}
         self.bill = Totals()
         self.staleness = [0] * MAX_STALENESS
@@ -93,6 +96,11 @@ class RunHistory:
         self._trainer_away = False
         self._merging = 0
         """Steps in the last point of the series."""
+        self._changed_from = 0
+        """First point of the series that may have changed since `changes` was last called."""
+        self._sent: dict[str, bytes] = {}
+        """The sections as of the last `changes`, encoded."""
+        self._moves_sent = 0
         self._handlers: dict[str, Callable[[Event], None]] = {
             "start": self._start, "step": self._step, "eval": self._eval, "resumed": self._resumed,
             "worker_joined": self._joined, "worker_ready": self._ready, "worker_suspect": self._suspect,
@@ -158,6 +166,7 @@ class RunHistory:
         for column in self.series.values():
             del column[keep:]
         self._merging = self.stride
+        self._changed_from = min(self._changed_from, keep)
         self.evals = deque((v for v in self.evals if v[0] <= e["step"]), maxlen=MAX_EVALS)
 
     def _end(self, e: Event) -> None:
@@ -193,12 +202,12 @@ class RunHistory:
             self._merging = 1
             for name, column in self.series.items():
                 column.append(values[name])
+        self._changed_from = min(self._changed_from, len(steps) - 1)
         if len(steps) >= 2 * MAX_POINTS and self._merging == self.stride:  # the last point is complete
             for name, column in self.series.items():
                 pairs = zip(column[::2], column[1::2], strict=True)
                 self.series[name] = [_merged(name, a, b, 1) for a, b in pairs]
-            self.stride *= 2
-            self._merging = self.stride
+            self.stride, self._merging, self._changed_from = 2 * self.stride, 2 * self.stride, 0
 
     def _eval(self, e: Event) -> None:
         t = self._tenths(e["t"])
@@ -225,7 +234,7 @@ class RunHistory:
 
     def _joined(self, e: Event) -> None:
         row = self.timeline.row(e["worker"], newest=e["worker"])
-        row.facts = _short(e, limit=64) | {"usd_per_h": _number(e.get("usd_per_h"))}
+        row.describe(_short(e, limit=64) | {"usd_per_h": _number(e.get("usd_per_h"))})
         age_s = max(0.0, float(_number(e.get("age_s")) or 0.0))
         start = self._tenths(e["t"] - age_s)
         if row.changes and row.changes[-1] >> 4 > start:
@@ -266,11 +275,12 @@ class RunHistory:
                 row.put(t, code(bucket, READY))
         for source, target, count, ago_s in e.get("moves") or ():
             self.moves.append((self._seconds(e["t"] - ago_s), clean(source, 64), clean(target, 64), int(count)))
+            self.moves_seen += 1
 
     def _trainer_ready(self, e: Event) -> None:
         self._trainer_away = False
         row = self.timeline.row(TRAINER)
-        row.facts = {"lease": "trainer", "pid": _number(e.get("pid"))}
+        row.describe({"lease": "trainer", "pid": _number(e.get("pid"))})
         row.put(self._tenths(e["t"]), CODE["waiting"])
 
     def _trainer_lost(self, e: Event) -> None:
@@ -293,18 +303,63 @@ class RunHistory:
             numbers = {key: _number(e.get(key)) for key in keys}
             self.advice[clean(e.get("lease"), 64)] = {**numbers, "why": clean(e.get("why", ""), MAX_TEXT)}
 
+    # What viewers get.
+
     def full(self) -> dict[str, Any]:
-        """Everything that the page shows."""
-        rows = [
-            {"name": row.name, "data": b64encode(row.changes.tobytes()).decode(), "facts": row.facts}
-            for row in self.timeline.rows.values()
-        ]
+        """Everything. A viewer may get this at any time and then every later `changes`: parts that it has already are
+        replaced."""
+        return {
+            **self._sections(), "series": {"from": 0, **self.series}, "rows": self._rows(everything=True),
+            "moves": self._moves(max(0, self.moves_seen - MAX_SENT_MOVES)),
+        }  # fmt: skip
+
+    def forget_changes(self) -> None:
+        """The next `changes` begin here."""
+        self.changes()
+
+    def changes(self) -> dict[str, Any]:
+        """What has changed since the last call."""
+        first = max(0, min(self._changed_from, len(self.series["step"]) - 1))
+        sections = {key: msgspec.json.encode(value) for key, value in self._sections().items()}
+        out: dict[str, Any] = {
+            key: msgspec.Raw(data) for key, data in sections.items() if self._sent.get(key) != data
+        }  # fmt: skip
+        self._sent = sections
+        if self._changed_from < len(self.series["step"]) or "step" in out:
+            out["series"] = {"from": first, **{name: column[first:] for name, column in self.series.items()}}
+            self._changed_from = len(self.series["step"])
+        if rows := self._rows(everything=False):
+            out["rows"] = rows
+        for row in self.timeline.rows.values():
+            row.changed = len(row.changes) + 1
+        if self._moves_sent < self.moves_seen:
+            out["moves"] = self._moves(max(self._moves_sent, self.moves_seen - MAX_SENT_MOVES))
+            self._moves_sent = self.moves_seen
+        return out
+
+    def _rows(self, *, everything: bool) -> list[dict[str, Any]]:
+        out = []
+        for row in self.timeline.rows.values():
+            first = 0 if everything else row.changed
+            if first <= len(row.changes):
+                data = b64encode(row.changes[first:].tobytes()).decode()
+                out.append({"name": row.name, "from": first, "slice": row.slice, "data": data, "facts": row.facts})
+        return out
+
+    def _moves(self, first: int) -> dict[str, Any]:
+        """The moves from number `first` on."""
+        kept = self.moves_seen - len(self.moves)
+        first = max(first, kept)
+        return {"from": first, "list": [self.moves[n - kept] for n in range(first, self.moves_seen)]}
+
+    def _sections(self) -> dict[str, Any]:
+        """What is sent as a whole when it changes."""
         return {
             "number": self.number, "start_t": self.start_t, "end_s": self._seconds(self.end_t), "states": STATES,
             "stride": self.stride, "step": self.step, "lost": self.lost, "facts": self.facts, "ended": self.ended,
             "evals": list(self.evals), "problems": list(self.problems)[-50:], "advice": self.advice,
             "money": self.money(), "staleness": _trimmed(self.staleness), "dropped_rows": self.timeline.dropped,
-            "unreadable": self.unreadable, "series": self.series, "rows": rows, "moves": list(self.moves),
+            "unreadable": self.unreadable,
         }  # fmt: skip
 
     def money(self) -> dict[str, Any]:

@@ -98,8 +98,8 @@ class LivePage:
         """Let the last sample be written, and viewers see `how` the run has ended: the event `end` comes later, when
         nobody can be told any more."""
         self._how = how
-        self._guard("page", lambda: self.feed.tick(at_once=True))
-        await asyncio.sleep(0.5 if self.feed.viewers else 0)
+        self._guard("page", self.feed.tick)
+        await asyncio.sleep(0.05 if self.feed.viewers else 0)
         await asyncio.to_thread(self._thread.shutdown)
 
     def _guard(self, part: str, call: Callable[[], object]) -> None:

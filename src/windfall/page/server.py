@@ -1,7 +1,7 @@
 """The HTTP handlers of the page, on the controller's port while a run goes on.
 
     GET /page            the page itself                     GET /page/samples       the list of sampled responses
-    GET /page/stream     what it shows, again and again      GET /page/sample?at=N   one of them, with its tokens
+    GET /page/stream     the history, then its changes       GET /page/sample?at=N   one of them, with its tokens
 
 Rules: every path needs the key (`?key=...`), also the page itself; it is derived from the run's token, so it does not
 allow joining as a worker. Nothing can be changed through these paths. A request without the key gets status 403, with a
@@ -73,7 +73,8 @@ class PageServer:
         await response.prepare(request)
         try:
             with contextlib.suppress(ConnectionError, TimeoutError):
-                await self._feed.follow(response.write)
+                assert request.transport is not None
+                await self._feed.follow(response.write, request.transport)
         finally:
             if request.transport is not None:
                 request.transport.abort()

@@ -59,6 +59,8 @@ class TimelineRow:
     """Resolution in tenths of a second."""
     worker: str = ""
     """Id of its newest worker."""
+    changed: int = 0
+    """First change that a viewer may not have (`RunHistory.changes`); more than there are if nothing is new."""
 
     @property
     def state(self) -> int:
@@ -69,10 +71,18 @@ class TimelineRow:
         start, changes = min(max(tenths, 0), MAX_TENTHS) << 4, self.changes
         while changes and changes[-1] >= start:
             changes.pop()
+        if len(changes) < self.changed:
+            self.changed = len(changes)
         if (changes[-1] & 15 if changes else ABSENT) != state:
             changes.append(start | state)
         if len(changes) > MAX_CHANGES:
             self._coarsen()
+            self.changed = 0
+
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Set its facts."""
+        if facts != self.facts:
+            self.facts, self.changed = facts, min(self.changed, len(self.changes))
 
     def paint(self, start: int, end: int, state: int) -> None:
         """The row had this state in this time, which lies in the past, and what it had before continues after it."""

@@ -84,10 +84,8 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/
     "sim/core/draws.py",
     "step_time.py",
     "training.py",
-    "sim/core/sessions.py",
     "sim/machines/prefix_cache.py",
     "sim/machines/decode.py",
-    "sim/chaos/faults.py",
     "sim/core/token_schedule.py",
     "controller/rollout/assignment.py",
     "run/autoscale.py",
@@ -122,7 +120,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/
 PURE_MAY_IMPORT = {
     "__future__", "abc", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum",
     "functools", "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing",
-    "xxhash",
+    "pydantic", "xxhash",
 }  # fmt: skip
 LIGHT = [
     "run.cli",
@@ -136,7 +134,7 @@ LIGHT = [
     "sim.calibrate.command",
     "plan.command",
 ]
-HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard", "matplotlib"}
+HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard"}
 
 
 def part(file: str) -> str:

@@ -11,9 +11,6 @@ The trainer's machine stands for 8 GPUs and a worker for 2, at RLBoost's prices 
 come and go by a trace; a worker that is down costs nothing. "leaves by itself" is windfall without kills: the same
 machines leave at the same moments, but with a notice, so they drain first. The difference to it is the cost of killing.
 
-With --replay, every run is also simulated from its own log (windfall sim --replay): machines are fitted to the first
-half of its steps, and the figures of the second half are printed, predicted beside measured.
-
 Columns: tokens per second and per dollar, each with its ratio to the first row; trainer idle: share of its time without
 work; workers idle, lost: shares of the time paid for (lost: booting, pulling, repeated prefill and lost work); again:
 tokens generated again, as a share of all tokens.
@@ -242,11 +239,10 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--start", type=float, default=0.0, help="Start time in the trace file, in seconds.")
     parser.add_argument("--speedup", type=float, default=1.0)
-    parser.add_argument("--replay", action="store_true", help="Also simulate every run from its log, and print both.")
-    parser.add_argument("--keep", type=Path, help="Directory that keeps the run folders, for windfall sim --replay.")
+    parser.add_argument("--keep", type=Path, help="Directory that keeps the run folders.")
     parser.add_argument("--slow", type=float, default=SLOW, help="Factor that stretches all times, for a busy machine.")
     options = parser.parse_args()
-    from windfall.sim.replay import command
+
     from windfall.sim.report import figures  # imported here so that workers do not boot longer
 
     if options.slow != SLOW:  # child processes inherit it
@@ -273,7 +269,6 @@ def main() -> None:
     heads += ("lost", 8), ("killed", 8), ("moved", 7), ("again", 7)
     print(f"{'variant':24}" + "".join(f"{name:>{width}}" for name, width in heads))
     base: figures.Figures | None = None
-    replayed: list[tuple[str, command.Replayed]] = []
     with tempfile.TemporaryDirectory() as temporary:
         root = options.keep or Path(temporary)
         for name in options.variants.split(","):
@@ -289,28 +284,6 @@ def main() -> None:
                 f"{f.again:7.1%}",
                 flush=True,
             )
-            if options.replay:
-                replayed.append((name, command.replay(folder)))
-        if replayed:
-            print("\n".join(["", *replay_table(replayed)]))
-
-
-def replay_table(rows: list[tuple[str, Any]]) -> list[str]:
-    """A table of replayed runs (sim/replay/command.py), one line each."""
-    from windfall.sim.replay.command import LABELS
-
-    names = ("tok_per_s", "step_mean_s", "tok_per_usd")
-    head = "".join(f"{LABELS[n]:>32}" for n in names) + "".join(
-        f"{LABELS[n]:>20}" for n in ("trainer_idle", "workers_idle")
-    )
-    lines = [f"{'':20}{head}", f"{'':20}" + f"{'predicted, measured':>32}" * 3 + f"{'pred., measured':>20}" * 2]
-    for name, done in rows:
-        values = done.rows()
-        cells = [f"{p:,.4g} {m:,.4g} ({e:+.1%})" for p, m, e in (values[n] for n in names) if e is not None]
-        cells = [f"{c:>32}" for c in cells]
-        cells += [f"{f'{values[n][0]:.0%} {values[n][1]:.0%}':>20}" for n in ("trainer_idle", "workers_idle")]
-        lines.append(f"{name:20}" + "".join(cells))
-    return lines
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ A round is what a user does:
 The fleet: the trainer and a worker on this machine, and a spot worker that gets a share of its time (`--share`): it
 is stopped and continued many times per second. All of them compute; nothing sleeps in place of an engine. A run on a
 machine with other work says little about the plan: times change between the probe and the run. So the benchmark prints
-the load; the last row of the comparison is the same plan with the times that the run itself measured. The exit
-status is 1 if the median error of the tokens per second is above `--limit`.
+the load. The exit status is 1 if the median error of the tokens per second is above `--limit`.
 """
 
 from __future__ import annotations
@@ -170,7 +169,6 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=0.10)
     o = parser.parse_args()
     errors: list[float] = []
-    own: list[float] = []
     for n in range(o.rounds):
         with tempfile.TemporaryDirectory() as folder:
             before = os.getloadavg()[0]
@@ -178,11 +176,8 @@ def main() -> int:
             print(f"round {n + 1}, load {before:.1f} before and {os.getloadavg()[0]:.1f} after")
             print("\n".join([run_log.HEADER, *map(str, parts)]), flush=True)
             errors.append(next(p.error for p in parts if p.name == "tokens per second"))
-            own += [p.error for p in parts if p.name == run_log.OWN_TIMES]
     middle = statistics.median(errors)
     print(f"tokens per second, planned relative to measured: median {middle:+.1%} of {[f'{e:+.1%}' for e in errors]}")
-    middle_own = f"median {statistics.median(own):+.1%} of {[f'{e:+.1%}' for e in own]}" if own else "not known"
-    print(f"with the run's own times: {middle_own}")
     return int(abs(middle) > o.limit)
 
 

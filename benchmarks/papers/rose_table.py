@@ -32,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
 from benchmarks.papers import rlboost
+from benchmarks.support import recorded_requests
 from benchmarks.support.rlboost_model import (
     H100_BYTES,
     H100_BYTES_PER_S,
@@ -105,7 +106,7 @@ def engine(model: Model, gpus: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def recipe(s: Setting, algorithm: str, steps: int, requests: Path | None, seed: int) -> Recipe:
+def recipe(s: Setting, algorithm: str, steps: int, seed: int) -> Recipe:
     served = SERVED[s.model.name]
     free = s.gpus * H100_BYTES * 0.9 - s.model.weights_bytes
     shared, serving = free - served.weights_bytes, engine(served, s.gpus)
@@ -130,7 +131,6 @@ def recipe(s: Setting, algorithm: str, steps: int, requests: Path | None, seed: 
                 "kv_tokens": int(shared / s.model.kv_bytes), "serving_kv_tokens": int(shared / served.kv_bytes),
                 "requests_per_s": BUSY / (mean_prompt * serving["prefill_s"] + mean_answer * serving["each_s"]),
                 "peak": PEAK, "prompt_tokens": PROMPT, "generated_tokens": ANSWER,
-                **({"requests_file": requests} if requests else {}),
             },
         },
     }  # fmt: skip
@@ -162,7 +162,7 @@ class Bench:
         segment of the spot market."""
         times, tokens, lenders = [], [], []
         for seed in range(self.seeds):
-            r = recipe(s, algorithm, self.steps, self.requests, seed)
+            r = recipe(s, algorithm, self.steps, seed)
             if r.sim.lenders is not None:
                 load = {"peak": self.peak, "max_slowdown": self.max_slowdown}
                 load |= {"requests_per_s": 0.0} if self.idle else {}
@@ -172,6 +172,10 @@ class Bench:
             w = rlboost.build(r, self.spot_policy if where in self.spot else "windfall")
             if where in self.spot:
                 w = replace(w, changes=tuple(trace.slots(thinned(self.spot[where], self.scale), s.borrowed // s.gpus)))
+            x = w.real.sim.lenders
+            if self.requests is not None and x is not None:
+                load = recorded_requests.read(self.requests, lenders=x.count, per_s=x.requests_per_s)
+                w = replace(w, request_load=load)
             began_s, log = time.perf_counter(), self.folder / "events.jsonl"
             done = run.simulate(w, log)
             found = [e for e in events.read(log) if e["name"] in ("rollout", "step") and e.get("step", 0) > 1]

@@ -7,7 +7,7 @@ once undisturbed and once with two of the four killed at random throughout.
 All processes are windfall's own. Each of the five costs a fifth of the price of the GPU ($3.29 per hour, an H200 on
 spot; cost/prices.py has the table). A killed worker is not billed until another one replaces it.
 
-    windfall plot FOLDER/left-alone FOLDER/two-of-four-killed --panels reward --out docs/loop-gpu.svg    plots both
+    windfall page FOLDER/left-alone FOLDER/two-of-four-killed --out both.html    shows both
 """
 
 from __future__ import annotations

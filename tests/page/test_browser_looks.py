@@ -45,17 +45,6 @@ def test_the_plan_of_a_run_stands_beside_what_it_measured(page: Any, tmp_path: P
     assert cells(page, "workers lost") == ["1", ""]  # a plan does not say
 
 
-def test_a_planned_recipe_stands_beside_a_run(page: Any, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "measured", small_log(5))
-    recipe = planned(tmp_path / "recipe-planned.toml")
-    page.goto(pages.write([run, recipe], tmp_path / "page.html").as_uri() + "#compare")
-    page.get_by_text("recipe-planned (planned)").wait_for()
-    assert cells(page, "seconds per step") == ["10", "8 (-20.0 %)"]
-    for n in range(1, 7):
-        page.keyboard.press(str(n))
-    assert page.locator("option:not([disabled])").count() == 1  # a plan has no tabs of its own
-
-
 def test_the_bound_on_staleness_is_shown_only_if_it_is_known(page: Any, tmp_path: Path) -> None:
     older = [*small_log(4), step(53, 5, staleness_mean=1.9, staleness_max=2)]
     newer = [*older[:-1], {**older[-1], "staleness_bound": 3}]

@@ -36,7 +36,7 @@ def every_kind() -> list[dict[str, Any]]:
         event(37, "instant", "trainer_lost", step=2, why="killed"),
         event(38, "instant", "resumed", step=1),
         event(39, "instant", "end", step=2, finished=True),
-        event(39, "instant", "activity", rows={"w2": [[1, "waiting"]]}, moves=[], lenders={"w2": [0.5, 0.1]}),
+        event(39, "instant", "activity", rows={"w2": [[1, "waiting"]]}, moves=[]),
     ]
     return [*found.values(), *more]
 

@@ -11,6 +11,7 @@ from windfall.errors import WindfallError
 from windfall.plan import command
 
 H100 = "[[machine]]\ngpu = 'H100'\ncount = 8\n"
+X1 = "[[device]]\nname = 'X1'\nmemory_gb = 64\nbandwidth_gb_per_s = 1600\ntflops = 200\nlink_gb_per_s = 50\n"
 COLUMNS = "cloud,gpu,on_demand_usd_per_gpu_h,spot_usd_per_gpu_h\n"
 
 
@@ -69,9 +70,12 @@ def test_reason_and_fix_are_those_of_the_part_that_does_not_fit(gpus: str, model
     ("text", "what"),
     [
         ("", "no machines"),
-        ("[[machine]]\n", "a machine has no GPU"),
+        ("[[machine]]\n", "'gpu' is missing"),
         ("[[machine]]\ngpu = 5\n", "gpu is 5"),
         ("[[machine]]\ngpu = 'H1000'\n", "c.toml: unknown GPU"),
+        ("[[machine]]\ngpus = 'H100'\n", "Did you mean 'gpu'"),
+        (f"{X1}worker = {{ fixed = 1.0 }}\n", "device, worker, fixed: unknown key 'fixed'"),
+        (f"{X1}worker = {{ each_s = 1.0 }}\n", "device, worker: 'fixed_s' is missing"),
         (f"links = 3\n{H100}", "'links' is not a table"),
         (f"{H100}address = 7\n", "address is 7"),
         (f"{H100}price_usd_per_gpu_h = -2\n", "price_usd_per_gpu_h is -2"),
@@ -96,7 +100,7 @@ def test_bad_cluster_files_are_explained(text: str, what: str, tmp_path: Path, m
         (f"{COLUMNS}aws,,3,1\n".encode(), "line 2: not a row of prices: no GPU"),
         (f"{COLUMNS}aws,V100,3,1\n".encode(), "no GPU of this list is known: V100"),
         (f"{COLUMNS}aws,H100,,\n".encode(), "buys no GPU: no price is known"),
-        (b"\xff\xfe\x00", "not a CSV file"),
+        (b"\xff\xfe\x00", "not a price list in UTF-8"),
     ],
 )
 def test_bad_price_lists_are_explained(text: bytes, what: str, tmp_path: Path) -> None:

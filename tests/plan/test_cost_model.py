@@ -101,8 +101,6 @@ def test_zones_are_links_of_their_own() -> None:
     assert [made.bandwidth(a, b), made.bandwidth(c, a), made.bandwidth(b, c), made.bandwidth(a, d)] == [
         1e9, 1e9, 3e9, 3e9,
     ]  # fmt: skip
-    assert cluster.parse(cluster.dump(made), "again").links == made.links
-    assert [m.zone for m in cluster.parse(cluster.dump(made), "again").machines] == ["a", "b", "b", ""]
     assert "1 GB/s between zones a and b" in str(made.links)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.fixed_plans import fixed_plan
 from windfall.plan import choose, report
 from windfall.plan.model import cluster
 from windfall.plan.model.cost_model import Efficiency
@@ -100,7 +101,7 @@ def test_interruptions_cost_throughput_and_save_money() -> None:
     for market in (SpotMarket(), SpotMarket(availability=0.5, losses_per_h=6.0)):
         asked = request("8xH100 + 4x2xH100:spot", spot=market)
         kinds = {kind.lease: kind for kind in asked.cluster.kinds()}
-        made.append(planner.fixed(asked, "H100", 8, {(kinds["spot"], 1): 8}))
+        made.append(fixed_plan(asked, "H100", 8, {(kinds["spot"], 1): 8}))
     calm, rough = made
     assert calm is not None
     assert rough is not None
@@ -135,8 +136,8 @@ def test_every_engine_pulls_its_own_copy_in_the_plan_and_in_its_simulation() -> 
     """8B has 16.4 GB. Engines on the trainer's machine share 16 GB/s there; others share 80 % of their link."""
     asked = request("8xH100 + 4x2xH100:spot")
     kinds = {kind.lease: kind for kind in asked.cluster.kinds()}
-    here = planner.fixed(asked, "H100", 3, {(kinds["reserved"], 1): 5})
-    apart = planner.fixed(asked, "H100", 3, {(kinds["reserved"], 1): 5, (kinds["spot"], 1): 8})
+    here = fixed_plan(asked, "H100", 3, {(kinds["reserved"], 1): 5})
+    apart = fixed_plan(asked, "H100", 3, {(kinds["reserved"], 1): 5, (kinds["spot"], 1): 8})
     assert here is not None
     assert apart is not None
     weights = 2 * WORK.shape.parameters
@@ -155,7 +156,7 @@ def test_a_trainer_stays_in_one_zone_if_the_link_to_the_other_is_slow() -> None:
     made = cluster.parse({"machine": rows, "link": [link], "links": {"same_type_gb_per_s": 200}}, "c.toml")
     asked = replace(request("8xH100"), cluster=made)
     kind = next(iter(made.kinds()))
-    apart = planner.fixed(asked, "H100", 8, {(kind, 1): 8})
+    apart = fixed_plan(asked, "H100", 8, {(kind, 1): 8})
     assert apart is not None
     assert len({p.machine.zone for p in apart.placed if p.training}) == 1
     best = planner.plans(asked)[0]
@@ -169,7 +170,7 @@ def test_a_trainer_stays_in_one_zone_if_the_link_to_the_other_is_slow() -> None:
 def test_spot_workers_that_are_away_on_average_are_away_in_the_simulation() -> None:
     asked = request("4xH100 + 6x2xH100:spot", spot=SpotMarket(availability=0.5, losses_per_h=0.001))
     kinds = {kind.lease: kind for kind in asked.cluster.kinds()}
-    plan = planner.fixed(asked, "H100", 3, {(kinds["reserved"], 1): 1, (kinds["spot"], 1): 12})
+    plan = fixed_plan(asked, "H100", 3, {(kinds["reserved"], 1): 1, (kinds["spot"], 1): 12})
     assert plan is not None
     up = {c.node for c in recipe._changes(plan, asked) if c.at_s == 0.0}
     down = {c.node for c in recipe._changes(plan, asked) if not c.up and c.at_s < 1.0}

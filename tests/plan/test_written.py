@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.fixed_plans import fixed_plan
 from windfall.errors import WindfallError
 from windfall.plan import choose, command
-from windfall.plan.model import cluster, inputs
+from windfall.plan.model import cluster
 from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.workload import MODELS, Workload, delta_share
 from windfall.plan.run import recipe, run_log
@@ -37,7 +38,7 @@ TRAINER = {"gpu": "H100", "count": 8, "address": "10.0.0.5"}
 
 def test_written_recipe_loads_and_says_what_the_plan_says(tmp_path: Path) -> None:
     base = parse_recipe({"model": {"path": "tiny"}, "rollout": {"groups": 4, "group_size": 2}}, "test")
-    work = replace(WORK, shape=inputs.model_shape("tiny"), max_tokens=160, median_tokens=40)
+    work = replace(WORK, shape=recipe.model_shape("tiny"), max_tokens=160, median_tokens=40)
     asked = replace(request("4xL4"), work=work)
     best = planner.plans(asked)[0]
     path = tmp_path / "planned.toml"
@@ -61,7 +62,7 @@ def test_recipe_of_a_model_name_trains_that_model_with_the_planned_sizes(tmp_pat
     assert (made.rollout.groups, made.rollout.group_size, made.rollout.max_tokens, made.rollout.staleness) == (
         work.groups, work.group_size, work.max_tokens, 2,
     )  # fmt: skip
-    assert inputs.recipe_workload(made) == replace(work, staleness=2, delta=delta_share(1e-6))
+    assert recipe.recipe_workload(made) == replace(work, staleness=2, delta=delta_share(1e-6))
     assert made.train.lr == 1e-6
     notes = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert len(notes) == 2
@@ -87,13 +88,13 @@ def test_plan_of_the_readme_can_be_written_and_keys_can_be_set(tmp_path: Path) -
 def test_a_trainer_on_several_machines_needs_an_address() -> None:
     asked = request("2x8xH100")
     kind = next(iter(asked.cluster.kinds()))
-    best = planner.fixed(asked, "H100", 9, {(kind, 1): 7})
+    best = fixed_plan(asked, "H100", 9, {(kind, 1): 7})
     assert best is not None
     with pytest.raises(WindfallError, match="address"):
         recipe.write(best, asked, Recipe())
     machines = tuple(replace(m, address="10.0.0.5") for m in asked.cluster.machines)
     asked = replace(asked, cluster=replace(asked.cluster, machines=machines))
-    best = planner.fixed(asked, "H100", 9, {(kind, 1): 7})
+    best = fixed_plan(asked, "H100", 9, {(kind, 1): 7})
     assert best is not None
     assert recipe.write(best, asked, Recipe()).fleet.host == "10.0.0.5"
     joining = [line for line in recipe.commands(best) if "windfall trainer --join URL" in line]
@@ -183,14 +184,6 @@ def test_bad_machines_are_refused(row: dict[str, Any], what: str) -> None:
         from_toml({"gpu": "H100", **row})
 
 
-def test_clusters_survive_a_recipe() -> None:
-    rows = (TRAINER, {"gpu": "L40S", "lease": "spot", "machines": 3}, {"gpu": "H100", "lease": "borrowed"})
-    made = cluster.parse({"machine": list(rows), "links": {"same_type_gb_per_s": 5}}, "c.toml")
-    again = cluster.parse(cluster.dump(made), "a recipe")
-    assert (str(again), again.usd_per_h, again.links) == (str(made), made.usd_per_h, made.links)
-    assert [m.address for m in again.machines] == [m.address for m in made.machines]
-
-
 def log(step_s: float = 0.02) -> list[dict[str, Any]]:
     """A run with a CPU worker on its own machine and a slower spot worker."""
     events: list[dict[str, Any]] = [{"kind": "instant", "name": "start", "machine": "cpu", "rank_pids": "", "t": 0.0}]
@@ -214,7 +207,7 @@ CPUS = (
 
 def cpu_request() -> PlanRequest:
     asked, seen = from_toml(*CPUS), run_log.speeds(log(), "log")
-    tiny = replace(WORK, shape=inputs.model_shape("tiny"), groups=16, group_size=4, max_tokens=160)
+    tiny = replace(WORK, shape=recipe.model_shape("tiny"), groups=16, group_size=4, max_tokens=160)
     work = run_log.with_lengths(tiny, seen.lengths, seen.prompt_tokens)
     return replace(asked, work=work, cluster=run_log.with_speeds(asked.cluster, seen, work))
 
@@ -242,7 +235,7 @@ def test_a_run_is_compared_with_its_plan_part_by_part(tmp_path: Path) -> None:
     planned = load_recipe(path)
     assert (planned.run.device, planned.fleet.workers, planned.train.ranks) == ("cpu", 1, 1)
     slower = log(step_s=0.03)
-    found = {p.name: p for p in run_log.parts(planned, slower, run_log.speeds(slower, "log"))}
+    found = {p.name: p for p in run_log.check(planned, slower, "log")}
     assert found["tokens per second"].measured == pytest.approx(1600)
     assert found["training, per million tokens"].error == pytest.approx(0.0)
     assert found["engine step, reserved cpu at $0.50/h, batch 32"].error == pytest.approx(0.052 / 0.062 - 1)

@@ -1,53 +1,64 @@
-"""Jobs of a batch system, with a queue that fails in ways that the programs of tests/fleet/stand_ins do not."""
+"""Jobs of a batch system, with a queue that fails in ways that the programs of tests/support/stand_ins do not."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tests.support.recorded_events import RecordedEvents
 from tests.support.worker_sources import running
-from windfall.providers.base import ignore_event
-from windfall.providers.job_queue import Job, JobSpawner
-from windfall.providers.slots import SlotProvider
-from windfall.types import Lease
+from windfall.backoff import RestartDelay
+from windfall.providers.job_queue import Job, JobProvider
+from windfall.recipe.worker_source import WorkerSource
 
 
 class ScriptedQueue:
-    """A queue whose answers a test decides."""
+    """A queue whose answers a test decides: each is the state of all jobs that were submitted and not canceled."""
 
+    name = prefix = "slurm"
     together = True
 
     def __init__(self, *answers: Job | Exception) -> None:
-        self.answers, self.submitted, self.leftovers = list(answers), [], [0]
+        self.answers = list(answers)
+        self.there: set[str] = set()
+        self.canceled: list[str] = []
+        self.cancels = True
+        """Whether jobs end when they are canceled."""
 
     async def submit(self, workers: Sequence[str]) -> Mapping[str, str]:
-        self.submitted += workers
+        self.there.update(workers)
         return {worker: worker for worker in workers}
 
-    async def states(self, ids: Iterable[str]) -> Mapping[str, Job]:
+    async def jobs(self) -> Mapping[str, Job]:
+        if not self.there:
+            return {}
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return dict.fromkeys(ids, answer)
+        listed = dict.fromkeys(self.there, answer)
+        if answer.code is not None:
+            self.there.clear()
+        return listed
 
-    async def drain(self, id: str, job: Job | None) -> None:
-        self.answers = [Job(code=0)]
+    async def drain(self, ids: Sequence[str]) -> None:
+        await self.cancel(ids)
 
-    async def cancel(self, id: str) -> None:
-        self.answers = [Job(code=-9)]
+    async def cancel(self, ids: Sequence[str]) -> None:
+        self.canceled += ids
+        if self.cancels:
+            self.there.difference_update(ids)
 
-    async def cancel_leftovers(self) -> int:
-        return self.leftovers.pop(0) if len(self.leftovers) > 1 else self.leftovers[0]
+
+def provider(queue: ScriptedQueue, events: RecordedEvents, *, poll_s: float = 0.001) -> JobProvider:
+    return JobProvider(queue, WorkerSource(workers=1), poll_s=poll_s, grace_s=0.1, on_event=events)
 
 
 def test_any_error_of_a_query_is_a_failed_answer() -> None:
     async def main() -> None:
         events = RecordedEvents()
         errors = [ValueError("not a number") for _ in range(5)]
-        async with JobSpawner(ScriptedQueue(*errors, Job(code=7)), poll_s=0.001, on_event=events) as jobs:
-            handle = await jobs.spawn("slurm1.1", Lease())
-            assert await asyncio.wait_for(handle.wait(), 60.0) == 7
+        async with running(provider(ScriptedQueue(*errors, Job(code=7), Job()), events)):
+            assert (await events.until(1, "exited"))[0]["code"] == 7
         assert "ValueError: not a number" in events.of("stuck")[0]["error"]
 
     asyncio.run(main())
@@ -60,20 +71,9 @@ def test_time_in_the_queue_is_not_part_of_the_life_of_a_worker() -> None:
 
     async def main() -> None:
         events = RecordedEvents()
-        jobs = JobSpawner(queue, poll_s=0.05)
-
-        class Provider(SlotProvider):
-            async def run(self) -> None:
-                async with jobs:
-                    await super().run()
-
-        def delay() -> object:
-            made = jobs.restart_delay()
-            made.young_s = 0.1
-            return made
-
-        provider = Provider(jobs.spawn, 1, terms=Lease(), on_event=events, grace_s=0.0, delay=delay)  # pyright: ignore
-        async with running(provider):
+        made = provider(queue, events, poll_s=0.05)
+        made.delay = lambda: RestartDelay(first_s=0.05, young_s=0.1)
+        async with running(made):
             restarted = await events.until(3, "restarted")
         assert [event["after_s"] for event in restarted] == [0.05, 0.1, 0.2]
         assert all(event["lived_s"] == 0.0 for event in events.of("exited")[:3])
@@ -81,18 +81,32 @@ def test_time_in_the_queue_is_not_part_of_the_life_of_a_worker() -> None:
     asyncio.run(main())
 
 
-def test_leftovers_are_canceled_until_none_is_listed() -> None:
+def test_jobs_that_belong_to_no_worker_are_canceled() -> None:
+    """One was left by a killed supervisor, another appears during the run: its submission had failed."""
+
     async def main() -> None:
         queue, events = ScriptedQueue(Job()), RecordedEvents()
-        queue.leftovers = [2, 1, 0]
-        async with JobSpawner(queue, poll_s=0.001, on_event=events):
-            assert queue.leftovers == [0]
-        assert not events.all
-        queue.leftovers = [1]
-        async with JobSpawner(queue, poll_s=0.001, on_event=ignore_event):
-            pass
-        async with JobSpawner(queue, poll_s=0.001, on_event=events):
-            pass
-        assert "may be left" in events.of("stuck")[0]["error"]
+        queue.there = {"left"}
+        async with running(provider(queue, events)):
+            await events.until(1, "started")
+            assert queue.canceled == ["left"]
+            queue.there.add("late")
+            while "late" in queue.there:
+                await asyncio.sleep(0.001)
+            assert queue.there == {"slurm1.1"}
+        assert not queue.there
+        assert not events.of("stuck")
+
+    asyncio.run(asyncio.wait_for(main(), 60.0))
+
+
+def test_jobs_that_cannot_be_canceled_are_reported() -> None:
+    async def main() -> None:
+        queue, events = ScriptedQueue(Job()), RecordedEvents()
+        queue.there, queue.cancels = {"left"}, False
+        made = provider(queue, events)
+        made.target(0)
+        async with running(made):
+            assert "may be left" in (await events.until(1, "stuck"))[0]["error"]
 
     asyncio.run(main())

@@ -1,14 +1,15 @@
-"""Kubernetes: manifests against the published schemas (`make test-fleet`), credentials, and a difficult API server."""
+"""Kubernetes: manifests against the published schemas (`make test-fleet`), and kubectl with a difficult API server."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
+import shutil
 import subprocess
 import sys
 import time
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,9 @@ import yaml
 from tests.support.ports import free_port
 from tests.support.recorded_events import RecordedEvents
 from tests.support.stand_ins.kubernetes import Cluster
-from tests.support.worker_sources import DRAINING, TOKEN, Workers, running, source_path
+from tests.support.worker_sources import DRAINING, TOKEN, Workers, programs, running, source_path
 from windfall.errors import WindfallError
 from windfall.events.log import read
-from windfall.providers.kubernetes import api, credentials
-from windfall.providers.kubernetes.api import ApiServer
-from windfall.providers.kubernetes.credentials import Credentials
 from windfall.providers.kubernetes.manifests import RunNames, deployment, manifests
 from windfall.providers.kubernetes.provider import KubernetesProvider
 from windfall.providers.kubernetes.section import Kubernetes
@@ -36,10 +34,13 @@ OPTIONS = Kubernetes(
     tolerations=[{"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"}],
     storage_class="fast", trainer_node_selector={"pool": "reserved"},
 )  # fmt: skip
+STORED = '[run]\nname = "Demo_1"\n\n[env]\ntext = """two\nlines"""\n'
+SMALL = Kubernetes(image="x", drain_s=1.0)
 
 
 def objects() -> list[dict[str, Any]]:
-    return manifests(OPTIONS, names=NAMES, url="http://h:8700", recipe="[run]\n", ports=(8700, 8701), certificate="PEM")
+    made = manifests(OPTIONS, names=NAMES, url="http://h:8700", recipe=STORED, ports=(8700, 8701), certificate="P\nE")
+    return list(yaml.safe_load_all(made))
 
 
 def test_manifests_keep_the_rules_of_workers() -> None:
@@ -58,9 +59,14 @@ def test_manifests_keep_the_rules_of_workers() -> None:
         (container,) = made[kind, name]["spec"]["template"]["spec"]["containers"]
         (token,) = [e for e in container["env"] if e["name"] == "WINDFALL_TOKEN"]
         assert token["valueFrom"]["secretKeyRef"] == secret
+    assert made["ConfigMap", "windfall-demo-1"]["data"]["recipe.toml"] == STORED
+    assert (
+        made["StatefulSet", "windfall-demo-1"]["spec"]["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
+    )
     rules = made["Role", "windfall-demo-1"]["rules"]
-    assert rules[0]["resourceNames"] == ["windfall-demo-1-workers"]
-    assert {verb for rule in rules for verb in rule["verbs"]} == {"get", "patch", "list"}
+    allowed = {(what, verb) for rule in rules for what in rule["resources"] for verb in rule["verbs"]}
+    assert allowed == {("deployments", "get"), ("deployments/scale", "patch"), ("pods", "list")}
+    assert all(rule.get("resourceNames") == ["windfall-demo-1-workers"] for rule in rules[:2])
 
 
 def test_run_in_its_pod_gets_the_signal_to_stop(tmp_path: Path) -> None:
@@ -86,101 +92,73 @@ def test_manifests_are_valid_by_the_published_schemas(version: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for manifest in objects():
         validate.validate(manifest, version, strict=True)
-    broken = deployment(OPTIONS, names=NAMES, url="http://h:1")
+    _, broken = yaml.safe_load_all(deployment(OPTIONS, names=NAMES, url="http://h:1"))
     broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
     with pytest.raises(validate.ValidationError):
         validate.validate(broken, version, strict=True)
 
 
-def serve(tmp_path: Path, use: Any) -> Any:
+def serve(tmp_path: Path, use: Any, *, real: bool = False) -> Any:
     async def main() -> Any:
-        objects = deployment(Kubernetes(image="x", drain_s=1.0), names=NAMES, url="http://h:1")
+        _, objects = yaml.safe_load_all(deployment(SMALL, names=NAMES, url="http://h:1"))
         workers = Workers(tmp_path, DRAINING)
-        async with Cluster(objects, token="t", secrets={NAMES.secret: TOKEN}, path=workers.path) as cluster:
+        async with Cluster(objects, secrets={NAMES.secret: TOKEN}, path=workers.path) as cluster:
             return await use(cluster, workers)
 
-    return asyncio.run(main())
+    with nullcontext() if real else programs(tmp_path, "kubectl", {"kubectl": ""}):
+        return asyncio.run(main())
 
 
-def test_refusal_in_mid_run_is_reported_and_the_workers_go_on(tmp_path: Path) -> None:
+def provider(cluster: Cluster, folder: Path, count: int, run: str = "Demo_1", **options: Any) -> KubernetesProvider:
+    source = SMALL.model_copy(update={"kubeconfig": cluster.kubeconfig(folder), "workers": count})
+    return KubernetesProvider(source, RunNames(run=run), poll_s=0.05, **options)
+
+
+def test_failures_in_mid_run_are_reported_and_the_workers_go_on(tmp_path: Path) -> None:
     async def use(cluster: Cluster, workers: Workers) -> None:
         events = RecordedEvents()
-        provider = KubernetesProvider(
-            Credentials(server=cluster.url, token="t"), NAMES, 1, namespace="default", drain_s=1.0, on_event=events,
-            poll_s=0.05,
-        )  # fmt: skip
-        async with running(provider):
+        made = provider(cluster, tmp_path, 1, on_event=events)
+        async with running(made):
             (first,) = await workers.until(1)
-            cluster.faults = [403]
-            assert "needs the Role" in (await events.until(1, "spawn_failed"))[0]["error"]
-            provider.target(2)
+            await events.until(1, "started")
+            cluster.faults = [403, 503]
+            refused, failed = await events.until(2, "spawn_failed")
+            assert "needs the Role" in refused["error"]
+            assert "fault 503" in failed["error"]
+            made.target(2)
             assert first in await workers.until(2)
 
     serve(tmp_path, use)
 
 
-def test_faults_that_pass_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "FIRST_DELAY_S", 0.01)
-
-    async def use(cluster: Cluster, workers: Workers) -> None:
-        async with ApiServer(Credentials(server=cluster.url, token="t"), request_s=0.3) as server:
-            for fault in (409, 500, 503, 401, 1.0):  # the last one answers too late
-                cluster.faults = [fault]
-                await server.scale("default", NAMES.workers, 1)
-                assert not cluster.faults
-            loop = asyncio.get_running_loop()
-            began, cluster.faults = loop.time(), [429]
-            await server.scale("default", NAMES.workers, 2)
-            assert loop.time() - began >= 1.0, "Retry-After"
-            assert await server.replicas("default", NAMES.workers) == 2
-            cluster.faults = [503] * api.TRIES
-            with pytest.raises(OSError, match="failed 6 times: status 503"):
-                await server.replicas("default", NAMES.workers)
-
-    serve(tmp_path, use)
-
-
 @pytest.mark.parametrize(
-    ("token", "name", "expected"),
-    [("wrong", NAMES.workers, "does not accept the token"), ("t", "other", "kubectl apply")],
+    ("fault", "run", "expected"),
+    [(401, "Demo_1", "check kubeconfig"), (403, "Demo_1", "needs the Role"), (0, "other", "kubectl apply")],
 )
-def test_what_needs_a_person_ends_the_provider(tmp_path: Path, token: str, name: str, expected: str) -> None:
+def test_what_needs_a_person_ends_the_provider(tmp_path: Path, fault: int, run: str, expected: str) -> None:
     async def use(cluster: Cluster, workers: Workers) -> None:
-        names = RunNames(run=name.removesuffix("-workers").removeprefix("windfall-"))
-        provider = KubernetesProvider(
-            Credentials(server=cluster.url, token=token), names, 1, namespace="default", drain_s=0.0, poll_s=0.1
-        )
+        cluster.faults = [fault] * 2 if fault else []
         with pytest.raises(WindfallError, match=expected):
-            await asyncio.wait_for(provider.run(), 60)
+            await asyncio.wait_for(provider(cluster, tmp_path, 1, run).run(), 60)
 
     serve(tmp_path, use)
 
 
-def test_forbidden_names_the_role(tmp_path: Path) -> None:
-    async def use(cluster: Cluster, workers: Workers) -> None:
-        cluster.faults = [403]
-        async with ApiServer(Credentials(server=cluster.url, token="t")) as server:
-            with pytest.raises(WindfallError, match="needs the Role"):
-                await server.pods("default", {"a": "b"})
-
-    serve(tmp_path, use)
-
-
-def test_pod_that_is_evicted_counts_as_lost_and_foreign_changes_are_undone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("real", [False, True])
+def test_pod_that_is_evicted_counts_as_lost_and_foreign_changes_are_undone(tmp_path: Path, real: bool) -> None:
+    if real and shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl")
     events = RecordedEvents()
 
     async def use(cluster: Cluster, workers: Workers) -> None:
-        provider = KubernetesProvider(
-            Credentials(server=cluster.url, token="t"), NAMES, 2, namespace="default", drain_s=1.0, poll_s=0.1,
-            on_event=events,
-        )  # fmt: skip
-        task = asyncio.create_task(provider.run())
+        made = provider(cluster, tmp_path, 2, on_event=events)
+        task = asyncio.create_task(made.run())
         await workers.until(2)
         await events.until(2, "started")
         cluster.evict(next(iter(cluster.pods.values())))
         await events.until(3, "started")
         await events.until(1, "exited")
-        assert (provider.started, provider.lost) == (3, 1)
+        assert (made.started, made.lost) == (3, 1)
         await workers.until(3, of="all")
         cluster.scale(0)
         await workers.until(5, of="all")
@@ -190,7 +168,7 @@ def test_pod_that_is_evicted_counts_as_lost_and_foreign_changes_are_undone(tmp_p
         assert cluster.replicas == 0
         assert not workers.alive()
 
-    serve(tmp_path, use)
+    serve(tmp_path, use, real=real)
 
 
 RECIPE = """
@@ -215,8 +193,7 @@ image = "windfall"
 workers = 2
 gpus = 0
 worker_threads = 1
-server = "SERVER"
-token_file = "api.token"
+kubeconfig = "kubeconfig"
 drain_s = 5.0
 """
 
@@ -230,9 +207,8 @@ def test_run_trains_on_pods_and_scales_them_to_zero(tmp_path: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m windfall.run.cli "$@"\n')
     program.chmod(0o755)
     (tmp_path / "run.token").write_text(TOKEN)
-    (tmp_path / "api.token").write_text("t\n")
     text = RECIPE.replace("PORT", str(port)).replace("WEIGHTS", str(weights))
-    recipe = parse_recipe(tomllib.loads(text.replace("SERVER", "http://h")), where="test")
+    recipe = parse_recipe(tomllib.loads(text), where="test")
     shown = list(yaml.safe_load_all(worker_sources.preview(recipe)))
     (made,) = [o for o in shown if o and o["kind"] == "Deployment"]
     command = made["spec"]["template"]["spec"]["containers"][0]["command"]
@@ -241,8 +217,9 @@ def test_run_trains_on_pods_and_scales_them_to_zero(tmp_path: Path) -> None:
 
     async def main() -> None:
         path = f"{program.parent}:{os.environ['PATH']}"
-        async with Cluster(made, token="t", secrets={NAMES.secret: TOKEN}, path=path) as cluster:
-            (tmp_path / "r.toml").write_text(text.replace("SERVER", cluster.url))
+        async with Cluster(made, secrets={NAMES.secret: TOKEN}, path=path) as cluster:
+            cluster.kubeconfig(tmp_path)
+            (tmp_path / "r.toml").write_text(text)
             train = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "windfall.run.cli", "train", "r.toml", "--token", "run.token", cwd=tmp_path,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -252,44 +229,9 @@ def test_run_trains_on_pods_and_scales_them_to_zero(tmp_path: Path) -> None:
             assert train.returncode == 0, out.decode()
             assert (cluster.replicas, len(cluster.pods)) == (0, 0)
 
-    asyncio.run(main())
+    with programs(tmp_path, "kubectl", {"kubectl": ""}):
+        asyncio.run(main())
     events = read(tmp_path / "runs" / "Demo_1" / "events.jsonl")
     joined = {e["worker"] for e in events if e["name"] == "worker_joined"}
     assert joined
     assert all(name.startswith("kubernetes-windfall-demo-1-workers-") for name in joined)
-
-
-def test_kubeconfig(tmp_path: Path) -> None:
-    def write(user: dict[str, Any], **cluster: Any) -> Path:
-        path = tmp_path / "config"
-        path.write_text(
-            yaml.safe_dump(
-                {
-                    "current-context": "c",
-                    "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-                    "clusters": [{"name": "k", "cluster": {"server": "https://k8s:6443/", **cluster}}],
-                    "users": [{"name": "u", "user": user}],
-                }
-            )
-        )
-        return path
-
-    found = credentials.find(write({"token": "abc"}), "", None)
-    assert (found.server, found.authorization()) == ("https://k8s:6443", {"Authorization": "Bearer abc"})
-    assert found.ssl is not None
-    (tmp_path / "t").write_text("from-file\n")
-    assert credentials.find(write({"tokenFile": "t"}), "", None).authorization() == {
-        "Authorization": "Bearer from-file"
-    }
-    with pytest.raises(WindfallError, match="kubectl proxy"):
-        credentials.find(write({"exec": {"command": "aws"}}), "", None)
-    bad = base64.b64encode(b"no certificate").decode()
-    with pytest.raises(WindfallError, match="cannot use a certificate"):
-        credentials.find(write({}, **{"certificate-authority-data": bad}), "", None)
-    with pytest.raises(WindfallError, match="cannot read the kubeconfig"):
-        credentials.find(tmp_path / "none", "", None)
-    (tmp_path / "config").write_text("clusters: []")
-    with pytest.raises(WindfallError, match="not a kubeconfig"):
-        credentials.find(tmp_path / "config", "", None)
-    proxy = credentials.find(None, "http://127.0.0.1:8001", None)
-    assert (proxy.ssl, proxy.authorization()) == (None, {})

@@ -14,10 +14,8 @@ import pytest
 from tests.support.recorded_events import RecordedEvents
 from tests.support.worker_sources import DRAINING, TOKEN, SkySource, Workers, running
 from windfall.providers.skypilot import provider
-from windfall.providers.skypilot.provider import parse_queue, parse_states
+from windfall.providers.skypilot.provider import parse_queue, parse_states, task
 from windfall.providers.skypilot.section import SkyPilot
-from windfall.providers.skypilot.task import task
-from windfall.providers.yaml_text import to_yaml
 
 
 def example(**options: Any) -> dict[str, Any]:
@@ -46,8 +44,8 @@ def test_worker_without_controller_ends_its_job(tmp_path: Path, worker: int, job
 def test_file_is_what_skypilot_reads(tmp_path: Path) -> None:
     sky = pytest.importorskip("sky")
     path = tmp_path / "sky1.1.yaml"
-    for text in (json.dumps(example(infra="aws/us-east-1")), to_yaml(example(cpus="8+"))):
-        path.write_text(text)
+    for made in (example(infra="aws/us-east-1"), example(cpus="8+")):
+        path.write_text(json.dumps(made))
         read = sky.Task.from_yaml(str(path))
         choices = {(r.use_spot, next(iter(r.accelerators))) for r in read.resources}
         assert choices == {(spot, gpu) for spot in (True, False) for gpu in ("H100", "A100-80GB")}

@@ -19,8 +19,7 @@ from tests.support.recorded_events import RecordedEvents
 from tests.support.worker_sources import DRAINING, SlurmSource, Workers, programs, running, source_path
 from windfall.errors import WindfallError
 from windfall.events.log import read
-from windfall.providers.slurm.provider import parse_states
-from windfall.providers.slurm.script import script
+from windfall.providers.slurm.provider import parse_states, script
 from windfall.providers.slurm.section import Slurm
 
 
@@ -94,8 +93,8 @@ def test_leftovers_of_a_killed_supervisor_are_canceled(tmp_path: Path) -> None:
         async with SlurmSource().open(tmp_path, workers, RecordedEvents(), 1) as provider:
             task = asyncio.create_task(provider.run())
             (left,) = await workers.until(1)
-            queue: Any = provider._jobs._queue  # pyright: ignore
-            queue.cancel = queue.drain = queue.cancel_leftovers = _nothing  # it dies without a word
+            queue: Any = provider._queue  # pyright: ignore
+            queue.cancel = queue.drain = _nothing  # it dies without a word
             provider.grace_s = 0.0
             task.cancel()
             assert left in workers.alive()

@@ -264,10 +264,13 @@ def test_dump_keeps_types() -> None:
         assert line in text
 
 
-def test_dropped_keys_are_refused_with_what_to_do() -> None:
-    for name, instead in unknown_keys.DROPPED.items():
-        section, _, rest = name.partition(".")
-        key, _, value = rest.partition(" = ")
+def test_removed_keys_are_refused_with_what_to_do() -> None:
+    for name, instead in unknown_keys.REMOVED.items():
+        path, _, value = name.partition(" = ")
+        *sections, key = path.split(".")
+        data: dict[str, Any] = {key: value.strip("'") or 0.5}
+        for section in reversed(sections):
+            data = {section: data}
         with pytest.raises(WindfallError) as e:
-            parse_recipe({section: {key: value.strip("'")}}, where="here")
+            parse_recipe(data, where="here")
         assert instead in str(e.value)

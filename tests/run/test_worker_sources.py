@@ -26,7 +26,7 @@ from windfall.run import worker_sources
 FLEET: dict[str, Any] = {
     "host": "0.0.0.0", "port": 8700, "weights_port": 8701,
     "ray": {"labels": {"ray.io/accelerator-type": "H100"}, "workers_max": 16},
-    "kubernetes": {"image": "windfall:1", "workers": 2, "server": "http://127.0.0.1:8001"},
+    "kubernetes": {"image": "windfall:1", "workers": 2, "kubeconfig": "/k"},
     "skypilot": {"accelerators": "H100:1", "region": "aws/us-east-1"},
     "slurm": {"partition": "spot", "workers": 3, "price_usd_per_h": 0.5},
 }  # fmt: skip
@@ -52,7 +52,7 @@ def test_preview_shows_every_source_and_starts_nothing(
     assert '"label_selector": {\n      "ray.io/accelerator-type": "H100"' in out
     assert "# ray: 1 worker, at most 16" in out
     assert "#SBATCH --array=1-3" in out
-    assert "use_spot: true" in out
+    assert '"use_spot": true' in out
     assert "terminationGracePeriodSeconds: 45" in out
     assert "http://windfall-demo-0.windfall-demo:8700" in out
     assert not (here / "runs").exists()
@@ -69,7 +69,7 @@ def test_each_part_of_the_preview_is_what_its_system_reads(tmp_path: Path) -> No
     asked = only("kubernetes")
     assert inside == recipe_in_pod(asked, asked.fleet.kubernetes)
     assert inside.fleet.kubernetes is not None
-    assert inside.fleet.kubernetes.server == "", "the pod uses its own service account"
+    assert inside.fleet.kubernetes.kubeconfig is None, "the pod uses its own service account"
     assert (
         worker_sources.preview(recipe(), "slurm")
         == worker_sources.preview(recipe()).partition("# slurm")[1]
@@ -103,10 +103,10 @@ def test_missing_software_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("ray", r"pip install .*\[ray\]"),
         ("skypilot", "pipx install skypilot"),
         ("slurm", "program 'sbatch' not found"),
+        ("kubernetes", "program 'kubectl' not found"),
     ):
         with pytest.raises(WindfallError, match=expected):
             worker_sources.check(only(source))
-    worker_sources.check(only("kubernetes"))
 
 
 def test_skypilot_needs_a_way_to_install_windfall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,6 +198,8 @@ def test_autoscaler_has_the_limits_of_the_recipe() -> None:
 def test_wrong_keys_are_refused_with_the_nearest() -> None:
     with pytest.raises(WindfallError, match="Did you mean 'partition'"):
         parse_recipe({"fleet": {"slurm": {"partitions": "x"}}}, where="r.toml")
+    with pytest.raises(WindfallError, match="set kubeconfig instead of server and token_file"):
+        parse_recipe({"fleet": {"kubernetes": {"image": "x", "server": "https://k8s"}}}, where="r.toml")
     with pytest.raises(WindfallError, match=r"'fleet\.kubernetes\.image' is missing"):
         parse_recipe({"fleet": {"kubernetes": {}}}, where="r.toml")
     with pytest.raises(WindfallError, match="must be from workers_min = 0 to workers_max = 2"):

@@ -1,7 +1,7 @@
 """Asynchronous runs from end to end on the tiny model, with real processes: what their event log must say.
 
 Not covered here: runs whose processes are killed (tests/runs/test_soak.py), and faults that need many steps
-(tests/sim/chaos).
+(tests/chaos).
 """
 
 from __future__ import annotations

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.restarts import RestartingSimulation
 from windfall.controller.assembly import Policies
 from windfall.events import log as events
 from windfall.recipe.file import parse_recipe
@@ -51,14 +53,20 @@ def simulated(tmp_path: Path) -> Callable[..., tuple[run.Simulation, list[events
     """Simulates the small recipe with changed keys. `disturb` is called with the simulation at the start."""
 
     def simulate(
-        disturb: Callable[[run.Simulation], None] | None = None, policies: Policies | None = None,
-        **sections: dict[str, Any],
+        disturb: Callable[[Any], None] | None = None, policies: Policies | None = None,
+        make: type[run.Simulation] = run.Simulation, **sections: dict[str, Any],
     ) -> tuple[run.Simulation, list[events.Event]]:  # fmt: skip
         log = tmp_path / "events.jsonl"
         built = replace(scenario.build(small(**sections)), policies=policies or Policies())
-        done = run.simulate(built, log, disturb=disturb)
+        done = run.simulate(built, log, disturb=disturb, make=make)
         done.dispatch.ledger.check()
         assert done.dispatch.ledger.lost_tokens() == 0
         return done, events.read(log)
 
     return simulate
+
+
+@pytest.fixture
+def restarting(simulated: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with a trainer and a controller that can be killed and restart."""
+    return partial(simulated, make=RestartingSimulation)

@@ -1,18 +1,41 @@
 """The simulator's event loop in virtual time, for tests that inspect and disturb a fleet between any two callbacks.
 
-Unlike in a simulation, work for a thread is done at once, and an error of a callback does not end the run: it is
-collected. The same coroutines run the same callbacks every time.
+The same coroutines run the same callbacks every time. In a StepLoop, unlike in a simulation, work for a thread is done
+at once, and an error of a callback does not end the run: it is collected.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from windfall.sim.core.loop import VirtualLoop
 
 
-class StepLoop(VirtualLoop):
+class _Ready(deque[Any]):
+    """Callbacks that are due. `between` is called before each one runs."""
+
+    between: Callable[[], None] = staticmethod(lambda: None)
+
+    def popleft(self) -> Any:
+        self.between()
+        return super().popleft()
+
+
+class CheckedLoop(VirtualLoop):
+    def between(self, call: Callable[[], None] | None) -> None:
+        """From now on, call this between any two callbacks. An error that it raises ends the run."""
+        ready = _Ready(self._ready)
+        ready.between = call or (lambda: None)
+        self._ready = ready
+
+    def stall(self, seconds: float) -> None:
+        """Advance the clock without running anything. Timers that were due meanwhile run late."""
+        self._now_s += seconds
+
+
+class StepLoop(CheckedLoop):
     def __init__(self) -> None:
         super().__init__()
         self.errors: list[str] = []
@@ -21,10 +44,6 @@ class StepLoop(VirtualLoop):
     def _record_error(self, _: Any, context: dict[str, Any]) -> None:
         who = context.get("task") or context.get("future") or context.get("handle")
         self.errors.append(f"{context['message']}: {context.get('exception')!r} {who!r}")
-
-    def between(self, call: Callable[[], None] | None) -> None:
-        """From now on, call this between any two callbacks."""
-        self.call_between(call or (lambda: None))
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         done = self.create_future()

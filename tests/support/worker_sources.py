@@ -16,23 +16,25 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import windfall
 from tests.support.stand_ins import kubernetes
 from windfall.processes import process
 from windfall.processes.process import Handle
 from windfall.providers.base import OnEvent, Provider
 from windfall.providers.job_queue import JobProvider
-from windfall.providers.kubernetes.credentials import Credentials
 from windfall.providers.kubernetes.manifests import RunNames, deployment
 from windfall.providers.kubernetes.provider import KubernetesProvider
 from windfall.providers.kubernetes.section import Kubernetes
-from windfall.providers.ray.provider import RayClient, RayProvider
+from windfall.providers.ray.provider import RayProvider
 from windfall.providers.ray.section import Ray
 from windfall.providers.skypilot.provider import SkyPilotQueue
 from windfall.providers.skypilot.section import SkyPilot
 from windfall.providers.slots import SlotProvider
 from windfall.providers.slurm.provider import SlurmQueue
 from windfall.providers.slurm.section import Slurm
+from windfall.providers.source_part import Employer
 from windfall.providers.worker_command import arguments
 from windfall.recipe.worker_source import WorkerSource
 from windfall.types import Lease
@@ -61,8 +63,10 @@ class Workers:
             f"ME = {str(self.folder)!r} + '/' + name\n"
             "with open(f'{ME}.{os.getpid()}', 'w'): pass\n" + code + "\n"
         )
-        (self.package / "cli.py").write_text(program)
-        (self.package / "__init__.py").write_text("")
+        (self.package / "run").mkdir(exist_ok=True)
+        (self.package / "run" / "cli.py").write_text(program)
+        for package in (self.package, self.package / "run"):
+            (package / "__init__.py").write_text("")
         (self.bin / "windfall").write_text(f"#!{sys.executable} -S\n{program}")
         (self.bin / "windfall").chmod(0o755)
 
@@ -130,10 +134,7 @@ class SlurmSource:
     ) -> AsyncIterator[Provider]:
         with programs(folder, "slurm", {"sbatch": "sbatch", "squeue": "squeue", "scancel": "scancel"}):
             asked = Slurm(workers=count, setup=f"export PATH={workers.path}", gpus="0", **options)
-            queue = SlurmQueue(
-                source=asked, label="windfall-test", folder=folder / "workers", url=url,
-                secrets={"WINDFALL_TOKEN": TOKEN},
-            )  # fmt: skip
+            queue = SlurmQueue(source=asked, run=employer(folder, workers, on_event))
             yield JobProvider(queue, asked, poll_s=0.2, grace_s=5.0, on_event=on_event)
 
 
@@ -144,10 +145,7 @@ class SkySource:
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
         with programs(folder, "sky", {"sky": ""}):
             asked = SkyPilot(workers=count, setup=f"export PATH={workers.path}", max_restarts=1)
-            queue = SkyPilotQueue(
-                source=asked, label="windfall-test", folder=folder / "workers", url=url,
-                secrets={"WINDFALL_TOKEN": TOKEN},
-            )  # fmt: skip
+            queue = SkyPilotQueue(source=asked, run=employer(folder, workers, on_event))
             yield JobProvider(queue, asked, poll_s=0.2, grace_s=5.0, on_event=on_event)
 
 
@@ -156,15 +154,13 @@ class KubernetesSource:
 
     @asynccontextmanager
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
-        names, options = RunNames(run="test"), Kubernetes(image="windfall", drain_s=2.0)
-        objects = deployment(options, names=names, url=await url())
-        cluster = kubernetes.Cluster(objects, token="t", secrets={names.secret: TOKEN}, path=workers.path)
-        async with cluster:
-            provider = KubernetesProvider(
-                Credentials(server=cluster.url, token="t"), names, count, namespace="default", drain_s=2.0,
-                on_event=on_event, poll_s=0.1,
-            )  # fmt: skip
-            yield provider
+        names, source = RunNames(run="test"), Kubernetes(image="windfall", drain_s=2.0, workers=count)
+        _, objects = yaml.safe_load_all(deployment(source, names=names, url=await url()))
+        cluster = kubernetes.Cluster(objects, secrets={names.secret: TOKEN}, path=workers.path)
+        with programs(folder, "kubectl", {"kubectl": ""}):
+            async with cluster:
+                source = source.model_copy(update={"kubeconfig": cluster.kubeconfig(folder)})
+                yield KubernetesProvider(source, names, on_event=on_event, poll_s=0.1)
 
 
 class RaySource:
@@ -174,9 +170,12 @@ class RaySource:
     async def open(self, folder: Path, workers: Workers, on_event: OnEvent, count: int) -> AsyncIterator[Provider]:
         address = os.environ["TEST_RAY_ADDRESS"]
         source = Ray(address=address, cpus=0.25, gpus=0.0, workers=count, drain_s=5.0)
-        client = RayClient(source, log=folder / "ray.log")
-        env = {"WINDFALL_TOKEN": TOKEN, "PYTHONPATH": str(workers.package.parent)}
-        yield RayProvider(client, source, url=url, secrets=env, on_event=on_event)
+        yield RayProvider(source, employer(folder, workers, on_event), connect_s=20.0)
+
+
+def employer(folder: Path, workers: Workers, on_event: OnEvent) -> Employer:
+    env = {"WINDFALL_TOKEN": TOKEN, "PYTHONPATH": str(workers.package.parent)}
+    return Employer(name="test", label="windfall-test", folder=folder, url=url, secrets=env, on_event=on_event)
 
 
 SOURCES = [LocalSource(), SlurmSource(), SkySource(), KubernetesSource()]

@@ -106,7 +106,7 @@ class Page {
     this.timeline.update();
   }
   private plots(x: X): void {
-    const runs = this.runs.filter((r) => r.history && r.status !== "planned");
+    const runs = this.runs.filter((r) => r.history);
     if (!this.charts.length) {
       this.charts = (x === "step" ? LEARNING : LEARNING.filter((s) => ["reward", "tok_per_s", "workers", "length"].includes(s.column))).map((spec) => new Chart(spec, x));
     }
@@ -127,7 +127,7 @@ class Page {
   }
   private choice(): HTMLElement {
     const select = h("select", { "aria-label": "Run", change: () => { this.shown = select.selectedIndex; select.blur(); this.open(this.tab); } },
-      this.runs.map((run, n) => h("option", { selected: n === this.shown, disabled: run.status === "planned" }, run.name || "…")));
+      this.runs.map((run, n) => h("option", { selected: n === this.shown }, run.name || "…")));
     return h("h1", {}, select);
   }
   private drawTabs(): void {

@@ -33,7 +33,7 @@ export function now(run: Run): [HTMLElement, HTMLElement] {
 const progress = (share: number): HTMLElement => h("div", { class: "progress" }, h("i", { style: `width:${Math.min(100, 100 * share)}%` }));
 
 function trainer(run: Run): string {
-  const row = run.rows.find((r) => r.name === "trainer" || r.name === "rank 0");
+  const row = run.rows.find((r) => r.name === "trainer");
   return row?.length ? run.history.states[row.state(row.length - 1)] ?? "–" : "–";
 }
 
@@ -107,9 +107,9 @@ function columns(runs: Run[]): Column[] {
   const out: Column[] = [];
   for (const run of runs) {
     const base = out[0] ?? null, plan = run.recipe.plan ?? null;
-    const column = { title: `${run.name} (${run.status})`, run, plan: run.status === "planned" ? plan : null, base };
+    const column = { title: `${run.name} (${run.status})`, run, plan: null, base };
     out.push(column);
-    if (plan && run.status !== "planned") out.push({ title: `${run.name} (planned)`, run, plan, base: column });
+    if (plan) out.push({ title: `${run.name} (planned)`, run, plan, base: column });
   }
   return out;
 }
@@ -144,7 +144,7 @@ export function compare(runs: Run[]): HTMLElement {
     return [line.format(v), c.plan ? "" : line.note?.(c.run) ?? "", v !== null && base ? h("span", { class: "dim" }, ` (${v >= base ? "+" : ""}${((100 * v) / base - 100).toFixed(1)} %)`) : ""];
   };
   const notes = [
-    all.length > 1 ? `Percentages: relative to ${runs[0]!.name}${planned ? "; those of a plan: relative to its run" : ""}.` : "Give several runs to see them beside each other, for example a run, and a simulation or a plan that predicts it: windfall page RUN OTHER",
+    all.length > 1 ? `Percentages: relative to ${runs[0]!.name}${planned ? "; those of a plan: relative to its run" : ""}.` : "Give several runs to see them beside each other, for example a run, and a simulation that predicts it: windfall page RUN OTHER",
     simulated ? "A simulation predicts times and costs; it learns nothing, so it has no rewards." : "",
     "Means and rates leave out the first step, which includes start-up.",
     planned ? "`windfall plan --check RUN` compares a plan part by part." : "",

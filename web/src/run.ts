@@ -5,7 +5,6 @@ import type { Changes, Column, HistoryData, Move, RowData, RunData, Sample, Samp
 export class Row {
   changes = new Uint32Array(16); // tenths of a second times 16, plus the state
   length = 0;
-  lent = new Uint32Array(0); // of a lender: seconds times 128, plus the percent of its time that it lends
   constructor(public name: string, public facts: RowData["facts"], public slice: number) {}
 
   apply(row: RowData): boolean {
@@ -21,18 +20,7 @@ export class Row {
     this.length = length;
     this.facts = row.facts;
     this.slice = row.slice;
-    if (row.lent !== undefined) {
-      const before = this.lent.subarray(0, row.lent_from ?? 0), more = decode(row.lent);
-      this.lent = new Uint32Array(before.length + more.length);
-      this.lent.set(before); this.lent.set(more, before.length);
-    }
     return true;
-  }
-  // Share of its time that it lends at this time, in percent; null if it is no lender.
-  lentAt(seconds: number): number | null {
-    let found: number | null = null;
-    for (const change of this.lent) { if (Math.floor(change / 128) > seconds) break; found = change % 128; }
-    return found;
   }
   start(n: number): number { return Math.floor(this.changes[n]! / 16) / 10; }
   state(n: number): number { return this.changes[n]! % 16; }
@@ -114,8 +102,8 @@ export class Run {
 }
 
 const names = new Intl.Collator("en", { numeric: true });
-// The trainer and its ranks, its own engine, workers that the run pays for, lenders.
-const order = (row: Row): number => (row.facts.lease === "trainer" || row.name === "trainer" ? 0 : row.name === "local" ? 1 : row.facts.lease === "borrowed" ? 3 : 2);
+// The trainer, its own engine, workers that the run pays for, lenders.
+const order = (row: Row): number => (row.name === "trainer" ? 0 : row.name === "local" ? 1 : row.facts.lease === "borrowed" ? 3 : 2);
 const MAX_MOVES = 20_000;
 
 function decode(base64: string): Uint32Array {

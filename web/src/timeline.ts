@@ -101,8 +101,7 @@ export class Timeline {
       const until = n + 1 < row.length ? row.start(n + 1) : this.end;
       lines.push(h("div", {}, `${this.run.history.states[row.state(n)]} for ${duration(until - row.start(n))}, from ${duration(row.start(n))}`));
     }
-    const { lease, device, usd_per_h: price, serving, pid } = row.facts, lent = row.lentAt(t);
-    if (lent !== null) lines.push(h("div", {}, `lends ${lent} % of its time to the run${typeof serving === "number" ? `; serving holds ${Math.round(100 * serving)} % of its memory now` : ""}`));
+    const { lease, device, usd_per_h: price, pid } = row.facts;
     if (lease) lines.push(h("div", { class: "dim" }, [lease, device, price ? `$${price}/h` : "", pid ? `process ${pid}` : ""].filter(Boolean).join(", ")));
     const near = this.run.history.problems.filter((p) => Math.abs(p.t - t) < (this.to - this.from) / 60 && String(p.worker ?? "").startsWith(row.name));
     for (const p of near.slice(-2)) lines.push(h("div", { class: "bad" }, `${p.name.replaceAll("_", " ")}: ${clip(String(p.why ?? ""), 160)}${p.moved ? `; ${p.moved} responses moved` : ""}`));
@@ -139,7 +138,6 @@ export class Timeline {
     for (let n = first; n < last; n++) {
       const y = HEAD + n * row - box.scrollTop;
       this.bars(c, run.rows[n]!, y, width);
-      if (run.rows[n]!.lent.length) this.lentLine(c, run.rows[n]!, y, width, ink);
       c.fillStyle = ink;
       c.fillText(clip(run.rows[n]!.name, 15).slice(0, 16), 4, y + row / 2 + 4, this.label - 8);
     }
@@ -203,19 +201,6 @@ export class Timeline {
     }
     close();
     flush(Math.min(width, pixel + 1), 0);
-  }
-  // The share of its time that a lender lends, as a line over its bars.
-  private lentLine(c: CanvasRenderingContext2D, row: Row, y: number, width: number, ink: string): void {
-    const level = (percent: number) => y + this.row - 3 - ((this.row - 6) * percent) / 100;
-    c.strokeStyle = ink; c.lineWidth = 1.5; c.beginPath();
-    let last: number | null = null;
-    for (const change of row.lent) {
-      const x = Math.max(this.label, Math.min(width, this.x(Math.floor(change / 128)))), now = level(change % 128);
-      if (last === null) c.moveTo(x, now); else { c.lineTo(x, last); c.lineTo(x, now); }
-      last = now;
-    }
-    if (last !== null) c.lineTo(Math.min(width, this.x(this.end)), last);
-    c.stroke();
   }
   private paintArcs(c: CanvasRenderingContext2D): void {
     const place = new Map(this.run.rows.map((row, n) => [row.name, HEAD + n * this.row - this.box.scrollTop + this.row / 2]));

@@ -3,7 +3,7 @@
 export type Column = (number | null)[];
 export type Series = { from: number } & Record<string, Column | number>;
 export type Facts = Record<string, string | number | boolean | null>;
-export interface RowData { name: string; from: number; slice: number; data: string; facts: Facts; lent?: string; lent_from?: number }
+export interface RowData { name: string; from: number; slice: number; data: string; facts: Facts }
 export type Move = [number, string, string, number];
 export interface Problem extends Record<string, string | number | boolean | null> { t: number; name: string }
 export interface Holder { usd: Record<string, number>; seconds: Record<string, number>; tokens: number; unpriced_s: number }

@@ -1,14 +1,14 @@
 """Sends the history of a run to its viewers, as server-sent events.
 
-    follow()    one call per viewer: sends everything, then waits until the viewer is gone or too far behind
+    follow()    one call per viewer: sends everything, then waits until the viewer is gone or stuck
     tick()      every TICK_S, if there are viewers: encodes what has changed once, and writes it to every connection
 
 A viewer costs the run little: after it has everything, nothing is computed for it and no task wakes for it. A tick
 hands the same bytes to each connection, and they contain only what has changed.
 
 Back-pressure: a viewer has no queue. A connection that has not taken the last bytes yet is passed over, and gets the
-changes that it missed when it has room again, or everything if they are no longer kept. Everything is encoded at most
-once in FULL_S. A connection that takes nothing for STUCK_S is closed. At most MAX_VIEWERS are served.
+changes that it missed when it has room again. A connection that takes nothing for STUCK_S is closed; the browser opens
+another one and gets everything. Everything is encoded at most once in FULL_S. At most MAX_VIEWERS are served.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TICK_S = 1.0
 FULL_S = 5.0
 STUCK_S = 30.0
 KEPT = 60
-"""Number of the newest changes that are kept."""
+"""Number of the newest changes that are kept: more than a viewer can miss in STUCK_S."""
 PIECE = 256 << 10
 """Bytes of everything that are written at once."""
 MAX_VIEWERS = 200
@@ -56,8 +56,8 @@ class _Viewer:
     """The tick whose changes it has got last."""
     since_s: float
     """When its connection last took everything (monotonic)."""
-    done: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """True: it needs everything again. False: it is gone or stuck."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is gone or stuck."""
 
 
 class Feed:
@@ -88,41 +88,31 @@ class Feed:
 
     def _send(self, viewer: _Viewer, now_s: float) -> None:
         """Give a viewer the changes that it does not have, if its connection has room."""
-        missed = self._tick - viewer.seen
-        if viewer.connection.is_closing():
-            again = False
+        missed, kept = self._tick - viewer.seen, len(self._changes)
+        if viewer.connection.is_closing() or missed > kept:
+            viewer.over.set()
         elif viewer.connection.get_write_buffer_size():
-            if now_s - viewer.since_s < STUCK_S:
-                return
-            again = False
-        elif missed <= len(self._changes):
-            chunk = self._changes[-1] if missed == 1 else b"".join(list(self._changes)[len(self._changes) - missed :])
-            viewer.connection.write(chunk)
-            viewer.seen, viewer.since_s = self._tick, now_s
-            return
+            if now_s - viewer.since_s >= STUCK_S:
+                viewer.over.set()
         else:
-            again = True
-        self._following.discard(viewer)
-        if not viewer.done.done():
-            viewer.done.set_result(again)
+            viewer.connection.write(b"".join(list(self._changes)[kept - missed :]))
+            viewer.seen, viewer.since_s = self._tick, now_s
 
     async def follow(self, write: Callable[[bytes], Awaitable[None]], connection: ViewerConnection) -> None:
         """Serve one viewer until its connection closes or is stuck. `write` waits until there is room, and frames what
         it gets as a chunk of HTTP; ticks write their chunks to `connection`."""
         self.viewers += 1
         try:
-            again = True
-            while again:
-                seen, data = self._everything()
-                for start in range(0, len(data), PIECE):
-                    async with asyncio.timeout(STUCK_S):
-                        await write(data[start : start + PIECE])
-                viewer = _Viewer(connection, seen, time.monotonic())
-                self._following.add(viewer)
-                try:
-                    again = await viewer.done
-                finally:
-                    self._following.discard(viewer)
+            seen, data = self._everything()
+            for start in range(0, len(data), PIECE):
+                async with asyncio.timeout(STUCK_S):
+                    await write(data[start : start + PIECE])
+            viewer = _Viewer(connection, seen, time.monotonic())
+            self._following.add(viewer)
+            try:
+                await viewer.over.wait()
+            finally:
+                self._following.discard(viewer)
         finally:
             self.viewers -= 1
 

@@ -23,7 +23,7 @@ import msgspec
 
 from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.events.steady_time import SteadyTime
-from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, Timeline, clean
+from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, TRAINER, Timeline, clean
 
 Event = dict[str, Any]
 
@@ -49,6 +49,8 @@ ALIVE = {
     "worker_lost", "worker_ready", "worker_suspect", "worker_well",
 }  # fmt: skip
 """Events of a controller that has a trainer. The last one before a resume says how long the previous one lived."""
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What reading fields of other types raises."""
 MAX_SENT_MOVES = 2000
 MAX_EXACT = 1 << 53
 """Numbers of this size and more are not exact in a browser, and longer ones cannot be encoded."""
@@ -112,13 +114,7 @@ class RunHistory:
         try:
             t = self._time.at(float(event["t"]), float(event["m"]))
             self._add(event if t == event["t"] else {**event, "t": t})
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            ArithmeticError,
-        ):  # another version
+        except UNREADABLE:  # another version of windfall, or another program
             self.unreadable += 1
 
     def _add(self, event: Event) -> None:
@@ -232,8 +228,7 @@ class RunHistory:
 
     def _trained(self, end: int, s: float, what: str) -> None:
         """The trainer has done this for the last `s` seconds."""
-        for row in self.timeline.trainer():
-            row.paint(end - round(s * TENTHS), end, CODE[what])
+        self.timeline.row(TRAINER).paint(end - round(s * TENTHS), end, CODE[what])
 
     # Workers.
 
@@ -281,22 +276,18 @@ class RunHistory:
         for source, target, count, ago_s in e.get("moves") or ():
             self.moves.append((self._seconds(e["t"] - ago_s), clean(source, 64), clean(target, 64), int(count)))
             self.moves_seen += 1
-        for worker, (lent, use) in (e.get("lenders") or {}).items():
-            row = rows.get(worker) or self.timeline.row(worker)
-            row.lend(self._tenths(e["t"]), float(lent))
-            row.describe({**row.facts, "serving": _number(use)})
 
     def _trainer_ready(self, e: Event) -> None:
         self._trainer_away = False
-        self.timeline.set_ranks([_number(pid) for pid in e.get("rank_pids") or [e.get("pid")]])
-        for row in self.timeline.trainer():
-            row.put(self._tenths(e["t"]), CODE["waiting"])
+        row = self.timeline.row(TRAINER)
+        row.describe({"lease": "trainer", "pid": _number(e.get("pid"))})
+        row.put(self._tenths(e["t"]), CODE["waiting"])
 
     def _trainer_lost(self, e: Event) -> None:
         self._trainer_away = True
-        for row in self.timeline.trainer():
-            row.put(self._tenths(e["t"]) - 1, CODE["lost"])
-            row.put(self._tenths(e["t"]), ABSENT)
+        row = self.timeline.row(TRAINER)
+        row.put(self._tenths(e["t"]) - 1, CODE["lost"])
+        row.put(self._tenths(e["t"]), ABSENT)
 
     # Money.
 
@@ -340,7 +331,7 @@ class RunHistory:
         if rows := self._rows(everything=False):
             out["rows"] = rows
         for row in self.timeline.rows.values():
-            row.changed, row.lent_changed = len(row.changes) + 1, len(row.lent)
+            row.changed = len(row.changes) + 1
         if self._moves_sent < self.moves_seen:
             out["moves"] = self._moves(max(self._moves_sent, self.moves_seen - MAX_SENT_MOVES))
             self._moves_sent = self.moves_seen
@@ -349,14 +340,10 @@ class RunHistory:
     def _rows(self, *, everything: bool) -> list[dict[str, Any]]:
         out = []
         for row in self.timeline.rows.values():
-            first, lent = (0, 0) if everything else (row.changed, row.lent_changed)
-            if first > len(row.changes):
-                continue
-            data = b64encode(row.changes[first:].tobytes()).decode()
-            new = {"name": row.name, "from": first, "slice": row.slice, "data": data, "facts": row.facts}
-            if len(row.lent) > lent:
-                new["lent"], new["lent_from"] = b64encode(row.lent[lent:].tobytes()).decode(), lent
-            out.append(new)
+            first = 0 if everything else row.changed
+            if first <= len(row.changes):
+                data = b64encode(row.changes[first:].tobytes()).decode()
+                out.append({"name": row.name, "from": first, "slice": row.slice, "data": data, "facts": row.facts})
         return out
 
     def _moves(self, first: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page of a run, `windfall page` and `windfall plot`."""
+"""The page of a run, and `windfall page`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,9 @@ class PagePart(ObserverPart):
     name = "page"
 
     def commands(self) -> Sequence[Command]:
-        from windfall.page.options import page, plot
+        from windfall.page.command import page
 
-        figure = "plot runs/demo runs/demo-2 --out figure.svg --panels reward,tok_per_s"
-        return [
-            Command(panel="Watch", example="page runs/demo --out demo.html", function=page),
-            Command(panel="Watch", example=figure, function=plot),
-        ]
+        return [Command(panel="Watch", example="page runs/demo --out demo.html", function=page)]
 
     def observer(self, recipe: Recipe, folder: Path, events: EventLog) -> LivePage:
         from windfall.page.live_page import LivePage

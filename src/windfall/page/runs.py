@@ -1,7 +1,6 @@
 """From the folder of a run to what its page shows. `RunReader` follows a log that is still written.
 
-A prediction is shown beside what was measured: the folder of a simulation, a recipe that `windfall plan --write` has
-written, or the plan in the recipe of the run itself.
+A prediction is shown beside what was measured: the folder of a simulation, or the plan in the recipe of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from windfall.page.feed import shown
 from windfall.page.history import RunHistory
 from windfall.page.samples import FILE, SampleFile
 from windfall.recipe.file import load_recipe
-from windfall.recipe.sections import Recipe
 
 MAX_SIMULATIONS = 8
 MAX_EMBEDDED = 200
@@ -32,42 +30,16 @@ def read_all(runs: Sequence[Path]) -> list[RunReader]:
     """A reader for every run. A folder of `windfall sim --out` has one for each simulation, the first few of them."""
     out = []
     for run in runs:
-        if run.suffix == ".toml" and run.is_file():
-            continue  # a plan: see `read_plans`
         is_run = (run / "events.jsonl").is_file()
         simulations = [] if is_run else sorted(path for path in run.glob("*.jsonl") if path.name != FILE)
         out += [RunReader(path) for path in simulations[:MAX_SIMULATIONS]] or [RunReader(run)]
-    if not out:
-        fix = "Give a run, too: windfall page RUN PLANNED.toml"
-        raise WindfallError("a recipe is not a run", where=str(runs[0]), fix=fix)
     return out
-
-
-def read_plans(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """What the page shows of the planned recipes among these paths."""
-    out = []
-    for path in runs:
-        if path.suffix == ".toml" and path.is_file():
-            facts = _facts(load_recipe(path))
-            if "plan" not in facts:
-                fix = "Give the folder of a run, or a recipe from `windfall plan --write`."
-                raise WindfallError("this recipe has no [plan] section", where=str(path), fix=fix)
-            out.append(_described(path.stem, "planned", facts, RunHistory(), None))
-    return out
-
-
-def _described(
-    name: str, status: str, recipe: dict[str, Any], history: RunHistory, snapshot: dict[str, Any] | None
-) -> dict[str, Any]:
-    return {
-        "name": name, "status": status, "recipe": recipe, "history": history.full(), "snapshot": snapshot, "samples": []
-    }  # fmt: skip
 
 
 class RunReader:
     def __init__(self, run: Path) -> None:
         """`run`: the folder of a run, or an event log that a simulation wrote."""
-        simulated = run.is_file()
+        simulated = run.suffix == ".jsonl"
         self.folder, self.path = (run.parent, run) if simulated else (run, run / "events.jsonl")
         self.name = f"{run.resolve().parent.name}/{run.stem}" if simulated else run.resolve().name
         self.history, self.samples = RunHistory(), SampleFile(self.folder)
@@ -122,13 +94,16 @@ class RunReader:
                 out.append(sample)
         return out[::-1]
 
-    def _shown(self) -> dict[str, Any] | None:
-        snapshot = self.snapshot()
-        return shown(snapshot, shift_s=self.history.shift_s) if snapshot else None
-
     def describe(self, *, samples: bool = True) -> dict[str, Any]:
-        described = _described(self.name, self.status, recipe_facts(self.folder), self.history, self._shown())
-        return described | {"samples": self.embedded_samples()} if samples else described
+        snapshot = self.snapshot()
+        return {
+            "name": self.name,
+            "status": self.status,
+            "recipe": recipe_facts(self.folder),
+            "history": self.history.full(),
+            "snapshot": shown(snapshot, shift_s=self.history.shift_s) if snapshot else None,
+            "samples": self.embedded_samples() if samples else [],
+        }
 
 
 def status(history: RunHistory, *, running: bool) -> str:
@@ -145,12 +120,9 @@ def status(history: RunHistory, *, running: bool) -> str:
 def recipe_facts(folder: Path) -> dict[str, Any]:
     """The keys of a run's recipe that the page shows."""
     try:
-        return _facts(load_recipe(folder / "recipe.toml"))
+        r = load_recipe(folder / "recipe.toml")
     except (WindfallError, OSError):
         return {}
-
-
-def _facts(r: Recipe) -> dict[str, Any]:
     facts = {
         "model": r.model.path, "env": r.env.name, "algorithm": r.algorithm.name, "steps": r.run.steps,
         "groups": r.rollout.groups, "group_size": r.rollout.group_size, "staleness": r.rollout.staleness,

@@ -15,6 +15,8 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +45,13 @@ class SampledResponse:
 
     @property
     def moved(self) -> bool:
-        """Whether a turn was continued by another worker."""
-        return any(_moved(segment) for segment in self.response.segments)
-
-
-def _moved(r: Response) -> bool:
-    """Whether a worker continued a turn that another one had begun. The worker n1#2 is n1, connected again."""
-    by_token = [worker.partition("#")[0] for worker, count in r.workers for _ in range(count)]
-    at = 0
-    for start, end in turns(r.sampled):
-        makers = {worker for worker in by_token[at : at + end - start] if worker}
-        at += end - start
-        if len(makers) > 1:
-            return True
-    return False
+        """Whether a worker continued a turn that another one had begun. The worker n1#2 is n1, connected again."""
+        for segment in self.response.segments:
+            makers = iter([worker.partition("#")[0] for worker, count in segment.workers for _ in range(count)])
+            for start, end in turns(segment.sampled):
+                if len(set(islice(makers, end - start)) - {""}) > 1:
+                    return True
+        return False
 
 
 class ResponseSampler:
@@ -67,20 +62,15 @@ class ResponseSampler:
         self._kept: dict[bool, list[tuple[int, SampledResponse]]] = {True: [], False: []}
 
     def offer(self, task: Task, response: Response) -> None:
-        if not self._size:
-            return
         sample = SampledResponse(task, response)
-        kept, key = self._kept[sample.moved], xxhash.xxh3_64_intdigest(response.id.encode())
-        if len(kept) < self._size:
-            kept.append((key, sample))
-            return
-        worst = max(range(len(kept)), key=lambda n: kept[n][0])
-        if key < kept[worst][0]:
-            kept[worst] = (key, sample)
+        kept = self._kept[sample.moved]
+        kept.append((xxhash.xxh3_64_intdigest(response.id.encode()), sample))
+        kept.sort(key=itemgetter(0))
+        del kept[self._size :]
 
     def take(self) -> list[SampledResponse]:
         """The sample since the last call."""
-        moved, others = (sorted(self._kept[k], key=lambda item: item[0]) for k in (True, False))
+        moved, others = self._kept[True], self._kept[False]
         self._kept = {True: [], False: []}
         half = max(self._size // 2, self._size - len(others))
         chosen = moved[:half]
@@ -131,10 +121,8 @@ def _segment(r: Response, decode: Callable[[list[int]], str], most: int) -> dict
     """The first `most` tokens of a segment, and its tool calls as [position of the turn, name, arguments]."""
     shown = r.tokens[:most]
     by_token = [worker or JOURNAL for worker, count in r.workers for _ in range(count)]
-    workers, at = [], 0
-    for sampled in r.sampled[:most]:
-        workers.append((by_token[at] if at < len(by_token) else JOURNAL) if sampled else "")
-        at += sampled
+    makers = iter(by_token)
+    workers = [next(makers, JOURNAL) if sampled else "" for sampled in r.sampled[:most]]
     calls = [[start, *call] for start, end in turns(r.sampled[:most]) for call in _calls(r, start, end, decode)]
     return {
         "prompt": decode(list(r.prompt[:MAX_PROMPT_CHARS]))[:MAX_PROMPT_CHARS] if r.agent else "",
@@ -172,13 +160,7 @@ def runs(values: Iterable[Any]) -> list[list[Any]]:
     >>> runs("aab")
     [['a', 2], ['b', 1]]
     """
-    out: list[list[Any]] = []
-    for value in values:
-        if out and out[-1][0] == value:
-            out[-1][1] += 1
-        else:
-            out.append([value, 1])
-    return out
+    return [[value, len(list(same))] for value, same in groupby(values)]
 
 
 class SampleFile:

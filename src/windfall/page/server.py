@@ -1,4 +1,4 @@
-"""The HTTP handlers of the page: on the controller's port while a run goes on, and of `windfall page`.
+"""The HTTP handlers of the page, on the controller's port while a run goes on.
 
     GET /page            the page itself                     GET /page/samples       the list of sampled responses
     GET /page/stream     the history, then its changes       GET /page/sample?at=N   one of them, with its tokens
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -34,13 +34,13 @@ HEADERS = {
 
 
 class PageServer:
-    def __init__(
-        self, feed: Feed, samples: SampleFile, key: str, *, title: str, others: Sequence[dict[str, Any]] = (),
-        welcome: Callable[[web.Request], None] = lambda request: None,
-    ) -> None:  # fmt: skip
-        """`others`: further runs to compare with. `welcome`: called with every request that has the key."""
-        self._feed, self._samples, self._key, self.welcome = feed, samples, key, welcome
-        self._title, self._others = title, list(others)
+    def __init__(self, feed: Feed, samples: SampleFile, key: str, *, title: str) -> None:
+        self._feed = feed
+        self._samples = samples
+        self._key = key
+        self._title = title
+        self.welcome: Callable[[web.Request], None] = lambda request: None
+        """Called with every request that has the key."""
 
     def handlers(self) -> dict[str, Handler]:
         paths: dict[str, Handler] = {
@@ -62,7 +62,7 @@ class PageServer:
 
     async def _page(self, request: web.Request) -> web.Response:
         del request
-        text = document.html({"live": True, "runs": self._others}, self._title)
+        text = document.html({"live": True, "runs": []}, self._title)
         headers = {**HEADERS, "Content-Security-Policy": document.content_policy()}
         return web.Response(text=text, content_type="text/html", headers=headers)
 

@@ -3,18 +3,18 @@
 A row is a sorted list of changes. A change is one unsigned 32-bit number: tenths of a second since the start of the
 run, times 16, plus a state. A state lasts until the next change, and the last one until `Timeline.end`.
 
-Rules: a row has at most MAX_CHANGES changes. When it would have more, its resolution is halved: only the state that
-lasted longest in each slice of time remains, but a loss always remains. There are at most MAX_ROWS rows: when a new
-worker needs a row, the row whose worker has been gone longest is dropped and counted. So memory and the size of the
-page do not depend on the length of the run.
+Rules: a row has at most MAX_CHANGES changes. When it would have more, its resolution is halved: of the states that
+begin in a slice of time, only the one that lasted longest remains, or a loss. There are at most MAX_ROWS rows: when a
+new worker needs a row, the row whose worker has been gone longest is dropped and counted. So memory and the size of
+the page do not depend on the length of the run.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from typing import Any
 
 STATES = (
@@ -26,11 +26,10 @@ CODE = {name: n for n, name in enumerate(STATES)} | {"": 0, "prefill_again": 4}
 ABSENT, LOST, READY = CODE["absent"], CODE["lost"], CODE["ready"]
 MAX_CHANGES = 8192
 MAX_ROWS = 1024
-MAX_LENT = 4096
-MAX_RANKS = 64
-"""Upper limit for the ranks of a trainer that have a row."""
 MAX_NAME = 80
 """Characters of the name of a row."""
+TRAINER = "trainer"
+"""Name of the trainer's row. All its ranks share it, because they work in lockstep."""
 TENTHS = 10
 MAX_TENTHS = (1 << 28) - 1
 _RESTARTED = re.compile(r"(?<=.)[.#]\d+$")
@@ -60,11 +59,8 @@ class TimelineRow:
     """Resolution in tenths of a second."""
     worker: str = ""
     """Id of its newest worker."""
-    lent: array[int] = field(default_factory=lambda: array("I"))
-    """If it is a lender: changes of the share of its time that it lends, each as seconds times 128, plus percent."""
     changed: int = 0
     """First change that a viewer may not have (`RunHistory.changes`); more than there are if nothing is new."""
-    lent_changed: int = 0
 
     @property
     def state(self) -> int:
@@ -88,16 +84,6 @@ class TimelineRow:
         if facts != self.facts:
             self.facts, self.changed = facts, min(self.changed, len(self.changes))
 
-    def lend(self, tenths: int, share: float) -> None:
-        """The row lends this share of its time from this time on."""
-        percent = round(100 * min(max(share, 0.0), 1.0))
-        if (self.lent[-1] & 127 if self.lent else -1) == percent:
-            return
-        self.lent.append(min(max(tenths, 0), MAX_TENTHS) // TENTHS << 7 | percent)
-        if len(self.lent) > MAX_LENT:
-            self.lent, self.lent_changed = self.lent[1::2], 0
-        self.changed = min(self.changed, len(self.changes))
-
     def paint(self, start: int, end: int, state: int) -> None:
         """The row had this state in this time, which lies in the past, and what it had before continues after it."""
         start = max(start, 0)
@@ -114,40 +100,22 @@ class TimelineRow:
 
 
 def _resampled(changes: array[int], slice: int) -> array[int]:
-    """One state per slice of time: the one that lasted longest in it, or `lost`.
+    """At most one change per slice of time.
 
     >>> [(c >> 4, STATES[c & 15]) for c in _resampled(array("I", [0 << 4 | 3, 5 << 4 | 5, 6 << 4 | 3, 17 << 4]), 4)]
     [(0, 'generating'), (16, 'absent')]
     """
+
+    def importance(span: tuple[int, int]) -> tuple[bool, int]:
+        change, end = span
+        return change & 15 == LOST, (end >> 4) - (change >> 4)
+
     out: array[int] = array("I")
-    lasted: dict[int, int] = {}
-
-    def close(at: int) -> None:
-        if lasted:
-            state = LOST if LOST in lasted else max(lasted, key=lambda s: lasted[s])
-            if (out[-1] & 15 if out else ABSENT) != state:
-                out.append(at * slice << 4 | state)
-            lasted.clear()
-
-    current = -1
-    for n, change in enumerate(changes):
-        start, state = change >> 4, change & 15
-        end = changes[n + 1] >> 4 if n + 1 < len(changes) else start + slice
-        while start < end:
-            cell = start // slice
-            if cell != current:
-                close(current)
-                current = cell
-            until = min(end, (cell + 1) * slice)
-            lasted[state] = lasted.get(state, 0) + until - start
-            if until < end and end - until >= slice:  # the state fills whole slices: only its first one matters
-                close(current)
-                current, until = cell + 1, (end // slice) * slice
-                lasted[state] = slice
-                close(current)
-                current = -1
-            start = until
-    close(current)
+    spans = pairwise([*changes, changes[-1] + (slice << 4)])
+    for cell, group in groupby(spans, key=lambda span: (span[0] >> 4) // slice):
+        state = max(group, key=importance)[0] & 15
+        if (out[-1] & 15 if out else ABSENT) != state:
+            out.append(cell * slice << 4 | state)
     return out
 
 
@@ -156,8 +124,6 @@ class Timeline:
         self.rows: dict[str, TimelineRow] = {}
         self.dropped = 0
         """Rows that were dropped because there were too many."""
-        self.ranks = ["trainer"]
-        """Rows of the trainer: one, or one for each of its ranks."""
 
     def row(self, worker: str, newest: str = "") -> TimelineRow:
         """The row of this worker. `newest`: its id, if it has just joined."""
@@ -171,20 +137,9 @@ class Timeline:
             row.worker = newest
         return row
 
-    def set_ranks(self, pids: Sequence[Any]) -> None:
-        """The trainer has these processes, one per rank. They work in lockstep, so all have the same states."""
-        count = min(len(pids), MAX_RANKS)
-        self.ranks = ["trainer"] if count < 2 else [f"rank {n}" for n in range(count)]
-        for name, pid in zip(self.ranks, pids, strict=False):
-            self.row(name).describe({"lease": "trainer", "pid": pid})
-
-    def trainer(self) -> list[TimelineRow]:
-        """The rows of the trainer."""
-        return [self.row(name) for name in self.ranks]
-
     def _drop_one(self) -> None:
-        gone = [r for r in self.rows.values() if r.state == ABSENT and r.name not in self.ranks]
-        gone = gone or [r for r in self.rows.values() if r.name not in self.ranks] or list(self.rows.values())
+        workers = [r for r in self.rows.values() if r.name != TRAINER]
+        gone = [r for r in workers if r.state == ABSENT] or workers
         oldest = min(gone, key=lambda r: r.changes[-1] if r.changes else 0)
         del self.rows[oldest.name]
         self.dropped += 1

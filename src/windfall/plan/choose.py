@@ -33,6 +33,10 @@ class ComparedPlan(NamedTuple):
         return self.figures.tok_per_s if self.figures else self.plan.tok_per_s
 
     @property
+    def usd_per_h(self) -> float:
+        return self.plan.usd_per_h
+
+    @property
     def usd_per_100(self) -> float:
         """Dollars per 100 steps."""
         return 100 * self.plan.work.tokens / self.tok_per_s / 3600 * self.plan.usd_per_h
@@ -43,7 +47,7 @@ class ComparedPlan(NamedTuple):
         return self.plan.work.steps * self.plan.work.tokens / self.tok_per_s / 3600
 
     def is_late(self, request: PlanRequest) -> bool:
-        return request.objective == "deadline" and self.hours > request.deadline_h * 1.001
+        return request.objective == "deadline" and self.hours > request.deadline_h * planner.LATE
 
     def uses(self, machines: Iterable[ClusterMachine]) -> bool:
         busy = {p.machine.name for p in self.plan.placed if p.used}
@@ -159,21 +163,7 @@ class Candidates:
         return self.add(planner.by_own_engine(self.request, [p for p in possible if p is not None]), MORE)
 
     def ranked(self) -> list[ComparedPlan]:
-        """The plan to choose, then the others by the objective."""
-        rows = sorted(self.rows.values(), key=self._key)
-        n = planner.preferred(self.request.objective, [(row.tok_per_s, row.plan.usd_per_h) for row in rows])
-        return [rows[n], *rows[:n], *rows[n + 1 :]]
-
-    def _key(self, row: ComparedPlan) -> tuple[float, ...]:
-        """Smaller is better. Plans that miss the deadline come last, the fastest of them first."""
-        match self.request.objective:
-            case "throughput":
-                return (-row.tok_per_s,)
-            case "cost":
-                return (row.plan.usd_per_h / row.tok_per_s,)
-            case "deadline":
-                late = row.is_late(self.request)
-                return late, row.hours if late else row.plan.usd_per_h
+        return planner.ranked(self.request, self.rows.values())
 
     def add_without_groups(self) -> None:
         """Add the best plan without each group that the best plan uses, until that is compared with all of them."""

@@ -17,9 +17,8 @@ from windfall.plan.model import cluster as clusters
 from windfall.plan.model import devices
 from windfall.plan.model.cluster import Cluster, ClusterMachine, EngineName, Links
 from windfall.plan.model.cost_model import Efficiency
-from windfall.plan.model.devices import Gpu, PriceList, Terms
-from windfall.plan.model.inputs import recipe_workload
-from windfall.plan.run import advice, recipe, run_log
+from windfall.plan.model.devices import Gpu, Terms
+from windfall.plan.run import recipe, run_log
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
 from windfall.providers import trace
 from windfall.recipe.file import dump_recipe, load_recipe
@@ -60,10 +59,12 @@ def main(
         _check_target(write, what)
     is_recipe = what.endswith(".toml")
     base = load_recipe(Path(what), list(overrides)) if is_recipe else recipe.of_model(what, overrides)
-    work = recipe_workload(base)
+    work = recipe.recipe_workload(base)
     if staleness is not None:
         work = replace(work, staleness=staleness)
-    listed = _prices(prices) if prices is not None else None
+    listed = None
+    if prices is not None:
+        listed = devices.priced(csv.DictReader(_text(prices, "price list").splitlines()), str(prices))
     usd = _budget(budget) if budget else math.inf
     engine = "vllm" if base.engine.name == "vllm" else "windfall"
     made = _cluster(cluster, gpus, usd, listed.gpus if listed else None, spot is not None, engine)
@@ -101,11 +102,9 @@ def main(
 
 
 def check(run: Path) -> None:
-    """`windfall plan --check RUN`: what was planned beside what was measured, and whether to plan again."""
+    """`windfall plan --check RUN`: what was planned beside what was measured."""
     planned, events = run_log.planned_run(run)
     print("\n".join([run_log.HEADER, *map(str, run_log.check(planned, events, str(run)))]))
-    if better := advice.better_plan(planned, events):
-        print(f"\n{better}")
 
 
 def _cluster(
@@ -133,27 +132,23 @@ def _check_target(write: Path, recipe: str) -> None:
         raise WindfallError("this is the recipe itself", where=f"--write {write}", fix="Give another file.")
 
 
+def _text(path: Path, what: str) -> str:
+    fix = "See docs/plan.md for an example."
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as e:
+        raise WindfallError(f"no such {what}", where=str(path), fix=fix) from e
+    except OSError as e:
+        raise WindfallError(f"cannot read it: {e.strerror}", where=str(path), fix=fix) from e
+    except UnicodeDecodeError as e:
+        raise WindfallError(f"not a {what} in UTF-8: {e}", where=str(path), fix=fix) from e
+
+
 def _toml(path: Path) -> Mapping[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise WindfallError("no such cluster file", where=str(path), fix="See docs/plan.md for an example.") from e
-    except OSError as e:
-        raise WindfallError(f"cannot read it: {e.strerror}", where=str(path), fix="Give a TOML file.") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        return tomllib.loads(_text(path, "cluster file"))
+    except tomllib.TOMLDecodeError as e:
         raise WindfallError(f"not valid TOML: {e}", where=str(path), fix="Correct the syntax there.") from e
-
-
-def _prices(path: Path) -> PriceList:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return devices.priced(csv.DictReader(file), str(path))
-    except FileNotFoundError as e:
-        raise WindfallError("no such price list", where=str(path), fix="Give a CSV file.") from e
-    except OSError as e:
-        raise WindfallError(f"cannot read it: {e.strerror}", where=str(path), fix="Give a CSV file.") from e
-    except (csv.Error, UnicodeDecodeError) as e:
-        raise WindfallError(f"not a CSV file: {e}", where=str(path), fix="Save it as CSV in UTF-8.") from e
 
 
 def _built_in() -> dict[str, Gpu]:

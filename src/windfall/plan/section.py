@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -29,33 +29,16 @@ class PlannedWorkers(Section):
 
 
 class PlanSection(Section):
-    """What `windfall plan --write` expects of the run: `windfall plan --check RUN` compares it with what was measured,
-    and the run advises another plan when the fleet, prices or lengths have changed (docs/plan.md). Nothing else in a
-    run depends on this section, and a recipe that was not planned has none."""
+    """What `windfall plan --write` expects of the run: `windfall plan --check RUN` compares it with what was measured
+    (docs/plan.md). Nothing else in a run depends on this section, and a recipe that was not planned has none."""
 
     name: str = ""
     """The plan in words. Empty: the run was not planned."""
-    objective: Literal["throughput", "cost", "deadline"] = "throughput"
-    """What the plan optimizes."""
     step_s: float = Field(default=0.0, ge=0)
     """Seconds of a step."""
     tok_per_s: float = Field(default=0.0, ge=0)
     """Response tokens per second that are trained on. From the simulation, if the plan was simulated."""
     usd_per_h: float = Field(default=0.0, ge=0)
     """Price of all machines that the plan uses in $ per hour."""
-    train_s: float = Field(default=0.0, ge=0)
-    """Seconds of training per step, with the optimizer and publishing."""
-    rollout_s: float = Field(default=0.0, ge=0)
-    """Seconds of generation, rewards and weight updates per step, if nothing else limits them."""
-    budget_usd_per_h: float = Field(default=0.0, ge=0)
-    """Upper limit for the price that the plan had. 0: none."""
-    deadline_h: float = Field(default=0.0, ge=0)
-    """Hours for all steps, if `objective` is "deadline"."""
-    trainer_device: str = ""
-    """Device that trains, such as "H100"."""
-    trainer_gpus: int = Field(default=0, ge=0)
-    """GPUs that train."""
     workers: list[PlannedWorkers] = Field(default=[])
     """The workers, each kind in a [[plan.workers]] table."""
-    cluster: dict[str, Any] = Field(default={})
-    """The machines that the plan chose from, with their links, prices and measured times; see docs/plan.md."""

@@ -18,7 +18,7 @@ from windfall import parts
 from windfall.errors import WindfallError, nearest
 from windfall.recipe.env_sections import ENVS
 from windfall.recipe.sections import Recipe
-from windfall.recipe.unknown_keys import DROPPED, suggestion
+from windfall.recipe.unknown_keys import REMOVED, suggestion
 
 _DATES = (datetime.date, datetime.time)  # datetime.datetime is a subclass of date
 
@@ -124,7 +124,7 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
             return f"unknown key '{name}'. {parts.restore(path[-1]) or suggestion(path, data)}"
         case "union_tag_invalid":
             what = f"env.name = {(given := data['env']['name'])!r}"
-            return f"{what} is not an environment. {DROPPED.get(what) or nearest(str(given), ENVS)}"
+            return f"{what} is not an environment. {REMOVED.get(what) or nearest(str(given), ENVS)}"
         case "union_tag_not_found":
             return f"'env.name' is missing. {nearest('', ENVS)}"
         case "missing":

@@ -72,7 +72,8 @@ OTHER_NAMES: dict[str, list[str]] = {}
 for _meant, _names in MEANT_BY.items():
     for _name in _names.split():
         OTHER_NAMES.setdefault(_name, []).append(_meant)
-DROPPED = {
+PLAN_KEYS = "objective train_s rollout_s budget_usd_per_h deadline_h trainer_device trainer_gpus cluster"
+REMOVED: dict[str, str] = {
     "engine.keep_share": "Remove it: the prefix cache keeps earlier turns as long as there is room.",
     "env.name = 'jsonl'": (
         'Use name = "dataset": columns instead of prompt_field and answer_field, rewards instead of scoring, and '
@@ -88,6 +89,13 @@ DROPPED = {
     "env.name = 'verifiers'": (
         'Use name = "agent" with function = "examples.verifiers_agent:run", and move id, args and sampling_args to '
         "[env.options]."
+    ),
+    **{f"plan.{key}": "Remove it, or plan again with `windfall plan --write`." for key in PLAN_KEYS.split()},
+    "sim.lenders.requests_file": "Remove it: the requests of simulated lenders are generated.",
+    "sim.prices_file": "Prices do not change over time: set trace.price_usd_per_h.",
+    **dict.fromkeys(
+        ("sim.trainer_mean_up_s", "sim.trainer_down_s", "sim.controller_mean_up_s", "sim.controller_down_s"),
+        "Remove it: a simulation does not lose its trainer or its controller.",
     ),
 }
 """Keys and environments of earlier versions, and what to do instead."""
@@ -105,8 +113,8 @@ def suggestion(path: list[str], data: dict[str, Any]) -> str:
     >>> suggestion(["train", "learning_rate"], {}), suggestion(["run", "lr"], {}), suggestion(["enviroment"], {})
     ("Did you mean 'lr'?", "Did you mean 'train.lr'?", "Did you mean 'env'?")
     """
-    if instead := DROPPED.get(".".join(path)):
-        return instead
+    if removed := REMOVED.get(".".join(path)):
+        return removed
     *sections, word = path
     word = word.lower().replace("-", "_")
     here = list(section_at(sections, data).model_fields)

@@ -178,7 +178,7 @@ class ServeApi(Gateway):
         self._in_flight += count - 1
 
     def _overloaded(self) -> ApiError:
-        self._host.metrics.ended("overloaded")
+        self._host.metrics.requests["overloaded"] += 1
         what = f"{self._in_flight} of at most {self._limits.max_requests} requests are in flight; try again later"
         return ApiError(429, what, code="rate_limit_exceeded")
 

@@ -13,24 +13,20 @@ from windfall.engine.paged import PagedEngine
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec
-from windfall.serve.host import ROLLOUT, SERVING, WEIGHTS, Host
+from windfall.serve.host import ROLLOUT, SERVING, Host
 from windfall.serve.slo import Objectives
 
 if TYPE_CHECKING:
     from windfall.engine.cuda.ready_weights import ReadyWeights
-    from windfall.engine.torch.arena import Tail
 
 EngineKind = Literal["auto", "graph"]
 """`graph`: GraphEngine on every device, for tests without a GPU."""
 LENT_SHARE = 0.8
 """Share of the memory that a rollout may use at most: the rest is headroom for serving."""
 
-WEIGHT_SHARE = 0.4
-"""Upper limit for the rollout's weights in the arena, as a share of it. Larger weights get memory of their own."""
-
 MODEL_SHARE = 0.8
-"""Upper limit for the rollout's weights outside the arena, as a share of the free memory: serving needs some for its
-steps, and a machine without memory ends the service."""
+"""Upper limit for the rollout's weights, as a share of the free memory: serving needs some for its steps, and a machine
+without memory ends the service."""
 
 LEAST_BLOCKS = 32
 """Least number of blocks. Fewer blocks are larger: pages of a rollout model with more layers fit into them, too."""
@@ -85,9 +81,9 @@ def build_rollout(host: Host, spec: EngineSpec, device: str, *, engine: EngineKi
     host.arena.use_device()
     if spec.engine == "vllm":
         raise WindfallError("a lender runs windfall's engine, and the run asks for vLLM", where="engine.name")
+    model, ready = _rollout_model(spec, device, engine)
+    factory.self_test(spec, device, model)
     with contextlib.ExitStack() as undo:  # the blocks must be free whatever happens
-        model, ready, tail = _rollout_model(host, spec, device, engine, undo)
-        factory.self_test(spec, device, model)
         token_bytes = factory.token_bytes(model)
         kv = host.call(lambda: host.arena.join(ROLLOUT, token_bytes=token_bytes, page_size=spec.page_size)).result()
         undo.callback(lambda: host.call(kv.leave).result())
@@ -99,16 +95,12 @@ def build_rollout(host: Host, spec: EngineSpec, device: str, *, engine: EngineKi
         made = _engine(spec, model, kv, device, running, engine)
         made.limit = min(made.limit, room)
         made.ready_weights = ready
-        made.weight_blocks = tail
         undo.pop_all()
     return made, running
 
 
-def _rollout_model(
-    host: Host, spec: EngineSpec, device: str, engine: EngineKind, undo: contextlib.ExitStack
-) -> tuple[Any, ReadyWeights | None, Tail | None]:
-    """The run's model without weights, the host memory from which it gets them (None: it gets them directly), and the
-    blocks in which it has them (None: memory of its own, because there are too few blocks)."""
+def _rollout_model(spec: EngineSpec, device: str, engine: EngineKind) -> tuple[Any, ReadyWeights | None]:
+    """The run's model without weights, and the host memory from which it gets them (None: it gets them directly)."""
     import torch
 
     from windfall.engine.cuda import skeleton
@@ -118,17 +110,13 @@ def _rollout_model(
     on_gpu = device.startswith("cuda") and factory.cuda_engine_disabled(spec) is None
     if not (on_gpu or engine == "graph") or skeleton.unsupported_reason(fields) is not None:
         check_room(factory.model_bytes(fields, spec.dtype), device)
-        return factory.build_full_model(fields, spec.dtype, device), None, None
+        return factory.build_full_model(fields, spec.dtype, device), None
     dtype = getattr(torch, spec.dtype)
     nbytes = weight_bytes(fields, dtype)
     check_room(nbytes, "cpu")
-    tail = host.call(lambda: _weight_blocks(host, nbytes)).result()
-    if tail is None:
-        check_room(nbytes, device)
-    else:
-        undo.callback(lambda: host.call(tail.leave).result())
-    ready = ReadyWeights(fields, dtype=dtype, device=device, memory=None if tail is None else tail.memory)
-    return ready.model, ready, tail
+    check_room(nbytes, device)
+    ready = ReadyWeights(fields, dtype=dtype, device=device)
+    return ready.model, ready
 
 
 def check_room(nbytes: int, device: str) -> None:
@@ -138,25 +126,6 @@ def check_room(nbytes: int, device: str) -> None:
         what = f"the run's weights take {nbytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {device}"
         fix = f"Lower --memory, or lend a larger device: at most {MODEL_SHARE:.0%} may be used."
         raise WindfallError(what, where="windfall serve --lend", fix=fix)
-
-
-def _weight_blocks(host: Host, nbytes: int) -> Tail | None:
-    """Blocks for the weights, if they leave most of the blocks that a rollout may have to its KV cache."""
-    from windfall.engine.torch.arena import Tail
-
-    layout = host.arena.blocks.layout
-    if nbytes > WEIGHT_SHARE * layout.count * layout.block_bytes:
-        return None
-
-    def give_up() -> None:
-        if host.rollout is not None:
-            host.rollout.give_up_weights()
-
-    tail = Tail(host.arena, WEIGHTS, nbytes, give_up)
-    if tail.take():
-        return tail
-    tail.leave()
-    return None
 
 
 def _engine(spec: EngineSpec, model: Any, kv: Any, device: str, running: int, engine: EngineKind) -> PagedEngine:

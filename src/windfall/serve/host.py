@@ -29,12 +29,12 @@ from windfall.engine.paged import PagedEngine
 from windfall.engine.torch.arena import Arena
 from windfall.errors import WindfallError
 from windfall.serve.memory_policy import MemoryPolicy, MemoryState
-from windfall.serve.metrics import Metric, ServeMetrics
+from windfall.serve.metrics import Metric, ServeMetrics, family
 from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, objective_slack_s, steps_allowed
 from windfall.step_time import LearnedStepTime
 from windfall.types import Chunk, Request
 
-SERVING, ROLLOUT, WEIGHTS = "serving", "rollout", "rollout weights"
+SERVING, ROLLOUT = "serving", "rollout"
 LAUNCH_S = 0.02
 """Upper limit for the time of the decode steps that are launched at once (seconds)."""
 SWITCH_S = 0.001
@@ -69,9 +69,6 @@ class Tenant(Protocol):
 
     def leave_memory(self) -> None:
         """Give all blocks back."""
-
-    def give_up_weights(self) -> None:
-        """Serving gets the blocks of the weights now."""
 
     def fail(self, error: BaseException) -> None: ...
 
@@ -173,27 +170,22 @@ class Host:
 
     def state(self) -> list[Metric]:
         """What /metrics shows beside the counts of requests."""
-        blocks, serving, rollout = self.arena.blocks, self.serving_time, self.rollout_time
-        waiting = sum(r.tokens == 0 for r in list(self._requests.values()))
-        held = {name: blocks.held(name) for name in (SERVING, ROLLOUT, WEIGHTS)}
-        times = {SERVING: serving, ROLLOUT: rollout}
-        predicted, actual = ({n: t.predicted_s for n, t in times.items()}, {n: t.actual_s for n, t in times.items()})
+        blocks, waiting = self.arena.blocks, sum(r.tokens == 0 for r in list(self._requests.values()))
+        held = {name: blocks.held(name) for name in (SERVING, ROLLOUT)}
+        errors = {SERVING: self.serving_time.error, ROLLOUT: self.rollout_time.error}
         states = {state.value: int(state is self.policy.state) for state in MemoryState}
-        slack = min(self.slack_s, 1e9)
+        slack_s = min(self.slack_s, 1e9)
         return [
-            Metric("serve_running", "gauge", "Requests with at least one token.", self.requests - waiting),
-            Metric("serve_waiting", "gauge", "Requests without a token.", waiting),
-            Metric("kv_blocks", "gauge", "Blocks of KV memory.", {**held, "free": blocks.free}, "tenant"),
-            Metric("kv_blocks_moved_total", "counter", "Blocks that went to the other tenant.", blocks.moves),
-            Metric("lend_state", "gauge", "Memory state of the lender: 1 for the present one.", states, "state"),
-            Metric("lend_budget_blocks", "gauge", "Blocks that the run may hold.", self.policy.budget),
-            Metric("lend_pressure_total", "counter", "Times that serving took memory back.", self.policy.halvings),
-            Metric("lend_slack_seconds", "gauge", "Slack of the tightest request; 1e9 without requests.", slack),
-            Metric("step_predicted_seconds_total", "counter", "Predicted time of all steps.", predicted, "tenant"),
-            Metric("step_actual_seconds_total", "counter", "Actual time of the same steps.", actual, "tenant"),
-            Metric("step_error", "gauge", "Recent mean relative error of predicted step times.",
-                   {n: t.error for n, t in times.items()}, "tenant"),
-        ]  # fmt: skip
+            family("serve_running", "Requests with at least one token.", self.requests - waiting),
+            family("serve_waiting", "Requests without a token.", waiting),
+            family("kv_blocks", "Blocks of KV memory.", {**held, "free": blocks.free}, "tenant"),
+            family("kv_blocks_moved_total", "Blocks that went to the other tenant.", blocks.moves),
+            family("lend_state", "Memory state of the lender: 1 for the present one.", states, "state"),
+            family("lend_budget_blocks", "Blocks that the run may hold.", self.policy.budget),
+            family("lend_pressure_total", "Times that serving took memory back.", self.policy.halvings),
+            family("lend_slack_seconds", "Slack of the tightest request; 1e9 without requests.", slack_s),
+            family("step_error", "Recent mean relative error of predicted step times.", errors, "tenant"),
+        ]
 
     # The methods below run in the thread.
 
@@ -232,23 +224,18 @@ class Host:
     def _turn(self) -> None:
         if len(self.engine):
             self._step_serving()
-        tenant = self.rollout  # serving may have taken the memory of its weights
-        if tenant is not None:
-            began_s = self._clock()
-            self._contain(tenant)
-            self._count_lent(self._clock() - began_s)
-
-    def _contain(self, tenant: Tenant) -> None:
+        if (tenant := self.rollout) is None:
+            return
+        began_s = self._clock()
         try:
             tenant.turn()
         except Exception as e:  # fault boundary: serving goes on without the rollout
             self.drop_rollout(tenant)
             tenant.fail(e)
-
-    def _count_lent(self, seconds: float) -> None:
+        lent_s = self._clock() - began_s
         for request in self._requests.values():
             if request.tokens:
-                request.lent_s += seconds
+                request.lent_s += lent_s
 
     def _add(self, request: Request, listener: Listener, arrival_s: float) -> None:
         try:
@@ -256,7 +243,7 @@ class Host:
                 raise _engine_failed()
             self.engine.add(request)
         except WindfallError as e:
-            self.metrics.ended("rejected")
+            self.metrics.requests["rejected"] += 1
             listener(e)
             return
         self._requests[request.id] = _Running(listener, arrival_s)
@@ -306,7 +293,7 @@ class Host:
         request.listener(chunk)
 
     def _count_end(self, request: _Running, how: str) -> None:
-        self.metrics.ended(how)
+        self.metrics.requests[how] += 1
         if request.tokens > 1:
             each_s = (request.last_s - request.first_s) / (request.tokens - 1)
             self.metrics.tpot.add(each_s)
@@ -331,7 +318,7 @@ class Host:
 
     def begin_step(self) -> None:
         """A step of the run begins: compute the rollout's budget from what serving holds."""
-        self.policy.begin_step(self.unlent)
+        self.policy.begin_step(self.held)
         if self.rollout is not None:
             self.rollout.pages.limit = self.policy.budget
 
@@ -343,16 +330,12 @@ class Host:
     @property
     def serving_use(self) -> float:
         """Share of the KV memory that serving holds."""
-        return self._pages.held_blocks / self.arena.blocks.layout.count
+        return self.held / self.arena.blocks.layout.count
 
     @property
-    def unlent(self) -> int:
-        """Blocks that the rollout's KV cache cannot have: those of serving, and of the rollout's weights."""
-        return self._pages.held_blocks + self.arena.blocks.held(WEIGHTS)
-
-    def may_restore(self, blocks: int) -> bool:
-        """Whether the rollout's weights may have this many blocks again."""
-        return self.policy.has_room(self.unlent + blocks)
+    def held(self) -> int:
+        """Blocks that serving holds."""
+        return self._pages.held_blocks
 
     def _serving_shape(self) -> tuple[int, int]:
         """Rows of a decode step of serving, and the tokens that they attend to."""

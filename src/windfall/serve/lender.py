@@ -34,7 +34,7 @@ RETRY_S = 10.0
 """Seconds between the end of one client and the start of the next."""
 REFUSED = 3
 """Exit status of a client that the run has refused for good."""
-REFUSED_S = 300.0
+REFUSED_S = 60.0
 """Seconds until the next attempt if the run cannot use this server at all, or does not accept its token."""
 PATIENCE_S = math.inf
 """The service outlives any outage of the run."""
@@ -102,20 +102,10 @@ class Lender:
                 self._client = None
             if code == REFUSED and not (self._tenant is not None and self._tenant.built):
                 what = "the run does not take this worker; serving goes on without lending"
-                self.say(f"{what}; the next attempt is in {self.refused_s:g} s, or when the token has changed")
-                await self._pause_refused(token)
+                self.say(f"{what}; the next attempt is in {self.refused_s:g} s")
+                await self._pause(self.refused_s)
             else:
                 await self._pause(self.retry_s)
-
-    async def _pause_refused(self, token: str) -> None:
-        """Wait for a long time, unless there is another token: that of the next run, or the right one."""
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + self.refused_s
-        while not self._leaving.is_set() and (left_s := end_s - loop.time()) > 0:
-            await self._pause(min(self.retry_s, left_s))
-            with contextlib.suppress(WindfallError, OSError):  # the next attempt says what is wrong with the file
-                if await asyncio.to_thread(self.token) != token:
-                    return
 
     async def _pause(self, seconds: float) -> None:
         """Wait for the next attempt, or for `leave`."""

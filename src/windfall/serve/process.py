@@ -7,7 +7,6 @@ the process exits. A second Ctrl-C ends it at once.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import signal
 import socket
@@ -125,31 +124,13 @@ def _tell(line: str) -> None:
 def check_address(host: str, port: int) -> None:
     """Raise WindfallError if this process cannot listen there: better before the model is loaded than minutes later."""
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            with socket.socket(family, kind, protocol) as s:
+        for family, kind, _, _, address in socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as s:
                 s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:  # otherwise it would also take the port of IPv4
-                    s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 s.bind(address)
     except OSError as e:
-        raise _cannot_listen(host, port, e) from e
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> WindfallError:
-    match error:
-        case socket.gaierror():
-            fix = "Choose another --host: the name or an address of this machine."
-        case OSError(errno=errno.EADDRNOTAVAIL):
-            fix = "Choose another --host: this machine does not have that address."
-        case OSError(errno=errno.EACCES):
-            fix = "Choose a --port above 1023, or run with the right to use this one."
-        case _:
-            fix = "Choose another --port, or end the process that uses it."
-    named = (error.errno or 0) > 0 and not isinstance(error, socket.gaierror)
-    why = os.strerror(error.errno or 0) if named else error.strerror  # asyncio's text repeats the address
-    return WindfallError(f"cannot listen: {why}", where=f"{host}:{port}", fix=fix)
+        fix = "Choose another --port, or as --host a name or an address of this machine."
+        raise WindfallError(f"cannot listen: {e.strerror}", where=f"{host}:{port}", fix=fix) from e
 
 
 async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender | None) -> int:

@@ -10,8 +10,7 @@ Rules:
   every one if the tenant had no step, for `STARVED_S`;
 - a tenant that had no step for so long reports no slots for `REST_S` while serving has requests: otherwise the
   controller would send the same responses again and again, and each time they would wait for nothing;
-- if serving needs the blocks of the weights, too, all responses are returned. The weights stay in host memory, and are
-  activated again with the next version, or when there has been room for them for `RESTORE_S`.
+- the weights have memory of their own: serving's KV cache never needs it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from windfall.engine.blocks import TenantPages
 from windfall.engine.engine_thread import Emit, EngineThread, Make, order
 from windfall.engine.module_weights import copy_weights
 from windfall.engine.paged import PagedEngine
-from windfall.engine.scheduler import Sequence
 from windfall.errors import WindfallError
 from windfall.link.messages import Released, Stats
 from windfall.serve.capacity import CapacityMeter
@@ -43,7 +41,6 @@ STARVED_S = 2.0
 PREFILL_S = 0.5
 """Prompts that have waited for this long come before decode steps, for at most as long (seconds)."""
 REST_S = 10.0
-RESTORE_S = 10.0
 MAX_UNSENT = 64
 """Frames that may wait to be forwarded before the tenant pauses."""
 LOOK_S = 0.25
@@ -96,12 +93,9 @@ class RolloutTenant(EngineThread):
         waking.wake = host.wake
         self._forwarder: _Forwarder | None = None
         self._swapping = False
-        self._loading = False
+        """The engine's weights change."""
         self._closed = False
-        """`_loading`: new weights are being copied to host memory. `_swapping`: the engine's weights change."""
         self._swaps = 0
-        self.weightless_s: float | None = None
-        """When serving took the weights' blocks, or when they were last asked back. None: they are on the device."""
         self._copying = threading.Lock()
         self._evicted: list[int] = []
         """Handles of responses that lost their pages and were not returned yet."""
@@ -176,7 +170,6 @@ class RolloutTenant(EngineThread):
 
         self._swaps += 1
         number = self._swaps
-        self._loading = True
 
         def load() -> None:
             """To host memory first: the tenant steps with the old weights meanwhile."""
@@ -193,7 +186,6 @@ class RolloutTenant(EngineThread):
             if number != self._swaps:  # a link after this one loads another version into the same memory
                 done(error or WindfallError(f"version {version} was replaced while it was loaded"))
                 return
-            self._loading = False
             if error is not None:
                 self._copied(version, done, error)
             else:
@@ -205,15 +197,7 @@ class RolloutTenant(EngineThread):
         """Change the engine's weights in a thread. The tenant does not step meanwhile, and serving does."""
         self.engine.finish_launches()
         self._swapping = True
-        tail, ready = self.engine.weight_blocks, self.engine.ready_weights
-        if tail is not None and not tail.take():  # the version is in host memory, and is activated later
-            self.weightless_s = self.weightless_s or time.monotonic()
-            self._copied(version, done, None)
-            return
-        self.weightless_s = None
-        if ready is not None:
-            ready.interrupted.clear()
-        self._copying.acquire()  # released by the thread: until then, `give_up_weights` waits
+        self._copying.acquire()  # released by the thread
 
         def run() -> None:
             error: BaseException | None = None
@@ -252,28 +236,6 @@ class RolloutTenant(EngineThread):
     def leave_memory(self) -> None:
         if self.engine.kv is not None:
             self.engine.kv.leave()
-        tail, ready = self.engine.weight_blocks, self.engine.ready_weights
-        if tail is not None and ready is not None:
-            ready.interrupted.set()
-            with self._copying:
-                tail.leave()
-
-    def give_up_weights(self) -> None:
-        if self.engine.ready_weights is not None:
-            self.engine.ready_weights.interrupted.set()  # a copy in progress ends within milliseconds
-        with self._copying:
-            self.weightless_s = time.monotonic()
-        self._cancel(self.engine.sequences)
-
-    def _restore_weights(self, now_s: float) -> None:
-        """Activate the weights again if there is room for them."""
-        ready, tail = self.engine.ready_weights, self.engine.weight_blocks
-        if self.weightless_s is None or self._swapping or self._loading or ready is None or tail is None:
-            return
-        if not ready.loaded or now_s < self.weightless_s + RESTORE_S or not self._host.may_restore(tail.count):
-            return
-        self.weightless_s = now_s  # if the blocks are in use, the next attempt comes later
-        self._in_thread(ready.activate, self.engine.version, lambda error: None)
 
     def _leave(self) -> None:
         self._closed = True
@@ -306,13 +268,12 @@ class RolloutTenant(EngineThread):
         return not self._idle() and (self._forwarder is None or self._forwarder.unsent < MAX_UNSENT)
 
     def _idle(self) -> bool:
-        return self._swapping or self.weightless_s is not None or super()._idle()
+        return self._swapping or super()._idle()
 
     def turn(self) -> None:
         host, engine, clock = self._host, self.engine, self._host.now_s
         if not self._run_orders():
             return
-        self._restore_weights(clock())
         self._limit_memory()
         self._report(clock())
         rows, steps, prefill = self._next_launch() if self._runnable else (0, 1, False)
@@ -323,7 +284,7 @@ class RolloutTenant(EngineThread):
             host.rollout_time.observe(took_s / engine.last_steps, *engine.last_step)
             host.metrics.rollout_seconds += took_s
         handles, self._evicted = self._evicted, []
-        host.metrics.returned("memory", self._return(handles))
+        host.metrics.responses_returned["memory"] += self._return(handles)
         self._return_starved(clock())
 
     def _run_orders(self) -> bool:
@@ -337,12 +298,12 @@ class RolloutTenant(EngineThread):
 
     def _limit_memory(self) -> None:
         host, policy = self._host, self._host.policy
-        excess = policy.observe(host.unlent, self.pages.owned_blocks)
+        excess = policy.observe(host.held, self.pages.owned_blocks)
         self.pages.limit = policy.budget
         if excess:
             self.pages.yield_blocks(excess)
-            policy.observe(host.unlent, self.pages.owned_blocks)
-        if policy.thaw(host.unlent, host.now_s()):
+            policy.observe(host.held, self.pages.owned_blocks)
+        if policy.thaw(host.held, host.now_s()):
             self.pages.limit = policy.budget
 
     def _next_launch(self) -> tuple[int, int, bool]:
@@ -406,15 +367,11 @@ class RolloutTenant(EngineThread):
             budget = host.policy.budget * self.pages.per_block * self.pages.size
             slots = self._meter.slots(budget, running=load.running, held_tokens=load.context)
             resting = now_s < self._rests_until_s and host.requests > 0
-            slots = slots if self.weightless_s is None and not resting else 0
-            self._emit(self._meter.report(slots=slots, state=host.policy.state, slack_s=slack_s))
+            self._emit(self._meter.report(slots=0 if resting else slots, state=host.policy.state, slack_s=slack_s))
 
     def _evict(self, pages: frozenset[int]) -> None:
-        self._cancel([s for s in self.engine.sequences if not pages.isdisjoint(s.pages)])
-
-    def _cancel(self, sequences: list[Sequence]) -> None:
         engine = self.engine
-        for s in sequences:
+        for s in [s for s in engine.sequences if not pages.isdisjoint(s.pages)]:
             engine.cancel(s.request.id)
             self._evicted.append(int(s.request.id))
             self.evicted += 1
@@ -425,22 +382,20 @@ class RolloutTenant(EngineThread):
             return
         self._looked_s = now_s
         engine = self.engine
-        if self._idle() and self.weightless_s is None:
+        if self._idle():
             self._without_pages_s.clear()
             return
         sequences, why = engine.sequences, "memory"
         if time.monotonic() - self._stepped_s > STARVED_S:
-            starved = [s.request.id for s in sequences]
-            if self.weightless_s is None:
-                why = "compute"
-                self._rests_until_s = now_s + REST_S
+            starved, why = [s.request.id for s in sequences], "compute"
+            self._rests_until_s = now_s + REST_S
         else:
             before = self._without_pages_s
             self._without_pages_s = {s.request.id: before.get(s.request.id, now_s) for s in sequences if not s.pages}
             starved = [id for id, since_s in self._without_pages_s.items() if now_s - since_s > STARVED_S]
         for id in starved:
             engine.cancel(id)
-        self._host.metrics.returned(why, self._return([int(id) for id in starved]))
+        self._host.metrics.responses_returned[why] += self._return([int(id) for id in starved])
 
     def _return(self, handles: list[int]) -> int:
         given = tuple(h for h in handles if h in self._running)

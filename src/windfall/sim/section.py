@@ -46,15 +46,13 @@ class SimLenders(Section):
     max_slowdown: float = Field(default=MAX_SLOWDOWN, ge=0)
     """Upper limit for the time per token that lending adds, as a share of the time without lending."""
     requests_per_s: float = Field(default=1.0, ge=0, le=10_000)
-    """Mean number of requests per second of one lender. 0 with a file: as many as in the file."""
-    requests_file: FilePath | None = None
-    """Requests to replay, in lines of `time,prompt tokens,generated tokens`. If left out, requests are generated."""
+    """Mean number of requests per second of one lender."""
     peak: float = Field(default=4.0, ge=1, le=80)
-    """Generated requests: rate in the busiest one of a thousand periods of 30 s, relative to the mean."""
+    """Rate of requests in the busiest one of a thousand periods of 30 s, relative to the mean."""
     prompt_tokens: float = Field(default=900.0, gt=0)
-    """Generated requests: median tokens of a prompt."""
+    """Median tokens of a request's prompt."""
     generated_tokens: float = Field(default=150.0, gt=0)
-    """Generated requests: median tokens of an answer."""
+    """Median tokens of an answer."""
 
 
 class Sim(Section):
@@ -91,14 +89,6 @@ class Sim(Section):
     """Seconds of warning before a machine is preempted. 0 means no warning."""
     save_s: float = Field(default=0.0, ge=0)
     """Seconds to save one checkpoint."""
-    trainer_mean_up_s: float = Field(default=0.0, ge=0)
-    """Mean seconds until the trainer process is lost; it then restarts from its last checkpoint. 0 means never."""
-    trainer_down_s: float = Field(default=60.0, ge=0, lt=600)
-    """Seconds until a lost trainer process has been replaced."""
-    controller_mean_up_s: float = Field(default=0.0, ge=0)
-    """Mean seconds until the controller process is lost; it then restarts from its journal. 0 means never."""
-    controller_down_s: float = Field(default=5.0, ge=0)
-    """Seconds until the replacement of a lost controller accepts connections."""
     prompt_tokens: Count = 256
     """Tokens in the prompt of every task."""
     median_tokens: float = Field(default=1000.0, gt=0)
@@ -124,9 +114,6 @@ class Sim(Section):
     """Probability that the reward of a response is 1; otherwise it is 0."""
     reward_s: float = Field(default=0.0, ge=0)
     """Seconds to compute one reward."""
-    prices_file: FilePath | None = None
-    """File with the price of a machine of the trace over time, in lines of `seconds,usd_per_h`. If left out,
-    `trace.price_usd_per_h` applies throughout."""
     granule: int = Field(default=0, ge=0)
     """Real tokens per simulated token. 1 is exact and slow; 0 chooses 1/32 of the median length."""
     seconds: float = Field(default=0.0, ge=0)

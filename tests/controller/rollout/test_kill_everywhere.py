@@ -2,7 +2,7 @@
 
 `crew` says what is real here and what is not. By default the moments are sampled; `-m slow` runs every one of them.
 Not covered: threads and real sockets (tests/worker), real processes (the soak test), several faults at once, a lost
-trainer or controller (tests/sim/chaos/test_chaos.py). Only here: several turns, and every state of a worker by name.
+trainer or controller (tests/chaos/test_chaos.py). Only here: several turns, and every state of a worker by name.
 """
 
 from __future__ import annotations

@@ -8,31 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.hostile.checkpoints import JOURNALS, add_strays
-from windfall.sim.core.run import Simulation
+from tests.support.restarts import RestartingSimulation
 
 Simulated = Callable[..., Any]
 KILLED_S = 14.0
 
 
-def damaging(damage: Callable[[Path], object]) -> Callable[[Simulation], None]:
+def damaging(damage: Callable[[Path], object]) -> Callable[[RestartingSimulation], None]:
     """Kill controller and trainer in about the fourth step, and apply `damage` to the journal's folder."""
 
-    def now(simulation: Simulation) -> None:
+    def now(simulation: RestartingSimulation) -> None:
         simulation.kill_controller()
         simulation.trainer.kill()
-        assert simulation._journal is not None
-        damage(simulation._journal)
+        damage(simulation.journal)
 
-    return lambda simulation: asyncio.get_running_loop().call_at(KILLED_S, now, simulation) and None
+    def disturb(simulation: RestartingSimulation) -> None:
+        simulation.controller_down_s = 1.0
+        simulation.trainer.down_s = 2.0
+        asyncio.get_running_loop().call_at(KILLED_S, now, simulation)
+
+    return disturb
 
 
-def run(simulated: Simulated, damage: Callable[[Path], object]) -> tuple[Simulation, list[dict[str, Any]]]:
-    keys = {
-        "controller_mean_up_s": 1e9,
-        "controller_down_s": 1.0,
-        "trainer_down_s": 2.0,
-    }  # with these keys the run has a journal
-    return simulated(damaging(damage), run={"steps": 4}, checkpoint={"every": 2}, sim=keys)
+def run(restarting: Simulated, damage: Callable[[Path], object]) -> tuple[RestartingSimulation, list[dict[str, Any]]]:
+    return restarting(damaging(damage), run={"steps": 4}, checkpoint={"every": 2})
 
 
 def only_file(folder: Path) -> Path:
@@ -40,16 +39,16 @@ def only_file(folder: Path) -> Path:
     return path
 
 
-def test_intact_journal_causes_no_event(simulated: Simulated) -> None:
-    _, log = run(simulated, lambda folder: None)
+def test_intact_journal_causes_no_event(restarting: Simulated) -> None:
+    _, log = run(restarting, lambda folder: None)
     assert [e["name"] for e in log if e["name"].startswith("journal_")] == []
     assert [e["step"] for e in log if e["name"] == "resumed"] == [2]
 
 
-def test_run_reports_lost_tokens_and_generates_them_again(simulated: Simulated) -> None:
-    _, alone = run(simulated, lambda folder: None)
+def test_run_reports_lost_tokens_and_generates_them_again(restarting: Simulated) -> None:
+    _, alone = run(restarting, lambda folder: None)
     for kind in ("damaged in its middle", "deleted"):
-        _, log = run(simulated, lambda folder, kind=kind: JOURNALS[kind](only_file(folder)))
+        _, log = run(restarting, lambda folder, kind=kind: JOURNALS[kind](only_file(folder)))
         (lost,) = (e for e in log if e["name"] == "journal_lost")
         assert (lost["file"], lost["step"]) == ("000002.wal", 2)
         restored, fewer = (sum(e["restored"] for e in steps(events)) for events in (alone, log))
@@ -63,6 +62,6 @@ def steps(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
 
 
-def test_stray_files_are_left_alone(simulated: Simulated) -> None:
-    _, log = run(simulated, add_strays)
+def test_stray_files_are_left_alone(restarting: Simulated) -> None:
+    _, log = run(restarting, add_strays)
     assert not any(e["name"] == "journal_lost" for e in log)

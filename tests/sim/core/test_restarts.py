@@ -3,51 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.restarts import RestartingSimulation
 from windfall.controller.ledger.journal import Journal
-from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
-from windfall.recipe.sections import Recipe
-from windfall.sim.core.run import Simulation, simulate
-from windfall.sim.core.scenario import build
-from windfall.sim.report.figures import figures
+from windfall.sim.core.draws import uniform
 
 Simulated = Callable[..., Any]
-FAILING = {"trainer_mean_up_s": 4.0, "trainer_down_s": 1.0, "controller_mean_up_s": 4.0, "controller_down_s": 1.0}
+UP_S, DOWN_S = 4.0, 1.0
 
 
 def steps_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
 
 
-@pytest.mark.parametrize("process", ["trainer", "controller", ""])
-def test_killed_process_restarts_and_no_token_is_generated_twice(simulated: Simulated, process: str) -> None:
-    """The recipe kills it. With '', both are killed."""
-    keys = {name: s for name, s in FAILING.items() if name.startswith(process)}
-    done, log = simulated(run={"steps": 5}, checkpoint={"every": 2}, sim=keys)
-    calm, alone = simulated(run={"steps": 5}, checkpoint={"every": 2})
+def failing(*processes: str) -> Callable[[RestartingSimulation], None]:
+    """Kill these processes again and again, each after an exponentially distributed uptime."""
+
+    def disturb(simulation: RestartingSimulation) -> None:
+        loop = asyncio.get_running_loop()
+        simulation.trainer.down_s = simulation.controller_down_s = DOWN_S
+        for process in processes:
+            kill = simulation.trainer.kill if process == "trainer" else simulation.kill_controller
+            at_s = 0.0
+            for n in range(1, 100):
+                at_s += -math.log(1.0 - uniform(f"{process}/{n}")) * UP_S
+                loop.call_at(at_s, kill)
+                at_s += DOWN_S
+
+    return disturb
+
+
+@pytest.mark.parametrize("processes", [("trainer",), ("controller",), ("trainer", "controller")])
+def test_killed_process_restarts_and_no_token_is_generated_twice(
+    restarting: Simulated, processes: tuple[str, ...]
+) -> None:
+    done, log = restarting(failing(*processes), run={"steps": 5}, checkpoint={"every": 2})
+    calm, alone = restarting(run={"steps": 5}, checkpoint={"every": 2})
     assert [e["step"] for e in steps_of(log)] == list(range(1, 6))
     for name in ("made", "reward", "responses"):
         assert [e[name] for e in steps_of(log)] == [e[name] for e in steps_of(alone)]
     assert done.token_schedule.real_tokens == calm.token_schedule.real_tokens
-    assert (done.trainer.starts > 2) == (process != "controller")
-    assert (done.controller_starts > 2) == (process != "trainer")
+    assert (done.trainer.starts > 2) == ("trainer" in processes)
+    assert (done.controller_starts > 2) == ("controller" in processes)
     assert log[-1]["m"] > alone[-1]["m"]
     assert any(e["name"] == "resumed" for e in log)
 
 
-def test_mixed_autoscaled_fleet_survives_restarts(simulated: Simulated) -> None:
+def test_mixed_autoscaled_fleet_survives_restarts(restarting: Simulated) -> None:
     """The fleet has several kinds of machines, small KV caches, and workers that are scaled by advice."""
     kinds = [{"name": name, "worker": {"fixed_s": 0.02, "each_s": 0.001}, "kv_tokens": 900} for name in ("L4", "T4")]
     fleet = {"workers": 1, "workers_max": 3, "price_usd_per_h": 0.1}
     sections = {"run": {"steps": 10}, "fleet": fleet, "checkpoint": {"every": 2}}
-    done, log = simulated(**sections, sim={**FAILING, "kinds": kinds, "worker_kv_tokens": 400, "boot_s": 0.1})
-    calm, alone = simulated(**sections)
+    keys = {"kinds": kinds, "worker_kv_tokens": 400, "boot_s": 0.1}
+    done, log = restarting(failing("trainer", "controller"), **sections, sim=keys)
+    calm, alone = restarting(**sections)
     assert [e["made"] for e in steps_of(log)] == [e["made"] for e in steps_of(alone)]
     assert done.token_schedule.real_tokens == calm.token_schedule.real_tokens
     assert min(done.controller_starts, done.trainer.starts) > 2
@@ -56,8 +72,9 @@ def test_mixed_autoscaled_fleet_survives_restarts(simulated: Simulated) -> None:
     assert {"L4", "T4"} <= {e["device"] for e in log if e["name"] == "worker_joined"}
 
 
-def at(*moments: tuple[float, Callable[[Simulation], None]]) -> Callable[[Simulation], None]:
-    def disturb(simulation: Simulation) -> None:
+def at(*moments: tuple[float, Callable[[RestartingSimulation], None]]) -> Callable[[RestartingSimulation], None]:
+    def disturb(simulation: RestartingSimulation) -> None:
+        simulation.trainer.down_s = 3.0
         loop = asyncio.get_running_loop()
         for at_s, action in moments:
             loop.call_at(at_s, action, simulation)
@@ -65,9 +82,9 @@ def at(*moments: tuple[float, Callable[[Simulation], None]]) -> Callable[[Simula
     return disturb
 
 
-def test_trainer_continues_from_its_last_checkpoint(simulated: Simulated) -> None:
+def test_trainer_continues_from_its_last_checkpoint(restarting: Simulated) -> None:
     kill = at((20.0, lambda s: s.trainer.kill()))
-    done, log = simulated(kill, run={"steps": 6}, checkpoint={"every": 2}, sim={"trainer_down_s": 3.0})
+    done, log = restarting(kill, run={"steps": 6}, checkpoint={"every": 2})
     (resumed,) = (e for e in log if e["name"] == "resumed")
     assert resumed["m"] == pytest.approx(23.0)
     assert resumed["step"] % 2 == 0
@@ -77,17 +94,17 @@ def test_trainer_continues_from_its_last_checkpoint(simulated: Simulated) -> Non
     assert steps_of(log)[-1]["step"] == 6
 
 
-def test_trainer_that_loses_its_link_keeps_its_step(simulated: Simulated) -> None:
+def test_trainer_that_loses_its_link_keeps_its_step(restarting: Simulated) -> None:
     cut = at((20.0, lambda s: s.trainer.cut("the network failed")))
-    done, log = simulated(cut, run={"steps": 6})
+    done, log = restarting(cut, run={"steps": 6})
     (resumed,) = (e for e in log if e["name"] == "resumed")
     before = [e for e in log if e["m"] < 20.0 and e["name"] == "step"]
     assert resumed["step"] == before[-1]["step"] > 0
     assert done.trainer.starts == 1
 
 
-def test_trainer_cut_off_between_two_updates_restarts(simulated: Simulated) -> None:
-    def cut(simulation: Simulation) -> None:
+def test_trainer_cut_off_between_two_updates_restarts(restarting: Simulated) -> None:
+    def cut(simulation: RestartingSimulation) -> None:
         execute = simulation.trainer._execute
 
         async def cutting(order: Any) -> Any:
@@ -97,7 +114,7 @@ def test_trainer_cut_off_between_two_updates_restarts(simulated: Simulated) -> N
 
         simulation.trainer._execute = cutting  # type: ignore[method-assign]
 
-    done, log = simulated(cut, run={"steps": 2}, train={"minibatches": 2, "micro_tokens": 800})
+    done, log = restarting(cut, run={"steps": 2}, train={"minibatches": 2, "micro_tokens": 800})
     assert done.trainer.starts == 2
     assert [e["step"] for e in log if e["name"] == "resumed"] == [0]
     assert [e["step"] for e in steps_of(log)] == [1, 2]
@@ -122,23 +139,3 @@ def test_killed_controller_writes_no_log(tmp_path: Path) -> None:
     log.abandon()
     log.instant("after")
     assert [e["name"] for e in read(tmp_path / "events.jsonl")] == ["before"]
-
-
-def test_trainer_down_time_above_its_timeout_is_rejected(recipe: Callable[..., Recipe]) -> None:
-    with pytest.raises(WindfallError, match="trainer_down_s"):
-        recipe(sim={"trainer_down_s": 700.0})
-
-
-def test_figures_include_the_cost_of_lost_steps(tmp_path: Path, recipe: Callable[..., Recipe]) -> None:
-    """A trainer without a checkpoint repeats all steps: tokens per second and per dollar cover the whole run."""
-    figures_by_uptime = {}
-    for up_s in (0.0, 12.0):
-        w = build(recipe(run={"steps": 6}, sim={"trainer_mean_up_s": up_s}))
-        log = tmp_path / f"{up_s}.jsonl"
-        done = simulate(w, log)
-        figures_by_uptime[up_s] = figures(log, w, done.stays)
-    lost, whole = figures_by_uptime[12.0], figures_by_uptime[0.0]
-    assert lost.virtual_s == pytest.approx(lost.whole_s, rel=0.1)
-    assert lost.virtual_s > 1.3 * whole.virtual_s
-    assert lost.tok_per_s < whole.tok_per_s / 1.2
-    assert lost.usd > 1.2 * whole.usd

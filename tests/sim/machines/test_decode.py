@@ -12,7 +12,7 @@ from windfall.link.messages import columns
 from windfall.sim.core import loop as loops
 from windfall.sim.core.draws import MeasuredLengths
 from windfall.sim.core.loop import VirtualLoop
-from windfall.sim.machines.decode import FILLER, STOP, Decode, DecodeRow, distinct_token, simulated
+from windfall.sim.machines.decode import FILLER, STOP, Decode, DecodeRow, simulated
 from windfall.sim.machines.network import Network, shares
 from windfall.step_time import StepTime
 
@@ -20,8 +20,8 @@ SERVICE = StepTime(fixed_s=0.01, each_s=0.001, context_s=1e-5, prefill_s=0.0002,
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 
 
-def engine(lengths: list[int], granule: int = 1, prefill: int = 0, distinct: bool = False) -> Decode:
-    d = Decode(SERVICE, granule, distinct_tokens=distinct)
+def engine(lengths: list[int], granule: int = 1, prefill: int = 0) -> Decode:
+    d = Decode(SERVICE, granule)
     for n, length in enumerate(lengths):
         d.add(
             DecodeRow(handle=n, seed=n, id_token=100 + n, prompt=10 * n, generated=0, length=length, cut=False, sent=0),
@@ -62,13 +62,9 @@ def test_so_many_steps_take_that_long(seconds: float, batch: int, context: int) 
     assert count * SERVICE.step_s(batch, context) + grown_s == pytest.approx(seconds)
 
 
-@given(
-    lengths=LENGTHS, granule=st.integers(1, 20), cuts=st.lists(st.integers(1, 15), max_size=20), distinct=st.booleans()
-)
-def test_every_simulated_token_is_sent_once_and_in_order(
-    lengths: list[int], granule: int, cuts: list[int], distinct: bool
-) -> None:
-    d = engine(lengths, granule, distinct=distinct)
+@given(lengths=LENGTHS, granule=st.integers(1, 20), cuts=st.lists(st.integers(1, 15), max_size=20))
+def test_every_simulated_token_is_sent_once_and_in_order(lengths: list[int], granule: int, cuts: list[int]) -> None:
+    d = engine(lengths, granule)
     sent: dict[int, int] = {}
     for steps in [*cuts, 60]:
         if len(d):
@@ -84,7 +80,7 @@ def test_every_simulated_token_is_sent_once_and_in_order(
             assert position == sent.get(handle, 0)
             assert position > 0 or tokens[at] == 100 + handle
             for n in range(position == 0, count - (row in frame.finished)):
-                assert tokens[at + n] == (distinct_token(100 + handle, position + n) if distinct else FILLER)
+                assert tokens[at + n] == FILLER
             sent[handle] = position + count
             at += count
             assert (row in frame.finished) == (tokens[at - 1] == STOP)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.support.restarts import RestartingSimulation
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.sim.core import loop as loops
@@ -55,13 +56,6 @@ def work(handle: int, position: int = 0, most: int = 1000) -> m.Work:
         handle=handle, prompt=b"".join(n.to_bytes(4, "little") for n in prompt), position=position, seed=handle,
         max_tokens=most - position, sampling=Sampling(), stop=(0,),
     )  # fmt: skip
-
-
-def break_link(worker: SimWorker, down_s: float) -> None:
-    """The link breaks, and the worker dials again after `down_s`."""
-    worker._flush_steps()
-    worker._disconnect("the network failed")
-    worker._loop.call_later(down_s, worker.dial)
 
 
 def simulate(
@@ -194,7 +188,7 @@ def test_flapping_worker_dials_again_with_its_weights() -> None:
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:
         await dispatch.link.send(m.Load(version=3, digest="c", url=""))
         await asyncio.sleep(1)
-        break_link(worker, 2.0)
+        worker.flap(2.0)
         await asyncio.sleep(5)
 
     dispatch = simulate(play)
@@ -242,13 +236,13 @@ def later(at_s: float, action: Callable[[Simulation], None]) -> Callable[[Simula
 STAYS = {"trace": {"nodes": 0}, "fleet": {"workers": 3, "price_usd_per_h": 5.0}}
 
 
-def test_frozen_worker_is_lost_and_joins_under_a_new_id(simulated: Simulated) -> None:
-    def freeze(s: Simulation) -> None:
+def test_frozen_worker_is_lost_and_joins_under_a_new_id(restarting: Simulated) -> None:
+    def freeze(s: RestartingSimulation) -> None:
         worker = s.fleet.workers["w1"]
         worker.freeze()
         asyncio.get_running_loop().call_later(6.0, worker.thaw)
 
-    done, log = simulated(later(3.0, freeze), run={"steps": 6}, **STAYS)
+    done, log = restarting(later(3.0, freeze), run={"steps": 6}, **STAYS)
     names = [(e["name"], e.get("worker")) for e in log]
     assert ("worker_suspect", "w1") in names
     assert ("worker_lost", "w1") in names
@@ -258,12 +252,12 @@ def test_frozen_worker_is_lost_and_joins_under_a_new_id(simulated: Simulated) ->
     assert done.dispatch.members.all["w1#2"].generated > 0
 
 
-def test_short_freeze_only_makes_a_worker_suspect(simulated: Simulated) -> None:
-    def freeze(s: Simulation) -> None:
+def test_short_freeze_only_makes_a_worker_suspect(restarting: Simulated) -> None:
+    def freeze(s: RestartingSimulation) -> None:
         s.fleet.workers["w1"].freeze()
         asyncio.get_running_loop().call_later(1.6, s.fleet.workers["w1"].thaw)
 
-    _, log = simulated(later(3.0, freeze), run={"steps": 4}, **STAYS)
+    _, log = restarting(later(3.0, freeze), run={"steps": 4}, **STAYS)
     names = [e["name"] for e in log]
     assert "worker_suspect" in names
     assert "worker_well" in names
@@ -272,7 +266,7 @@ def test_short_freeze_only_makes_a_worker_suspect(simulated: Simulated) -> None:
 
 def test_flapping_loses_no_token(simulated: Simulated) -> None:
     def flap(s: Simulation) -> None:
-        break_link(s.fleet.workers["w1"], 0.2)
+        s.fleet.workers["w1"].flap(0.2)
         asyncio.get_running_loop().call_later(0.7, flap, s)
 
     done, log = simulated(later(1.0, flap), run={"steps": 4}, **STAYS)

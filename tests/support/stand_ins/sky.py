@@ -24,13 +24,25 @@ def write(job: str, **fields: object) -> None:
     temporary.replace(path)
 
 
+def new_number() -> int:
+    """Launches run at the same time, and no two jobs may have one number."""
+    number = 1
+    while True:
+        try:
+            (STATE / f"{number}.taken").touch(exist_ok=False)
+        except FileExistsError:
+            number += 1
+        else:
+            return number
+
+
 def launch(arguments: list[str]) -> None:
     task = json.loads(Path(arguments[-1]).read_text())
     name = arguments[arguments.index("--name") + 1]
     secret = arguments[arguments.index("--secret") + 1]
     if secret not in os.environ:
         sys.exit(f"no secret {secret}")
-    number = 1 + len(list(STATE.glob("*.json")))
+    number = new_number()
     write(f"{number}", job_id=number, job_name=name, status="PENDING", task=task)
     subprocess.Popen(
         [sys.executable, "-S", __file__, "controller", str(number)], start_new_session=True, stdin=subprocess.DEVNULL,

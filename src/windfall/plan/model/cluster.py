@@ -1,49 +1,17 @@
 """Clusters: machines with GPUs of one type, and the links among all GPUs as a graph. Pure.
 
 A cluster is written as TOML, or as text such as "8xH100 + 6x2xH100:spot": 8 H100 in one machine, and six spot machines
-with two each.
-
-    [[machine]]
-    gpu = "H100"                  # a name of plan/model/devices.py, or of a [[device]] table
-    count = 8                     # GPUs per machine
-    machines = 2                  # machines of this kind
-    lease = "spot"                # or "reserved", the default, or "borrowed": servers that lend what they do not need
-    lent = 0.5                    # share of a lender's speed that a run gets; only for "borrowed"
-    engine = "vllm"               # or "windfall"; by default that of the recipe. Only vLLM spans several GPUs
-    provider = "slurm"            # system that starts workers there: ray, kubernetes, skypilot or slurm. By default
-                                  # the run itself on the trainer's machine, and commands by hand on others
-    price_usd_per_gpu_h = 2.15    # by default that of the price table
-    address = "10.0.0.5"          # needed only to write the recipe of a trainer on several machines
-    zone = "a"                    # a rack, a data center, a cloud: where links differ, see [[link]]
-
-    [[device]]                    # a GPU that the table does not have
-    name = "X1"
-    memory_gb = 64
-    bandwidth_gb_per_s = 1600
-    tflops = 200
-    link_gb_per_s = 50
-    worker = { fixed_s = 0.02, each_s = 0.001 }      # measured times instead, as `windfall sim calibrate` prints them;
-    trainer = { train_s = 0.0005, update_s = 0.3 }   # they hold for one model. See also `windfall plan --measured RUN`
-
-    [links]                       # between machines: the network of a whole machine, in one direction
-    same_type_gb_per_s = 12.5
-    across_types_gb_per_s = 12.5
-    pull_gb_per_s = 0.5           # measured speed of a pull of new weights, if there is one; instead of the links
-    across_zones_usd_per_gb = 0.02    # price of traffic between two zones; 0.02 if it is left out
-
-    [[link]]                      # between the machines of two zones, or of one: between = ["a", "a"]
-    between = ["a", "b"]
-    gb_per_s = 1.0
-    usd_per_gb = 0.08             # price of traffic between these two, instead of across_zones_usd_per_gb; 0: free
+with two each. docs/plan.md has a file with all tables.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from windfall.errors import WindfallError, nearest
 from windfall.plan.model import devices
@@ -51,8 +19,8 @@ from windfall.plan.model.devices import Gpu, Terms
 from windfall.step_time import StepTime
 
 EngineName = Literal["windfall", "vllm"]
-ENGINES = get_args(EngineName)
-PROVIDERS = ("ray", "kubernetes", "skypilot", "slurm")
+ProviderName = Literal["ray", "kubernetes", "skypilot", "slurm"]
+PROVIDERS = get_args(ProviderName)
 LENT = 0.5
 """Share of a lender's speed that a run gets, unless the cluster says otherwise. Assumed; docs/serve.md has figures."""
 NETWORK = 12.5e9
@@ -63,42 +31,52 @@ ZONE_USD_PER_GB = 0.02
 each direction) and between near regions. Between continents, or over the internet, it is 0.05 to 0.09."""
 
 
+class ZoneLink(NamedTuple):
+    a: str
+    b: str
+    bandwidth: float
+    """Bytes per second."""
+    usd_per_gb: float | None = None
+    """Price of traffic; None: as between any two zones."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
     same_type: float = NETWORK
     """Bytes per second between machines of one GPU type: that of the network of a whole machine, in one direction."""
     across_types: float = NETWORK
-    zones: tuple[tuple[str, str, float], ...] = ()
-    """Bytes per second between machines of two zones, or of one; instead of the above."""
+    zones: tuple[ZoneLink, ...] = ()
+    """Between machines of two zones, or of one; instead of the above."""
     pull: float = 0.0
     """Measured bytes per second of a pull of new weights; 0: by the links."""
     usd_per_gb: float = ZONE_USD_PER_GB
     """Price of traffic between two zones."""
-    zone_prices: tuple[tuple[str, str, float], ...] = ()
-    """Dollars per GB between two zones, instead of the above."""
+
+    def _zone_link(self, a: str, b: str) -> ZoneLink | None:
+        return next((link for link in self.zones if (link.a, link.b) in ((a, b), (b, a))), None)
 
     def price(self, a: str, b: str) -> float:
         """Dollars per GB between two zones. Traffic within a zone is free.
 
-        >>> links = Links(zone_prices=(("a", "b", 0.08),))
+        >>> links = Links(zones=(ZoneLink("a", "b", 1e9, 0.08),))
         >>> links.price("b", "a"), links.price("a", "c"), links.price("a", "a")
         (0.08, 0.02, 0.0)
         """
-        for x, y, usd in self.zone_prices:
-            if (x, y) in ((a, b), (b, a)):
-                return usd
+        link = self._zone_link(a, b)
+        if link is not None and link.usd_per_gb is not None:
+            return link.usd_per_gb
         return 0.0 if a == b else self.usd_per_gb
 
     def between(self, a: str, b: str, *, same_type: bool) -> float:
         """Bytes per second between a machine of zone `a` and one of zone `b`.
 
-        >>> links = Links(zones=(("a", "b", 1e9),))
+        >>> links = Links(zones=(ZoneLink("a", "b", 1e9),))
         >>> links.between("b", "a", same_type=True), links.between("a", "a", same_type=True)
         (1000000000.0, 12500000000.0)
         """
-        for x, y, bandwidth in self.zones:
-            if (x, y) in ((a, b), (b, a)):
-                return bandwidth
+        link = self._zone_link(a, b)
+        if link is not None:
+            return link.bandwidth
         return self.same_type if same_type else self.across_types
 
     def __str__(self) -> str:
@@ -108,7 +86,7 @@ class Links:
         """
         same, across = f"{self.same_type / 1e9:.4g} GB/s between machines", f"{self.across_types / 1e9:.4g} GB/s"
         text = same if self.same_type == self.across_types else f"{same} of one type, {across} between others"
-        text += "".join(f", {bandwidth / 1e9:.4g} GB/s between zones {a} and {b}" for a, b, bandwidth in self.zones)
+        text += "".join(f", {x.bandwidth / 1e9:.4g} GB/s between zones {x.a} and {x.b}" for x in self.zones)
         return f"{text}; pulls measured at {self.pull / 1e9:.3g} GB/s" if self.pull else text
 
 
@@ -209,12 +187,71 @@ class Cluster:
         return " + ".join(f"{sum(m.count for m in ms)} {kind.name}" for kind, ms in self.kinds().items())
 
 
-MACHINE_KEYS = (
-    "gpu", "count", "machines", "lease", "price_usd_per_gpu_h", "address", "engine", "provider", "lent", "zone",
-)  # fmt: skip
-DEVICE_KEYS = ("name", "memory_gb", "bandwidth_gb_per_s", "tflops", "link_gb_per_s", "worker", "trainer")
-LINK_KEYS = ("same_type_gb_per_s", "across_types_gb_per_s", "pull_gb_per_s", "across_zones_usd_per_gb")
-ZONE_KEYS = ("between", "gb_per_s", "usd_per_gb")
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+TimeName = Literal["fixed_s", "each_s", "context_s", "over_batch", "over_s", "prefill_s", "train_s", "update_s"]
+
+
+class Table(BaseModel):
+    """A table of a cluster file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class MachineTable(Table):
+    gpu: str
+    """A name of devices.py, or of a [[device]] table."""
+    count: Count = 1
+    """GPUs per machine."""
+    machines: Count = 1
+    lease: Terms = "reserved"
+    price_usd_per_gpu_h: Positive | None = None
+    """None: that of the price table."""
+    address: str = ""
+    """Needed only to write the recipe of a trainer on several machines."""
+    engine: EngineName | None = None
+    """None: that of the recipe. Only vLLM spans several GPUs."""
+    provider: ProviderName | None = None
+    """The system that starts workers there. None: the run itself on the trainer's machine, otherwise by hand."""
+    lent: Annotated[float, Field(gt=0, le=1)] = LENT
+    """Share of a lender's speed that a run gets."""
+    zone: str = ""
+    """A rack, a data center or a cloud: where links differ."""
+
+
+class DeviceTable(Table):
+    name: Annotated[str, Field(min_length=1)]
+    memory_gb: Positive
+    bandwidth_gb_per_s: Positive
+    tflops: Positive
+    link_gb_per_s: Positive
+    worker: dict[TimeName, NotNegative] | None = None
+    """Measured times of an engine on one of these, as `windfall sim calibrate` prints them; they hold for one model."""
+    trainer: dict[TimeName, NotNegative] | None = None
+
+
+class LinksTable(Table):
+    same_type_gb_per_s: Positive = NETWORK / 1e9
+    across_types_gb_per_s: Positive | None = None
+    pull_gb_per_s: Positive | None = None
+    across_zones_usd_per_gb: NotNegative = ZONE_USD_PER_GB
+
+
+class ZoneLinkTable(Table):
+    between: Annotated[list[str], Field(min_length=2, max_length=2)]
+    gb_per_s: Positive
+    usd_per_gb: NotNegative | None = None
+
+
+class ClusterTables(Table):
+    machine: list[MachineTable] = []
+    device: list[DeviceTable] = []
+    links: LinksTable = LinksTable()
+    link: list[ZoneLinkTable] = []
+
+
+TABLES = {"machine": MachineTable, "device": DeviceTable, "links": LinksTable, "link": ZoneLinkTable}
 
 
 def parse(
@@ -222,44 +259,60 @@ def parse(
 ) -> Cluster:
     """A cluster from the data of a TOML file. `known`: GPUs with the prices of a price list. `engine`: of machines that
     name none."""
-    _only(data, ("machine", "device", "links", "link"), where)
-    table = {**devices.TABLE, **(known or {})}
-    for row in _tables(data, "device", where):
-        gpu = _device(row, where)
-        table[gpu.name] = gpu
+    try:
+        tables = ClusterTables.model_validate(data)
+    except ValidationError as error:
+        raise _explained(min(error.errors(), key=lambda e: e["type"] != "extra_forbidden"), where) from None
+    gpus = {**devices.TABLE, **(known or {}), **{row.name: _device(row, where) for row in tables.device}}
     machines: list[ClusterMachine] = []
-    for row in _tables(data, "machine", where):
-        machines += _machines(row, table, where, len(machines), engine)
-    links = data.get("links", {})
-    if not isinstance(links, dict):
-        raise WindfallError("'links' is not a table", where=where, fix="Write [links] above its keys.")
-    _only(links, LINK_KEYS, f"{where}, [links]")
-    same = _number(links, LINK_KEYS[0], where, NETWORK / 1e9) * 1e9
-    across = _number(links, LINK_KEYS[1], where, same / 1e9) * 1e9
-    pull = _number(links, LINK_KEYS[2], where, 0.0) * 1e9 if LINK_KEYS[2] in links else 0.0
-    rows = _tables(data, "link", where)
-    zones = tuple(_zone_link(row, machines, f"{where}, [[link]]") for row in rows)
-    usd = _number(links, LINK_KEYS[3], where, ZONE_USD_PER_GB, free=True)
-    usd_between = tuple(
-        (a, b, _number(row, "usd_per_gb", f"{where}, [[link]]", None, free=True))
-        for row, (a, b, _) in zip(rows, zones, strict=True) if "usd_per_gb" in row
-    )  # fmt: skip
-    made = Links(
-        same_type=same, across_types=across, zones=zones, pull=pull, usd_per_gb=usd, zone_prices=usd_between
-    )  # fmt: skip
-    return _checked(tuple(machines), where, made)
+    for row in tables.machine:
+        machines += _machines(row, gpus, where, len(machines), engine)
+    _check_links(tables.link, {m.zone for m in machines if m.zone}, where)
+    links = tables.links
+    cluster = Cluster(
+        machines=tuple(machines),
+        links=Links(
+            same_type=links.same_type_gb_per_s * 1e9,
+            across_types=(links.across_types_gb_per_s or links.same_type_gb_per_s) * 1e9,
+            zones=tuple(
+                ZoneLink(row.between[0], row.between[1], row.gb_per_s * 1e9, row.usd_per_gb) for row in tables.link
+            ),
+            pull=(links.pull_gb_per_s or 0.0) * 1e9,
+            usd_per_gb=links.across_zones_usd_per_gb,
+        ),
+    )
+    if not machines:
+        raise WindfallError("the cluster has no machines", where=where, fix="Add a [[machine]] table.")
+    _check_size(cluster.gpus, where)
+    return cluster
 
 
-def _zone_link(row: Mapping[str, Any], machines: Sequence[ClusterMachine], where: str) -> tuple[str, str, float]:
-    _only(row, ZONE_KEYS, where)
-    named, known = row.get("between"), {m.zone for m in machines if m.zone}
-    if not isinstance(named, list) or len(named) != 2 or not all(isinstance(zone, str) for zone in named):
-        raise WindfallError(f"between is {named!r}", where=where, fix='Name two zones: between = ["a", "b"].')
-    for zone in named:
-        if zone not in known:
-            what, fix = f"no machine is in the zone {zone!r}", f"Set zone of its machines. {nearest(zone, known)}"
-            raise WindfallError(what, where=where, fix=fix.strip())
-    return named[0], named[1], _number(row, "gb_per_s", where, None) * 1e9
+def _explained(error: Any, where: str) -> WindfallError:
+    """What is wrong with a cluster file, in the words of its author. `error`: one that pydantic found."""
+    *tables, key = (name for name in error["loc"] if isinstance(name, str))
+    wrong, known = error["input"], TABLES[tables[0]].model_fields if tables else ClusterTables.model_fields
+    match error["type"]:
+        case "extra_forbidden":
+            what, fix = f"unknown key '{key}'", nearest(key, known)
+        case "missing":
+            what, fix = f"'{key}' is missing", f"Set {key}."
+        case "literal_error":
+            expected = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ")
+            what, fix = f"unknown {key.strip('[]')} {wrong!r}; expected one of: {expected}", "Give one of these."
+        case "list_type":
+            what, fix = f"'{key}' is not a list of tables", f"Write [[{key}]]."
+        case "model_type":
+            what, fix = f"'{key}' is not a table", f"Write [{key}] above its keys."
+        case _:
+            what, fix = f"{key} is {wrong!r}", f"{error['msg']}."
+    return WindfallError(what, where=", ".join([where, *tables]), fix=fix)
+
+
+def _check_links(rows: Iterable[ZoneLinkTable], zones: set[str], where: str) -> None:
+    for zone in (zone for row in rows for zone in row.between):
+        if zone not in zones:
+            fix = f"Set zone of its machines. {nearest(zone, zones)}".strip()
+            raise WindfallError(f"no machine is in the zone {zone!r}", where=f"{where}, [[link]]", fix=fix)
 
 
 def from_text(text: str, known: Mapping[str, Gpu] | None = None, engine: EngineName = "windfall") -> Cluster:
@@ -267,24 +320,15 @@ def from_text(text: str, known: Mapping[str, Gpu] | None = None, engine: EngineN
     >>> str(from_text("8xH100 + 6x2xH100:spot"))
     '8 H100 + 12 H100 spot'
     """
-    table = {**devices.TABLE, **(known or {})}
-    machines: list[ClusterMachine] = []
+    rows: list[dict[str, Any]] = []
     for part in re.split(r"[+,]", text):
         found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([\w-]+)\s*(?::\s*(\w+))?\s*", part)
         if found is None:
             fix = "Write machines as 8xH100, or 6x2xH100:spot for six spot machines with two GPUs each."
             raise WindfallError(f"cannot parse {part.strip()!r}", where="--gpus", fix=fix)
-        row = {"gpu": found[3], "count": int(found[2]), "machines": int(found[1] or 1), "lease": found[4] or "reserved"}
-        machines += _machines(row, table, "--gpus", len(machines), engine)
-    return _checked(tuple(machines), "--gpus", Links())
-
-
-def _checked(machines: tuple[ClusterMachine, ...], where: str, links: Links) -> Cluster:
-    cluster = Cluster(machines=machines, links=links)
-    if not machines:
-        raise WindfallError("the cluster has no machines", where=where, fix="Add a [[machine]] table.")
-    _check_size(cluster.gpus, where)
-    return cluster
+        machines, count, gpu, lease = found.groups()
+        rows.append({"gpu": gpu, "count": int(count), "machines": int(machines or 1), "lease": lease or "reserved"})
+    return parse({"machine": rows}, "--gpus", known, engine)
 
 
 def _check_size(gpus: int, where: str) -> None:
@@ -293,148 +337,48 @@ def _check_size(gpus: int, where: str) -> None:
 
 
 def _machines(
-    row: Mapping[str, Any], table: Mapping[str, Gpu], where: str, first: int, engine: EngineName
+    row: MachineTable, gpus: Mapping[str, Gpu], where: str, first: int, engine: EngineName
 ) -> list[ClusterMachine]:
-    _only(row, MACHINE_KEYS, f"{where}, [[machine]]")
-    if not isinstance(row.get("gpu"), str):
-        raise WindfallError(f"a machine has no GPU: gpu is {row.get('gpu')!r}", where=where, fix='Set gpu = "H100".')
-    gpu = devices.find(row["gpu"], table, where)
-    count, machines = _count(row, "count", where), _count(row, "machines", where)
-    _check_size(count * machines, where)
-    lease = _choice(row, "lease", get_args(Terms), where, "reserved")
-    if "price_usd_per_gpu_h" in row:
-        usd = _number(row, "price_usd_per_gpu_h", where, 0.0)
-        terms = "spot" if lease == "spot" else "reserved"
-        gpu = replace(gpu, **{f"{terms}_usd_per_h": usd, f"{terms}_source": where})
-    lent = _number(row, "lent", where, LENT)
-    if lent > 1 or ("lent" in row and lease != "borrowed"):
-        fix = 'Give a share of at most 1, and only with lease = "borrowed".'
-        raise WindfallError(f"lent is {lent:g}", where=where, fix=fix)
-    address, zone = row.get("address", ""), row.get("zone", "")
-    for key, value, example in (("address", address, "10.0.0.5"), ("zone", zone, "a")):
-        if not isinstance(value, str):
-            raise WindfallError(f"{key} is {value!r}", where=where, fix=f'Give a text: {key} = "{example}".')
-    machine = ClusterMachine(
-        name="", gpu=gpu, count=count, lease=lease, lent=lent, engine=_choice(row, "engine", ENGINES, where, engine),
-        provider=_choice(row, "provider", ("", *PROVIDERS), where, ""), zone=zone,
-    )  # fmt: skip
-    return [replace(machine, name=f"m{first + n}", address="" if n else address) for n in range(machines)]
+    gpu = devices.find(row.gpu, gpus, where)
+    _check_size(row.count * row.machines, where)
+    if row.price_usd_per_gpu_h is not None:
+        terms = "spot" if row.lease == "spot" else "reserved"
+        gpu = replace(gpu, **{f"{terms}_usd_per_h": row.price_usd_per_gpu_h, f"{terms}_source": where})
+    if "lent" in row.model_fields_set and row.lease != "borrowed":
+        raise WindfallError(f"lent is {row.lent:g}", where=where, fix='Give it only with lease = "borrowed".')
+    return [
+        ClusterMachine(
+            name=f"m{first + n}",
+            gpu=gpu,
+            count=row.count,
+            lease=row.lease,
+            address="" if n else row.address,
+            engine=row.engine or engine,
+            provider=row.provider or "",
+            lent=row.lent,
+            zone=row.zone,
+        )
+        for n in range(row.machines)
+    ]
 
 
-def _choice(row: Mapping[str, Any], key: str, known: tuple[str, ...], where: str, default: str) -> Any:
-    value = row.get(key, default)
-    if value not in known:
-        expected = [name for name in known if name]
-        what = f"unknown {key} {value!r}; expected one of: {', '.join(expected)}"
-        raise WindfallError(what, where=where, fix=nearest(str(value), expected))
-    return value
-
-
-def _device(row: Mapping[str, Any], where: str) -> Gpu:
-    place = f"{where}, [[device]]"
-    _only(row, DEVICE_KEYS, place)
-    if not row.get("name"):
-        raise WindfallError("a device has no name", where=place, fix="Set name.")
-    memory, bandwidth, tflops, link = (_number(row, key, place, None) for key in DEVICE_KEYS[1:5])
+def _device(row: DeviceTable, where: str) -> Gpu:
     return Gpu(
-        name=str(row["name"]), memory_bytes=memory * 1e9, bandwidth=bandwidth * 1e9, flops=tflops * 1e12,
-        link=link * 1e9, source=where, worker=_service(row, "worker", place), trainer=_service(row, "trainer", place),
-    )  # fmt: skip
+        name=row.name,
+        memory_bytes=row.memory_gb * 1e9,
+        bandwidth=row.bandwidth_gb_per_s * 1e9,
+        flops=row.tflops * 1e12,
+        link=row.link_gb_per_s * 1e9,
+        source=where,
+        worker=_times(row.worker, "fixed_s", f"{where}, device, worker"),
+        trainer=_times(row.trainer, "train_s", f"{where}, device, trainer"),
+    )
 
 
-def _service(row: Mapping[str, Any], key: str, where: str) -> StepTime | None:
-    """Measured times; a trainer that never generates needs no step times."""
-    times = row.get(key)
+def _times(times: Mapping[TimeName, float] | None, needed: TimeName, where: str) -> StepTime | None:
+    """Measured times. A trainer that never generates needs no step times."""
     if times is None:
         return None
-    if not isinstance(times, dict):
-        raise WindfallError(f"'{key}' is not a table", where=where, fix=f"Write {key} = {{ fixed_s = 0.02 }}.")
-    _only(times, StepTime.KEYS, f"{where}, {key}")
-    needed = "fixed_s" if key == "worker" else "train_s"
-    given = {name: _number(times, name, f"{where}, {key}", None) for name in times}
-    if needed not in given:
-        raise WindfallError(f"'{needed}' is missing", where=f"{where}, {key}", fix=f"Set {needed}.")
-    return StepTime(**{"fixed_s": 1e-9, "each_s": 0.0, **given})
-
-
-def _tables(data: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
-    rows = data.get(key, [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise WindfallError(f"'{key}' is not a list of tables", where=where, fix=f"Write [[{key}]].")
-    return rows
-
-
-def _only(row: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in row:
-        if key not in known:
-            raise WindfallError(f"unknown key '{key}'", where=where, fix=nearest(key, known))
-
-
-def _count(row: Mapping[str, Any], key: str, where: str) -> int:
-    value = row.get(key, 1)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise WindfallError(f"{key} is {value!r}", where=where, fix="Give a whole number of at least 1.")
-    return value
-
-
-def _number(row: Mapping[str, Any], key: str, where: str, default: float | None, *, free: bool = False) -> float:
-    """A number above 0; `free`: or 0."""
-    value = row.get(key, default)
-    if value is None:
-        raise WindfallError(f"'{key}' is missing", where=where, fix=f"Set {key}.")
-    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value >= 0):
-        raise WindfallError(f"{key} is {value!r}", where=where, fix="Give a number above 0.")
-    if value == 0 and not free:
-        raise WindfallError(f"{key} is 0", where=where, fix="Give a number above 0.")
-    return float(value)
-
-
-def dump(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as data that `parse` reads, with all prices and measured times.
-
-    >>> again = parse(dump(from_text("8xH100 + 6x2xH100:spot")), "a recipe")
-    >>> str(again), again.usd_per_h == from_text("8xH100 + 6x2xH100:spot").usd_per_h
-    ('8 H100 + 12 H100 spot', True)
-    """
-    device: dict[str, dict[str, Any]] = {}
-    rows: list[dict[str, Any]] = []
-    for machine in cluster.machines:
-        g, spot = machine.gpu, machine.lease == "spot"
-        same = [n for n, d in device.items() if d["_gpu"] == _unpriced(g)]
-        name = same[0] if same else f"{g.name} {len(device)}" if g.name in device else g.name
-        if not same:
-            device[name] = {"_gpu": _unpriced(g), "name": name, "memory_gb": g.memory_bytes / 1e9,
-                            "bandwidth_gb_per_s": g.bandwidth / 1e9, "tflops": g.flops / 1e12,
-                            "link_gb_per_s": g.link / 1e9, **_times(g)}  # fmt: skip
-        usd = g.spot_usd_per_h if spot else g.reserved_usd_per_h
-        row: dict[str, Any] = {"gpu": name, "count": machine.count, "lease": machine.lease, "engine": machine.engine}
-        texts = {"address": machine.address, "provider": machine.provider, "zone": machine.zone}
-        row |= {key: value for key, value in texts.items() if value}
-        row |= {"lent": machine.lent} if machine.lease == "borrowed" else {}
-        row |= {"price_usd_per_gpu_h": usd} if usd else {}
-        if rows and {**rows[-1], "machines": 1} == {**row, "machines": 1} and not machine.address:
-            rows[-1]["machines"] = rows[-1].get("machines", 1) + 1
-        else:
-            rows.append(row)
-    links = {LINK_KEYS[0]: cluster.links.same_type / 1e9, LINK_KEYS[1]: cluster.links.across_types / 1e9}
-    links |= {LINK_KEYS[2]: cluster.links.pull / 1e9} if cluster.links.pull else {}
-    links |= {LINK_KEYS[3]: cluster.links.usd_per_gb} if len({m.zone for m in cluster.machines}) > 1 else {}
-    prices = {(a, b): {"usd_per_gb": usd} for a, b, usd in cluster.links.zone_prices}
-    zones = [
-        {"between": [a, b], "gb_per_s": bandwidth / 1e9, **prices.get((a, b), {})}
-        for a, b, bandwidth in cluster.links.zones
-    ]  # fmt: skip
-    plain = [{key: value for key, value in d.items() if key != "_gpu"} for d in device.values()]
-    return {"machine": rows, "device": plain, "links": links} | ({"link": zones} if zones else {})
-
-
-def _unpriced(gpu: Gpu) -> Gpu:
-    return replace(gpu, reserved_usd_per_h=None, spot_usd_per_h=None, reserved_source="", spot_source="")
-
-
-def _times(gpu: Gpu) -> dict[str, Any]:
-    made = {"worker": gpu.worker, "trainer": gpu.trainer}
-    return {
-        key: {name: t for name in StepTime.KEYS if (t := getattr(service, name))}
-        for key, service in made.items() if service is not None
-    }  # fmt: skip
+    if not times.get(needed):
+        raise WindfallError(f"'{needed}' is missing", where=where, fix=f"Set {needed}.")
+    return StepTime(**{"fixed_s": 1e-9, "each_s": 0.0, **times})

@@ -1,4 +1,5 @@
-"""From a plan to a recipe that runs, and to a simulation of it with the product's own controller.
+"""From a recipe to the workload for the planner; from a plan to a recipe that runs, and to a simulation of it with the
+product's own controller.
 
 The written recipe carries the plan's speeds in [sim], so `windfall plan --check RUN` can compare them with what the run
 measured. Machines other than the trainer's first one are started by their owner; `commands` prints how.
@@ -13,6 +14,7 @@ without a trace they are slower by what boots cost on average.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import tempfile
@@ -25,13 +27,13 @@ from windfall.engine.vllm import installed
 from windfall.errors import WindfallError, install_command
 from windfall.events.log import read
 from windfall.models import load
-from windfall.plan.model import cluster as clusters
 from windfall.plan.model.cluster import PROVIDERS, Kind
-from windfall.plan.model.workload import Workload, hub_id
+from windfall.plan.model.workload import Workload, delta_share, hub_id
 from windfall.plan.model.workload import model as find_model
 from windfall.plan.search.plan import PlacedMachine, PlanRequest, RunPlan, pull_alone
 from windfall.providers.trace_formats import Change
 from windfall.recipe.file import parse_recipe
+from windfall.recipe.lora import DEFAULT_RANK
 from windfall.recipe.sections import Recipe
 from windfall.recipe.worker_source import WorkerSource
 from windfall.run import worker_sources
@@ -41,6 +43,7 @@ from windfall.sim.core.scenario import with_keys
 from windfall.sim.report.figures import figures
 from windfall.sim.section import SimKind
 from windfall.step_time import StepTime
+from windfall.trainer.ranks.rank_budget import ModelShape
 
 PORT = 29400
 SOME_ADDRESS = "192.0.2.1"
@@ -125,6 +128,46 @@ def with_notes(text: str) -> str:
     return "\n".join(out)
 
 
+def recipe_workload(base: Recipe) -> Workload:
+    """Lengths are those of [sim]; without that section, a third of `rollout.max_tokens`. Adapters, and weights in
+    float32, are pulled whole: nearly every element changes (docs/weights.md)."""
+    o, s, lora = base.rollout, base.sim, base.train.lora
+    shape = model_shape(base.model.path)
+    given = s.model_fields_set
+    return Workload(
+        shape=shape, groups=o.groups, group_size=o.group_size, max_tokens=o.max_tokens,
+        prompt_tokens=s.prompt_tokens, median_tokens=s.median_tokens if "median_tokens" in given else o.max_tokens / 3,
+        sigma=s.sigma, staleness=o.staleness, reward_s=s.reward_s, steps=base.run.steps, kl=base.algorithm.kl > 0,
+        offload=base.train.offload, minibatches=base.train.minibatches,
+        delta=1.0 if lora is not None or base.model.dtype == "float32" else delta_share(base.train.lr),
+        adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank or DEFAULT_RANK),
+    )  # fmt: skip
+
+
+def _adapter_parameters(shape: ModelShape, rank: int) -> int:
+    """Adapters on all linear layers."""
+    wide = (shape.heads + 2 * shape.kv_heads) * shape.head + shape.hidden
+    return shape.layers * rank * (4 * shape.hidden + wide + 3 * (shape.hidden + shape.intermediate))
+
+
+def model_shape(path: str) -> ModelShape:
+    """The sizes of a model, from its config.json or from the table of known models."""
+    if path not in load.NAMED and not Path(path).expanduser().is_dir():
+        return find_model(path)[1]
+    file = Path(load.resolve(path)) / "config.json"
+    try:
+        c: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        heads = c["num_attention_heads"]
+        return ModelShape(
+            hidden=c["hidden_size"], intermediate=c["intermediate_size"], layers=c["num_hidden_layers"], heads=heads,
+            kv_heads=c.get("num_key_value_heads") or heads, head=c.get("head_dim") or c["hidden_size"] // heads,
+            vocabulary=c["vocab_size"], tied=bool(c.get("tie_word_embeddings", False)),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        fix = "Only decoders with the sizes of Llama or Qwen can be planned."
+        raise WindfallError(f"the sizes of this model cannot be read: {e!r}", where=str(file), fix=fix) from e
+
+
 def write(plan: RunPlan, request: PlanRequest, base: Recipe, simulated: Simulated | None = None) -> Recipe:
     """The recipe that runs this plan; raises WindfallError if an address, a provider's section or vLLM is missing."""
     training = [p for p in plan.placed if p.training]
@@ -155,7 +198,7 @@ def write(plan: RunPlan, request: PlanRequest, base: Recipe, simulated: Simulate
         "trace": {"nodes": 0},
         "engine": engine,
         "sim": sim_keys(plan, request),
-        "plan": plan_keys(plan, request, simulated),
+        "plan": plan_keys(plan, simulated),
     }.items():
         data[section].update(keys)
     if first.machine.engine == "vllm" and first.replicas and installed.find() is None:
@@ -252,22 +295,14 @@ def refusal(plan: RunPlan, request: PlanRequest, base: Recipe) -> WindfallError 
     return None
 
 
-def plan_keys(plan: RunPlan, request: PlanRequest, simulated: Simulated | None) -> dict[str, Any]:
+def plan_keys(plan: RunPlan, simulated: Simulated | None) -> dict[str, Any]:
     """Section [plan]."""
     tok_per_s = simulated.tok_per_s if simulated else plan.tok_per_s
     return {
         "name": plan.name,
-        "objective": request.objective,
         "step_s": plan.work.tokens / tok_per_s,
         "tok_per_s": tok_per_s,
         "usd_per_h": plan.usd_per_h,
-        "train_s": plan.train_s,
-        "rollout_s": plan.rollout_s,
-        "budget_usd_per_h": request.budget_usd_per_h if math.isfinite(request.budget_usd_per_h) else 0.0,
-        "deadline_h": request.deadline_h,
-        "trainer_device": plan.training.gpu.name,
-        "trainer_gpus": plan.training.gpus,
-        "cluster": clusters.dump(request.cluster),
         "workers": [
             {
                 "device": kind.gpu.name,
@@ -360,7 +395,6 @@ def simulate(plan: RunPlan, request: PlanRequest, base: Recipe) -> Simulated:
                 "skip_steps": SIM_SKIP,
                 "granule": max(1, round(work.median_tokens / SIM_TOKENS)),
                 "lengths_file": None,
-                "prices_file": None,
                 "kinds": [
                     SimKind(
                         name=kind.name,

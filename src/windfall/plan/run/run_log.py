@@ -6,8 +6,7 @@ Times of a log hold for its model, its lengths and its engine. They replace the 
 kind: same terms, same device, same price. The first step, which includes start-up, is left out.
 
 The plan of a run is in the sections [plan] and [sim] of its recipe, as `windfall plan --write` puts it there. Parts
-that the log does not contain are not compared. The last row is the plan with the run's own times: it tells an error of
-the plan's times from one of its model.
+that the log does not contain are not compared.
 """
 
 from __future__ import annotations
@@ -24,14 +23,10 @@ import msgspec
 from windfall.controller.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
-from windfall.plan.model import cluster as clusters
 from windfall.plan.model.cluster import Cluster, ClusterMachine
-from windfall.plan.model.cost_model import LINK_SHARE, Efficiency
-from windfall.plan.model.inputs import recipe_workload
+from windfall.plan.model.cost_model import LINK_SHARE
 from windfall.plan.model.workload import Workload
-from windfall.plan.run.recipe import simulate
-from windfall.plan.search import planner
-from windfall.plan.search.plan import PlanRequest
+from windfall.plan.run.recipe import recipe_workload
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log
@@ -40,7 +35,6 @@ from windfall.step_time import StepTime
 from windfall.types import LOCAL
 
 HEADER = f"{'part':44} {'planned':>12} {'measured':>12} {'unit':6} {'error':>8}"
-OWN_TIMES = "tokens per second, this run's own times"
 
 
 def is_device(gpu: str, device: str) -> bool:
@@ -193,38 +187,8 @@ def planned_run(run: Path) -> tuple[Recipe, list[Event]]:
 
 
 def check(recipe: Recipe, events: Sequence[Event], where: str) -> list[CheckedPart]:
-    """A run beside its plan."""
-    seen = speeds(events, where)
-    return [*parts(recipe, events, seen), *_with_own_times(recipe, events, seen)]
-
-
-def _with_own_times(recipe: Recipe, events: Sequence[Event], seen: RunSpeeds) -> list[CheckedPart]:
-    """The same plan, simulated with the times and lengths that this run measured. If this is close to what was measured
-    and the plan is not, then the times that the plan was made with do not hold for this run. Empty: the log has no
-    times that can be used, as with a trainer of several ranks."""
-    plan, steps = recipe.plan, measured_steps(events)
-    seconds = sum(e.get("s", 0.0) for e in steps)
-    if seen.trainer is None or plan.trainer_gpus > 1 or not seen.workers or not seconds:
-        return []
-    work = with_lengths(recipe_workload(recipe), seen.lengths, seen.prompt_tokens)
-    cluster = with_speeds(clusters.parse(plan.cluster, "plan.cluster"), seen, work)
-    request = PlanRequest(cluster=cluster, work=work, efficiency=Efficiency())
-    counts = {
-        (kind, w.gpus): w.count
-        for w in plan.workers
-        for kind in cluster.kinds()
-        if (kind.lease, kind.gpu.name) == (w.lease, w.device) and round(w.gpus * kind.usd_per_h, 4) == w.price_usd_per_h
-    }
-    made = planner.fixed(request, plan.trainer_device, 1, counts, own=recipe.fleet.local)
-    if made is None:
-        return []
-    tok_per_s = sum(e.get("trained", 0) for e in steps) / seconds
-    return [CheckedPart(OWN_TIMES, simulate(made, request, recipe).tok_per_s, tok_per_s, "tok/s")]
-
-
-def parts(recipe: Recipe, events: Sequence[Event], seen: RunSpeeds) -> list[CheckedPart]:
-    """The parts of a run with this recipe and log."""
-    steps = measured_steps(events)
+    """The parts of a run beside its plan."""
+    seen, steps = speeds(events, where), measured_steps(events)
     plan, trainer = recipe.plan, service(recipe.sim.trainer, "sim.trainer")
     out = _whole(recipe, steps)
     mean = recipe.sim.median_tokens

@@ -51,9 +51,7 @@ def key(objective: Objective, rate: Any, usd_per_h: Any) -> tuple[Any, Any]:
             return usd_per_h, -rate
 
 
-def steps_per_s(
-    train_s: float, tok_per_s: Any, *, tokens: float, update_s: float, tail_s: float, overlapped: bool
-) -> Any:
+def steps_per_s(train_s: float, tok_per_s: Any, tokens: float, update_s: float, tail_s: float, overlapped: bool) -> Any:
     """Steps per second; of one speed of generation, or of an array of them."""
     generate_s = tokens / np.maximum(tok_per_s, 1e-30)
     if overlapped:
@@ -86,14 +84,7 @@ class Problem:
     """Steps per second that must be reached."""
 
     def rate(self, train_s: float, tok_per_s: Any) -> Any:
-        return steps_per_s(
-            train_s,
-            tok_per_s,
-            tokens=self.tokens,
-            update_s=self.update_s,
-            tail_s=self.tail_s,
-            overlapped=self.overlapped,
-        )
+        return steps_per_s(train_s, tok_per_s, self.tokens, self.update_s, self.tail_s, self.overlapped)
 
     def key(self, rate: float, usd_per_h: float) -> tuple[float, ...]:
         """Smaller is better. Solutions over the budget or behind the deadline are not compared."""

@@ -190,9 +190,7 @@ def _greedy(graph: Graph, train: int, sizes: Sequence[int]) -> Iterator[tuple[in
             vector = _filled(graph, train, zone, largest)
             if vector is None:
                 return
-            fitting = vector if _fits(graph, vector, sizes) else _best(graph, vector, sizes)
-            if fitting is not None:
-                yield from _improved(graph, fitting, sizes)
+            yield from _improved(graph, vector, sizes)
 
 
 def _filled(graph: Graph, train: int, zone: int, largest: bool) -> list[int] | None:
@@ -236,19 +234,16 @@ def _moves(graph: Graph, vector: Sequence[int]) -> Iterator[list[int]]:
                 yield other
 
 
-def _best(graph: Graph, vector: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """The best vector that is one move away and leaves room for the replicas; None: there is none."""
-    moved = [other for other in _moves(graph, vector) if _fits(graph, other, sizes)]
-    return max(moved, key=graph.score, default=None)
-
-
 def _improved(graph: Graph, vector: list[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    yield tuple(vector)
-    for _ in range(MOVES):
+    """The vector if the replicas fit, then always the best one that is one move away, as long as it is better."""
+    now = (0.0, 0.0)
+    if _fits(graph, vector, sizes):
         now = graph.score(vector)
+        yield tuple(vector)
+    for _ in range(MOVES):
         better = [other for other in _moves(graph, vector) if graph.score(other) > now]
         fitting = next((o for o in sorted(better, key=graph.score, reverse=True) if _fits(graph, o, sizes)), None)
         if fitting is None:
             return
-        vector = fitting
+        vector, now = fitting, graph.score(fitting)
         yield tuple(vector)

@@ -21,13 +21,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from windfall.errors import WindfallError
 from windfall.plan.model import cost_model
 from windfall.plan.model.cluster import ClusterMachine, Kind
 from windfall.plan.model.cost_model import DoesNotFit, PlannedTrainer, Replica
 from windfall.plan.search import frontier
-from windfall.plan.search.frontier import Counts, Engine, Objective, Problem, Trainer, solve
+from windfall.plan.search.frontier import Counts, Engine, Problem, Trainer, solve
 from windfall.plan.search.partition import Graph, Partition, partition
 from windfall.plan.search.plan import (
     PlacedMachine,
@@ -40,6 +41,8 @@ from windfall.plan.search.plan import (
     step_time,
 )
 
+Row = TypeVar("Row", bound=Any)
+"""A plan with its figures, predicted or simulated: `tok_per_s` and `usd_per_h`."""
 ROUNDS = 3
 """Repetitions of search with the batches of the last solution."""
 CANDIDATES, BETWEEN = 12, 16
@@ -48,6 +51,8 @@ OWN_GAIN = 1.01
 """The trainer's own engine is planned if it should be worth at least this factor in speed."""
 TIE = 0.02
 """Throughput within this share of the highest is equal to it: then the cheaper plan is better."""
+LATE = 1.001
+"""A plan that takes longer than this share of the deadline misses it."""
 MOST_ZONES = 4
 """Zones that are tried together are fewer than this."""
 IMPROVED = 2
@@ -68,24 +73,23 @@ def search(request: PlanRequest) -> list[RunPlan]:
     return Search(request).run()
 
 
-def ranked(request: PlanRequest, found: Iterable[RunPlan]) -> list[RunPlan]:
-    """The plan to choose, then all others by the objective."""
-    rows = sorted(found, key=lambda p: frontier.key(request.objective, p.tok_per_s, p.usd_per_h))
-    first = preferred(request.objective, [(p.tok_per_s, p.usd_per_h) for p in rows])
-    return [rows[first], *rows[:first], *rows[first + 1 :]]
+def ranked(request: PlanRequest, found: Iterable[Row]) -> list[Row]:
+    """The plan to choose, then all others by the objective. Of those that are within TIE of the highest throughput, the
+    one with the cheapest tokens is chosen. Plans that miss the deadline come last, the fastest of them first."""
+    w, objective = request.work, request.objective
 
+    def key(row: Any) -> tuple[float, ...]:
+        hours = w.steps * w.tokens / row.tok_per_s / 3600
+        if objective == "deadline" and hours > request.deadline_h * LATE:
+            return True, hours
+        return False, *frontier.key(objective, row.tok_per_s, row.usd_per_h)
 
-def preferred(objective: Objective, rows: Sequence[tuple[float, float]]) -> int:
-    """Which of these pairs of tokens per second and dollars per hour to choose, the best by the objective first. Of
-    those that are within TIE of the highest throughput, the one with the cheapest tokens.
-
-    >>> preferred("throughput", [(100.0, 90.0), (99.0, 50.0), (97.0, 10.0)])
-    1
-    """
-    if objective != "throughput":
-        return 0
-    near = [n for n, (tok_per_s, _) in enumerate(rows) if tok_per_s >= (1 - TIE) * rows[0][0]]
-    return min(near, key=lambda n: rows[n][1] / rows[n][0])
+    rows = sorted(found, key=key)
+    if objective == "throughput":
+        near = [row for row in rows if row.tok_per_s >= (1 - TIE) * rows[0].tok_per_s]
+        first = min(near, key=lambda row: row.usd_per_h / row.tok_per_s)
+        rows = [first, *(row for row in rows if row is not first)]
+    return rows
 
 
 def fastest_by_price(rows: Sequence[tuple[float, float]], most: int) -> list[int]:
@@ -117,17 +121,6 @@ def without(request: PlanRequest, machines: Sequence[ClusterMachine]) -> list[Ru
         return []
     idle = tuple(PlacedMachine(machine=m) for m in machines)
     return [replace(plan, placed=(*plan.placed, *idle)) for plan in found]
-
-
-def fixed(
-    request: PlanRequest, device: str, gpus: int, counts: Mapping[tuple[Kind, int], int], *, own: bool = False
-) -> RunPlan | None:
-    """The plan in which this many GPUs of a device train, with these numbers of engines by kind and size, and with the
-    trainer's own engine. None: it cannot be placed."""
-    made = Search(request)
-    kinds = [made.kinds[k][0] for k, n in made.trainers if n == gpus and made.kinds[k][0].gpu.name == device]
-    plan = made.fixed(kinds[0], gpus, counts) if kinds else None
-    return with_own_engine(request, plan) or plan if own and plan is not None else plan
 
 
 def by_own_engine(request: PlanRequest, plans: Sequence[RunPlan]) -> list[RunPlan]:

@@ -26,20 +26,17 @@ class KubernetesPart(SourcePart):
         return "fleet.kubernetes", Kubernetes
 
     def check(self, source: Kubernetes) -> None:
-        from windfall.providers.kubernetes import credentials
+        from windfall.providers.job_queue import check_program
+        from windfall.providers.kubernetes.provider import FIX
 
-        credentials.find(source.kubeconfig, source.server, source.token_file)
+        del source
+        check_program("kubectl", where="fleet.kubernetes", fix=FIX)
 
     def provider(self, source: Kubernetes, run: Employer) -> Provider:
-        from windfall.providers.kubernetes import credentials
         from windfall.providers.kubernetes.manifests import RunNames
         from windfall.providers.kubernetes.provider import KubernetesProvider
 
-        found = credentials.find(source.kubeconfig, source.server, source.token_file)
-        return KubernetesProvider(
-            found, RunNames(run=run.name), source.workers, namespace=source.namespace, drain_s=source.drain_s,
-            on_event=run.on_event,
-        )  # fmt: skip
+        return KubernetesProvider(source, RunNames(run=run.name), on_event=run.on_event)
 
     def host(self, recipe: Recipe) -> str:
         from windfall.providers.kubernetes.manifests import RunNames
@@ -49,7 +46,6 @@ class KubernetesPart(SourcePart):
     def preview(self, source: Kubernetes, recipe: Recipe, *, label: str, url: str) -> str:
         from windfall.link import tls
         from windfall.providers.kubernetes.manifests import RunNames, manifests
-        from windfall.providers.yaml_text import to_yaml
         from windfall.recipe.file import dump_recipe
 
         del label
@@ -67,7 +63,7 @@ class KubernetesPart(SourcePart):
                 f"\n# and: kubectl --namespace {source.namespace} create secret tls {names.tls} "
                 f"--cert={f.tls_cert} --key={f.tls_key}"
             )
-        return "\n".join([secret, *(f"---\n{to_yaml(manifest)}" for manifest in objects)])
+        return f"{secret}\n{objects}"
 
 
 def recipe_in_pod(recipe: Recipe, source: Kubernetes) -> Recipe:
@@ -75,8 +71,7 @@ def recipe_in_pod(recipe: Recipe, source: Kubernetes) -> Recipe:
     account reaches the API server. Raises WindfallError for other files of this machine."""
     from windfall.providers.kubernetes.manifests import TLS_FOLDER
 
-    inside = source.model_copy(update={"kubeconfig": None, "token_file": None, "server": ""})
-    changed: dict[str, Any] = {"kubernetes": inside}
+    changed: dict[str, Any] = {"kubernetes": source.model_copy(update={"kubeconfig": None})}
     if recipe.fleet.tls_cert:
         changed |= {"tls_cert": Path(TLS_FOLDER) / "tls.crt", "tls_key": Path(TLS_FOLDER) / "tls.key"}
     made = recipe.model_copy(update={"fleet": recipe.fleet.model_copy(update=changed)})

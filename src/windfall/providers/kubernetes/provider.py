@@ -1,15 +1,17 @@
-"""Workers on Kubernetes: sets the number of replicas of one Deployment, and watches its pods.
+"""Workers on Kubernetes, by the program kubectl: sets the number of replicas of one Deployment, and watches its pods.
 
-    target(n) ──▶ PATCH deployments/NAME/scale ──▶ Kubernetes starts, restarts and drains pods
-                  GET pods, every poll_s        ──▶ started, exited, refused
+    target(n) ──▶ kubectl scale             ──▶ Kubernetes starts, restarts and drains pods
+                  kubectl get, every poll_s ──▶ started, exited, refused
 
+- kubectl knows every way to log in to a cluster: certificates, tokens, programs that print credentials, and the service
+  account of a pod.
 - Kubernetes keeps the pods running, and restarts a worker in its pod under its old name. The provider only sets the
   number of pods, and sets it again if something else changed it.
 - A pod that vanishes without a smaller target counts as lost.
 - If a worker exits with status 3 (refused), the others would be refused, too: they have the same image. The Deployment
   is scaled to 0 and stays there until the next `target`.
-- A refusal of the API server (401, 403, 404) ends the provider only before its first answer. Later it is reported, and
-  the request is repeated: the workers that run go on.
+- A refusal of the API server ends the provider only before its first answer. Later it is reported, as is any other
+  failure, and the request is repeated with a growing delay: the workers that run go on.
 - Canceling `run()` scales to 0 and waits until the pods are gone, but not longer than their grace period.
 """
 
@@ -17,18 +19,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from windfall import backoff
 from windfall.errors import WindfallError
 from windfall.processes.process import EXIT_REFUSED
 from windfall.providers.base import OnEvent, ignore_event
-from windfall.providers.kubernetes.api import ApiServer
-from windfall.providers.kubernetes.credentials import Credentials
+from windfall.providers.job_queue import command
 from windfall.providers.kubernetes.manifests import GRACE_MARGIN_S, RunNames
+from windfall.providers.kubernetes.section import Kubernetes
 
+WHERE = "fleet.kubernetes"
+FIX = "Install kubectl on this machine, or in the image of the run."
+APPLY = "windfall fleet preview RECIPE.toml --only kubernetes | kubectl apply -f -"
+REFUSALS = {
+    "(Unauthorized)": "The cluster does not accept the credentials; check kubeconfig.",
+    "(Forbidden)": f"The service account needs the Role of the manifests: {APPLY}",
+    "(NotFound)": f"Create the objects first: {APPLY}",
+}
+"""What a person must do, by how kubectl ends or names the reason of a failure."""
+REQUEST_S = 20
 POLL_S = 5.0
 PREFIX = "kubernetes-"
 """A worker's name is this prefix and the name of its pod."""
@@ -70,36 +84,25 @@ class KubernetesProvider:
     name = "kubernetes"
 
     def __init__(
-        self,
-        credentials: Credentials,
-        names: RunNames,
-        count: int,
-        *,
-        namespace: str,
-        drain_s: float,
-        on_event: OnEvent = ignore_event,
-        poll_s: float = POLL_S,
-        api: ApiServer | None = None,
+        self, source: Kubernetes, names: RunNames, *, on_event: OnEvent = ignore_event, poll_s: float = POLL_S
     ) -> None:
         self.started = 0
         self.lost = 0
-        self._api = api or ApiServer(credentials)
+        self._source = source
         self._names = names
-        self._namespace = namespace
         self._on_event = on_event
         self._poll_s = poll_s
-        self._leave_s = drain_s + GRACE_MARGIN_S
         self._seen: dict[str, Pod] = {}
         self._surplus = 0
         """Number of pods beyond a smaller target that are not gone yet."""
         self._refused = False
         self._changed = asyncio.Event()
         self._count = 0
-        self.target(count)
+        self.target(source.workers)
 
     def target(self, n: int) -> None:
         if n < 0:
-            raise WindfallError(f"{n} workers were requested", where="fleet.kubernetes", fix="Request 0 or more.")
+            raise WindfallError(f"{n} workers were requested", where=WHERE, fix="Request 0 or more.")
         self._surplus += max(0, self._count - n)
         self._count = n
         self._refused = False
@@ -109,30 +112,44 @@ class KubernetesProvider:
         return worker.startswith(PREFIX)
 
     async def run(self) -> None:
-        reached = False
-        async with self._api:
-            try:
-                while True:
-                    self._changed.clear()
-                    try:
-                        await self._set_replicas(0 if self._refused else self._count)
-                        self._update(parse_pods(await self._pods()))
-                        reached = True
-                    except (OSError, WindfallError) as e:  # no answer, or a refusal; the workers go on
-                        if isinstance(e, WindfallError) and not reached:
-                            raise
-                        self._on_event("spawn_failed", worker=self._names.workers, error=str(e))
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), self._poll_s)
-            finally:
-                await asyncio.shield(self._stop())
+        reached, failures = False, 0
+        try:
+            while True:
+                self._changed.clear()
+                try:
+                    await self._reconcile(0 if self._refused else self._count)
+                    reached, failures = True, 0
+                except (OSError, WindfallError) as e:  # no answer, or a refusal; the workers go on
+                    if isinstance(e, WindfallError) and not reached:
+                        raise
+                    self._on_event("spawn_failed", worker=self._names.workers, error=str(e))
+                    failures += 1
+                with contextlib.suppress(TimeoutError):
+                    wait_s = backoff.delay_s(failures, first_s=self._poll_s, limit_s=10 * self._poll_s)
+                    await asyncio.wait_for(self._changed.wait(), wait_s)
+        finally:
+            await asyncio.shield(self._stop())
 
-    async def _set_replicas(self, wanted: int) -> None:
-        if await self._api.replicas(self._namespace, self._names.workers) != wanted:
-            await self._api.scale(self._namespace, self._names.workers, wanted)
+    async def _reconcile(self, wanted: int) -> None:
+        """Set the number of replicas, and see which pods there are."""
+        workers = f"deployment/{self._names.workers}"
+        deployment = json.loads(await self._kubectl("get", workers, "--output=json"))
+        if deployment["spec"].get("replicas", 1) != wanted:
+            await self._kubectl("scale", workers, f"--replicas={wanted}")
+        selector = ",".join(f"{key}={value}" for key, value in self._names.selector("worker").items())
+        pods = json.loads(await self._kubectl("get", "pods", f"--selector={selector}", "--output=json"))
+        self._update(parse_pods(pods["items"]))
 
-    async def _pods(self) -> list[dict[str, Any]]:
-        return await self._api.pods(self._namespace, self._names.selector("worker"))
+    async def _kubectl(self, *argv: str) -> str:
+        config = [f"--kubeconfig={self._source.kubeconfig}"] if self._source.kubeconfig else []
+        options = [f"--namespace={self._source.namespace}", f"--request-timeout={REQUEST_S}s", *config]
+        try:
+            return await command("kubectl", *argv, *options, where=WHERE, fix=FIX, timeout_s=2 * REQUEST_S)
+        except OSError as e:
+            for reason, fix in REFUSALS.items():
+                if reason in str(e):
+                    raise WindfallError(str(e), where=WHERE, fix=fix) from e
+            raise
 
     def _update(self, pods: dict[str, Pod]) -> None:
         """Compare the pods with those seen before, and report what has changed."""
@@ -172,15 +189,19 @@ class KubernetesProvider:
     async def _stop(self) -> None:
         """Scale to 0 and wait until the pods are gone. If that fails, report that workers are left."""
         self.target(0)
-        deadline = time.monotonic() + self._leave_s
-        try:
-            await self._set_replicas(0)
-            while time.monotonic() < deadline:
-                self._update(parse_pods(await self._pods()))
+        leave_s = self._source.drain_s + GRACE_MARGIN_S
+        deadline = time.monotonic() + leave_s
+        left = ""
+        while time.monotonic() < deadline:
+            try:
+                await self._reconcile(0)
                 if not self._seen:
                     return
-                await asyncio.sleep(min(1.0, self._poll_s))
-            left = f"{len(self._seen)} pods are left after {self._leave_s:g} s"
-        except (OSError, WindfallError) as e:
-            left = f"the workers could not be scaled to 0: {e}"
+                left = f"{len(self._seen)} pods are left after {leave_s:g} s"
+            except OSError as e:
+                left = f"the workers could not be scaled to 0: {e}"
+            except WindfallError as e:
+                left = f"the workers could not be scaled to 0: {e}"
+                break
+            await asyncio.sleep(min(1.0, self._poll_s))
         self._on_event("stuck", worker=self._names.workers, pid=0, error=left)

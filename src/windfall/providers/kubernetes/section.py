@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from windfall.recipe.section import Count, FilePath
 from windfall.recipe.worker_source import WorkerSource
@@ -14,19 +14,15 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 
 
 class Kubernetes(WorkerSource):
-    """Workers on Kubernetes: one Deployment, scaled through the API server."""
+    """Workers on Kubernetes: one Deployment, scaled by the program `kubectl`."""
 
     image: str
     """Container image that has windfall installed."""
     namespace: Name = "default"
     """Namespace of all objects."""
     kubeconfig: FilePath | None = None
-    """File with the address and the credentials of the API server. If left out: the service account of the pod that
-    the run is in, otherwise `~/.kube/config`."""
-    server: str = Field(default="", pattern=r"^(https?://\S+)?$")
-    """Address of the API server, instead of the one in `kubeconfig`; for example that of `kubectl proxy`."""
-    token_file: FilePath | None = None
-    """File with the bearer token for `server`."""
+    """File with the address and the credentials of the cluster. If left out: as `kubectl` chooses, which is
+    `~/.kube/config`, or the service account of the pod that the run is in."""
     cpus: float = Field(default=4.0, gt=0)
     """CPUs that each worker requests."""
     memory_gib: float = Field(default=16.0, gt=0)
@@ -51,6 +47,13 @@ class Kubernetes(WorkerSource):
     """Size of the volume for the folder of the run, in GiB."""
     storage_class: str = ""
     """Storage class of that volume. If left out: the cluster's default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _login(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.keys() & {"server", "token_file"}:
+            raise ValueError("kubectl logs in to the cluster; set kubeconfig instead of server and token_file")
+        return given
 
     def gpu_counts(self) -> list[float]:
         return [self.gpus]

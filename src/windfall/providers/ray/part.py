@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class RayPart(SourcePart):
     name = "providers.ray"
-    logs = "Ray's logs, and ray_driver.log"
+    logs = "Ray's logs, and workers/ray*.log"
 
     def section(self) -> tuple[str, type[Ray]]:
         from windfall.providers.ray.section import Ray
@@ -29,10 +29,9 @@ class RayPart(SourcePart):
         check_installed()
 
     def provider(self, source: Ray, run: Employer) -> Provider:
-        from windfall.providers.ray.provider import RayClient, RayProvider
+        from windfall.providers.ray.provider import RayProvider
 
-        client = RayClient(source, log=run.folder / "ray_driver.log")
-        return RayProvider(client, source, url=run.url, secrets=run.secrets, on_event=run.on_event)
+        return RayProvider(source, run)
 
     def preview(self, source: Ray, recipe: Recipe, *, label: str, url: str) -> str:
         from windfall.providers.worker_command import arguments

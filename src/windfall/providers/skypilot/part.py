@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from windfall.errors import WindfallError
@@ -38,17 +39,15 @@ class SkyPilotPart(SourcePart):
         from windfall.providers.job_queue import JobProvider
         from windfall.providers.skypilot.provider import CANCEL_S, POLL_S, SkyPilotQueue
 
-        folder = (run.folder / "workers").resolve()
-        queue = SkyPilotQueue(source=source, label=run.label, folder=folder, url=run.url, secrets=run.secrets)
+        queue = SkyPilotQueue(source=source, run=run)
         return JobProvider(queue, source, poll_s=POLL_S, grace_s=CANCEL_S, on_event=run.on_event)
 
     def preview(self, source: SkyPilot, recipe: Recipe, *, label: str, url: str) -> str:
-        from windfall.providers.skypilot.task import task
-        from windfall.providers.yaml_text import to_yaml
+        from windfall.providers.skypilot.provider import task
 
         del recipe
         line = f"# for each: sky jobs launch --name {label}-sky1-1 --secret WINDFALL_TOKEN sky1.1.yaml"
-        return f"\n{line}\n{to_yaml(task(source, url=url, worker='sky1.1'))}"
+        return f"\n{line}\n{json.dumps(task(source, url=url, worker='sky1.1'), indent=2)}\n"  # JSON is YAML
 
 
 PART = SkyPilotPart()

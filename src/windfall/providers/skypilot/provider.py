@@ -1,14 +1,19 @@
 """Workers from clouds through SkyPilot's command line: `sky jobs launch`, `sky jobs queue` and `sky jobs cancel`.
 
+- One managed job per worker, on a spot machine with an on-demand one as fallback. Not one job with many nodes: after a
+  preemption SkyPilot replaces all machines of a job.
 - A job is identified by its name, which contains the label of the run and the name of the worker. Jobs are canceled by
   their numbers: `sky jobs cancel --name` refuses a name that two jobs have.
 - A launch that failed, or took too long, may still have started its job. If the queue lists the job, it is used.
-  Otherwise it is canceled as soon as the queue lists it.
-- SkyPilot recovers preempted machines. A job whose worker failed too often (FAILED, FAILED_SETUP) is not started
-  again: each start costs the boot of a machine, and SkyPilot has tried before. A job is replaced if SkyPilot found no
-  machine for it or lost its controller, or if it succeeded (its worker has drained).
+  Otherwise it is canceled when the queue lists it (job_queue.py).
+- SkyPilot recovers preempted machines, also in other regions. It restarts a failed worker at most `max_restarts` times.
+  A job whose worker failed more often (FAILED, FAILED_SETUP) is not started again: each start costs the boot of a
+  machine. A job is replaced if SkyPilot found no machine for it or lost its controller, or if it succeeded (its worker
+  has drained). A worker that finds no controller ends its job as if it had succeeded: SkyPilot would otherwise start
+  machines for a run that is dead.
 - SkyPilot cannot send a signal to a worker, so a worker that is no longer needed is canceled. Its responses continue
   elsewhere.
+- The token is a SkyPilot secret, given by `sky jobs launch --secret`; it is not in the file.
 """
 
 from __future__ import annotations
@@ -21,11 +26,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from windfall.processes.process import EXIT_REFUSED
-from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, QueuedRun, command
+from windfall.processes.process import EXIT_NO_CONTROLLER, EXIT_REFUSED
+from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, command
 from windfall.providers.skypilot.section import SkyPilot
-from windfall.providers.skypilot.task import task
-from windfall.providers.worker_command import TLS_PIN, TOKEN
+from windfall.providers.source_part import Employer
+from windfall.providers.worker_command import TLS_PIN, TOKEN, shell
 
 FIX = "Install it in an environment of its own: pipx install skypilot; then: sky check"
 POLL_S = 20.0
@@ -42,84 +47,73 @@ WAITING = {"PENDING", "SUBMITTED", "STARTING", "RECOVERING"}
 
 
 @dataclass(kw_only=True, eq=False)
-class SkyPilotQueue(QueuedRun):
+class SkyPilotQueue:
     name = "skypilot"
     prefix = "sky"
     together = False
 
     source: SkyPilot
+    run: Employer
     _launches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LAUNCHES))
-    _doubtful: set[str] = field(default_factory=set)
-    """Names of jobs whose launch failed, although SkyPilot may still start them."""
 
     async def submit(self, workers: Sequence[str]) -> Mapping[str, str]:
-        url = await self.url()
-        ids = {worker: f"{self.label}-{worker.replace('.', '-')}" for worker in workers}
+        url, secrets = await self.run.url(), self.run.secrets
+        folder = (self.run.folder / "workers").resolve()
+        ids = {worker: f"{self.run.label}-{worker.replace('.', '-')}" for worker in workers}
         for worker, job in ids.items():
-            described = task(self.source, url=url, worker=worker, certificate=self.secrets.get(TLS_PIN, ""))
-            path = self.folder / f"{job}.yaml"
+            described = task(self.source, url=url, worker=worker, certificate=secrets.get(TLS_PIN, ""))
+            path = folder / f"{job}.yaml"
             path.write_text(json.dumps(described, indent=2))  # JSON is YAML
-            environment = {**os.environ, TOKEN: self.secrets[TOKEN]}
+            launch = ["sky", "jobs", "launch", "--yes", "--detach-run", "--name", job, "--secret", TOKEN, str(path)]
+            env = {**os.environ, TOKEN: secrets[TOKEN]}
             try:
                 async with self._launches:
-                    await _run(
-                        "sky",
-                        "jobs",
-                        "launch",
-                        "--yes",
-                        "--detach-run",
-                        "--name",
-                        job,
-                        "--secret",
-                        TOKEN,
-                        str(path),
-                        env=environment,
-                        timeout_s=LAUNCH_TIMEOUT_S,
-                    )
+                    await _run(*launch, env=env, timeout_s=LAUNCH_TIMEOUT_S)
             except OSError:
-                self._doubtful.add(job)
                 if not _live(await self._rows(), job):
                     raise
-                self._doubtful.discard(job)
         return ids
 
-    async def states(self, ids: Iterable[str]) -> Mapping[str, Job]:
-        rows = await self._rows()
-        if unwanted := [number for name in self._doubtful for number in _live(rows, name)]:
-            await _cancel(unwanted)
-        return parse_states(rows)
+    async def jobs(self) -> Mapping[str, Job]:
+        return parse_states(await self._rows())
 
     async def _rows(self) -> list[dict[str, Any]]:
-        return parse_queue(await _run("sky", "jobs", "queue", "--all", "--output", "json"))
+        rows = parse_queue(await _run("sky", "jobs", "queue", "--all", "--output", "json"))
+        return [row for row in rows if str(row.get("job_name")).startswith(f"{self.run.label}-")]
 
-    async def drain(self, id: str, job: Job | None) -> None:
-        await self.cancel(id)
+    async def drain(self, ids: Sequence[str]) -> None:
+        await self.cancel(ids)
 
-    async def cancel(self, id: str) -> None:
-        if numbers := _live(await self._rows(), id):
-            await _cancel(numbers)
-
-    async def cancel_leftovers(self) -> int:
+    async def cancel(self, ids: Sequence[str]) -> None:
         rows = await self._rows()
-        names = {str(row.get("job_name")) for row in rows}
-        numbers = [n for name in names if name.startswith(f"{self.label}-") for n in _live(rows, name)]
-        failure: OSError | None = None
-        for number in numbers:
-            try:
-                await _cancel([number])
-            except OSError as e:
-                failure = e
-        if failure is not None:
-            raise failure
-        return len(numbers)
+        if numbers := [str(number) for id in ids for number in _live(rows, id)]:
+            await _run("sky", "jobs", "cancel", "--yes", *numbers)
+
+
+def task(source: SkyPilot, *, url: str, worker: str, certificate: str = "") -> dict[str, Any]:
+    """The task as SkyPilot reads it from YAML. `worker`: the name of the worker."""
+    spot = source.kind == "spot"
+    given = {"infra": source.infra, "cpus": source.cpus, "image_id": source.image}
+    resources: dict[str, Any] = {key: value for key, value in given.items() if value}
+    # SkyPilot does not take a list of accelerators beside any_of, so every combination is an alternative.
+    asked = [source.accelerators] if isinstance(source.accelerators, str) else source.accelerators
+    gpus = [{"accelerators": gpu} for gpu in asked if gpu] or [{}]
+    terms = [True, False] if spot and source.fallback else [spot]
+    resources["any_of"] = [{**gpu, "use_spot": use_spot} for use_spot in terms for gpu in gpus]
+    resources["job_recovery"] = {"max_restarts_on_errors": source.max_restarts}
+    name = f"{worker}-r$(date +%s)"
+    return {
+        "name": worker,
+        "resources": resources,
+        **({"envs": {TLS_PIN: certificate}} if certificate else {}),
+        **({"setup": source.setup} if source.setup else {}),
+        "run": f"# A recovered worker is a new worker, so its name contains the time.\n{shell(source, url, name)}\n"
+        f'status=$?; if [ "$status" = {EXIT_NO_CONTROLLER} ]; then exit 0; fi; exit "$status"\n',
+    }
 
 
 async def _run(*argv: str, env: Mapping[str, str] | None = None, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     return await command(*argv, where="fleet.skypilot", fix=FIX, env=env, timeout_s=timeout_s)
-
-
-async def _cancel(numbers: Iterable[int]) -> None:
-    await _run("sky", "jobs", "cancel", "--yes", *(str(number) for number in numbers))
 
 
 def _live(rows: Iterable[dict[str, Any]], name: str) -> list[int]:
@@ -142,7 +136,7 @@ def parse_states(rows: Iterable[dict[str, Any]]) -> dict[str, Job]:
     """The jobs by name. Of several with one name, the newest that has not ended counts, otherwise the newest.
 
     >>> parse_states([{"job_id": 1, "job_name": "a", "status": "FAILED"}])
-    {'a': Job(code=3, waiting=False)}
+    {'a': Job(code=3, waiting=False, leaving=False)}
     """
 
     def rank(row: dict[str, Any]) -> tuple[bool, int]:
@@ -151,7 +145,7 @@ def parse_states(rows: Iterable[dict[str, Any]]) -> dict[str, Job]:
     jobs: dict[str, Job] = {}
     for row in sorted(rows, key=rank):
         status = str(row.get("status") or "")
-        jobs[str(row.get("job_name"))] = Job(code=_exit_code(status), waiting=status in WAITING)
+        jobs[str(row.get("job_name"))] = Job(_exit_code(status), status in WAITING, status == CANCELING)
     return jobs
 
 

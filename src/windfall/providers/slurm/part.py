@@ -32,12 +32,11 @@ class SlurmPart(SourcePart):
         from windfall.providers.job_queue import JobProvider
         from windfall.providers.slurm.provider import SlurmQueue
 
-        folder = (run.folder / "workers").resolve()
-        queue = SlurmQueue(source=source, label=run.label, folder=folder, url=run.url, secrets=run.secrets)
+        queue = SlurmQueue(source=source, run=run)
         return JobProvider(queue, source, poll_s=source.poll_s, grace_s=source.drain_s, on_event=run.on_event)
 
     def preview(self, source: Slurm, recipe: Recipe, *, label: str, url: str) -> str:
-        from windfall.providers.slurm.script import script
+        from windfall.providers.slurm.provider import script
 
         del recipe
         names = [f"slurm{k + 1}.1" for k in range(source.workers)]

@@ -4,7 +4,6 @@ prints them as TOML for a recipe. They hold for that run's model and lengths. Pr
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -95,19 +94,14 @@ def from_log(events: Sequence[Event]) -> list[tuple[str, StepTime, list[str]]]:
 
 
 def _training(events: Sequence[Event], numbers: Sequence[int]) -> list[str]:
-    """The training rate, and how well the first half of the steps predicts the second."""
-    half = max(1, len(numbers) // 2)
-    every, first, later = (event_log.training(events, part) for part in (numbers, numbers[:half], numbers[half:]))
-    if every is None:
+    trained = event_log.training(events, numbers)
+    if trained is None:
         return ["training: nothing was trained in this log"]
-    rate = f"training: {1 / every.train_s:,.0f} tok/s, update {every.update_s:.3g} s"
-    if first is None or later is None:
-        return [f"{rate}; nothing held out"]
-    return [f"{rate}; the first half predicts the second to {first.train_s / later.train_s - 1:+.1%}"]
+    return [f"training: {1 / trained.train_s:,.0f} tok/s, update {trained.update_s:.3g} s"]
 
 
 def _pulls(events: Sequence[Event]) -> list[str]:
-    p = event_log.pulls(events, math.inf)
+    p = event_log.pulls(events)
     limits = {"egress_bytes_per_s": p.egress_per_s, "ingress_bytes_per_s": p.ingress_per_s}
     known = [f"{name} {rate:.3g}" for name, rate in limits.items() if rate < event_log.UNLIMITED_PER_S]
     return [f"pulls: weights_bytes {p.size_bytes:.3g}, " + ", ".join(known)] if known else []

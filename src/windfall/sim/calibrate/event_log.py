@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from windfall.events.log import Event
@@ -77,8 +77,7 @@ def training(events: Sequence[Event], numbers: Iterable[int]) -> TrainingTimes |
     return TrainingTimes(train_s=whole_s / tokens, update_s=update_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pulls:
+class Pulls(NamedTuple):
     """Size and bandwidth of weight pulls."""
 
     size_bytes: float
@@ -87,17 +86,17 @@ class Pulls:
     ingress_per_s: float
 
 
-def pulls(events: Sequence[Event], until_s: float) -> Pulls:
+def pulls(events: Sequence[Event]) -> Pulls:
     """Estimate the bandwidths from pulls of workers whose engine was already built. Concurrent pulls measure the
     trainer's egress, and single pulls measure a worker's ingress. A bandwidth without measurements is unlimited.
 
     >>> one = [{"name": "worker_ready", "worker": "a", "t": t, "s": 2.0, "bytes": 100} for t in (1.0, 12.0)]
-    >>> pulls(one, 99.0).ingress_per_s
+    >>> pulls(one).ingress_per_s
     50.0
     """
     seen, spans = set[str](), list[tuple[float, float, float]]()
     for e in events:
-        if e["name"] == "worker_ready" and e["t"] <= until_s and e["worker"] != LOCAL:
+        if e["name"] == "worker_ready" and e["worker"] != LOCAL:
             if e["worker"] in seen and e["bytes"] and e["s"] > 0:
                 spans.append((e["t"] - e["s"], e["t"], float(e["bytes"])))
             seen.add(e["worker"])

@@ -18,7 +18,7 @@ class SimLink:
     def __init__(
         self, peer: str, deliver: Callable[[object], None], on_closed: Callable[[str], None], latency_s: float
     ) -> None:
-        """`deliver` hands a message to the peer. `on_closed` is called when the controller closes the link or dies."""
+        """`deliver` hands a message to the peer. `on_closed` is called when the controller closes the link."""
         self.peer, self.latency_s = peer, latency_s
         self._deliver, self._on_closed = deliver, on_closed
         self._loop = asyncio.get_running_loop()
@@ -56,12 +56,6 @@ class SimLink:
             self.cut(why or "closed")
             self._loop.call_soon(self._on_closed, why)
 
-    def lose_controller(self, why: str) -> None:
-        """The controller dies, and every message that it has not received is lost."""
-        if self._closed is None:
-            self.cut_and_drop(why)
-            self._loop.call_soon(self._on_closed, why)
-
     # the peer's side
 
     def send_to_controller(self, message: object) -> None:
@@ -77,12 +71,6 @@ class SimLink:
         if self._closed is None:
             self._closed = why
             self._wake()
-
-    def cut_and_drop(self, why: str) -> None:
-        """Close the link at once and drop the messages in flight to the controller."""
-        self._to_controller.clear()
-        self._inbox.clear()
-        self.cut(why)
 
     def _call_after_latency(self, arrive: Callable[[], None], after_s: float) -> float:
         at_s = max(after_s, self._loop.time() + self.latency_s)

@@ -10,15 +10,12 @@ Code written for asyncio runs on it unchanged. Rules:
 from __future__ import annotations
 
 import asyncio
-import gc
 import heapq
 from asyncio import base_events
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from datetime import UTC, datetime
 from pathlib import Path
-from types import AsyncGeneratorType
 from typing import Any, TypeVar
 
 from windfall.errors import WindfallError
@@ -37,16 +34,6 @@ class Deadlock(WindfallError):
     """Tasks wait and no timer is scheduled."""
 
 
-class _Ready(deque[Any]):
-    """Callbacks that are due. `between` is called before each one runs."""
-
-    between: Callable[[], None] = staticmethod(lambda: None)
-
-    def popleft(self) -> Any:
-        self.between()
-        return super().popleft()
-
-
 class VirtualLoop(base_events.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
@@ -61,16 +48,6 @@ class VirtualLoop(base_events.BaseEventLoop):
 
     def time(self) -> float:
         return self._now_s
-
-    def stall(self, seconds: float) -> None:
-        """Advance the clock without running anything. Timers that were due meanwhile run late."""
-        self._now_s += seconds
-
-    def call_between(self, between: Callable[[], None]) -> None:
-        """Call this function between any two callbacks. An error that it raises ends the run."""
-        ready = _Ready(self._ready)
-        ready.between = between
-        self._ready = ready
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -126,12 +103,9 @@ def clock(loop: VirtualLoop) -> Clock:
     return Clock(wall=lambda: EPOCH_S + loop.time(), monotonic=loop.time)
 
 
-def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], between: Callable[[], None] | None = None) -> T:
-    """Run `main(loop)` to its end, then cancel all remaining tasks. The first error of any callback ends the run.
-    `between` is called between any two callbacks."""
-    loop = VirtualLoop()
-    if between is not None:
-        loop.call_between(between)
+def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], loop: VirtualLoop | None = None) -> T:
+    """Run `main(loop)` to its end, then cancel all remaining tasks. The first error of any callback ends the run."""
+    loop = loop or VirtualLoop()
     try:
         asyncio.set_event_loop(loop)
         task = loop.create_task(main(loop), name="main")
@@ -147,7 +121,6 @@ def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], between: Callable
 
 
 def _cancel_all(loop: VirtualLoop) -> None:
-    loop.call_between(lambda: None)
     loop.set_exception_handler(lambda _, context: None)  # only the first error counts
     for _ in range(CANCEL_ROUNDS):
         tasks = sorted(asyncio.all_tasks(loop), key=lambda t: t.get_name())
@@ -162,22 +135,13 @@ def waiting_tasks(loop: asyncio.AbstractEventLoop) -> str:
     """List every task by name with the innermost frames that it waits in: one of ours and one of asyncio's."""
     lines = []
     for task in sorted(asyncio.all_tasks(loop), key=lambda t: t.get_name()):
-        frames = list(_frames(task.get_coro()))
+        frames, coroutine = [], task.get_coro()
+        while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+            frames.append(frame)
+            coroutine = coroutine.cr_await  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         ours = [f for f in frames if "asyncio" not in Path(f.f_code.co_filename).parts]
         shown = list(dict.fromkeys([*ours[-1:], *frames[-1:]]))
         short = ["/".join(Path(f.f_code.co_filename).parts[-3:]) for f in shown]
         where = ", in ".join(f"{s}:{f.f_lineno} {f.f_code.co_qualname}" for s, f in zip(short, shown, strict=True))
-        lines.append(f"  {task.get_name()}: {where or 'has not started'}")
+        lines.append(f"  {task.get_name()}: {where}")
     return "\n".join(lines) or "  none"
-
-
-def _frames(coroutine: Any) -> Iterator[Any]:
-    """Frames along the chain of awaits, as far as it is written in Python."""
-    while coroutine is not None:
-        frame = next((x for a in ("cr_frame", "gi_frame", "ag_frame") if (x := getattr(coroutine, a, None))), None)
-        if frame is not None:
-            yield frame
-        links = (getattr(coroutine, a, None) for a in ("cr_await", "gi_yieldfrom", "ag_await"))
-        outer, coroutine = coroutine, next((x for x in links if x is not None), None)
-        if coroutine is None and frame is None:  # the step of an async generator does not name its generator
-            coroutine = next((x for x in gc.get_referents(outer) if isinstance(x, AsyncGeneratorType)), None)

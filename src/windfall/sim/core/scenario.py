@@ -17,14 +17,10 @@ from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log
-from windfall.sim.core import request_load
-from windfall.sim.core.draws import LogNormalLengths, MeasuredLengths
+from windfall.sim.core.draws import LogNormalLengths, MeasuredLengths, SessionShape
 from windfall.sim.core.request_load import GeneratedLoad, RequestLoad
-from windfall.sim.core.sessions import SessionShape
 from windfall.sim.core.token_schedule import LengthDistribution
-from windfall.sim.machines import market
 from windfall.sim.machines.decode import simulated
-from windfall.sim.machines.market import Prices
 from windfall.sim.section import Sim, SimKind
 from windfall.step_time import StepTime
 
@@ -48,7 +44,7 @@ class MachineKind:
     service: StepTime
     slots: int
     kv_tokens: int
-    prices: Prices
+    usd_per_h: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,20 +77,17 @@ class Scenario:
 def build(recipe: Recipe) -> Scenario:
     s, t = recipe.sim, recipe.trace
     granule = s.granule or max(1, round(s.median_tokens / STEPS_PER_MEDIAN))
-    if s.prices_file is not None and not t.nodes:
-        raise WindfallError("prices are given, but trace.nodes is 0", where="sim.prices_file", fix="Set trace.nodes.")
     lenders = s.lenders is not None and recipe.fleet.borrowed_max > 0
     if not recipe.fleet.local and not (t.nodes or recipe.fleet.workers or lenders):
         raise WindfallError(
             "nothing could be generated: fleet.local is off, and there are no workers", where="fleet",
             fix="Set trace.nodes or fleet.workers, or sim.lenders and fleet.borrowed_max.",
         )  # fmt: skip
-    prices = market.prices(s.prices_file) if s.prices_file else market.constant(t.price_usd_per_h)
     worker = MachineKind(
         device="simulated", service=service(s.worker or s.trainer, "sim.worker"), slots=s.worker_slots,
-        kv_tokens=s.worker_kv_tokens, prices=prices,
+        kv_tokens=s.worker_kv_tokens, usd_per_h=t.price_usd_per_h,
     )  # fmt: skip
-    kinds = tuple(chain.from_iterable(repeat(_kind(k, prices), k.share) for k in s.kinds)) or (worker,)
+    kinds = tuple(chain.from_iterable(repeat(_kind(k, t.price_usd_per_h), k.share) for k in s.kinds)) or (worker,)
     return Scenario(
         recipe=scaled(recipe, granule), real=recipe, granule=granule,
         quantum_s=min(_quantum_s(recipe, k) for k in kinds) * granule if granule > 1 else 0.0,
@@ -116,20 +109,20 @@ def _request_load(recipe: Recipe) -> RequestLoad | None:
     if x is None:
         return None
     service(x.serving, "sim.lenders.serving")  # raises an error for wrong keys
-    if x.requests_file is not None:
-        return request_load.read(x.requests_file, lenders=x.count, per_s=x.requests_per_s)
     return GeneratedLoad(
         seed=recipe.run.seed, per_s=x.requests_per_s, prompt_tokens=x.prompt_tokens,
         generated_tokens=x.generated_tokens, peak=x.peak,
     )  # fmt: skip
 
 
-def _kind(kind: SimKind, prices: Prices) -> MachineKind:
+def _kind(kind: SimKind, usd_per_h: float) -> MachineKind:
     return MachineKind(
-        device=kind.name, service=service(kind.worker, f"sim.kinds, {kind.name}"), slots=kind.slots,
+        device=kind.name,
+        service=service(kind.worker, f"sim.kinds, {kind.name}"),
+        slots=kind.slots,
         kv_tokens=kind.kv_tokens,
-        prices=market.constant(kind.price_usd_per_h) if kind.price_usd_per_h else prices,
-    )  # fmt: skip
+        usd_per_h=kind.price_usd_per_h or usd_per_h,
+    )
 
 
 def with_keys(recipe: Recipe, sections: Mapping[str, Mapping[str, Any]]) -> Recipe:

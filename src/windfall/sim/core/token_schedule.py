@@ -3,7 +3,7 @@
 A simulated token stands for `granule` real tokens. The ledger counts whole granules only. The remainder is kept here,
 so that a response that moves to another worker continues at the exact token, as a real one would.
 
-A response with several turns (sessions.py) is a sequence of rows: one per turn, whose prompt is everything before it.
+A response with several turns (draws.py) is a sequence of rows: one per turn, whose prompt is everything before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import xxhash
 
 from windfall.link.messages import Work
-from windfall.sim.core.sessions import SessionShape, turn_seed
+from windfall.sim.core.draws import SessionShape, turn_seed
 from windfall.sim.machines.decode import FILLER, DecodeRow, simulated
 
 
@@ -36,8 +36,6 @@ class TokenSchedule:
     ) -> None:  # fmt: skip
         """`prompt_tokens` and `max_tokens` are in real tokens. With several turns, `lengths` are those of turns."""
         self.granule, self._sessions = granule, sessions or SessionShape()
-        self.distinct_tokens = False
-        """Every token depends on its response and position, so that chaos can check it."""
         self._lengths, self.prompt_tokens, self._max_tokens = lengths, prompt_tokens, max_tokens
         self._generated: dict[int, tuple[int, int]] = {}
         """By seed, for unfinished turns that no worker holds: where the turn begins (`DecodeRow.base`), and the real

@@ -24,21 +24,17 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from windfall.link.messages import Tokens
 from windfall.step_time import StepTime
 from windfall.types import Finish
 
-N = TypeVar("N", int, NDArray[np.int64])
 STOP, FILLER = 0, 1
 OBSERVED = (1 << 32) - 2
 """The token that all observations consist of."""
 LOGPROB = array("f", [-1.0]).tobytes()
-DISTINCT_TOKENS = 1 << 20
 CLOSE_S = 1e-9
 """Times that differ by less than this are treated as equal."""
 HANDLE, GENERATED, SENT, END, LAST, ID_TOKEN, BASE = range(7)
@@ -52,15 +48,6 @@ def simulated(length: int, granule: int) -> int:
     (2, 2, 3, 3)
     """
     return max(2, -(-length // granule))
-
-
-def distinct_token(id_token: N, position: N) -> N:
-    """A token that depends on its response and position, and is neither a filler nor a stop. Takes numbers or arrays.
-
-    >>> distinct_token(7, 3) == distinct_token(7, 3) != distinct_token(7, 4)
-    True
-    """
-    return FILLER + 1 + (id_token + 7919 * position) % DISTINCT_TOKENS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,10 +72,11 @@ class DecodeRow:
 
 
 class Decode:
-    def __init__(self, service: StepTime, granule: int, *, kv_tokens: int = 0, distinct_tokens: bool = False) -> None:
-        """`kv_tokens`: size of the KV cache in real tokens; 0: unlimited. `distinct_tokens`: every token depends on its
-        response and position, which is slower."""
-        self.service, self.granule, self.kv_tokens, self._distinct = service, granule, kv_tokens, distinct_tokens
+    def __init__(self, service: StepTime, granule: int, *, kv_tokens: int = 0) -> None:
+        """`kv_tokens`: size of the KV cache in real tokens; 0: unlimited."""
+        self.service = service
+        self.granule = granule
+        self.kv_tokens = kv_tokens
         self.rows: dict[int, DecodeRow] = {}
         """Running and waiting responses by handle."""
         self.waiting: deque[tuple[DecodeRow, int]] = deque()
@@ -265,9 +253,6 @@ class Decode:
         counts, sent = new[rows], c[SENT][rows] + c[BASE][rows]
         ends = counts.cumsum()
         tokens = np.full(int(ends[-1]), FILLER, dtype=np.uint32)
-        if self._distinct:
-            positions = np.arange(len(tokens)) + np.repeat(sent - (ends - counts), counts)
-            tokens[:] = distinct_token(np.repeat(c[ID_TOKEN][rows], counts), positions)
         if not sent.all():
             begin = sent == 0
             tokens[(ends - counts)[begin]] = c[ID_TOKEN][rows][begin]

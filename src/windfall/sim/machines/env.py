@@ -1,13 +1,12 @@
 """A simulated environment: tasks are numbers, rewards are drawn by seed after a fixed time; there is no tokenizer. With
-several turns, it answers each of them but the last with an observation, after a drawn time (sim/core/sessions.py)."""
+several turns, it answers each of them but the last with an observation, after a drawn time (core/draws.py)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-from windfall.sim.core.draws import uniform
-from windfall.sim.core.sessions import SessionShape
+from windfall.sim.core.draws import SessionShape, uniform
 from windfall.sim.machines.decode import FILLER, OBSERVED, STOP
 from windfall.types import Feedback, Task, Turn
 

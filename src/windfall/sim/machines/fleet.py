@@ -22,9 +22,7 @@ from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario, service
 from windfall.sim.core.token_schedule import TokenSchedule
-from windfall.sim.machines import market
 from windfall.sim.machines.lender import LenderSpec, SimLender
-from windfall.sim.machines.market import Prices
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
 from windfall.step_time import StepTime
@@ -36,7 +34,7 @@ class Stay:
     """One machine from its start to its end: the time that is paid for."""
 
     name: str
-    prices: Prices
+    usd_per_h: float
     start_s: float
     end_s: float = math.inf
     joined: bool = False
@@ -44,6 +42,9 @@ class Stay:
 
 
 class SimFleet:
+    worker_class = SimWorker
+    lender_class = SimLender
+
     def __init__(self, scenario: Scenario, token_schedule: TokenSchedule, attend: Attend) -> None:
         self._scenario, self._token_schedule, self._attend = scenario, token_schedule, attend
         self._network = Network(scenario.real.sim.egress_bytes_per_s)
@@ -98,9 +99,6 @@ class SimFleet:
             )  # fmt: skip
             self._start(LOCAL, spec, started_s)
 
-    def stop_local(self) -> None:
-        self._kill(LOCAL)
-
     def _worker_spec(self, node: str, kind: MachineKind, terms: LeaseKind, usd_per_h: float) -> WorkerSpec:
         s = self._scenario.real.sim
         return WorkerSpec(
@@ -132,7 +130,7 @@ class SimFleet:
         life = next(self._starts.setdefault(node, count(1)))
         kinds = self._scenario.kinds
         kind = self._kinds.setdefault(node, kinds[len(self._kinds) % len(kinds)])
-        self._up[node] = stay = Stay(name=f"{node}.{life}", prices=kind.prices, start_s=now)
+        self._up[node] = stay = Stay(name=f"{node}.{life}", usd_per_h=kind.usd_per_h, start_s=now)
         self.stays.append(stay)
         asyncio.get_running_loop().call_later(self._scenario.real.sim.boot_s, self._booted, node, stay)
 
@@ -140,8 +138,7 @@ class SimFleet:
         if self._up.get(node) is not stay:
             return  # preempted while it booted
         stay.joined = True
-        price = stay.prices.at(asyncio.get_running_loop().time())
-        self._start(node, self._worker_spec(stay.name, self._kinds[node], "spot", price), stay.start_s)
+        self._start(node, self._worker_spec(stay.name, self._kinds[node], "spot", stay.usd_per_h), stay.start_s)
 
     # workers that stay or are autoscaled
 
@@ -195,16 +192,16 @@ class SimFleet:
     def _start_lender(self, node: str, *, slots: int, kv_tokens: int) -> None:
         now, life = asyncio.get_running_loop().time(), next(self._starts.setdefault(node, count(1)))
         kind = replace(self._scenario.worker, slots=slots, kv_tokens=kv_tokens)
-        stay = self._up[node] = Stay(name=f"{node}.{life}", prices=market.constant(0.0), start_s=now, joined=True)
+        stay = self._up[node] = Stay(name=f"{node}.{life}", usd_per_h=0.0, start_s=now, joined=True)
         self.lender_stays.append(stay)
         spec = replace(self._worker_spec(stay.name, kind, "borrowed", 0.0), lends=True)
-        lender = self.workers[node] = SimLender(
+        lender = self.workers[node] = self.lender_class(
             spec, self._lenders[node], self._token_schedule, self._attend, started_s=now
         )
         lender.dial()
 
     def _start(self, node: str, spec: WorkerSpec, started_s: float) -> None:
-        worker = self.workers[node] = SimWorker(spec, self._token_schedule, self._attend, started_s=started_s)
+        worker = self.workers[node] = self.worker_class(spec, self._token_schedule, self._attend, started_s=started_s)
         worker.dial()
 
     def take_down(self, node: str) -> None:

@@ -82,14 +82,13 @@ class SimLender(SimWorker):
     def _look(self) -> None:
         if self.finished:
             return
-        if not self.frozen:
-            self._flush_steps()
-            now = self._loop.time()
-            self._serve(now)
-            self._limit_memory()
-            self._share(now)
-            self._report()
-            self._resume_steps()
+        self._flush_steps()
+        now = self._loop.time()
+        self._serve(now)
+        self._limit_memory()
+        self._share(now)
+        self._report()
+        self._resume_steps()
         self._loop.call_later(TICK_S, self._look)
 
     def _serve(self, now: float) -> None:

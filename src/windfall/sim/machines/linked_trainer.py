@@ -1,12 +1,7 @@
 """A simulated trainer, with its end of a link: trainer/service.py in virtual time. It counts real tokens.
 
-    start ──▶ dial ──▶ [ a verb of verbs.py ]* ──▶ dial again when the link closes
-      ▲                                                   │
-      └── down_s ── killed, or the link closed between two updates of a step: restart from the last checkpoint
-
 One machine trains and, as the worker `local`, generates, but never both at once: a decode step or training order that
-has started is completed first. When the trainer is killed, `local` dies with it. When the link closes, the current
-order is completed, but its reply is lost: an update counts, and samples accumulated for the next update are dropped.
+has started is completed first.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ from windfall.sim.machines.worker import SimWorker
 from windfall.step_time import StepTime
 from windfall.training import CheckpointState, Report, Sample
 
-REDIAL_S = 0.2
 ENGINE = m.EngineSpec(
     model_config="{}", dtype="", kv_tokens=0, page_size=0, max_running=0, max_rows=0, deterministic=True, longest=0,
     wanted=0,
@@ -32,66 +26,45 @@ ENGINE = m.EngineSpec(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimWeights:
-    """The weights of a checkpoint or a trainer. A step that is trained again by another process gives other weights."""
-
     state: CheckpointState
     digest: str
 
 
 class LinkedTrainer:
     def __init__(
-        self, service: StepTime, token_schedule: TokenSchedule, *, save_s: float = 0.0, down_s: float = 0.0,
-        micro_tokens: int = 0, facts: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        self._service, self._token_schedule, self._save_s, self._down_s = service, token_schedule, save_s, down_s
-        self._micro_tokens, self._facts = micro_tokens, facts or {}
+        self,
+        service: StepTime,
+        token_schedule: TokenSchedule,
+        *,
+        save_s: float = 0.0,
+        micro_tokens: int = 0,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self._service = service
+        self._token_schedule = token_schedule
+        self._save_s = save_s
+        self._micro_tokens = micro_tokens
+        self._facts = facts or {}
         self.local: Callable[[], SimWorker | None] = lambda: None
         """Returns the worker on the same machine, if there is one."""
         self.attend: Callable[[Any, m.TrainerHello], Coroutine[Any, Any, None]] | None = None
         self.on_start: Callable[[float], None] = lambda started_s: None
         """Called when its process starts, with the time from which it is paid for."""
-        self.on_exit: Callable[[], None] = lambda: None
-        self.on_trained: Callable[[int, list[Sample]], None] = lambda step, samples: None
-        """Called after every completed step with all its samples."""
         self.trained_tokens = 0
         """Real tokens trained on so far."""
         self.starts = 0
-        self.saved = self.weights = SimWeights(state=CheckpointState(step=0, next_task=0), digest="v0")
-        self.published: set[str] = set()
-        """Digests of the versions that can be pulled: those that this process has published."""
+        self.weights = SimWeights(state=CheckpointState(step=0, next_task=0), digest="v0")
         self._began_s = 0.0
         self._link: SimLink | None = None
         self._process: asyncio.Task[None] | None = None
         self._attending: asyncio.Task[None] | None = None
-        self._samples: list[Sample] = []
-        self._updated_samples = self._updates = 0
-        """Number of samples that were part of an update, and number of updates since the last complete step."""
-        self._completed: CheckpointState | None = None
-        """The state after a step that is not published yet."""
-
-    # its process
+        self._drop_samples()
 
     def start(self, began_s: float = 0.0) -> None:
-        """Start a process with the weights of the last checkpoint."""
         self.starts += 1
-        self.weights, self._began_s, self.published = self.saved, began_s, {self.saved.digest}
-        self._drop_samples()
+        self._began_s = began_s
         self.on_start(began_s)
         self._process = asyncio.get_running_loop().create_task(self._run(), name="trainer")
-
-    def kill(self, why: str = "killed") -> None:
-        """Kill the process. The next one starts after `down_s`."""
-        if self._process is not None:
-            self._process.cancel()
-            self._die(why)
-
-    def _die(self, why: str) -> None:
-        loop = asyncio.get_running_loop()
-        self._process = None
-        self.published = set()
-        self.cut(why)
-        self.on_exit()
-        loop.call_later(self._down_s, self.start, loop.time())
 
     def cut(self, why: str) -> None:
         """Close the link."""
@@ -101,16 +74,8 @@ class LinkedTrainer:
             self._orders.put_nowait(None)
 
     async def _run(self) -> None:
-        while True:
-            self._dial()
-            await self._serve()
-            if self._completed is not None:
-                self._publish()
-            if self._updates:
-                self._die("its weights belong to no version")
-                return
-            self._drop_samples()
-            await asyncio.sleep(REDIAL_S)
+        self._dial()
+        await self._serve()
 
     def _dial(self) -> None:
         loop = asyncio.get_running_loop()
@@ -157,12 +122,10 @@ class LinkedTrainer:
                 return self._publish()
             case m.Save():
                 await self._work(self._save_s)
-                self.saved = self.weights
                 return m.Saved(path="nowhere")
         raise AssertionError(f"unexpected message {type(order).__name__}")
 
     async def _update(self, order: m.OptimStep) -> m.Optimized:
-        self._updates += 1
         await self._work(self._service.update_s)
         part, self._updated_samples = self._samples[self._updated_samples :], len(self._samples)
         if order.step is not None:
@@ -174,16 +137,15 @@ class LinkedTrainer:
         assert state is not None, "no step is complete"
         digest = f"v{state.step}" if self.starts < 2 else f"v{state.step} of process {self.starts}"
         self.weights = SimWeights(state=state, digest=digest)
-        self.published.add(digest)
-        self.on_trained(state.step, self._samples)
         self._drop_samples()
         return m.PublishedVersion(version=state.step, digest=digest)
 
     def _drop_samples(self) -> None:
-        self._samples = []
+        self._samples: list[Sample] = []
         self._updated_samples = 0
-        self._updates = 0
-        self._completed = None
+        """Number of samples that were part of an update."""
+        self._completed: CheckpointState | None = None
+        """The state after a step that is not published yet."""
 
     async def _work(self, seconds: float) -> None:
         if seconds <= 0:

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from windfall.errors import WindfallError
 from windfall.events.log import Event
@@ -186,7 +185,12 @@ def write(rows: Sequence[VariantResult], folder: Path) -> Path:
 
 def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None) -> None:
     chosen = variants.names(names)
-    with output_folder(out) as folder, _bar(recipe, len(chosen) * seeds) as progress:
+    with output_folder(out) as folder, Console().status("") as status:
+
+        def progress(name: str, seed: int, event: Event) -> None:
+            if event["name"] == "step":
+                status.update(f"{name}, seed {seed}: step {event['step']}, {event['m']:,.0f} virtual s")
+
         done = compare(recipe, chosen, seeds, folder, progress)
     rows = done.rows
     for row in rows:
@@ -204,30 +208,3 @@ def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None) -> None:
     )
     if out is not None:
         print(f"written: {write(rows, out)}")
-
-
-@contextmanager
-def _bar(recipe: Recipe, runs: int) -> Iterator[OnEvent | None]:
-    """A progress bar that shows virtual time next to wall time. Progress is counted in steps, or in virtual seconds if
-    these are limited."""
-    console = Console()
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[virtual]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        limit_s = recipe.sim.seconds
-        task = bar.add_task("", total=runs * (limit_s or recipe.run.steps), virtual="")
-        updated = 0.0
-        done: dict[tuple[str, int], float] = {}
-
-        def on_event(name: str, seed: int, event: Event) -> None:
-            nonlocal updated
-            done[name, seed] = event["m"] if limit_s else max(done.get((name, seed), 0), event.get("step", 0))
-            now = time.perf_counter()
-            if now - updated > 0.1:
-                updated = now
-                text = f"{name}, seed {seed}"
-                bar.update(task, completed=sum(done.values()), description=text, virtual=f"{event['m']:,.0f} virtual s")
-
-        yield on_event

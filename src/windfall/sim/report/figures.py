@@ -9,7 +9,6 @@ cover only the steps that every run has completed. In each of these steps, all r
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -60,11 +59,6 @@ class Figures:
     """The last advice for each kind of worker."""
 
     @property
-    def step_spread_s(self) -> float:
-        """Standard deviation of the step times, in seconds."""
-        return statistics.pstdev(self.step_s)
-
-    @property
     def step_mean_s(self) -> float:
         return statistics.mean(self.step_s)
 
@@ -86,53 +80,28 @@ def figures(log: Path, scenario: Scenario, stays: Sequence[Stay], *, last: int |
     events = read(log)
     skip = scenario.real.sim.skip_steps
     steps = completed_steps(events, scenario)[:last]
-    since_s = _first_end_s(log, skip) if any(e["name"] == "void" for e in events) else None
     start_s, end_s = steps[skip]["m"] - steps[skip]["s"], steps[-1]["m"]
-    if since_s is not None:
-        start_s += since_s - (steps[skip]["t"] - steps[skip]["s"])
-    more_usd, unjoined_usd, unjoined_s = 0.0, 0.0, 0.0
+    usd = unjoined_s = 0.0
     for stay in stays:
-        from_s, to_s = max(stay.start_s, start_s), min(stay.end_s, end_s)
-        if to_s > from_s and stay.joined:  # its bill uses the price at which the worker joined
-            joined_usd_per_h = stay.prices.at(stay.start_s + scenario.real.sim.boot_s)
-            more_usd += stay.prices.between(from_s, to_s) - joined_usd_per_h * (to_s - from_s) / 3600
-        elif to_s > from_s:
-            unjoined_usd += stay.prices.between(from_s, to_s)
-            unjoined_s += to_s - from_s
-    more_usd += unjoined_usd
-    result = from_events(events, skip=skip, last=last, granule=scenario.granule, more_usd=more_usd, since_s=since_s)
+        seconds = min(stay.end_s, end_s) - max(stay.start_s, start_s)
+        if seconds > 0 and not stay.joined:
+            usd += stay.usd_per_h * seconds / 3600
+            unjoined_s += seconds
+    result = from_events(events, skip=skip, last=last, granule=scenario.granule, more_usd=usd)
     return replace(result, unjoined_s=unjoined_s)
 
 
-def _first_end_s(log: Path, step: int) -> float:
-    """When this step first ended, even if it was trained again later. For step 0: when the run began."""
-    times = {}
-    for line in log.read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
-        if event["name"] == "start" or (event["kind"], event["name"]) == ("scalar", "step"):
-            times.setdefault(0 if event["name"] == "start" else event["step"], event["t"])
-    return times[step]
-
-
 def from_events(
-    events: Sequence[Event],
-    *,
-    skip: int,
-    last: int | None = None,
-    granule: int = 1,
-    more_usd: float = 0.0,
-    since_s: float | None = None,
+    events: Sequence[Event], *, skip: int, last: int | None = None, granule: int = 1, more_usd: float = 0.0
 ) -> Figures:
     """The figures of any run, real or simulated, from its log alone. The first `skip` steps and those after step `last`
-    are left out; at least one must remain. `since_s`: count from this time, including the cost of steps that had to be
-    trained again."""
+    are left out; at least one must remain."""
     all_steps = steps_of(events)[:last]
     steps = all_steps[skip:]
-    start_s, end_s = steps[0]["t"] - steps[0]["s"] if since_s is None else since_s, steps[-1]["t"]
-    void = [e for e in events if e["name"] == "void" and start_s < e["t"] <= end_s] if since_s is not None else []
-    tokens = sum(e["trained"] for e in steps) * granule if void else _tokens(all_steps, skip)
+    start_s, end_s = steps[0]["t"] - steps[0]["s"], steps[-1]["t"]
+    tokens = _tokens(all_steps, skip)
     seconds = end_s - start_s
-    bill = sum((msgspec.convert(e["bill"], Totals) for e in (*steps, *void)), Totals())
+    bill = sum((msgspec.convert(e["bill"], Totals) for e in steps), Totals())
     trainer = bill.holders.get("trainer", Account())
     others = [a for h, a in bill.holders.items() if h != "trainer"]
     usd = bill.all.total_usd + more_usd

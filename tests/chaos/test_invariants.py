@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.trial import trial
 from windfall import training
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.ledger import journal_format
@@ -30,7 +31,6 @@ from windfall.controller.scheduling.members import Members, VersionWindow, Worke
 from windfall.controller.scheduling.placement import Placement
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
-from windfall.sim.chaos.trial import trial
 from windfall.training import TrainerLost
 
 FAULTS, SEEDS = 120, 16

@@ -4,19 +4,19 @@
 - again: no accepted token is generated again, except what a controller accepted at the very moment it was killed;
 - version: with staleness 0, all tokens of a step come from one version, and work is assigned only to a worker that has
   reported, on that link, that it holds this version with this digest. With more: window, bound, twice and lost
-  (sim/chaos/staleness_invariants.py);
+  (tests/chaos/staleness_invariants.py);
 - holder: a running response is held by one worker that is connected and ready (or pausing, or draining), and no worker
   stays a member that is silent, or whose pull hangs, for longer than the recipe allows;
 - borrowed: no more than `fleet.borrowed_max` lenders hold responses;
 - batch: a step that is trained again from an older checkpoint gets the same samples; no response is in it twice, and
   none whose reward is missing (`missing`);
-- bill: every second of every worker is in exactly one bill (sim/chaos/bill_invariant.py lists the exceptions);
+- bill: every second of every worker is in exactly one bill (tests/chaos/bill_invariant.py lists the exceptions);
 - level: after a step, the controller keeps nothing of that step, and of later ones no more than admission allows;
 - progress: a token is accepted, or a step completed, within PROGRESS_S.
 
 Cheap checks run whenever something has changed; what has not changed is not checked again. windfall's own `check()`
 of ledger and members is part of this. To add an invariant, add a check to `Invariants` that raises `InvariantBroken`
-with its name, and a mutant that breaks it to tests/sim/chaos/test_invariants.py.
+with its name, and a mutant that breaks it to tests/chaos/test_invariants.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from typing import Any
 
 import xxhash
 
+from tests.chaos import InvariantBroken
+from tests.chaos.inject import FaultInjector, FaultyLink, distinct_token
+from tests.chaos.staleness_invariants import StalenessInvariants
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.ledger.ledger import LedgerEntry
 from windfall.controller.rollout.dispatch import Dispatch
@@ -35,12 +38,9 @@ from windfall.controller.rollout.stream import Rollout
 from windfall.controller.scheduling.members import WorkerState
 from windfall.events.log import Event
 from windfall.link import messages as m
-from windfall.sim.chaos import InvariantBroken
-from windfall.sim.chaos.inject import FaultInjector, FaultyLink
-from windfall.sim.chaos.staleness_invariants import StalenessInvariants
 from windfall.sim.core import loop as loops
 from windfall.sim.core.token_schedule import id_token_of
-from windfall.sim.machines.decode import OBSERVED, STOP, distinct_token
+from windfall.sim.machines.decode import OBSERVED, STOP
 from windfall.training import Sample
 
 PROGRESS_S = 600.0

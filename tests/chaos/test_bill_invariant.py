@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.chaos import InvariantBroken, bill_invariant
 from windfall.controller.cost.accounts import Accounts
-from windfall.sim.chaos import InvariantBroken, bill_invariant
 from windfall.types import LOCAL
 
 BILLED_S, CONTROLLER_S, JOINED_S, DOWN_S, END_S = 10.0, 11.0, 12.0, 2.0, 20.0

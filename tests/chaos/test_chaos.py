@@ -1,6 +1,6 @@
 """Thousands of faults on small simulated runs, with every invariant checked after every callback: no invariant breaks.
 
-`windfall sim chaos --seed S --seeds 1` replays a seed. test_invariants.py shows that each invariant can fail. Not
+`python -m tests.chaos --seed S --seeds 1` replays a seed. test_invariants.py shows that each invariant can fail. Not
 covered here: responses of several turns (tests/rollout/test_kill_everywhere.py), bytes on a socket, real processes and
 real weights (tests/runs/test_soak.py), a full disk (tests/controller/test_process.py), a machine that loses written
 data.
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos import trial as trials
+from tests.chaos.faults import KINDS
+from tests.chaos.trial import TrialResult, trial
 from windfall.controller.scheduling.placement import Placement
 from windfall.errors import WindfallError
-from windfall.sim.chaos import trial as trials
-from windfall.sim.chaos.faults import KINDS
-from windfall.sim.chaos.trial import TrialResult, trial
 
 FAULTS = 500
 SEEDS_PER_TEST = 3
@@ -30,7 +30,7 @@ def run_trials(first: int, count: int, faults: int, folder: Path) -> list[TrialR
     done = []
     for seed in range(first, first + count):
         done.append(trial(seed, faults=faults, folder=folder))
-        command_line = f"windfall sim chaos --seed {seed} --seeds 1 --faults {faults}"
+        command_line = f"python -m tests.chaos --seed {seed} --seeds 1 --faults {faults}"
         assert done[-1].broken is None, f"{command_line}: {done[-1].broken}"
     return done
 
@@ -63,7 +63,7 @@ def test_same_seed_gives_the_same_log_in_every_process(tmp_path: Path) -> None:
     done = trial(3, faults=150, folder=tmp_path / "here")
     assert min(done.controllers, done.trainers) > 1
     code = (
-        "import sys; from pathlib import Path; from windfall.sim.chaos.trial import trial;"
+        "import sys; from pathlib import Path; from tests.chaos.trial import trial;"
         "trial(3, faults=150, folder=Path(sys.argv[1]))"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7"}
@@ -89,5 +89,5 @@ def test_command_prints_how_to_replay_a_broken_invariant(
         WindfallError, match=r"seed 0: level: the controller still holds after step 1: .*groups with pages"
     ) as e:
         trials.main(seeds=3, seed=0, faults=60)
-    assert "windfall sim chaos --seed 0 --seeds 1 --faults 60" in e.value.fix
+    assert "python -m tests.chaos --seed 0 --seeds 1 --faults 60" in e.value.fix
     assert '"name": "step"' in capsys.readouterr().out, "the last events"

@@ -17,12 +17,12 @@ from array import array
 from collections.abc import Iterator, Mapping
 from itertools import chain, repeat
 
+from tests.chaos import InvariantBroken
+from tests.chaos.inject import FaultInjector, FaultyLink
 from windfall.controller.ledger.ledger import LedgerEntry
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.stream import seed_of
 from windfall.controller.scheduling.admission import Admission
-from windfall.sim.chaos import InvariantBroken
-from windfall.sim.chaos.inject import FaultInjector, FaultyLink
 from windfall.sim.core.draws import uniform
 from windfall.sim.core.token_schedule import id_token_of
 from windfall.training import Sample

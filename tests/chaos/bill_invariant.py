@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
+from tests.chaos import InvariantBroken
 from windfall.controller.cost.bill import Holder, Totals
-from windfall.sim.chaos import InvariantBroken
 from windfall.sim.machines.fleet import Stay
 from windfall.types import LOCAL
 

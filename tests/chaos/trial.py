@@ -1,4 +1,4 @@
-"""`windfall sim chaos`: trials with several seeds. It prints the injected faults by kind and the verdict, and if an
+"""`python -m tests.chaos`: trials with several seeds. It prints the injected faults by kind and the verdict, and if an
 invariant is broken, the seed and the last events before that.
 
 A trial is a small run and its faults, both drawn from one seed. Every invariant is checked after every callback.
@@ -21,18 +21,21 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.chaos import InvariantBroken, bill_invariant
+from tests.chaos.faults import KINDS, Fault, draw
+from tests.chaos.inject import FaultInjector
+from tests.chaos.invariants import Invariants, compare
+from tests.support.restarts import RestartingSimulation
+from tests.support.virtual_loop import CheckedLoop
 from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.providers.trace_formats import Change
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
-from windfall.sim.chaos import InvariantBroken, bill_invariant
-from windfall.sim.chaos.faults import KINDS, Fault, draw
-from windfall.sim.chaos.inject import FaultInjector
-from windfall.sim.chaos.invariants import Invariants, compare
 from windfall.sim.core import run, scenario
 from windfall.sim.core.draws import uniform
 from windfall.sim.report.compare import output_folder
@@ -81,8 +84,8 @@ def main(*, seeds: int, seed: int, faults: int, out: Path | None = None) -> None
     last = done[-1]
     if last.broken is not None:
         print("\n".join(["the last events:", *last.last_events]))
-        again = f"windfall sim chaos --seed {last.seed} --seeds 1 --faults {faults} --out chaos"
-        raise WindfallError(f"seed {last.seed}: {last.broken}", where="windfall sim chaos", fix=f"Replay it: {again}")
+        again = f"python -m tests.chaos --seed {last.seed} --seeds 1 --faults {faults} --out chaos"
+        raise WindfallError(f"seed {last.seed}: {last.broken}", where="tests.chaos", fix=f"Replay it: {again}")
     print(f"passed: no invariant was broken in {_count(len(done), 'run')} ({time.perf_counter() - began:.1f} s)")
 
 
@@ -102,12 +105,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def _pick(seed: int, name: str, *choices: Any) -> Any:
+    return choices[int(uniform(f"{seed}/recipe/{name}") * len(choices))]
+
+
 def recipe(seed: int) -> Recipe:
     """A small run. Its shape, algorithm, techniques and delays depend on the seed."""
 
-    def pick(name: str, *choices: Any) -> Any:
-        return choices[int(uniform(f"{seed}/recipe/{name}") * len(choices))]
-
+    pick = partial(_pick, seed)
     staleness = pick("staleness", 0, 0, 1, 2, 4)
     sections = {
         "run": {"steps": STEPS, "seed": seed, "deterministic": staleness == 0 and pick("order", True, False)},
@@ -130,7 +135,6 @@ def recipe(seed: int) -> Recipe:
             "observation_sigma": 0.5,
             "median_tokens": 16.0, "reward_s": pick("reward", 0.0, 0.05), "save_s": pick("save", 0.0, 0.1),
             "trainer_slots": 8, "worker_slots": pick("slots", 2, 6), "worker_spread": 0.3,
-            "trainer_down_s": pick("trainer", 0.5, 2.0), "controller_down_s": pick("controller", 0.2, 1.0),
             "trainer": {"fixed_s": 0.03, "each_s": 0.002, "prefill_s": 1e-4, "train_s": 0.0004, "update_s": 0.05},
             "worker": {"fixed_s": 0.03, "each_s": 0.002, "prefill_s": 1e-4},
             "lenders": pick("lenders", None, None, None, LENDERS, LENDERS | {"requests_per_s": 6.0, "peak": 8.0}),
@@ -186,6 +190,15 @@ def _check_ended(small_run: Recipe, disturbed: _ChaosRun, calm_log: Path | None)
     return None
 
 
+class ChaosLoop(CheckedLoop):
+    def run_forever(self) -> None:
+        """Check nothing while the tasks that are left are cancelled."""
+        try:
+            super().run_forever()
+        finally:
+            self.between(None)
+
+
 class _ChaosRun:
     """A simulated run with its faults and invariants."""
 
@@ -204,7 +217,10 @@ class _ChaosRun:
         changes = tuple(Change(at_s=0.0, node=f"n{n + 1}", up=True) for n in range(self._recipe.trace.nodes))
         built = replace(scenario.build(self._recipe), changes=changes, trace_s=float("inf"))
         try:
-            run.simulate(built, self.log, sink=self._on_event, disturb=self._start, journal=True, between=self._check)
+            loop = ChaosLoop()
+            loop.between(self._check)
+            options = {"make": RestartingSimulation, "loop": loop}
+            run.simulate(built, self.log, sink=self._on_event, disturb=self._start, **options)
         except InvariantBroken as e:
             return e
         except Exception as e:  # fault boundary: any error in windfall is reported together with its seed
@@ -217,8 +233,11 @@ class _ChaosRun:
         stays = [*self.simulation.stays, *self.simulation.fleet.lender_stays]
         bill_invariant.check(self.log, *starts, stays)
 
-    def _start(self, simulation: run.Simulation) -> None:
+    def _start(self, simulation: RestartingSimulation) -> None:
         self.simulation = simulation
+        seed = self._recipe.run.seed
+        simulation.trainer.down_s = _pick(seed, "trainer", 0.5, 2.0)
+        simulation.controller_down_s = _pick(seed, "controller", 0.2, 1.0)
         self.injector = FaultInjector(simulation, self._faults, self._count)
         self.invariants = Invariants(self.injector)
 

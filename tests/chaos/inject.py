@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,14 +17,15 @@ from typing import Any, cast
 
 import msgspec
 
+from tests.chaos.faults import Fault, FaultKind
+from tests.support.restarts import RestartingSimulation, lose_controller
+from tests.support.virtual_loop import CheckedLoop
 from windfall.events.log import Event
 from windfall.link import messages as m
-from windfall.sim.chaos.faults import Fault, FaultKind
 from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
-from windfall.sim.core.loop import VirtualLoop
-from windfall.sim.core.run import Simulation
 from windfall.sim.core.token_schedule import id_token_of
+from windfall.sim.machines.decode import FILLER
 from windfall.sim.machines.worker import SimWorker
 from windfall.types import LOCAL, Feedback, Task, Turn
 
@@ -34,8 +36,18 @@ FOREVER_S = 8.0
 MISSING_REWARDS = 0.03
 """Share of responses that never get a reward."""
 SLOW_FACTOR = 20.0
+DISTINCT_TOKENS = 1 << 20
 MACHINE_FAULTS = ("kill", "notice", "false_notice", "freeze", "slow", "hang", "reject")
 """Faults that do not strike the trainer's machine."""
+
+
+def distinct_token(id_token: int, position: int) -> int:
+    """A token that depends on its response and position, and is neither a filler nor a stop.
+
+    >>> distinct_token(7, 3) == distinct_token(7, 3) != distinct_token(7, 4)
+    True
+    """
+    return FILLER + 1 + (id_token + 7919 * position) % DISTINCT_TOKENS
 
 
 class LinkFaults:
@@ -91,6 +103,7 @@ class FaultyLink(SimLink):
         if not isinstance(message, m.Tokens):
             super().send_to_controller(message)
             return
+        message = self._distinct(message)
         self._record_versions(message)
         if faults.pending["echo"]:
             faults.pending["echo"] = 0
@@ -120,6 +133,17 @@ class FaultyLink(SimLink):
             for n in range(position, position + count):
                 injector.generated.setdefault((id_token, n), set()).add(self.loaded or (-1, ""))
 
+    def _distinct(self, frame: m.Tokens) -> m.Tokens:
+        """The frame with a token of its own in every position instead of fillers, so that it can be checked."""
+        tokens, injector, n = array("I", frame.tokens), self._injector, 0
+        counts = frame.counts or (1,) * len(frame.handles)
+        for handle, position, count in zip(frame.handles, frame.positions, counts, strict=True):
+            id_token = injector.responses.get((injector.simulation.controller_starts, handle), -1)
+            for at in range(position, position + count):
+                tokens[n] = distinct_token(id_token, at) if tokens[n] == FILLER else tokens[n]
+                n += 1
+        return msgspec.structs.replace(frame, tokens=tokens.tobytes())
+
     def _load_error(self, load: m.Load) -> str:
         """Why these weights cannot be loaded. Empty: they can."""
         if self._faults.pending["refuse"]:
@@ -135,7 +159,7 @@ class FaultyLink(SimLink):
         faults.cut_after -= 1
         if faults.cut_after < 0:
             faults.cut_after = None
-            self.lose_controller("the network failed")
+            lose_controller(self, "the network failed")
 
 
 class FlakyEnv:
@@ -165,7 +189,7 @@ class FlakyEnv:
 
 
 class FaultInjector:
-    def __init__(self, simulation: Simulation, faults: Iterator[Fault], count: int) -> None:
+    def __init__(self, simulation: RestartingSimulation, faults: Iterator[Fault], count: int) -> None:
         """Inject the first `count` of these faults. With 0, nothing fails but the rewards that are always missing."""
         self.simulation = simulation
         self.done = Counter[str]()
@@ -187,9 +211,8 @@ class FaultInjector:
         self._link_faults: dict[str, LinkFaults] = {}
         """Pending link faults by node."""
         self._fleet = simulation.fleet
-        self._loop = cast(VirtualLoop, asyncio.get_running_loop())
+        self._loop = cast(CheckedLoop, asyncio.get_running_loop())
         self.env = simulation.env = FlakyEnv(simulation.env, simulation.scenario.recipe.run.seed)
-        simulation.token_schedule.distinct_tokens = True
         self._fleet.make_link = partial(FaultyLink, self)
         if count:
             self._schedule_next()

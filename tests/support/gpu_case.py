@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from tests.support import reference_kernels  # noqa: F401  # GraphEngine also runs on a CPU
 from tests.support.small_models import MODELS, SHAPE, build, logprobs, tokens
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.splits import PrefixSharing

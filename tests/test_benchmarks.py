@@ -181,11 +181,11 @@ def test_budget_on_paper_is_shown_for_every_model(capsys: pytest.CaptureFixture[
 
 
 def test_affinity_saves_most_of_the_prefill_in_the_benchmark_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "VARIANTS", {n: agents.VARIANTS[n] for n in ("affinity, kept", "round robin")})
-    kept, round_robin = agents.simulated(4, groups=1, cache=48_000)
-    assert kept.sampled == round_robin.sampled
-    assert kept.computed < 0.8 * round_robin.computed
-    assert kept.saved > 0.7 > round_robin.saved
+    monkeypatch.setattr(agents, "VARIANTS", {n: agents.VARIANTS[n] for n in ("affinity", "round robin")})
+    affinity, round_robin = agents.simulated(4, groups=1, cache=48_000)
+    assert affinity.sampled == round_robin.sampled
+    assert affinity.computed < 0.5 * round_robin.computed
+    assert affinity.saved > 0.85 > round_robin.saved
     assert agents.Workload().prefill_share == pytest.approx(0.8, abs=0.03)
 
 
@@ -194,8 +194,8 @@ def test_real_engines_in_the_benchmark_of_agents() -> None:
     work = agents.Workload(sessions=2, turns=2, prompt=32, sampled=4, observed=8, env_s=0.01)
 
     def measure(vocabulary: int) -> Any:
-        engines, slots = agents.make_engines(args, work, 0.5)
-        return asyncio.run(agents.measure("affinity, kept", engines, slots, work, {}, vocabulary))
+        engines, slots = agents.make_engines(args, work)
+        return asyncio.run(agents.measure("affinity", engines, slots, work, {}, vocabulary))
 
     assert agents.vocabulary_of(args, work) == 99
     row = measure(99)

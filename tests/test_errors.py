@@ -139,7 +139,6 @@ def test_failing_callback_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None
         return 0
 
     monkeypatch.setattr("windfall.worker.controller_client.ControllerClient._serve_links", live)
-    monkeypatch.setattr("windfall.worker.startup.prepare", lambda device, threads: "cpu")
     monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"it ended with {code}"))
     with pytest.raises(KeyError, match="unexpected"):
         worker.main(
@@ -160,15 +159,13 @@ async def run(self, clouds=()):
     return 3
 
 ControllerClient.run = run
-worker.StartupThread.__init__ = lambda self, device, threads, *, vllm: None
-worker.detect_device = lambda device: (1, "a device")
 worker.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
             price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0)
 """
 
 
 def test_worker_with_a_hanging_pull_still_ends() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGS], timeout=30, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", HANGS], timeout=120, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "it is over\n"), done.stderr
 
 

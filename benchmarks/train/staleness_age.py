@@ -1,4 +1,4 @@
-"""How old trained responses are if the lead over the trainer is measured (scheduling/admission.py), and if it is the bound.
+"""How old trained responses are if the lead over the trainer is measured (admission.py), and if it is the bound.
 
     python benchmarks/train/staleness.py age [--steps 44] [--bounds 2] [--jobs 2]     simulated
     python benchmarks/train/staleness.py age --nodes 2 --leads 96 48 24 [--slots 64]  simulated; also constant leads

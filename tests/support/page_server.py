@@ -30,4 +30,5 @@ async def main(run: Path) -> None:
         feed.tick()
 
 
-asyncio.run(main(Path(sys.argv[1])))
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

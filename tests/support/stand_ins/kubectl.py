@@ -48,4 +48,5 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
         sys.exit(f"The connection to the server {url} was refused: {e}")
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

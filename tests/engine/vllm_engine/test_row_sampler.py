@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from windfall.engine.cuda.sampling import RowSampler
 from windfall.engine.torch import sampler
+from windfall.engine.vllm.sampling import RowSampler
 from windfall.types import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windfall.engine.blocks import BlockTenant, MemoryBlocks, TenantPages, layout
+from windfall.engine.blocks import MemoryBlocks, TenantPages, layout
 from windfall.engine.pages import ROOT, key_of
 from windfall.serve.memory_policy import MemoryPolicy
 
@@ -44,13 +43,6 @@ class Tenants:
             for p in range(b * self.blocks.layout.granules, (b + 1) * self.blocks.layout.granules)
         }
         assert not ours & {p for s in self.held["rollout"] for p in s}, "the rollout holds a page in serving's memory"
-
-
-class Weights(BlockTenant):
-    tenant, last_resort = "weights", True
-
-    def __init__(self, give_up: Callable[[int], int]) -> None:
-        self.yield_blocks = give_up
 
 
 def test_layout_fits_pages_of_both() -> None:
@@ -124,55 +116,3 @@ def test_serving_is_never_refused_a_page_that_the_rollout_holds(seed: int, block
             policy.begin_step(t.serving.held_blocks)
         t.held = {name: [s for s in held if s or name == "serving"] for name, held in t.held.items()}
         t.check()
-
-
-def test_the_last_blocks_are_reserved_unless_one_is_in_use() -> None:
-    t = Tenants(8)
-    given: list[str] = []
-
-    def give_up(count: int) -> int:
-        held = t.blocks.of("weights")
-        for block in held:
-            t.blocks.give_back("weights", block)
-        given.append(f"{count} of {len(held)}")
-        return len(held)
-
-    t.blocks.join(Weights(give_up))
-    pages = [p for _ in range(6 * t.serving.per_block) if (p := t.serving.allocate()) is not None]
-    t.held["serving"].append(pages)
-    assert t.blocks.reserve("weights", 2), "low blocks are used first"
-    assert t.blocks.of("weights") == {6, 7}
-    give_up(1)
-    assert not t.blocks.reserve("weights", 3), "block 5 is in use"
-    assert t.blocks.held("weights") == 0
-    last = [p for p in pages if p in t.serving.pages_of(5)]
-    t.serving.register(last[0], key := key_of(ROOT, (1, 2, 3, 4)))
-    t.serving.release(last)
-    t.held["serving"] = [[p for p in pages if p not in last]]
-    assert t.blocks.reserve("weights", 3), "cached pages do not count"
-    assert t.serving.find(key) is None
-    t.check()
-    assert not t.blocks.reserve("weights", 9)
-
-
-def test_weights_are_taken_after_the_pages_of_the_rollout() -> None:
-    t = Tenants(6)
-    order: list[str] = []
-
-    def give_up(count: int) -> int:
-        order.append("weights")
-        for block in t.blocks.of("weights"):
-            t.blocks.give_back("weights", block)
-        return count
-
-    t.blocks.join(Weights(give_up))
-    assert t.blocks.reserve("weights", 2)
-    t.held["rollout"] = [[p for _ in range(4 * t.rollout.per_block) if (p := t.rollout.allocate()) is not None]]
-    assert t.serving.free == 6 * t.serving.per_block, "serving can have all of them"
-    for n in range(6 * t.serving.per_block):
-        before = t.evicted
-        assert t.serving.allocate() is not None
-        order += ["rollout"] * (t.evicted - before)
-        assert not order or order[0] == "rollout", n
-    assert order == ["rollout", "weights"]
-    assert t.serving.allocate() is None

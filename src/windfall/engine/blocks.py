@@ -5,10 +5,8 @@ Rules that always hold (`check()`):
 - a block that a tenant gets after another tenant had it is *dirty* until its memory is cleared;
 - a tenant with priority is refused a block only if it holds all of them itself.
 
-A tenant with priority may make others give up blocks in use (`BlockTenant.yield_blocks`); those that are a last resort
-only when the others have nothing left. The tenant that is called must not be in the middle of a step.
-
-Low blocks are used first. So the last ones are often free, and a tenant can `reserve` them as one range.
+A tenant with priority may make others give up blocks in use (`BlockTenant.yield_blocks`). The tenant that is called
+must not be in the middle of a step.
 
 `TenantPages` are the pages of one tenant's KV cache, carved from its blocks. A page's number is that of its first
 granule in the memory, so the pages of a tenant are not consecutive.
@@ -67,7 +65,6 @@ class BlockTenant:
     tenant = ""
     """Its name."""
     priority = False
-    last_resort = False
 
     def idle_blocks(self) -> int:
         """Number of its blocks that hold nothing in use."""
@@ -80,10 +77,6 @@ class BlockTenant:
     def yield_blocks(self, count: int) -> int:
         """Give back `count` blocks at any price, or all. Returns how many."""
         return 0
-
-    def vacate(self, blocks: frozenset[int], dry: bool) -> bool:
-        """Give these blocks back unless one is in use, and return whether that was done. `dry`: whether it would be."""
-        return False
 
 
 class MemoryBlocks:
@@ -132,20 +125,8 @@ class MemoryBlocks:
         """A block at any price: other tenants give up what they use. None if they have none."""
         assert self._tenants[tenant].priority, f"{tenant} has no priority"
         if not self._free:
-            any(other.yield_blocks(1) for other in sorted(self._others(tenant), key=lambda other: other.last_resort))
+            any(other.yield_blocks(1) for other in self._others(tenant))
         return self._own(tenant, min(self._free)) if self._free else None
-
-    def reserve(self, tenant: str, count: int) -> bool:
-        """Take the last `count` blocks: all of them, or none if one is in use."""
-        wanted = frozenset(range(self.layout.count - count, self.layout.count))
-        owners = [(self._tenants[name], wanted & own) for name, own in self._owned.items() if wanted & own]
-        if count > self.layout.count or not all(t.vacate(held, True) for t, held in owners):
-            return False
-        for t, held in owners:
-            t.vacate(held, False)
-        for block in wanted:
-            self._own(tenant, block)
-        return True
 
     def _others(self, tenant: str) -> list[BlockTenant]:
         return [other for name, other in self._tenants.items() if name != tenant]
@@ -266,13 +247,6 @@ class TenantPages(Pages, BlockTenant):
         if idle:
             self._drop(idle)
         return len(idle)
-
-    def vacate(self, blocks: frozenset[int], dry: bool) -> bool:
-        if any(self._held_in[b] for b in blocks):
-            return False
-        if not dry:
-            self._drop(sorted(blocks))
-        return True
 
     def _drop(self, blocks: Sequence[int]) -> None:
         gone = {page for block in blocks for page in self.pages_of(block)}

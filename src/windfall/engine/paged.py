@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from windfall.engine.cuda.ready_weights import ReadyWeights
-    from windfall.engine.torch.arena import Tail, TenantKV
+    from windfall.engine.torch.arena import TenantKV
 
 Shape = tuple[int, int, bool]
 """Rows of a step, the tokens that they attend to, and whether it has a prefill."""
@@ -51,8 +51,6 @@ class PagedEngine(Engine):
     """How long the device took for that launch (seconds); None: no launch, or it is not known."""
     ready_weights: ReadyWeights | None = None
     """Host memory from which the weights get to the device; None: they are copied there directly."""
-    weight_blocks: Tail | None = None
-    """The blocks of shared memory in which the weights are; None: they have memory of their own."""
 
     def __init__(self, model: Any, scheduler: Scheduler, *, version: int, limit: int, kv: TenantKV | None) -> None:
         """`kv`: pages in memory that another engine shares."""

@@ -8,31 +8,26 @@ import pytest
 import torch
 
 from tests.support.small_models import build, drain, requests, tokens
-from windfall.engine.cuda import ready_weights
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.cuda.ready_weights import ALIGN, ReadyWeights, weight_bytes
+from windfall.engine.cuda.ready_weights import ALIGN, ReadyWeights
 from windfall.errors import WindfallError
 from windfall.weights.merged import MergedWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def ready(model: Any, memory: torch.Tensor | None = None) -> ReadyWeights:
-    return ReadyWeights(model.config.to_dict(), dtype=torch.float32, device=DEVICE, memory=memory)
+def ready(model: Any) -> ReadyWeights:
+    return ReadyWeights(model.config.to_dict(), dtype=torch.float32, device=DEVICE)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_active_weights_are_those_that_were_loaded(name: str) -> None:
     model = build(name)
-    memory = torch.full(
-        (weight_bytes(model.config.to_dict(), torch.float32) + 4096,), 7, dtype=torch.uint8, device=DEVICE
-    )
-    weights = ready(model, memory)
+    weights = ready(model)
     weights.load(1, model.state_dict())
     weights.activate()
     for key, tensor in model.state_dict().items():
         assert torch.equal(weights.model.state_dict()[key].cpu(), tensor), key
-    assert bool((memory[weights.nbytes :] == 7).all()), "nothing behind the range is written"
     asked = requests(5, temperature=0.0)
     made, expected = (
         drain(GraphEngine(m, kv_tokens=1024, max_running=8, max_rows=64), asked)
@@ -88,20 +83,6 @@ def test_there_is_nothing_to_activate_while_weights_are_loaded_or_after_an_error
     assert not weights.loaded, "host memory has a mix of two versions"
     weights.load(3, model.state_dict())
     assert weights.loaded
-
-
-def test_an_activation_is_interrupted_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ready_weights, "PART", 1024)
-    model = build("llama")
-    weights = ready(model)
-    weights.load(1, model.state_dict())
-    weights._device.zero_()
-    weights.interrupted.set()
-    weights.activate()
-    assert not weights._device.any(), "the memory belongs to another owner now"
-    weights.interrupted.clear()
-    weights.activate()
-    assert torch.equal(weights._device.cpu(), weights._host)
 
 
 def test_tensors_are_aligned() -> None:

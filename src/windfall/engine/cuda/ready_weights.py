@@ -11,8 +11,7 @@ Rules:
   after any other error, there is nothing to activate (`loaded`);
 - `load` and `activate` may be called from several threads: one waits for the other;
 - `activate` copies on a stream of its own, in the calling thread, and returns when the copy is complete. Other work on
-  the device goes on; the model must not run meanwhile. If `interrupted` is set, it returns after the part that it
-  copies at the moment, and the device's memory is of no use;
+  the device goes on; the model must not run meanwhile;
 - host memory is page-locked on a machine with a GPU: otherwise the copy would be several times slower.
 """
 
@@ -36,7 +35,7 @@ from windfall.errors import WindfallError
 ALIGN = 512
 """Bytes. Every tensor starts at a multiple of it, like an allocation of its own."""
 PART = 256 << 20
-"""Bytes that one copy transfers, in a few milliseconds: other copies, or an interruption, come between two of them."""
+"""Bytes that one copy transfers, in a few milliseconds: other copies come between two of them."""
 
 
 class _Carver:
@@ -63,14 +62,9 @@ def weight_bytes(config: Mapping[str, Any], dtype: torch.dtype) -> int:
 
 
 class ReadyWeights:
-    def __init__(
-        self, config: Mapping[str, Any], *, dtype: torch.dtype, device: str, memory: Tensor | None = None
-    ) -> None:
-        """`memory`: at least `weight_bytes` bytes of the device; by default, it is allocated."""
+    def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype, device: str) -> None:
         self.nbytes = weight_bytes(config, dtype)
-        if memory is None:
-            memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._device = memory[: self.nbytes]
+        self._device = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         self._host = torch.empty(self.nbytes, dtype=torch.uint8)
         if self._device.is_cuda:
             _lock_pages(self._host)
@@ -79,8 +73,6 @@ class ReadyWeights:
         self.loaded = False
         """Whether host memory holds weights, all of one version."""
         self._lock = threading.Lock()
-        self.interrupted = threading.Event()
-        """Set by another thread that needs the device's memory, and cleared by the caller of `activate`."""
         self.activation_s = 0.0
         """How long the last activation took (seconds)."""
 
@@ -108,8 +100,6 @@ class ReadyWeights:
             if stream is not None:  # what was there before may still be read or cleared
                 stream.wait_stream(torch.cuda.default_stream(self._device.device))
             for start in range(0, self.nbytes, PART):
-                if self.interrupted.is_set():
-                    break
                 self._device[start : start + PART].copy_(self._host[start : start + PART], non_blocking=True)
                 if stream is not None:
                     stream.synchronize()

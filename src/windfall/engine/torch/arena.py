@@ -11,17 +11,15 @@ first use, so no tenant can read what another wrote, and masked positions are fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from windfall.engine.blocks import BlockLayout, BlockTenant, MemoryBlocks, TenantPages
+from windfall.engine.blocks import BlockLayout, MemoryBlocks, TenantPages
 from windfall.errors import WindfallError
 
-TAIL_ALIGN = 512
-"""Bytes. The range of a `Tail` starts at a multiple of it."""
 TENANTS = 2
 """Upper limit for the tenants of one arena."""
 
@@ -71,47 +69,6 @@ class Arena:
         """Make this GPU the current one of the calling thread: kernels run on the current GPU."""
         if self.memory.is_cuda:
             torch.cuda.set_device(self.memory.device)
-
-
-class Tail(BlockTenant):
-    """The last blocks of an arena as one range of bytes, for something that is not a KV cache: the weights of a model.
-    They are the last that a tenant with priority takes."""
-
-    last_resort = True
-
-    def __init__(self, arena: Arena, tenant: str, nbytes: int, give_up: Callable[[], None]) -> None:
-        """`give_up` is called before the blocks go to a tenant with priority."""
-        layout = arena.blocks.layout
-        self._arena = arena
-        self.tenant = tenant
-        self._give_up = give_up
-        self.count = -(-(nbytes + TAIL_ALIGN) // layout.block_bytes)
-        start = max(0, layout.count - self.count) * layout.block_bytes
-        start += -(arena.memory.data_ptr() + start) % TAIL_ALIGN
-        self.memory = arena.memory[start : start + nbytes]
-        arena.blocks.join(self)
-
-    @property
-    def held(self) -> bool:
-        return self._arena.blocks.held(self.tenant) > 0
-
-    def take(self) -> bool:
-        """Take the blocks, unless one is in use. Their memory is cleared, in the order of the current stream."""
-        taken = self.held or self._arena.blocks.reserve(self.tenant, self.count)
-        self._arena.clear_moved()
-        return taken
-
-    def yield_blocks(self, count: int) -> int:
-        del count
-        if not self.held:
-            return 0
-        self._give_up()
-        for block in sorted(self._arena.blocks.of(self.tenant)):
-            self._arena.blocks.give_back(self.tenant, block)
-        return self.count
-
-    def leave(self) -> None:
-        self._arena.blocks.leave(self.tenant)
 
 
 class TenantKV:

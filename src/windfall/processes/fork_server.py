@@ -187,8 +187,8 @@ class ForkServer:
                 if (name := self._workers.get(found.si_pid)) is not None:
                     process.send_signal(found.si_pid, signal.SIGKILL)  # before it is reaped: the group is still its own
                 _, status = os.waitpid(found.si_pid, 0)
+                ended = True  # also if it was left behind by a worker: its children are ours only now
                 if name is not None:
-                    ended = True
                     del self._workers[found.si_pid]
                     self.answer(pid=found.si_pid, exit=os.waitstatus_to_exitcode(status))
         if ended:

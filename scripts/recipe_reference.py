@@ -25,7 +25,7 @@ RESUME = """## What may change on resume
 refuses to resume if a key that may not change has changed. For another model, seed or environment, start a new run; it
 can start from a checkpoint of this one: `windfall train RECIPE.toml --set model.path=RUN/checkpoints/step-...`.
 
-`runs/NAME/data.began.json` holds a digest of the files of a `jsonl` or `dataset` environment. The files may move, but
+`runs/NAME/data.began.json` holds a digest of the files of a `dataset` environment. The files may move, but
 the run cannot be resumed with different contents or with added rows, because all rows together determine the order of
 the tasks.
 

@@ -1,4 +1,4 @@
-"""The rollout tenant: an EngineThread without a thread of its own. The host runs its orders and its steps.
+"""The rollout tenant generates for a run on a serving GPU. The host runs its orders and its steps in its own thread.
 
     link ── orders ──▶ (host's thread) turn: orders, memory, one launch ── frames ──▶ forwarder's thread ──▶ link
 
@@ -8,7 +8,7 @@ Rules:
 - what the tenant can take is reported about once per second, and before a response is returned (capacity.py);
 - a response that loses its pages is returned to the controller, after all its tokens. So is one that had no pages, and
   every one if the tenant had no step, for `STARVED_S`;
-- a tenant that had no step for so long reports no slots for `REST_S` while serving has requests: otherwise the
+- a tenant that had no step for that long reports no slots for `REST_S` while serving has requests: otherwise the
   controller would send the same responses again and again, and each time they would wait for nothing;
 - the weights have memory of their own: serving's KV cache never needs it.
 """

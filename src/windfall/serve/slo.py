@@ -1,12 +1,12 @@
-"""Dual-SLO admission: how many rollout rows may run beside the serving requests of this moment. Pure.
+"""Decides how many rollout rows may run beside the serving requests of this moment (dual-SLO admission). Pure.
 
     slack of a waiting request    arrival + TTFT - now - time to prefill it and all prompts before it
     slack of a running request    last token + TPOT - now - time of one decode step
 
     credit of a running request   max_slowdown * (time since its first token - time lent) - time lent
 
-Launches of either tenant that are in flight count with their predicted time: against the slack those of both, against
-the credit those of the rollout.
+Launches in flight count with their predicted time: those of both tenants against the slack, those of the rollout
+against the credit.
 
 The first two keep the objectives. The third keeps the time per token close to that of serving alone, however far the
 objective is: of a request's time, the rollout gets at most the share `max_slowdown` of what serving itself took.
@@ -122,11 +122,11 @@ class RolloutLoad:
     context: int
     """Tokens of all running responses."""
     prefilling: int = 0
-    """How many of the running responses are being prefilled."""
+    """Number of running responses that are being prefilled."""
     prefill: int = 0
     """Rows that are still to be prefilled, those of waiting responses included."""
     prefill_due: bool = False
-    """Whether these rows have waited so long that decode steps must leave the time to them."""
+    """Whether these rows have waited long enough that decode steps must leave the time to them."""
 
 
 def rows_allowed(

@@ -19,7 +19,7 @@ from windfall.controller.cost import prices
 from windfall.errors import WindfallError, nearest
 from windfall.step_time import StepTime
 
-PCIE4, PCIE5 = 25e9, 50e9
+PCIE4 = 25e9
 """Bytes per second that a PCIe x16 link reaches in one direction."""
 PRICE_COLUMNS = "Columns: cloud,gpu,on_demand_usd_per_gpu_h,spot_usd_per_gpu_h."
 CATALOG = f"{prices.SOURCE}, {prices.DATE}"

@@ -22,7 +22,7 @@ from tests.support.stand_ins.kubernetes import Cluster
 from tests.support.worker_sources import DRAINING, TOKEN, Workers, programs, running, source_path
 from windfall.errors import WindfallError
 from windfall.events.log import read
-from windfall.providers.kubernetes.manifests import RunNames, deployment, manifests
+from windfall.providers.kubernetes.manifests import RunNames, deployment
 from windfall.providers.kubernetes.provider import KubernetesProvider
 from windfall.providers.kubernetes.section import Kubernetes
 from windfall.recipe.file import parse_recipe
@@ -32,45 +32,56 @@ NAMES = RunNames(run="Demo_1")
 OPTIONS = Kubernetes(
     image="windfall:1", drain_s=30.0, node_selector={"cloud.google.com/gke-spot": "true"},
     tolerations=[{"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"}],
-    storage_class="fast", trainer_node_selector={"pool": "reserved"},
 )  # fmt: skip
-STORED = '[run]\nname = "Demo_1"\n\n[env]\ntext = """two\nlines"""\n'
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "kubernetes.md"
 SMALL = Kubernetes(image="x", drain_s=1.0)
 
 
-def objects() -> list[dict[str, Any]]:
-    made = manifests(OPTIONS, names=NAMES, url="http://h:8700", recipe=STORED, ports=(8700, 8701), certificate="P\nE")
-    return list(yaml.safe_load_all(made))
+def workers_of(names: RunNames = NAMES) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(deployment(OPTIONS, names=names, url="http://h:8700", certificate="P\nE")))
+
+
+def objects_of_the_guide() -> list[dict[str, Any]]:
+    """The run's own objects, which a user adapts."""
+    text = GUIDE.read_text().partition("```yaml\n")[2].partition("```")[0]
+    return list(yaml.safe_load_all(text))
+
+
+def by_name(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(o["kind"], o["metadata"]["name"]): o for o in objects}
 
 
 def test_manifests_keep_the_rules_of_workers() -> None:
-    made = {(o["kind"], o["metadata"]["name"]): o for o in objects()}
+    made = by_name(workers_of())
     workers = made["Deployment", "windfall-demo-1-workers"]
     pod = workers["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > OPTIONS.drain_s
     assert pod["priorityClassName"] == made["PriorityClass", "default-windfall-demo-1-workers"]["metadata"]["name"]
     assert "replicas" not in workers["spec"]
-    assert [kind for kind, _ in made].count("Service") == 1
-    assert made["Service", "windfall-demo-1"]["spec"]["selector"]["windfall/role"] == "run"
-    assert "Secret" not in [kind for kind, _ in made]
+    assert len(made) == 2
     assert TOKEN not in yaml.safe_dump(list(made.values()))
-    secret = {"name": "windfall-demo-1-token", "key": "token"}
-    for name, kind in (("windfall-demo-1-workers", "Deployment"), ("windfall-demo-1", "StatefulSet")):
-        (container,) = made[kind, name]["spec"]["template"]["spec"]["containers"]
-        (token,) = [e for e in container["env"] if e["name"] == "WINDFALL_TOKEN"]
-        assert token["valueFrom"]["secretKeyRef"] == secret
-    assert made["ConfigMap", "windfall-demo-1"]["data"]["recipe.toml"] == STORED
-    assert (
-        made["StatefulSet", "windfall-demo-1"]["spec"]["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
-    )
-    rules = made["Role", "windfall-demo-1"]["rules"]
+    (container,) = pod["containers"]
+    (token,) = [e for e in container["env"] if e["name"] == "WINDFALL_TOKEN"]
+    assert token["valueFrom"]["secretKeyRef"] == {"name": "windfall-demo-1-token", "key": "token"}
+
+
+def test_guide_uses_the_names_of_the_preview() -> None:
+    names, made = RunNames(run="demo"), by_name(objects_of_the_guide())
+    rules = made["Role", names.app]["rules"]
     allowed = {(what, verb) for rule in rules for what in rule["resources"] for verb in rule["verbs"]}
     assert allowed == {("deployments", "get"), ("deployments/scale", "patch"), ("pods", "list")}
-    assert all(rule.get("resourceNames") == ["windfall-demo-1-workers"] for rule in rules[:2])
+    assert all(rule.get("resourceNames") == [names.workers] for rule in rules[:2])
+    run = made["StatefulSet", names.app]["spec"]
+    assert names.host == f"{names.app}-0.{run['serviceName']}"
+    labels = run["template"]["metadata"]["labels"]
+    assert labels == run["selector"]["matchLabels"] == made["Service", names.app]["spec"]["selector"]
+    assert labels.items() <= names.selector("run").items()
+    (container,) = run["template"]["spec"]["containers"]
+    assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": names.secret, "key": "token"}
 
 
 def test_run_in_its_pod_gets_the_signal_to_stop(tmp_path: Path) -> None:
-    (pod,) = [o["spec"]["template"]["spec"] for o in objects() if o["kind"] == "StatefulSet"]
+    (pod,) = [o["spec"]["template"]["spec"] for o in objects_of_the_guide() if o["kind"] == "StatefulSet"]
     workers = Workers(tmp_path, "")
     code = f"trap 'touch {tmp_path}/saved; exit 0' TERM; touch {tmp_path}/started; while :; do sleep 0.05; done"
     (workers.bin / "windfall").write_text(f"#!/bin/sh\n{code}\n")
@@ -90,7 +101,7 @@ def test_run_in_its_pod_gets_the_signal_to_stop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["1.28", "1.33"])
 def test_manifests_are_valid_by_the_published_schemas(version: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
-    for manifest in objects():
+    for manifest in [*workers_of(), *objects_of_the_guide()]:
         validate.validate(manifest, version, strict=True)
     _, broken = yaml.safe_load_all(deployment(OPTIONS, names=NAMES, url="http://h:1"))
     broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ import yaml
 
 from windfall.errors import WindfallError
 from windfall.providers.job_queue import JobProvider
-from windfall.providers.kubernetes.part import recipe_in_pod
 from windfall.providers.kubernetes.provider import KubernetesProvider
 from windfall.providers.ray.provider import RayProvider
 from windfall.providers.worker_command import arguments
-from windfall.recipe.file import dump_recipe, load_recipe, parse_recipe
+from windfall.recipe.file import dump_recipe, parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
 
@@ -62,14 +60,7 @@ def test_preview_shows_every_source_and_starts_nothing(
 def test_each_part_of_the_preview_is_what_its_system_reads(tmp_path: Path) -> None:
     manifests = list(yaml.safe_load_all(worker_sources.preview(only("kubernetes"))))
     kinds = [m["kind"] for m in manifests if m]
-    assert kinds.count("Deployment") == kinds.count("StatefulSet") == 1
-    (stored,) = [m["data"]["recipe.toml"] for m in manifests if m and m["kind"] == "ConfigMap"]
-    (tmp_path / "recipe.toml").write_text(stored)
-    inside = load_recipe(tmp_path / "recipe.toml")
-    asked = only("kubernetes")
-    assert inside == recipe_in_pod(asked, asked.fleet.kubernetes)
-    assert inside.fleet.kubernetes is not None
-    assert inside.fleet.kubernetes.kubeconfig is None, "the pod uses its own service account"
+    assert sorted(kinds) == ["Deployment", "PriorityClass"]
     assert (
         worker_sources.preview(recipe(), "slurm")
         == worker_sources.preview(recipe()).partition("# slurm")[1]
@@ -125,24 +116,15 @@ def test_run_that_starts_above_the_price_ceiling_is_refused() -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
-def test_run_in_kubernetes_finds_its_certificate(tmp_path: Path) -> None:
+def test_workers_in_kubernetes_trust_the_certificate_of_the_run(tmp_path: Path) -> None:
     make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout key.pem -out cert.pem -subj /CN=windfall"
     subprocess.run(make.split(), cwd=tmp_path, check=True, capture_output=True)
     text = worker_sources.preview(only("kubernetes", tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"))
-    assert "create secret tls windfall-" in text
     made = {m["kind"]: m for m in yaml.safe_load_all(text) if m}
-    pod = made["StatefulSet"]["spec"]["template"]["spec"]
-    (secret,) = [v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v]
-    assert f"secret tls {secret} " in text
-    (mounted,) = [m["mountPath"] for m in pod["containers"][0]["volumeMounts"] if m["name"] == "tls"]
-    inside = tomllib.loads(made["ConfigMap"]["data"]["recipe.toml"])["fleet"]
-    assert (inside["tls_cert"], inside["tls_key"]) == (f"{mounted}/tls.crt", f"{mounted}/tls.key")
-
-
-def test_file_that_the_pod_does_not_have_is_refused() -> None:
-    made = only("kubernetes").model_copy(update={"trace": Recipe().trace.model_copy(update={"file": Path("a.csv")})})
-    with pytest.raises(WindfallError, match=r"does not have the file 'a\.csv'"):
-        worker_sources.preview(made)
+    (container,) = made["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (pin,) = [e["value"] for e in container["env"] if e["name"] == "WINDFALL_TLS_PIN"]
+    assert pin.strip() == (tmp_path / "cert.pem").read_text().strip()
+    assert "https://windfall-" in " ".join(container["command"])
 
 
 def test_price_ceiling_needs_prices_and_counts_the_dearest(monkeypatch: pytest.MonkeyPatch) -> None:

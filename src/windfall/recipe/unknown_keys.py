@@ -73,6 +73,7 @@ for _meant, _names in MEANT_BY.items():
     for _name in _names.split():
         OTHER_NAMES.setdefault(_name, []).append(_meant)
 PLAN_KEYS = "objective train_s rollout_s budget_usd_per_h deadline_h trainer_device trainer_gpus cluster"
+KUBERNETES_KEYS = "trainer_gpus trainer_memory_gib trainer_node_selector storage_gib storage_class"
 REMOVED: dict[str, str] = {
     "engine.keep_share": "Remove it: the prefix cache keeps earlier turns as long as there is room.",
     "env.name = 'jsonl'": (
@@ -91,6 +92,10 @@ REMOVED: dict[str, str] = {
         "[env.options]."
     ),
     **{f"plan.{key}": "Remove it, or plan again with `windfall plan --write`." for key in PLAN_KEYS.split()},
+    **dict.fromkeys(
+        (f"fleet.kubernetes.{key}" for key in KUBERNETES_KEYS.split()),
+        "Remove it, and write it into the manifest of the run (docs/guides/kubernetes.md).",
+    ),
     "sim.lenders.requests_file": "Remove it: the requests of simulated lenders are generated.",
     "sim.prices_file": "Prices do not change over time: set trace.price_usd_per_h.",
     **dict.fromkeys(

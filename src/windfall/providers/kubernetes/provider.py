@@ -38,7 +38,7 @@ FIX = "Install kubectl on this machine, or in the image of the run."
 APPLY = "windfall fleet preview RECIPE.toml --only kubernetes | kubectl apply -f -"
 REFUSALS = {
     "(Unauthorized)": "The cluster does not accept the credentials; check kubeconfig.",
-    "(Forbidden)": f"The service account needs the Role of the manifests: {APPLY}",
+    "(Forbidden)": "The service account needs the Role in docs/guides/kubernetes.md.",
     "(NotFound)": f"Create the objects first: {APPLY}",
 }
 """What a person must do, by how kubectl ends or names the reason of a failure."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from windfall.recipe.section import Count, FilePath
+from windfall.recipe.section import FilePath
 from windfall.recipe.worker_source import WorkerSource
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
@@ -37,16 +37,6 @@ class Kubernetes(WorkerSource):
     """Taints that workers tolerate, such as `[{ key = "cloud.google.com/gke-spot", operator = "Exists" }]`."""
     priority: int = Field(default=-10, le=1_000_000_000)
     """Priority of the workers' pods. Below 0, pods with the default priority can preempt them."""
-    trainer_gpus: int = Field(default=1, ge=0)
-    """GPUs of the pod with controller and trainer."""
-    trainer_memory_gib: float = Field(default=64.0, gt=0)
-    """Memory that the pod with controller and trainer requests, in GiB."""
-    trainer_node_selector: dict[str, str] = Field(default={})
-    """Labels of the nodes for the pod with controller and trainer."""
-    storage_gib: Count = 200
-    """Size of the volume for the folder of the run, in GiB."""
-    storage_class: str = ""
-    """Storage class of that volume. If left out: the cluster's default."""
 
     @model_validator(mode="before")
     @classmethod

@@ -21,6 +21,7 @@ from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe, RunSection
 from windfall.run import resume_check, start
 from windfall.trainer import checkpoint
+from windfall.trainer.checkpoint import DamagedCheckpoint
 
 
 @pytest.fixture
@@ -162,10 +163,11 @@ def test_run_that_was_stopped_or_lost_its_checkpoint_is_not_finished(run: Path) 
     assert resume_check.finished(edited(run), run) is None
 
 
-def test_run_whose_last_checkpoint_is_damaged_is_not_finished(run: Path) -> None:
+def test_damage_of_the_last_checkpoint_is_reported(run: Path) -> None:
     ended(run, step=20, finished=True)
     flip(run / "checkpoints" / "step-000020" / "windfall" / "optimizer.safetensors")
-    assert resume_check.finished(edited(run), run) is None
+    with pytest.raises(DamagedCheckpoint, match="its checksum is"):
+        resume_check.finished(edited(run), run)
 
 
 def test_run_that_was_resumed_and_killed_is_not_finished(run: Path) -> None:

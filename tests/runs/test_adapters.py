@@ -151,8 +151,10 @@ def test_export_copies_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     (tmp_path / "run" / "recipe.toml").write_text("")
     newest = tmp_path / "run" / "checkpoints" / "step-000002" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.raises(WindfallError, match=r"step-000002/model.safetensors: damaged: it has"):
+        export.export(tmp_path / "run", tmp_path / "out")
+    shutil.rmtree(newest.parent)
     made = export.export(tmp_path / "run", tmp_path / "out")
-    assert made.damaged[0].startswith("step-000002/model.safetensors: it has")
     assert made.source.name == "step-000001"
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(t, back.state_dict()[n]) for n, t in model.state_dict().items())

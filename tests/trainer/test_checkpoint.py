@@ -24,7 +24,6 @@ from windfall.models import load
 from windfall.recipe.sections import Train
 from windfall.run.commands import offline
 from windfall.trainer import checkpoint
-from windfall.trainer import process as trainer
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import TrainerRanks
@@ -141,9 +140,9 @@ def failed_save(folder: Path, objects: dict[str, Any]) -> str:
     message = str(caught.value)
     assert message.startswith(f"{folder / 'step-000002'}: the checkpoint cannot be written: ")
     assert "or make the folder writable. Then use `windfall resume`, which continues from step-000001" in message
-    found = checkpoint.newest_intact(folder)
+    found = checkpoint.newest(folder)
     assert found is not None
-    assert (found.path.name, found.damaged) == ("step-000001", ())
+    assert found.path.name == "step-000001"
     return message
 
 
@@ -197,9 +196,9 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_intact_checkpoint_is_verified_to_the_last_byte(two_checkpoints: Path) -> None:
-    found = checkpoint.newest_intact(two_checkpoints)
+    found = checkpoint.newest(two_checkpoints)
     assert found is not None
-    assert (found.path.name, found.state, found.damaged) == ("step-000004", CheckpointState(step=4, next_task=4), ())
+    assert (found.path.name, found.state) == ("step-000004", CheckpointState(step=4, next_task=4))
     for file in (p for p in found.path.rglob("*") if p.is_file() and p.name != "checksums.json"):
         flip(file)
         with pytest.raises(checkpoint.DamagedCheckpoint, match="checksum"):
@@ -209,40 +208,33 @@ def test_intact_checkpoint_is_verified_to_the_last_byte(two_checkpoints: Path) -
 
 
 @pytest.mark.parametrize("kind", list(CHECKPOINTS))
-def test_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
+def test_damaged_checkpoint_is_an_error_that_names_the_previous_one(
     two_checkpoints: Path, tmp_path: Path, kind: str
 ) -> None:
     folder, (file, damage) = Path(shutil.copytree(two_checkpoints, tmp_path / "c")), CHECKPOINTS[kind]
     damage(folder / "step-000004" / file)
-    found = checkpoint.newest_intact(folder)
-    assert found is not None
-    assert found.state == CheckpointState(step=2, next_task=2)
-    (damaged,) = found.damaged
     # An edited state.json is detected by its checksum, or without checksums by its content.
-    assert damaged.file == file
-    assert str(damaged.checkpoint / file) in str(damaged)
-    assert checkpoint.set_aside(damaged).name == "damaged-step-000004"
-    assert [p.name for p in checkpoint.list_checkpoints(folder)] == ["step-000002"]
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="the run then continues from step-000002") as found:
+        checkpoint.newest(folder)
+    assert found.value.where == str(folder / "step-000004" / file)
+    shutil.rmtree(folder / "step-000004")
     damage(folder / "step-000002" / file)
-    with pytest.raises(WindfallError, match="no checkpoint of this run is intact: step-000002"):
-        checkpoint.newest_intact(folder)
-    assert (folder / "step-000002").is_dir(), "the last checkpoint must not be moved"
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="or start a new run"):
+        checkpoint.newest(folder)
+    assert checkpoint.newest(tmp_path / "nothing") is None
 
 
 def test_checkpoint_copied_to_another_step_is_refused(two_checkpoints: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(two_checkpoints, tmp_path / "c"))
     rename_step(folder / "step-000004", 9)
-    found = checkpoint.newest_intact(folder)
-    assert found is not None
-    assert found.state.step == 4
-    assert [d.file for d in found.damaged] == ["windfall/state.json"]
-    assert "says step 4 in the folder of step 9" in str(found.damaged[0])
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="says step 4 in the folder of step 9"):
+        checkpoint.newest(folder)
 
 
 def test_optimizer_is_not_verified_if_not_needed(two_checkpoints: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(two_checkpoints, tmp_path / "c"))
     flip(folder / "step-000004" / "windfall" / "optimizer.safetensors")
-    found = checkpoint.newest_intact(folder, optimizer=False)
+    found = checkpoint.newest(folder, optimizer=False)
     assert found is not None
     assert found.state.step == 4
 
@@ -251,15 +243,6 @@ def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
     for name in ("step-1000000", "step-999999", "step-abc", "step-000007.bak"):
         (tmp_path / name).mkdir()
     assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
-
-
-def test_run_with_only_set_aside_checkpoints_does_not_start_over(two_checkpoints: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(two_checkpoints, tmp_path / "c"))
-    (folder / "step-000004").rename(folder / "damaged-step-000004")
-    shutil.rmtree(folder / "step-000002")
-    with pytest.raises(WindfallError, match="damaged-step-000004 was set aside earlier"):
-        checkpoint.newest_intact(folder)
-    assert checkpoint.newest_intact(tmp_path / "nothing") is None
 
 
 def windfall(*args: str) -> subprocess.Popen[bytes]:
@@ -328,31 +311,24 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> Non
     raise AssertionError(f"waited 240 s for step {step} of {run}; its status is {process.poll()}")
 
 
-def test_damaged_checkpoint_is_set_aside_and_reported(two_checkpoints: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(two_checkpoints, tmp_path / "c"))
-    flip(folder / "step-000004" / "model.safetensors")
-    _, first = trainer._find_checkpoint(folder)
-    assert first["checkpoint_damaged"].startswith("step-000004/model.safetensors: its checksum is ")
-    assert first["checkpoint_damaged"].endswith("(now damaged-step-000004)")
-    found, second = trainer._find_checkpoint(folder)
-    assert found is not None
-    assert (found.state.step, second) == (2, {})
-
-
 @pytest.mark.slow
-def test_run_with_a_damaged_newest_checkpoint_ends_with_the_same_weights(undisturbed: Path, tmp_path: Path) -> None:
+def test_run_without_its_damaged_newest_checkpoint_ends_with_the_same_weights(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     """It resumes from the previous checkpoint, generates again what is not in the journal, and reports that."""
     run = Path(shutil.copytree(undisturbed, tmp_path / "r"))
     saved = run / "checkpoints" / "step-000005"
     before = (saved / "model.safetensors").read_bytes()
     flip(saved / "model.safetensors")
+    refused = command("resume", str(run))
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "step-000005/model.safetensors: damaged: its checksum" in " ".join(refused.stderr.split())
+    assert "the run then continues from step-000004" in " ".join(refused.stderr.split())
+    shutil.rmtree(saved)
     done = command("resume", str(run))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "checkpoint damaged: step-000005/model.safetensors: its checksum" in done.stdout
-    assert "continuing from step 4" in done.stdout
     assert "journal lost: 000004.wal: it is gone" in done.stdout
     assert (saved / "model.safetensors").read_bytes() == before
-    assert (run / "checkpoints" / "damaged-step-000005").is_dir()
     steps, expected = (
         [e for e in read(path / "events.jsonl") if (e["kind"], e["name"]) == ("scalar", "step")]
         for path in (run, undisturbed)
@@ -363,19 +339,17 @@ def test_run_with_a_damaged_newest_checkpoint_ends_with_the_same_weights(undistu
     assert (run / "checkpoints" / "step-000004" / "model.safetensors").read_bytes() != before
 
 
-def test_eval_and_generate_verify_their_checkpoint(
-    two_checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_and_generate_verify_their_checkpoint(two_checkpoints: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(two_checkpoints, run / "checkpoints")
     (run / "recipe.toml").write_text("")
     flip(run / "checkpoints" / "step-000004" / "model.safetensors")
+    for name in (run, run / "checkpoints" / "step-000004"):
+        with pytest.raises(WindfallError, match=r"step-000004/model.safetensors: damaged: its checksum is"):
+            offline.find_checkpoint(str(name))
+    shutil.rmtree(run / "checkpoints" / "step-000004")
     path, recipe = offline.find_checkpoint(str(run))
     assert (Path(path).name, recipe) == ("step-000002", run / "recipe.toml")
-    assert "skipped a damaged checkpoint: step-000004/model.safetensors: its checksum is" in capsys.readouterr().err
-    assert (run / "checkpoints" / "step-000004").is_dir(), "reading must not change the folder"
-    with pytest.raises(WindfallError, match=r"step-000004/model.safetensors: damaged: its checksum is"):
-        offline.find_checkpoint(str(run / "checkpoints" / "step-000004"))
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:

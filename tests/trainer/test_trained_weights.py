@@ -13,7 +13,7 @@ from windfall.models import load
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe, Train
 from windfall.trainer import checkpoint, trained_weights
-from windfall.trainer.checkpoint import IntactCheckpoint
+from windfall.trainer.checkpoint import VerifiedCheckpoint
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import TrainerRanks
@@ -31,14 +31,14 @@ def tiny(dtype: str = "float32") -> Any:
     return load.load("tiny", dtype=dtype, device="cpu")
 
 
-def saved(folder: Path, weights: trained_weights.TrainedWeights) -> IntactCheckpoint:
+def saved(folder: Path, weights: trained_weights.TrainedWeights) -> VerifiedCheckpoint:
     optimizer = Optimizer(weights.model, Train(), 1)
     checkpoint.save(
         folder, CheckpointState(step=1, next_task=0), write_model=weights.saved.save_pretrained,
         tokenizer=load.load_tokenizer("tiny"), keep=1, base=weights.base,
         write_optimizer=lambda path: sharded_file.write(path, optimizer.state(), TrainerRanks.alone()),
     )  # fmt: skip
-    found = checkpoint.newest_intact(folder)
+    found = checkpoint.newest(folder)
     assert found is not None
     return found
 

@@ -176,7 +176,6 @@ class ControllerLife:
         pids = [int(pid) for pid in str(hello.facts.get("rank_pids", "")).split()]
         ranks = {"rank_pids": pids} if pids else {}
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest, **ranks)
-        self._recovery.report_checkpoints(hello.step, hello.facts)
         assert self.rollout is not None, "restore() was called before steps()"
         trained: dict[int, tuple[int, ...]] = {}
         history: History = {}

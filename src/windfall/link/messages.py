@@ -5,7 +5,7 @@
     worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity, Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Forward, ForwardBackward, OptimStep, Publish, Save
     trainer ──▶ controller    TrainerHello;  LogProbs, GradientAdded, Optimized, PublishedVersion, Saved, Failed
-    supervisor ──▶ rank       Challenge, RankWelcome or Refused;  StartRank, StopRank, RunEnded
+    supervisor ──▶ rank       Challenge, RankWelcome or Refused;  StartRank, RunEnded
     rank ──▶ supervisor       RankHello;  RankStarted, RankEnded
 
 A *rank* is one process of a trainer on several machines (run/ranks/joined_ranks.py).
@@ -26,7 +26,7 @@ import numpy as np
 from windfall.training import Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 12
+PROTOCOL = 13
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -379,9 +379,8 @@ class RankWelcome(Message, frozen=True, tag=33):
 
 
 class StartRank(Message, frozen=True, tag=34):
-    """Supervisor to rank: start its process."""
+    """Supervisor to rank: start its process. To end the process, the supervisor closes the link."""
 
-    attempt: int  # number of this start of the trainer
     rendezvous: str  # where all ranks meet (trainer/ranks/ranks.py)
     machine: int  # number of its machine; that of rank 0 is 0
     local_rank: int  # its number among the ranks of its machine
@@ -391,20 +390,12 @@ class StartRank(Message, frozen=True, tag=34):
 class RankStarted(Message, frozen=True, tag=35):
     """Rank to supervisor: the answer to StartRank."""
 
-    attempt: int
     pid: int
 
 
-class StopRank(Message, frozen=True, tag=36):
-    """Supervisor to rank: kill its process, and answer with RankEnded."""
-
-    attempt: int
-
-
 class RankEnded(Message, frozen=True, tag=37):
-    """Rank to supervisor: its process has ended, or cannot be started."""
+    """Rank to supervisor, last message on a link: its process has ended, or cannot be started."""
 
-    attempt: int  # 0 if it cannot take part in any start
     code: int  # exit status, or the negative number of the fatal signal
     what: str = ""  # what happened, if the process wrote it down
     where: str = ""
@@ -423,7 +414,7 @@ FromTrainer = TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVer
 Verb = Forward | ForwardBackward | OptimStep | Publish | Save | LoadCheckpoint
 ToTrainer = Challenge | TrainerWelcome | Refused | Verb
 FromRank = RankHello | RankStarted | RankEnded
-ToRank = Challenge | RankWelcome | Refused | StartRank | StopRank | RunEnded
+ToRank = Challenge | RankWelcome | Refused | StartRank | RunEnded
 
 ARRAYS = ("d", "H")  # dtypes of arrays in messages: float64 and uint16
 

@@ -271,10 +271,7 @@ def export(
     """Write the model of a run as a folder in Hugging Face format, with its adapter merged if it trains one."""
     from windfall.run.commands import export as exports
 
-    made = exports.export(run, out)
-    for skipped in made.damaged:
-        print(f"warning: skipped a damaged checkpoint: {skipped}", file=sys.stderr)
-    print(made)
+    print(exports.export(run, out))
 
 
 def generate(

@@ -45,7 +45,7 @@ def check_changes(recipe: Recipe, folder: Path) -> list[KeyChange]:
 
 
 def finished(recipe: Recipe, folder: Path) -> int | None:
-    """The number of steps of a finished run; None if something is left to do, even if only a checkpoint is damaged."""
+    """The number of steps of a finished run; None if something is left to do."""
     end = log.last(folder / "events.jsonl")
     if end is None or end["name"] != "end" or end.get("finished") is not True:
         return None
@@ -53,10 +53,7 @@ def finished(recipe: Recipe, folder: Path) -> int | None:
     path = folder / "checkpoints" / checkpoint.name(step)
     if step < recipe.run.steps or not path.is_dir():
         return None
-    try:
-        checkpoint.check(path)
-    except checkpoint.DamagedCheckpoint:  # the trainer reports it, sets it aside, and repeats the last steps
-        return None
+    checkpoint.check(path)
     return step
 
 

@@ -12,7 +12,7 @@ state.json then names the base model and has a digest of its weights, because th
 A checkpoint is written under another name, flushed to disk and then renamed, so a folder named step-* was complete when
 it was written. A partial checkpoint of a killed process has another name and is deleted by the next save.
 
-Disks and people change files later, so a checkpoint is verified before a run resumes from it:
+Disks and people change files later, so a checkpoint is verified before a run resumes from it; damage is an error:
 
     windfall/checksums.json    {"algorithm": "xxh3_128", "files": {"config.json": {"bytes": 698, "hash": "..."}, ...}}
 """
@@ -38,7 +38,6 @@ from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import STATE, AdapterBase
 
 _PARTIAL = ".partial-"
-DAMAGED = "damaged-"
 OPTIMIZER = "windfall/optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _BASE_KEYS = {"path", "dtype", "digest"}
@@ -48,18 +47,15 @@ _MODEL, _ADAPTER = "config.json", "adapter_config.json"
 
 
 class DamagedCheckpoint(WindfallError):
-    """A file of a checkpoint is missing or was changed."""
+    """A file of a checkpoint is missing or was changed. It is for a person to decide whether to lose its steps."""
 
     def __init__(self, checkpoint: Path, file: str, why: str) -> None:
-        self.checkpoint = checkpoint
-        self.file = file
-        self.why = why
-        fix = "Restore it from a copy, or use another checkpoint."
-        super().__init__(f"damaged: {why}", where=str(checkpoint / file), fix=fix)
-
-    @property
-    def short(self) -> str:
-        return f"{self.checkpoint.name}/{self.file}: {self.why}"
+        found = list_checkpoints(checkpoint.parent)
+        older = found[: found.index(checkpoint)] if checkpoint in found else []
+        rest = f"remove that folder: the run then continues from {older[-1].name}" if older else "start a new run"
+        super().__init__(
+            f"damaged: {why}", where=str(checkpoint / file), fix=f"Restore the file from a copy, or {rest}."
+        )
 
 
 def name(step: int) -> str:
@@ -73,35 +69,19 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IntactCheckpoint:
-    """The newest intact checkpoint of a run."""
-
+class VerifiedCheckpoint:
     path: Path
     state: CheckpointState
-    damaged: tuple[DamagedCheckpoint, ...] = ()
-    """Newer checkpoints that are damaged, newest first."""
 
 
-def newest_intact(folder: Path, *, optimizer: bool = True) -> IntactCheckpoint | None:
-    """Verify checkpoints, newest first, and return the first intact one; None if there are none. `optimizer`: verify
-    the optimizer's state, too. Changes nothing on disk."""
-    damaged: list[DamagedCheckpoint] = []
-    for path in reversed(list_checkpoints(folder)):
-        try:
-            check(path, optimizer=optimizer)
-        except DamagedCheckpoint as e:
-            damaged.append(e)
-            continue
-        return IntactCheckpoint(path=path, state=read_state(path), damaged=tuple(damaged))
-    left = [p.name for p in folder.glob(f"{DAMAGED}*")]
-    if not damaged and not left:
+def newest(folder: Path, *, optimizer: bool = True) -> VerifiedCheckpoint | None:
+    """The newest checkpoint, after its files were verified; None if there is none. `optimizer`: verify the optimizer's
+    state, too."""
+    found = list_checkpoints(folder)
+    if not found:
         return None
-    raise WindfallError(
-        "no checkpoint of this run is intact: "
-        + "; ".join([*(d.short for d in damaged), *(f"{name} was set aside earlier" for name in sorted(left))]),
-        where=str(folder),
-        fix="Restore one from a copy, or start again with `windfall train`. checkpoint.keep sets how many are kept.",
-    )
+    check(found[-1], optimizer=optimizer)
+    return VerifiedCheckpoint(path=found[-1], state=read_state(found[-1]))
 
 
 def check(checkpoint: Path, *, optimizer: bool = True) -> None:
@@ -126,20 +106,9 @@ def check(checkpoint: Path, *, optimizer: bool = True) -> None:
         raise DamagedCheckpoint(checkpoint, STATE, why)
 
 
-def set_aside(damaged: DamagedCheckpoint) -> Path:
-    """Rename a damaged checkpoint, so that its step can be saved again. Returns the new path."""
-    path = damaged.checkpoint
-    target = path.with_name(f"{DAMAGED}{path.name}")
-    for n in range(2, 1000):
-        if not target.exists():
-            break
-        target = path.with_name(f"{DAMAGED}{path.name}-{n}")
-    return path.rename(target)
-
-
-def latest(run: Path, *, optimizer: bool = False) -> IntactCheckpoint:
-    """The newest intact checkpoint of a run, for reading only."""
-    found = newest_intact(run / "checkpoints", optimizer=optimizer)
+def latest(run: Path, *, optimizer: bool = False) -> VerifiedCheckpoint:
+    """The newest checkpoint of a run, for reading only."""
+    found = newest(run / "checkpoints", optimizer=optimizer)
     if found is None:
         fix = "Start the run again with `windfall train`."
         raise WindfallError("no checkpoint in this run", where=str(run), fix=fix)

@@ -285,7 +285,7 @@ def main(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
 async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
     device, dtype = choose_device(recipe, place)
     orders, sharded = join(recipe, place, device), bool(place.rendezvous)
-    found, notes = _find_checkpoint(folder / "checkpoints")
+    found = checkpoint.newest(folder / "checkpoints")
     source = str(found.path) if found else recipe.model.path
     state = found.state if found else CheckpointState(step=0, next_task=0)
     where_loaded = "cpu" if sharded else device
@@ -332,7 +332,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
             micro_tokens=chosen.micro_tokens,
             model=derived.fingerprint(engine),
             engine=engine,
-            facts=facts | now | notes,
+            facts=facts | now,
             url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}",
             **more,
         )
@@ -379,15 +379,6 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         await dialer.close()
         await server.close()
         publisher.close()
-
-
-def _find_checkpoint(folder: Path) -> tuple[checkpoint.IntactCheckpoint | None, dict[str, str]]:
-    """Set damaged checkpoints aside. Returns the one to continue from, and what the controller should report."""
-    found = checkpoint.newest_intact(folder)
-    damages = [f"{d.short} (now {checkpoint.set_aside(d).name})" for d in (found.damaged if found else ())]
-    for damage in damages:
-        print(f"damaged: {damage}", file=sys.stderr, flush=True)
-    return found, {"checkpoint_damaged": "; ".join(damages)} if damages else {}
 
 
 async def _address(folder: Path, timeout_s: float = 120.0) -> str:

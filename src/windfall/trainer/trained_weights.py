@@ -18,7 +18,7 @@ from windfall.errors import WindfallError
 from windfall.models import load
 from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint
-from windfall.trainer.checkpoint import IntactCheckpoint
+from windfall.trainer.checkpoint import VerifiedCheckpoint
 from windfall.training import CheckpointState
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterBase
@@ -132,7 +132,7 @@ def _shards(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: as_shard(t) if is_sharded(t) else t for name, t in tensors.items()}
 
 
-def model_to_load(recipe: Recipe, found: IntactCheckpoint | None) -> str:
+def model_to_load(recipe: Recipe, found: VerifiedCheckpoint | None) -> str:
     """Which model the trainer loads: the last checkpoint, or the base of the adapters. Refuses a checkpoint that is an
     adapter if the recipe trains all weights, and the reverse."""
     if found is None:
@@ -144,7 +144,7 @@ def model_to_load(recipe: Recipe, found: IntactCheckpoint | None) -> str:
     return recipe.model.path if is_adapter else str(found.path)
 
 
-def prepare(model: Any, recipe: Recipe, found: IntactCheckpoint | None, *, dtype: str) -> TrainedWeights:
+def prepare(model: Any, recipe: Recipe, found: VerifiedCheckpoint | None, *, dtype: str) -> TrainedWeights:
     """Attach the adapters that the recipe asks for. `model`: the one that `model_to_load` names."""
     if recipe.train.lora is None:
         return TrainedWeights(model=model)

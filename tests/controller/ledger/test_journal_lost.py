@@ -13,7 +13,7 @@ from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import JournalContents, count_tokens, read_records
 from windfall.controller.ledger.recovery import Recovery
-from windfall.events.log import EventLog, read
+from windfall.events.log import EventLog
 from windfall.link.messages import Tokens
 
 RESPONSES, ROUNDS = 6, 40
@@ -181,13 +181,3 @@ def test_journal_is_kept_until_its_steps_are_trained_again(tmp_path: Path) -> No
     log = expected(write(tmp_path), 11, 12)
     assert not log.saved(11)
     assert log.saved(12)
-
-
-def test_each_damaged_checkpoint_is_reported_once(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    recovery = Recovery(log)
-    log.attach(recovery.observe)
-    for pid, what in ((1, "step 4 is cut"), (2, "step 4 is cut"), (1, "step 2 is cut"), (1, "step 2 is cut")):
-        recovery.report_checkpoints(2, {"pid": pid, "checkpoint_damaged": what})
-    log.close()
-    assert [e["what"] for e in read(log.path)] == ["step 4 is cut", "step 2 is cut"]

@@ -33,7 +33,6 @@ from windfall.processes.process import EXIT_REFUSED
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run.ranks import join as join_module
-from windfall.run.ranks import joined_ranks
 from windfall.run.ranks.joined_ranks import JoinedRanks
 from windfall.run.ranks.rank_group import RankGroup
 from windfall.trainer import checkpoint
@@ -290,27 +289,30 @@ def test_all_ranks_start_and_end_together(tmp_path: Path) -> None:
             group = await starting
             orders = [await receive(link) for link in links]
             assert [(o.machine, o.local_rank, o.local_size) for o in orders] == [(1, 1, 2), (0, 0, 1), (1, 0, 2)]
-            assert len({(o.attempt, o.rendezvous) for o in orders}) == 1
-            await links[1].send(m.RankStarted(attempt=1, pid=77))
-            await links[0].send(m.RankEnded(attempt=1, code=1, what="rank 2 failed: out of memory", where="rank-2.log"))
-            await links[1].send(m.RankEnded(attempt=1, code=RANK_LOST))
-            assert await receive(links[2]) == m.StopRank(attempt=1)
-            await links[2].send(m.RankEnded(attempt=1, code=-9))
+            assert len({o.rendezvous for o in orders}) == 1
+            await links[1].send(m.RankStarted(pid=77))
+            await links[0].send(m.RankEnded(code=1, what="rank 2 failed: out of memory", where="rank-2.log"))
+            await links[1].send(m.RankEnded(code=RANK_LOST))
+            with pytest.raises(LinkClosed, match="this start of the trainer ends"):
+                await receive(links[2])
             assert await asyncio.wait_for(group.wait(), 60) == 1
             assert (group.cause, group.ranks[0].pid) == ("rank-2", 77)
             failure = (tmp_path / ".trainer.failure").read_text()
             assert "rank 2 failed: out of memory" in failure
             assert "rank 2 on other: rank-2.log" in failure
-            again = await start(ranks)
+            restarting = asyncio.create_task(start(ranks))
+            links = [await join(dialer, 2, "b"), await join(dialer, 0, "a"), await join(dialer, 1, "b")]
+            again = await restarting
             order = await receive(links[0])
-            assert (order.attempt, order.rendezvous == orders[0].rendezvous) == (2, False)
-            await links[0].send(m.RankEnded(attempt=1, code=2))  # of the first start: it changes nothing
+            assert order.rendezvous != orders[0].rendezvous
             again.kill()
-            assert await receive(links[0]) == m.StopRank(attempt=2)
-            assert again.running
-            for link in links:
-                await link.send(m.RankEnded(attempt=2, code=-9))
-            assert await asyncio.wait_for(again.wait(), 60) == -9
+            assert await asyncio.wait_for(again.wait(), 60) == -signal.SIGKILL
+            ending = asyncio.create_task(ranks.__aexit__())
+            for rank in range(3):  # each comes back, and learns that it is not needed any more
+                assert await receive(await join(dialer, rank)) == m.RunEnded(why="the run has ended")
+            await ending
+            assert not any("has left" in line for line in said)
+            assert sum("waiting for" in line for line in said) == 1, "only before the first start"
             assert "rank 1 of 3 (other) has joined the trainer" in said
 
     asyncio.run(main())
@@ -363,14 +365,13 @@ def test_spare_rank_waits_as_long_as_the_run_lives(tmp_path: Path, monkeypatch: 
     asyncio.run(main())
 
 
-def test_rank_that_does_not_stop_its_process_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined_ranks, "STOP_S", 0.3)
-
+def test_rank_that_does_not_read_is_dropped(tmp_path: Path) -> None:
     async def main() -> None:
         async with listening(tmp_path, ranks=1) as (ranks, dialer, _):
             await join(dialer, size=1)
             group = await start(ranks)
             assert await asyncio.wait_for(group.terminate(0.0), 60) == -signal.SIGKILL
+            ranks._returning.clear()
 
     asyncio.run(main())
 
@@ -402,7 +403,7 @@ def test_rank_that_cannot_take_part_is_not_waited_for(tmp_path: Path) -> None:
     async def main() -> None:
         async with listening(tmp_path, ranks=1, machine_timeout_s=0.5) as (ranks, dialer, said):
             link = await join(dialer, size=1)
-            await link.send(m.RankEnded(attempt=0, code=2, what="local rank 4 needs a GPU"))
+            await link.send(m.RankEnded(code=2, what="local rank 4 needs a GPU"))
             with contextlib.suppress(LinkClosed):
                 await receive(link)
             with pytest.raises(WindfallError, match="last problem: other: local rank 4 needs a GPU"):

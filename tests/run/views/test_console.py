@@ -193,7 +193,6 @@ EVENTS = [
     scalar("eval", step=0, reward=0.25, tasks=4, on="4 rows of [test].jsonl"),
     scalar("eval", step=0, reward=None, tasks=0),
     {"kind": "instant", "name": "eval_warning", "why": "rows of [train].jsonl"},
-    {"kind": "instant", "name": "checkpoint_damaged", "step": 2, "pid": 1, "what": "step-000004/a[b]: it is cut"},
     {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is damaged at byte 9 of 90",
      "bytes": 81, "responses": 12, "tokens": 3456},
     {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is gone", "bytes": 0,
@@ -228,7 +227,6 @@ def test_console_shows_every_kind_of_event(terminal: bool, tmp_path: Path, monke
     for line in (
         "eval after step 0: reward 0.250 on 4 rows of [test].jsonl",
         "rows of [train].jsonl",
-        "step-000004/a[b]: it is cut; continuing from step 2",
         "000002.wal: it is damaged at byte 9 of 90 (81 bytes); what was in them is generated again",
     ):
         assert terminal or line in text.replace("\n", ""), line

@@ -16,7 +16,7 @@ from tests.support.rank_processes import run_ranks
 from windfall.models import load
 from windfall.recipe.file import parse_recipe
 from windfall.trainer import checkpoint, trained_weights
-from windfall.trainer.checkpoint import IntactCheckpoint
+from windfall.trainer.checkpoint import VerifiedCheckpoint
 from windfall.trainer.process import RankPart, Setup
 from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.training import CheckpointState, Sample
@@ -38,7 +38,7 @@ def samples(seed: int) -> list[Sample]:
     return out
 
 
-def build(ranks: TrainerRanks, folder: Path, found: IntactCheckpoint | None) -> tuple[RankPart, Any, Any] | None:
+def build(ranks: TrainerRanks, folder: Path, found: VerifiedCheckpoint | None) -> tuple[RankPart, Any, Any] | None:
     """This rank's part, as the trainer's processes make it: rank 0 loads and gives the order to build."""
     recipe, orders = parse_recipe(RECIPE, where="test"), Orders(ranks)
     if not ranks.first:
@@ -58,7 +58,7 @@ def build(ranks: TrainerRanks, folder: Path, found: IntactCheckpoint | None) -> 
     return part, loaded.base, write if ranks.distributed else loaded.saved.save_pretrained
 
 
-def work(ranks: TrainerRanks, folder: Path, found: IntactCheckpoint | None, steps: range) -> Any:
+def work(ranks: TrainerRanks, folder: Path, found: VerifiedCheckpoint | None, steps: range) -> Any:
     """Train these steps, publish each, and save the last. Returns digests, and the adapters' file."""
     built = build(ranks, folder, found)
     if built is None:
@@ -94,13 +94,13 @@ def close(ours: Path, theirs: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_publish_and_continue_alike(tmp_path: Path) -> None:
-    saved: dict[int, IntactCheckpoint] = {}
+    saved: dict[int, VerifiedCheckpoint] = {}
     results = {}
     for size in SIZES:
         folder = tmp_path / str(size)
         folder.mkdir()
         results[size] = run_ranks(size, work, folder, None, range(1, 3))[0]
-        found = checkpoint.newest_intact(folder / "checkpoints")
+        found = checkpoint.newest(folder / "checkpoints")
         assert found is not None
         saved[size] = found
     versions, names, base, facts = results[1]

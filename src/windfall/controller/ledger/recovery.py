@@ -1,4 +1,4 @@
-"""Reports what a resumed run has lost: damaged checkpoints, and parts of its journal.
+"""Reports which parts of its journal a resumed run has lost.
 
 The journal is compared with the event log, so a lost part of a completed step is always noticed: every response of a
 step after the checkpoint must be in the journal with all its tokens, and the step's event has the length of each. For
@@ -8,36 +8,26 @@ the current step there is nothing to compare the journal with.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import count
 from typing import Any
 
 from windfall.controller.ledger.journal_format import Damage, JournalContents, count_tokens
 from windfall.events.log import Event, EventLog
 
-DAMAGED = "checkpoint_damaged"
-"""What a trainer reports about damaged checkpoints. It becomes an event of this name."""
-
 
 class Recovery:
     def __init__(self, events: EventLog, *, checkpoints: int = 1) -> None:
-        """`checkpoints`: how many checkpoints a run keeps, which is how far it may have to fall back. Call `observe`
-        with every event of the log."""
+        """`checkpoints`: how many checkpoints a run keeps, which is how far a person may let it fall back. Call
+        `observe` with every event of the log."""
         self._events = events
         self._saved: deque[int] = deque(maxlen=checkpoints + 1)
         """Steps of the last checkpoints. Steps before the oldest are forgotten: a long log must not fill memory."""
-        self._reported: set[str] = set()
-        """Facts about checkpoints that are in the log: each is logged once, no matter how many trainers report it."""
         self._lengths: dict[int, tuple[list[int] | None, list[list[int]]]] = {}
         """By step since the last checkpoint: the tasks that it used (None: the next ones), and for each task the number
         of tokens of each response."""
         self._file = ""
         """The journal file that the log named last."""
-
-    def report_checkpoints(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Log what a trainer at `step` reports about the checkpoints it found."""
-        if DAMAGED in facts and facts[DAMAGED] not in self._reported:
-            self._events.instant(DAMAGED, step=step, pid=facts["pid"], what=facts[DAMAGED])
 
     def report_journal(self, contents: JournalContents, *, step: int, next_task: int) -> None:
         """Log the lost parts of the journal."""
@@ -56,8 +46,6 @@ class Recovery:
                     self._forget(min(self._saved))
             case "instant", "journal":
                 self._file = event["file"]
-            case "instant", "checkpoint_damaged":
-                self._reported.add(str(event.get("what", "")))
 
     def saved(self, step: int) -> bool:
         """The checkpoint of `step` is on disk. Returns whether the journal may be rotated: after a fallback, only once

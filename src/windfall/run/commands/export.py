@@ -1,7 +1,7 @@
 """`windfall export`: the model of a run as a folder of its own, in Hugging Face format.
 
-    a run that trains all weights    the model files of its newest intact checkpoint, copied
-    a run that trains adapters       the base model with the newest intact adapter merged into it, in the run's dtype
+    a run that trains all weights    the model files of its newest checkpoint, copied
+    a run that trains adapters       the base model with the newest adapter merged into it, in the run's dtype
 
 A checkpoint, or any adapter in PEFT format, can be exported in the same way. The folder is written under another name
 and renamed when it is complete: an existing folder is never changed, and a failed export leaves nothing behind.
@@ -26,8 +26,6 @@ class Exported:
     source: Path
     base: str = ""
     """The model that an adapter was merged into."""
-    damaged: tuple[str, ...] = ()
-    """Newer checkpoints that were skipped because they are damaged."""
 
     def __str__(self) -> str:
         merged = f"{self.base} with the adapter {self.source} merged into it"
@@ -37,7 +35,7 @@ class Exported:
 def export(source: Path, out: Path | None) -> Exported:
     """Write the model of a run, a checkpoint or an adapter. `out`: a folder that does not exist yet; by default
     `exports/STEP` in the run's folder, or `SOURCE-merged` beside an adapter that belongs to no run."""
-    path, damaged = _find(source)
+    path = _find(source)
     run = path.absolute().parent.parent
     folder = out or (run / "exports" / path.name if _is_run(run) else path.with_name(f"{path.name}-merged"))
     if folder.exists():
@@ -59,21 +57,20 @@ def export(source: Path, out: Path | None) -> Exported:
         raise WindfallError(f"cannot write the model: {e}", where=str(folder), fix=fix) from e
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return Exported(folder=folder, source=path, base=base, damaged=damaged)
+    return Exported(folder=folder, source=path, base=base)
 
 
-def _find(source: Path) -> tuple[Path, tuple[str, ...]]:
-    """The checkpoint or adapter to export, and the damaged checkpoints that are newer."""
+def _find(source: Path) -> Path:
+    """The checkpoint or adapter to export."""
     if _is_run(source):
-        found = checkpoint.latest(source)
-        return found.path, tuple(d.short for d in found.damaged)
+        return checkpoint.latest(source).path
     if (source / checkpoint.STATE).is_file():
         checkpoint.check(source, optimizer=False)
     elif not adapter_folder.is_adapter(source):
         folders.check_exists(source)
         fix = "Give the folder of a run, of a checkpoint, or of an adapter in PEFT format."
         raise WindfallError("nothing to export here", where=str(source), fix=fix)
-    return source, ()
+    return source
 
 
 def _is_run(folder: Path) -> bool:

@@ -39,13 +39,10 @@ from windfall.types import Group, Prompt, Request, Sampling
 
 
 def find_checkpoint(name: str) -> tuple[str, Path | None]:
-    """The path of the model (for a run, its newest undamaged checkpoint), and the recipe of its run, if any."""
+    """The path of the model (for a run, its newest checkpoint), and the recipe of its run, if any."""
     path = Path(name)
     if (path / "recipe.toml").is_file():
-        chosen = checkpoint.latest(path)
-        for damaged in chosen.damaged:
-            _warn(f"skipped a damaged checkpoint: {damaged.short}")
-        return str(chosen.path), path / "recipe.toml"
+        return str(checkpoint.latest(path).path), path / "recipe.toml"
     if (path / checkpoint.STATE).is_file():
         checkpoint.check(path, optimizer=False)
     recipe = path.resolve().parent.parent / "recipe.toml"

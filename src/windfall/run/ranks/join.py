@@ -1,10 +1,10 @@
 """`windfall trainer --join URL`: one rank of a trainer on several machines. torchrun, srun, Ray or a person starts one
 for every GPU, on the machine of `windfall train` and on others.
 
-    dial ──▶ RankHello ──▶ RankWelcome(recipe) ──▶ [ StartRank ──▶ RankStarted ... RankEnded ]*
+    dial ──▶ RankHello ──▶ RankWelcome(recipe) ──▶ StartRank ──▶ RankStarted ... RankEnded ──▶ dial again
 
-- It starts the rank's process whenever the supervisor says so, and reports when it has ended. It never restarts it on
-  its own: all ranks must start together.
+- It starts the rank's process when the supervisor says so, and reports when it has ended. It never restarts it on its
+  own: all ranks must start together.
 - When the link ends, it kills the process and dials again. It gives up after `patience_s` without a place in the run.
 - It exits with status 0 when the run has ended, or after Ctrl-C or SIGTERM; with EXIT_REFUSED if the run does not
   accept it; and with EXIT_NO_CONTROLLER if it did not find the run.
@@ -109,8 +109,6 @@ class JoiningRank:
         self._folder = folder
         self._overrides = overrides
         self._patience_s = patience_s
-        self._process: Handle | None = None
-        self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         loop, current = asyncio.get_running_loop(), asyncio.current_task()
@@ -122,7 +120,6 @@ class JoiningRank:
         except asyncio.CancelledError:
             return 0
         finally:
-            await self._end_process()
             await self._dialer.close()
 
     async def _join_again_and_again(self) -> int:
@@ -134,11 +131,11 @@ class JoiningRank:
                     welcome = await handshake.join(link, handshake.RANK, self._secret, self._hello)
                     tries, said = 0, ""
                     try:
-                        self._say(await self._serve(link, welcome))
-                        return 0
+                        if why := await self._serve(link, welcome):
+                            self._say(why)
+                            return 0
                     finally:
                         last_s = time.monotonic()
-                        await self._end_process()
                 finally:
                     await link.close()
             except LinkClosed as e:
@@ -161,31 +158,49 @@ class JoiningRank:
         return m.RankHello(name=socket.gethostname(), rank=p.rank, size=p.size, machine=machine, **fields)
 
     async def _serve(self, link: SocketLink, welcome: m.RankWelcome) -> str:
-        """Do what the supervisor says until the run ends. Returns the reason of its end."""
+        """Run the rank's process once. Returns "" when it has ended, or the reason if the run has ended."""
         try:
             recipe, folder = self._prepare(welcome)
             device = own_device(recipe, self._place)
         except WindfallError as e:
-            await link.send(m.RankEnded(attempt=0, code=2, what=e.what))
+            await link.send(m.RankEnded(code=2, what=e.what))
             raise
         log = folder / f"{self._place.name}.log"
         self._say(
             f"joined the run {recipe.run.name!r} as rank {self._place.rank} of {self._place.size}; its log: {log}"
         )
-        while True:
-            message = await link.receive()
-            match message:
-                case m.StartRank():
-                    await self._end_process()
-                    self._running = asyncio.create_task(self._run_process(link, folder, device, welcome, message))
-                    self._running.add_done_callback(errors.report_failure)
-                case m.StopRank():
-                    if self._process is not None:
-                        self._process.kill()
-                case m.RunEnded():
-                    return message.why
-                case _:
-                    raise LinkClosed(f"{link.peer}: unexpected {type(message).__name__}")
+        start = await self._receive(link)
+        if isinstance(start, m.RunEnded):
+            return start.why
+        try:
+            handle = self._start_process(folder, log, device, welcome.weights_key, start)
+        except (OSError, WindfallError) as e:
+            await link.send(m.RankEnded(code=1, what=f"the rank could not be started: {e}"))
+            return ""
+        watching, receiving = asyncio.create_task(self._watch(handle)), asyncio.create_task(self._receive(link))
+        try:
+            await link.send(m.RankStarted(pid=handle.pid))
+            await asyncio.wait({watching, receiving}, return_when=asyncio.FIRST_COMPLETED)
+            if not watching.done():  # the run ends this start, or the link is lost
+                ended = receiving.result()
+                return ended.why if isinstance(ended, m.RunEnded) else ""
+            code, error = watching.result(), WindfallError("")
+            if self._place.rank and code > 0 and code != RANK_LOST:  # the supervisor reads that of rank 0 itself
+                error = folders.failure(folder, "trainer", code, self._place.name)
+            self._say(f"rank {self._place.rank} ended: {error.what or describe_exit(code)}; waiting for the run")
+            await link.send(m.RankEnded(code=code, what=error.what, where=error.where, fix=error.fix))
+            return ""
+        finally:
+            handle.kill()
+            receiving.cancel()
+            await asyncio.wait({watching, receiving}, timeout=10.0)
+
+    @staticmethod
+    async def _receive(link: SocketLink) -> m.StartRank | m.RunEnded:
+        message = await link.receive()
+        if not isinstance(message, m.StartRank | m.RunEnded):
+            raise LinkClosed(f"{link.peer}: unexpected {type(message).__name__}")
+        return message
 
     def _prepare(self, welcome: m.RankWelcome) -> tuple[Recipe, Path]:
         """The recipe of the run, and the folder of this rank's process, which holds it."""
@@ -202,9 +217,7 @@ class JoiningRank:
         tls.server_context(recipe.fleet)  # the process needs it, and an error should be seen here
         return recipe, self._folder
 
-    async def _run_process(
-        self, link: SocketLink, folder: Path, device: Place, welcome: m.RankWelcome, start: m.StartRank
-    ) -> None:
+    def _start_process(self, folder: Path, log: Path, device: Place, weights_key: str, start: m.StartRank) -> Handle:
         place = replace(
             self._place,
             machine=start.machine,
@@ -212,27 +225,13 @@ class JoiningRank:
             local_size=start.local_size,
             rendezvous=start.rendezvous,
         )
-        self._say(f"starting rank {place.rank} of {place.size} (start {start.attempt})")
         environment = device.environment(
-            os.environ | {WEIGHTS_KEY: welcome.weights_key} | self._interface(start.rendezvous) | place.environment()
+            os.environ | {WEIGHTS_KEY: weights_key} | self._interface(start.rendezvous) | place.environment()
         )
-        argv = [sys.executable, "-m", "windfall.run.cli", "_trainer", str(folder)]
         if place.rank:
             (folder / ".trainer.failure").unlink(missing_ok=True)
-        code, error = 1, WindfallError("")
-        with contextlib.suppress(LinkClosed):  # then a new start follows after the next join
-            try:
-                log = folder / f"{place.name}.log"
-                self._process = process.start(name=place.name, argv=argv, env=environment, log=log)
-                await link.send(m.RankStarted(attempt=start.attempt, pid=self._process.pid))
-                code = await self._watch(self._process)
-                if place.rank and code > 0 and code != RANK_LOST:  # the supervisor reads that of rank 0 itself
-                    error = folders.failure(folder, "trainer", code, place.name)
-            except (OSError, WindfallError) as e:
-                error = e if isinstance(e, WindfallError) else WindfallError(f"the rank could not be started: {e}")
-            self._say(f"rank {place.rank} ended: {error.what or describe_exit(code)}; waiting for the run")
-            ended = m.RankEnded(attempt=start.attempt, code=code, what=error.what, where=error.where, fix=error.fix)
-            await link.send(ended)
+        argv = [sys.executable, "-m", "windfall.run.cli", "_trainer", str(folder)]
+        return process.start(name=place.name, argv=argv, env=environment, log=log)
 
     async def _watch(self, handle: Handle) -> int:
         """Wait for the end of the process. Kill it if it is frozen."""
@@ -252,13 +251,6 @@ class JoiningRank:
             return network.socket_environment(network.address_toward(str(meeting.hostname), meeting.port or 0))
         except OSError:
             return {}
-
-    async def _end_process(self) -> None:
-        if self._process is not None and self._process.running:
-            self._process.kill()
-        if self._running is not None:
-            await asyncio.wait([self._running], timeout=10.0)
-        self._process = self._running = None
 
     @staticmethod
     def _say(line: str) -> None:

@@ -9,9 +9,9 @@ Every rank keeps one link to the supervisor, at `train.rendezvous`. Rules:
 - a rank proves that it knows the secret of the trainer (trainer.secret) before it learns anything;
 - the trainer starts once all ranks have joined. Their numbers are those that torchrun or srun gave them. Rank 0 must be
   on the machine of the supervisor, because it opens the run's folder;
-- a link stands for one process (rank_group.py). The process ends when the rank says so or the link is lost; killing it
-  tells the rank to kill it;
-- every start has a number and a meeting point of its own. What a rank says about an earlier start is ignored;
+- a link stands for one start of one process (rank_group.py). The process ends when the rank says so or the link is
+  lost, and the rank joins again for the next start. Closing the link lets the rank kill its process;
+- every start has a meeting point of its own;
 - a rank whose number is taken is told to try again later, so a spare machine can take the place of a lost one.
 """
 
@@ -21,7 +21,8 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,73 +39,34 @@ from windfall.run.ranks.rank_group import RankGroup
 
 HEARTBEAT_S = 10.0
 """Seconds between two pings of a rank. One that does not answer a ping within half of that is lost."""
-STOP_S = 6.0
-"""Seconds that a rank has to kill its process. Then its link is closed, and it counts as lost."""
+REJOIN_S = 10.0
+"""Seconds in which ranks join again after a start, before the run asks for them or ends without telling them."""
 MAX_FRAME_BYTES = 1 << 20
 
 
+@dataclass(kw_only=True, eq=False)
 class JoinedRank:
     """A rank that has joined, while its link lasts."""
 
-    def __init__(self, hello: m.RankHello, link: SocketLink) -> None:
-        self.rank = hello.rank
-        self.size = hello.size
-        self.machine = hello.machine
-        self.host = clip(hello.name)
-        self._link = link
-        self._process: Handle | None = None
-        self._attempt = 0
-        self._lost = False
-        self._sending: set[asyncio.Task[None]] = set()
+    hello: m.RankHello
+    host: str
+    link: SocketLink
+    process: Handle | None = None
+    """Its process, once it was told to start it."""
+    code: int | None = None
+    """Exit status of the process, if the rank has said it."""
+    closing: asyncio.Future[None] | None = None
 
-    def start(self, order: m.StartRank) -> Handle:
-        self._attempt = order.attempt
-        name = f"rank-{self.rank}" if self.rank else "trainer"
-        self._process = Handle(name=name, pid=0, send=self._stop)
-        if self._lost:
-            self._process.ended(-signal.SIGKILL)
-        else:
-            self._in_background(self._send(order))
-        return self._process
-
-    def process_of(self, attempt: int) -> Handle | None:
-        running = attempt == self._attempt and self._process is not None and self._process.running
-        return self._process if running else None
-
-    def lost(self) -> None:
-        self._lost = True
-        if self._process is not None:
-            self._process.ended(-signal.SIGKILL)
-
-    async def end(self, why: str) -> None:
-        with contextlib.suppress(LinkClosed, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._link.send(m.RunEnded(why=why))
+    def start(self) -> Handle:
+        name = f"rank-{self.hello.rank}" if self.hello.rank else "trainer"
+        self.process = Handle(name=name, pid=0, send=self._stop)
+        return self.process
 
     def _stop(self, number: int) -> None:
         """Ranks have nothing to save, so every signal ends them."""
         del number
-        self._in_background(self._stop_in_time(self._attempt))
-
-    async def _stop_in_time(self, attempt: int) -> None:
-        await self._send(m.StopRank(attempt=attempt))
-        await asyncio.sleep(STOP_S)
-        if self.process_of(attempt) is not None:
-            self.lost()
-            await self._link.close("the process of the rank did not end")
-
-    async def _send(self, message: object) -> None:
-        try:
-            async with asyncio.timeout(STOP_S):
-                await self._link.send(message)
-        except (LinkClosed, TimeoutError):
-            self.lost()
-            await self._link.close("the rank does not read")
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        if self.closing is None:
+            self.closing = asyncio.ensure_future(self.link.close("this start of the trainer ends"))
 
 
 class JoinedRanks:
@@ -119,8 +81,9 @@ class JoinedRanks:
         self._size = 0 if recipe.train.ranks == "auto" else recipe.train.ranks
         """Number of all ranks; 0 until the first one has said it."""
         self._changed = asyncio.Event()
-        self._attempt = 0
-        self._closing = False
+        self._returning: set[int] = set()
+        """Ranks whose process has ended, and that will join again."""
+        self._ending = False
         self._problem = ""
         """Why the last rank that tried could not join."""
         context = tls.server_context(recipe.fleet)
@@ -138,13 +101,24 @@ class JoinedRanks:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._closing = True
-        await asyncio.gather(*(rank.end("the run has ended") for rank in self._joined.values()))
+        self._ending = True
+        await asyncio.gather(*(self._end(rank) for rank in self._joined.values()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REJOIN_S):
+                while self._returning:
+                    await self._change()
         await self._port.close()
+
+    async def _end(self, rank: JoinedRank) -> None:
+        with contextlib.suppress(LinkClosed):
+            await rank.link.send(m.RunEnded(why="the run has ended"))
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     async def start(self) -> RankGroup:
         ranks = await self._wait()
-        self._attempt += 1
         try:
             host = network.resolve(self._host)
             port = network.free_port(host)
@@ -152,31 +126,33 @@ class JoinedRanks:
             fix = "Set it to an address of this machine."
             raise WindfallError(f"cannot listen: {e}", where="train.rendezvous", fix=fix) from e
         rendezvous = f"tcp://{network.in_url(host)}:{port}/{os.urandom(16).hex()}"
-        machines = list(dict.fromkeys(rank.machine for rank in ranks))
-        handles: list[Handle] = []
+        machines = list(dict.fromkeys(rank.hello.machine for rank in ranks))
+        group = RankGroup([rank.start() for rank in ranks])
         for rank in ranks:
-            beside = [other.rank for other in ranks if other.machine == rank.machine]
+            beside = [other for other in ranks if other.hello.machine == rank.hello.machine]
             order = m.StartRank(
-                attempt=self._attempt,
                 rendezvous=rendezvous,
-                machine=machines.index(rank.machine),
-                local_rank=beside.index(rank.rank),
+                machine=machines.index(rank.hello.machine),
+                local_rank=beside.index(rank),
                 local_size=len(beside),
             )
-            handles.append(rank.start(order))
-        return RankGroup(handles)
+            with contextlib.suppress(LinkClosed):  # then its process counts as lost
+                await rank.link.send(order)
+        return group
 
     async def _wait(self) -> list[JoinedRank]:
         """All ranks, in order. WindfallError if they do not join in time."""
-        limit_s, said = self._recipe.train.machine_timeout_s, False
+        limit_s = self._recipe.train.machine_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                while missing := self._missing():
-                    if not said:
-                        said = True
-                        self._notice(f"waiting for {missing} of the trainer; run for each: {self.command}")
-                    self._changed.clear()
-                    await self._changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(REJOIN_S):
+                        while self._returning:
+                            await self._change()
+                if missing := self._missing():
+                    self._notice(f"waiting for {missing} of the trainer; run for each: {self.command}")
+                while self._missing():
+                    await self._change()
         except TimeoutError:
             what = f"waited {limit_s:g} s for the trainer's ranks: {self._missing()} did not join"
             what += f" (last problem: {self._problem})" if self._problem else ""
@@ -209,41 +185,53 @@ class JoinedRanks:
         if hello.rank in self._joined:
             await handshake.refuse(link, f"rank {hello.rank} has already joined", again=True)
             return
-        rank = self._joined[hello.rank] = JoinedRank(hello, link)
+        rank = self._joined[hello.rank] = JoinedRank(hello=hello, host=clip(hello.name), link=link)
         self._size = hello.size
         try:
-            await self._serve(rank, link, proof)
+            await self._serve(rank, proof)
         finally:
-            rank.lost()
-            del self._joined[rank.rank]
-            if not self._joined and self._recipe.train.ranks == "auto":
-                self._size = 0
-            self._changed.set()
-            if not self._closing:
-                self._notice(f"rank {rank.rank} ({rank.host}) has left the trainer")
+            self._left(rank)
 
-    async def _serve(self, rank: JoinedRank, link: SocketLink, proof: bytes) -> None:
+    async def _serve(self, rank: JoinedRank, proof: bytes) -> None:
+        link, number = rank.link, rank.hello.rank
         welcome = m.RankWelcome(
             proof=proof, recipe=dump_recipe(self._recipe), folder=str(self._folder), weights_key=self._weights_key
         )
         await link.send(welcome)
-        self._notice(f"rank {rank.rank} of {rank.size} ({rank.host}) has joined the trainer")
+        self._returning.discard(number)
         self._changed.set()
+        if self._ending:
+            await self._end(rank)
+        else:
+            self._notice(f"rank {number} of {rank.hello.size} ({rank.host}) has joined the trainer")
         while True:
             message: Any = await link.receive()
-            if isinstance(message, m.RankEnded) and not message.attempt:
-                self._problem = f"{rank.host}: {clip(message.what)}"
-                self._notice(f"rank {rank.rank} cannot join the trainer: {self._problem}")
-                return
-            if not isinstance(message, m.RankStarted | m.RankEnded):
-                raise LinkClosed(f"{link.peer}: unexpected {type(message).__name__}")
-            process = rank.process_of(message.attempt)
-            if process is None:
-                continue
-            if isinstance(message, m.RankStarted):
-                process.pid = message.pid
-                continue
-            if message.what:
-                where = f"rank {rank.rank} on {rank.host}: {message.where}"
-                folders.fail(self._folder, "trainer", WindfallError(message.what, where=where, fix=message.fix))
-            process.ended(message.code)
+            match message:
+                case m.RankStarted() if rank.process is not None:
+                    rank.process.pid = message.pid
+                case m.RankEnded() if rank.process is not None:
+                    rank.code = message.code
+                    if message.what:
+                        where = f"rank {number} on {rank.host}: {message.where}"
+                        error = WindfallError(message.what, where=where, fix=message.fix)
+                        folders.fail(self._folder, "trainer", error)
+                    return
+                case m.RankEnded():
+                    self._problem = f"{rank.host}: {clip(message.what)}"
+                    self._notice(f"rank {number} cannot join the trainer: {self._problem}")
+                    return
+                case _:
+                    raise LinkClosed(f"{link.peer}: unexpected {type(message).__name__}")
+
+    def _left(self, rank: JoinedRank) -> None:
+        number = rank.hello.rank
+        del self._joined[number]
+        if rank.code is not None or rank.closing is not None:
+            self._returning.add(number)
+        elif not self._ending:
+            self._notice(f"rank {number} ({rank.host}) has left the trainer")
+        if not (self._joined or self._returning) and self._recipe.train.ranks == "auto":
+            self._size = 0
+        self._changed.set()
+        if rank.process is not None:
+            rank.process.ended(-signal.SIGKILL if rank.code is None else rank.code)

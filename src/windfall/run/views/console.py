@@ -47,7 +47,6 @@ LINES = {
     "no_workers": "[yellow]waiting for workers[/]: none for {s:.0f} s, {queued} responses queued",
     "sink_dropped": "[yellow]{sink} gets no more events[/]: {why}",
     "refused": "[yellow]refused[/] {peer}: {why}",
-    "checkpoint_damaged": "[red]checkpoint damaged[/]: {what}; continuing from step {step}; later steps are repeated",
     "journal_lost": "[yellow]journal lost[/]: {file}: {why} ({bytes:,} bytes); what was in them is generated again",
     "log_gap": "[yellow]steps {first} to {last} are missing in events.jsonl[/]; the run continues without them",
 }

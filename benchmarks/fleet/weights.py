@@ -268,8 +268,8 @@ async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, d
             if step >= steps:
                 for p in both.values():
                     p.publish(step - 1, model.state_dict())
-            trainer.accumulate(samples(model, 8, 32))
-            trainer.finish()
+            trainer.forward_backward(samples(model, 8, 32))
+            trainer.optim_step()
         for dtype, p in both.items():
             began = time.perf_counter()
             made = await asyncio.to_thread(p.publish, steps, model.state_dict())

@@ -12,23 +12,23 @@ from windfall.training import Report, Sample
 class SleepingTrainer:
     def __init__(self, service: StepTime, sleep: Callable[[float], object] = time.sleep) -> None:
         self._service, self._sleep = service, sleep
-        self.begin()
+        self.zero_grad()
 
-    def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
+    def forward(self, samples: Sequence[Sample]) -> list[Sample]:
         self._sleep(self._service.train_s * sum(len(s.targets) for s in samples) / 3)  # a forward pass
         return list(samples)
 
-    def begin(self) -> None:
+    def zero_grad(self) -> None:
         self._tokens = self._responses = 0
 
-    def accumulate(self, samples: Sequence[Sample]) -> None:
+    def forward_backward(self, samples: Sequence[Sample]) -> None:
         tokens = sum(len(s.targets) for s in samples)
         self._sleep(self._service.train_s * tokens)
         self._tokens += tokens
         self._responses += len(samples)
 
-    def finish(self) -> Report:
+    def optim_step(self) -> Report:
         self._sleep(self._service.update_s)
         done = Report(tokens=self._tokens, responses=self._responses)
-        self.begin()
+        self.zero_grad()
         return done

@@ -139,8 +139,8 @@ def ours(t: TorchTrainer, lengths: list[int], name: str, *, repeats: int = 4) ->
     made = samples_of(lengths)
 
     def step() -> None:
-        t.accumulate(made)
-        t.finish()
+        t.forward_backward(made)
+        t.optim_step()
 
     torch.cuda.reset_peak_memory_stats()
     step_s = timed(step, repeats)
@@ -154,7 +154,7 @@ def ours(t: TorchTrainer, lengths: list[int], name: str, *, repeats: int = 4) ->
 def profile(t: TorchTrainer, lengths: list[int]) -> None:
     made = samples_of(lengths)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        t.accumulate(made)
+        t.forward_backward(made)
         torch.cuda.synchronize()
     rows = sorted(found.key_averages(), key=lambda k: -k.self_device_time_total)
     print(f"  device time {sum(k.self_device_time_total for k in rows) / 1e3:.1f} ms, of which")

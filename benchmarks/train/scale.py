@@ -143,8 +143,8 @@ def measure(rank: int, size: int, meeting: str, pipe: Any, name: str, variant: s
     for step in range(steps + 1):
         if step == 1:  # the first step compiles, allocates, and creates the moments of the optimizer
             began_s = time.perf_counter()
-        trainer.accumulate(samples)
-        report = trainer.finish()
+        trainer.forward_backward(samples)
+        report = trainer.optim_step()
         assert not report.skipped
     took_s = (time.perf_counter() - began_s) / steps  # pyright: ignore[reportPossiblyUnboundVariable]
     speed = tokens / took_s

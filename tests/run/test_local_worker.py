@@ -41,10 +41,10 @@ class Trainer:
         self.model, self.updates, self.published = model, 0, dict[int, Any]()
         self.skips = False
 
-    def begin(self) -> None:
+    def zero_grad(self) -> None:
         pass
 
-    def finish(self) -> Report:
+    def optim_step(self) -> Report:
         self.updates += 1
         if not self.skips:
             change(self.model, seed=self.updates)

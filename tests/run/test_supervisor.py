@@ -402,16 +402,16 @@ BREAKS = """
 from pathlib import Path
 from windfall.trainer import trainer
 
-real = trainer.TorchTrainer.finish
+real = trainer.TorchTrainer.optim_step
 
-def finish(self):
+def optim_step(self):
     failed = Path("failed")
     if self.optimizer.updates >= 1 and not failed.exists():  # in its second step
         failed.touch()
         raise MemoryError("CUDA out of memory. Tried to allocate 9 GiB")
     return real(self)
 
-trainer.TorchTrainer.finish = finish
+trainer.TorchTrainer.optim_step = optim_step
 """
 RUN = """
 import sys

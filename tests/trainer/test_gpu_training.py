@@ -144,7 +144,7 @@ def test_trainer_on_llama_body_has_the_gradient_of_one_on_the_module(name: str) 
         if on_llama_body:
             t.learner.use_own_layers(keep=LIGHT)
         t.learner.pads = padded
-        t.accumulate(made)
+        t.forward_backward(made)
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     expected = gradient(False, 10_000, True)
@@ -387,8 +387,8 @@ def rounded_models(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any
 
 def gradient(t: TorchTrainer, micro_tokens: int = 100_000) -> torch.Tensor:
     t.micro_tokens = micro_tokens
-    t.begin()
-    t.accumulate(samples(24, longest=200))
+    t.zero_grad()
+    t.forward_backward(samples(24, longest=200))
     found = [t.optimizer.gradients.of(p) for _, p in sorted(t.model.named_parameters())]
     return torch.cat([g.flatten() for g in found if g is not None]).clone()
 
@@ -438,12 +438,12 @@ def test_bfloat16_steps_raise_logprobs(tmp_path: Path) -> None:
     t = TorchTrainer(model, algorithms.make("dr_grpo"), recipe, micro_tokens=500)
     before = t.learner.score(made, 1.0)[0].mean()
     for _ in range(10):
-        t.accumulate(made)
-        assert not t.finish().skipped
+        t.forward_backward(made)
+        assert not t.optim_step().skipped
     assert t.learner.score(made, 1.0)[0].mean() > before + 0.1
     kept = {name: shard.local.clone() for name, shard in t.optimizer.state().items()}
     t.write_optimizer(tmp_path / "optimizer")
     t.restore_optimizer(tmp_path / "optimizer")
     assert all(torch.equal(shard.local, kept[name]) for name, shard in t.optimizer.state().items())
-    t.accumulate(made)
-    assert not t.finish().skipped
+    t.forward_backward(made)
+    assert not t.optim_step().skipped

@@ -153,8 +153,8 @@ def test_updates_raise_the_probability_of_credited_tokens_and_leave_the_base_alo
     losses = []
     for _ in range(9):
         losses.append(-float(t.learner.score(made, 1.0)[0].mean()))
-        t.accumulate(made)
-        assert t.finish().skipped == ""
+        t.forward_backward(made)
+        assert t.optim_step().skipped == ""
     assert all(b < a for a, b in pairwise(losses)), losses
     assert losses[-1] < 0.8 * losses[0]
     assert all(torch.equal(v, before[n]) for n, v in adapters.base_tensors().items())
@@ -181,8 +181,8 @@ def test_optimizer_and_checkpoint_hold_only_adapters_and_resume_exactly(tmp_path
     state = t.optimizer.state()
     assert len([n for n in state if n.startswith("master.")]) == (0 if dtype == "float32" else len(adapters.tensors()))
     for _ in range(2):
-        t.accumulate(made)
-        assert t.finish().skipped == ""
+        t.forward_backward(made)
+        assert t.optim_step().skipped == ""
     base = AdapterBase(path="tiny", dtype=dtype, digest="0" * 32)
     path = checkpoint.save(
         tmp_path, CheckpointState(step=2, next_task=8), write_model=adapters.save_pretrained,
@@ -195,8 +195,8 @@ def test_optimizer_and_checkpoint_hold_only_adapters_and_resume_exactly(tmp_path
     assert checkpoint.read_base(path) == base
     again, u = objects(path)
     for each in (t, u):
-        each.accumulate(made)
-        each.finish()
+        each.forward_backward(made)
+        each.optim_step()
     assert all(torch.equal(v, again.tensors()[n]) for n, v in adapters.tensors().items())
     ours, theirs = t.optimizer.state(), u.optimizer.state()
     assert ours.keys() == theirs.keys()
@@ -215,8 +215,8 @@ def test_kl_reference_is_the_base() -> None:
     assert torch.equal(base, Learner(tiny()).score(made, 1.0)[0])
     assert not torch.allclose(mine, base, atol=1e-2)
     assert torch.equal(t.learner.score(made, 1.0)[0], mine)
-    t.accumulate(made)
-    assert t.finish().kl > 0
+    t.forward_backward(made)
+    assert t.optim_step().kl > 0
 
 
 def test_engine_with_merged_weights_agrees_with_the_trainer() -> None:
@@ -230,8 +230,8 @@ def test_engine_with_merged_weights_agrees_with_the_trainer() -> None:
         published = {n: v.detach().clone() for n, v in adapters.tensors().items()}
         engine.swap(version, MergedWeights(base, published, adapters.scale, base_is_loaded=version > 1))
         made = samples(engine_model, 8, seed=version)
-        t.accumulate(made)
-        report = t.finish()
+        t.forward_backward(made)
+        report = t.optim_step()
         assert report.engine_gap < 1e-5
         assert report.engine_gap_max < 1e-3
         assert report.skipped == ""
@@ -251,12 +251,12 @@ def test_reward_rises() -> None:
         done = drain(engine, asked)
         got = [float(np.mean([token in wanted for token in tokens(done[r.id])])) for r in asked]
         (credit,) = algorithm.advantages([[Outcome(reward=x, length=6, limit=6) for x in got]])
-        t.accumulate([
+        t.forward_backward([
             Sample(ids=(5, 6, 7, *tokens(done[r.id])), targets=tuple(range(3, 3 + len(tokens(done[r.id])))),
                    behavior=np.array(logprobs(done[r.id])), advantage=a, limit=6)
             for r, a in zip(asked, credit, strict=True)
         ])  # fmt: skip
-        assert t.finish().engine_gap < 1e-5
+        assert t.optim_step().engine_gap < 1e-5
         rewards.append(float(np.mean(got)))
     assert rewards[-1] > rewards[0] + 0.4, rewards
 

@@ -178,10 +178,10 @@ def test_gradient_of_both_updates_of_a_step_equals_the_decoupled_loss(model: Any
     parts = make_samples(name, ages=(2, 1, 0))
     assert all(s.lag is not None and set(s.lag.tolist()) == {0, 1, 2} for part in parts for s in part)
     t = trainer(model, name, algorithm={"importance": mode, "importance_cap": cap}, train={"lr": 2e-3})
-    prepared = [t.prepare(part) for part in parts]
+    prepared = [t.forward(part) for part in parts]
     reports = []
     for part in prepared:
-        t.accumulate(part)
+        t.forward_backward(part)
         ours = gradients(t) / t._totals.sums["divisor"]
         plain = copy.deepcopy(model)
         plain.zero_grad()
@@ -192,7 +192,7 @@ def test_gradient_of_both_updates_of_a_step_equals_the_decoupled_loss(model: Any
         (torch.stack(losses).sum() / divisor(name, part)).backward()
         oracle = torch.cat([p.grad.flatten() for p in plain.parameters()])
         assert (ours - oracle).norm() < 2e-4 * oracle.norm()
-        reports.append(t.finish())
+        reports.append(t.optim_step())
     assert all((0 < r.capped < 0.9) if mode != "off" else r.capped == 0 for r in reports)
     assert reports[0].clipped == 0
     if name in ("grpo", "dr_grpo", "dapo", "reinforce_pp"):
@@ -252,11 +252,11 @@ def test_staleness_0_gives_the_same_bits_as_before(model: Any, name: str, update
         t = trainer(mine, name, kind, reference=older_model(1), **sections)
         bits: list[torch.Tensor] = []
         for _ in range(2):
-            step = [t.prepare(part) for part in parts] if updates == 2 else [[s for part in parts for s in part]]
+            step = [t.forward(part) for part in parts] if updates == 2 else [[s for part in parts for s in part]]
             for part in step:
-                t.accumulate(part)
+                t.forward_backward(part)
                 bits.append(gradients(t))
-                report = t.finish()
+                report = t.optim_step()
                 assert not report.skipped
                 bits.append(torch.tensor([report.engine_gap, report.engine_gap_max, report.clipped, report.kl]))
         found.append([*bits, *(p.detach() for p in mine.parameters())])
@@ -283,8 +283,8 @@ def with_lags(samples: Sequence[Sample], *lags: int) -> list[Sample]:
 def test_drift_of_older_tokens_is_not_a_fault_of_the_engine(model: Any) -> None:
     made = with_lags(make_samples(ages=(0,))[0], 0, 1, 3)
     t = trainer(model)
-    t.accumulate(shifted(shifted(made, 1.2, lag=1), 0.6, lag=3))
-    report = t.finish()  # the mean over all tokens would be 0.6, and the limit is 0.3
+    t.forward_backward(shifted(shifted(made, 1.2, lag=1), 0.6, lag=3))
+    report = t.optim_step()  # the mean over all tokens would be 0.6, and the limit is 0.3
     assert not report.skipped
     assert report.engine_gap < 1e-4
     assert report.engine_gap_max < 1e-3
@@ -303,9 +303,9 @@ def test_fresh_tokens_still_detect_a_wrong_engine(model: Any) -> None:
     wrong = shifted(made, 1.2, lag=0)  # a sixth of the tokens: the mean over all of them would be 0.2
     fresh = sum(int((s.lag == 0).sum()) for s in wrong if s.lag is not None)
     for _ in range(-(-MIN_FRESH // fresh)):
-        t.accumulate(wrong)
+        t.forward_backward(wrong)
     with pytest.raises(WindfallError, match=r"engine and trainer disagree .* differ by 1\.2 nats"):
-        t.finish()
+        t.optim_step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -314,25 +314,25 @@ def test_few_fresh_tokens_among_older_ones_do_not_end_the_run(model: Any) -> Non
     wrong = shifted(made, 1.2, lag=0)
     assert 0 < sum(int((s.lag == 0).sum()) for s in wrong if s.lag is not None) < MIN_FRESH
     t = trainer(model)
-    t.accumulate(wrong)
-    assert t.finish().engine_gap == pytest.approx(1.2, abs=1e-3)
+    t.forward_backward(wrong)
+    assert t.optim_step().engine_gap == pytest.approx(1.2, abs=1e-3)
 
 
 def test_update_without_fresh_tokens_is_not_checked(model: Any) -> None:
     made = shifted(with_lags(make_samples(ages=(0,))[0], 1), 1.2, lag=1)
     t = trainer(model)
-    t.accumulate(made)
-    report = t.finish()
+    t.forward_backward(made)
+    report = t.optim_step()
     assert (report.skipped, report.engine_gap, report.engine_gap_max) == ("", 0.0, 0.0)
     assert report.drift == pytest.approx(1.2, abs=1e-4)
 
 
 def test_fresh_tokens_only_have_no_drift(model: Any) -> None:
     t = trainer(model)
-    t.accumulate(make_samples(ages=(0,))[0])
-    report = t.finish()
+    t.forward_backward(make_samples(ages=(0,))[0])
+    report = t.optim_step()
     assert (report.drift, report.capped) == (0.0, 0.0)
-    empty = t.finish()
+    empty = t.optim_step()
     assert (empty.tokens, empty.drift, empty.capped, empty.engine_gap) == (0, 0.0, 0.0, 0.0)
 
 
@@ -341,8 +341,8 @@ def test_masked_tokens_have_no_gradient(model: Any) -> None:
     made = shifted(with_lags(make_samples(ages=(0,))[0], 1), 1.2, lag=1)
     for mode, skipped, capped in (("mask", "nothing", 1.0), ("off", "", 0.0)):
         t = trainer(model, algorithm={"importance": mode})
-        t.accumulate(made)
-        report = t.finish()
+        t.forward_backward(made)
+        report = t.optim_step()
         assert (report.skipped, report.capped) == (skipped, capped)
 
 
@@ -352,8 +352,8 @@ def test_older_token_without_a_finite_logprob_is_not_learned_from(model: Any, mo
     made[0] = replace(made[0], behavior=np.full_like(made[0].behavior, np.nan))
     t = trainer(model, algorithm={"importance": mode})
     before = [p.detach().clone() for p in model.parameters()]
-    t.accumulate(made)
-    assert t.finish().skipped == "not finite"
+    t.forward_backward(made)
+    assert t.optim_step().skipped == "not finite"
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 

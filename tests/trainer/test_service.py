@@ -53,7 +53,7 @@ class SavingTrainer:
     def __init__(self) -> None:
         self.saves = 0
 
-    def begin(self) -> None:
+    def zero_grad(self) -> None:
         pass
 
 
@@ -215,7 +215,7 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
             self.note("invalidate")
 
     engine = Engine()
-    trainer: Any = SimpleNamespace(begin=lambda: None, finish=lambda: engine.note("finish"))
+    trainer: Any = SimpleNamespace(zero_grad=lambda: None, optim_step=lambda: engine.note("optim_step"))
 
     def publish(version: int) -> Any:
         engine.note("copying")
@@ -242,9 +242,9 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
         publish=publish, save=lambda state: "", address=lambda: "x", patience_s=0.3, retry_s=0.01,
         say=lambda line: None, engine=engine,
     )  # fmt: skip
-    with pytest.raises(TypeError):  # a finish without a report raises
+    with pytest.raises(TypeError):  # an update without a report raises
         asyncio.run(asyncio.wait_for(run(), 60))
-    after = [("room", True), ("invalidate", True), ("finish", True), ("give back", True)]
+    after = [("room", True), ("invalidate", True), ("optim_step", True), ("give back", True)]
     assert seen == [("copying", True), ("hashing", False), *after]
     assert engine.turn.acquire_for_engines(0)
 
@@ -267,11 +267,11 @@ def test_error_in_work_is_reported_and_ends_the_process(error: Exception, report
         gate = Gate("run", "t" * 20, log=lambda *_, **__: None, max_workers=1, trainer_secret=SECRET)
         await gate.trainer(link, serve)
 
-    def finish(self: SavingTrainer) -> None:
+    def optim_step(self: SavingTrainer) -> None:
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SavingTrainer, "finish", finish, raising=False)
+        patch.setattr(SavingTrainer, "optim_step", optim_step, raising=False)
         with pytest.raises(type(error)):
             run_service(play)
     assert received == [reported]
@@ -283,13 +283,13 @@ class CountingTrainer:
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def begin(self) -> None:
+    def zero_grad(self) -> None:
         self.done.append("drop")
 
-    def accumulate(self, samples: Any) -> None:
+    def forward_backward(self, samples: Any) -> None:
         self.done.append("gradient")
 
-    def finish(self) -> Report:
+    def optim_step(self) -> Report:
         self.done.append("update")
         return Report(tokens=1, responses=1)
 

@@ -90,14 +90,14 @@ def test_engine_that_computes_another_model_is_detected_before_the_update(model:
     made = [replace(s, behavior=s.behavior - 1.2) for s in samples(4)]
     t = trainer(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    t.accumulate(made)
+    t.forward_backward(made)
     with pytest.raises(WindfallError, match=r"engine and trainer disagree .* differ by 1\.2 nats") as failed:
-        t.finish()
+        t.optim_step()
     assert failed.value.where == "train.engine_gap_limit"
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "the weights must not change"
     allowed = trainer(model, train={"engine_gap_limit": 1.5})
-    allowed.accumulate(made)
-    assert allowed.finish().engine_gap == pytest.approx(1.2, abs=1e-3)
+    allowed.forward_backward(made)
+    assert allowed.optim_step().engine_gap == pytest.approx(1.2, abs=1e-3)
 
 
 def test_gap_is_reported_for_each_engine(model: Any) -> None:
@@ -112,13 +112,13 @@ def test_gap_is_reported_for_each_engine(model: Any) -> None:
         third,
     ]
     t = trainer(model)
-    t.accumulate(made)
-    report = t.finish()
+    t.forward_backward(made)
+    report = t.optim_step()
     assert report.engine_gaps == {"torch": pytest.approx(0.0, abs=1e-4), "vllm": pytest.approx(0.2, abs=1e-4)}
     strict = trainer(model, train={"engine_gap_limit": 0.05})
-    strict.accumulate(made)
+    strict.forward_backward(made)
     with pytest.raises(WindfallError, match=r"\(torch: .*, vllm: 0\.2"):
-        strict.finish()
+        strict.optim_step()
 
 
 def test_logprobs_equal_those_of_the_engine_to_1e_5(model: Any) -> None:
@@ -171,7 +171,7 @@ def test_gradient_equals_that_of_the_textbook_loss(model: Any) -> None:
     """On-policy GRPO, written out with the forward pass of transformers, one response at a time."""
     made = samples()
     t = trainer(model, algorithm={"importance_cap": 1e9})
-    t.accumulate(made)
+    t.forward_backward(made)
     ours = gradients(t) / len(made)
     model.zero_grad()
     model.set_attn_implementation("eager")
@@ -207,7 +207,7 @@ def test_gradient_equals_the_formulas_in_the_docs(model: Any, name: str) -> None
     t = TorchTrainer(
         model, algorithms.make(name, **options), recipe(algorithm=sections), micro_tokens=256, reference=reference
     )
-    t.accumulate(made)
+    t.forward_backward(made)
     ours = gradients(t) / t._totals.sums["divisor"]
     model.zero_grad()
     terms = [_textbook(name, options, s, _plain(model, s), _plain(reference, s).detach(), cap) for s in made]
@@ -258,14 +258,14 @@ def _textbook(
 def test_any_order_and_any_split_give_the_same_gradient(model: Any, name: str) -> None:
     made = samples(12)
     at_once = trainer(model, name, micro_tokens=10_000)
-    at_once.accumulate(made)
+    at_once.forward_backward(made)
     expected, divisor = gradients(at_once), at_once._totals.sums["divisor"]
     shuffled = list(made)
     random.Random(3).shuffle(shuffled)
     model.zero_grad()
     pieces = trainer(model, name, micro_tokens=120)
     for i in range(0, 12, 4):
-        pieces.accumulate(shuffled[i : i + 4])
+        pieces.forward_backward(shuffled[i : i + 4])
     assert pieces._totals.sums["divisor"] == pytest.approx(divisor)
     assert torch.allclose(gradients(pieces), expected, atol=2e-5, rtol=1e-3)
 
@@ -282,10 +282,10 @@ def test_samples_without_advantage_are_reported_and_need_no_backward_pass(
     gradients = []
     for given in (some, [s for s in some if s.advantage]):
         t = TorchTrainer(model, algorithms.make("grpo"), recipe(), micro_tokens=4096)
-        t.accumulate(given)
+        t.forward_backward(given)
         gradients.append([g.clone() for g in t.optimizer.gradients.all()])
         assert len(calls) == 1
-        assert t.finish().responses == len(given)
+        assert t.optim_step().responses == len(given)
         calls.clear()
         model.load_state_dict(start_model().state_dict())
     for a, b in zip(*gradients, strict=True):
@@ -293,9 +293,9 @@ def test_samples_without_advantage_are_reported_and_need_no_backward_pass(
     fresh = TorchTrainer(model, algorithms.make("grpo"), recipe(), micro_tokens=4096)
     model.zero_grad()
     for each in (fresh, t):  # before the first gradient, and after
-        each.accumulate([replace(s, advantage=0.0) for s in made])
+        each.forward_backward([replace(s, advantage=0.0) for s in made])
         assert not calls
-        report = each.finish()
+        report = each.optim_step()
         assert report.tokens == sum(len(s.targets) for s in made)
         assert report.grad_norm == 0
         assert report.skipped == "nothing"
@@ -304,12 +304,12 @@ def test_samples_without_advantage_are_reported_and_need_no_backward_pass(
 def test_several_updates_use_the_policy_at_the_start_of_the_step(model: Any) -> None:
     made = samples(8)
     t = trainer(model, train={"lr": 5e-3})
-    prepared = t.prepare(made)
+    prepared = t.forward(made)
     assert all(np.allclose(p.old, p.behavior, atol=1e-5, rtol=1e-5) for p in prepared if p.old is not None)
-    t.accumulate(prepared)
-    first = t.finish()
-    t.accumulate(prepared)
-    second = t.finish()
+    t.forward_backward(prepared)
+    first = t.optim_step()
+    t.forward_backward(prepared)
+    second = t.optim_step()
     assert first.clipped == 0
     assert second.clipped > 0  # the policy has moved away from `old`, so tokens are clipped
     assert second.engine_gap == pytest.approx(first.engine_gap)  # `old` has not changed
@@ -327,8 +327,8 @@ def test_kl_pulls_the_policy_to_the_reference(model: Any) -> None:
     )  # fmt: skip
     distances = []
     for _ in range(8):
-        t.accumulate(made)
-        distances.append(t.finish().kl)
+        t.forward_backward(made)
+        distances.append(t.optim_step().kl)
     assert distances[-1] < 0.7 * distances[0]
 
 
@@ -336,20 +336,20 @@ def test_kl_pulls_the_policy_to_the_reference(model: Any) -> None:
 def test_non_finite_logprobs_exceed_any_limit(model: Any, value: float) -> None:
     made = samples(4)
     t = trainer(model, train={"engine_gap_limit": 1e6})
-    t.accumulate([replace(made[0], behavior=np.full_like(made[0].behavior, value)), *made[1:]])
+    t.forward_backward([replace(made[0], behavior=np.full_like(made[0].behavior, value)), *made[1:]])
     with pytest.raises(WindfallError, match="cannot be compared, because some are not finite"):
-        t.finish()
+        t.optim_step()
 
 
 def test_non_finite_gradient_is_not_used(model: Any) -> None:
     made = samples(4)
     before = {n: p.clone() for n, p in model.named_parameters()}
     t = trainer(model)
-    t.accumulate([replace(made[0], advantage=float("inf")), *made[1:]])
-    assert t.finish().skipped == "not finite"
+    t.forward_backward([replace(made[0], advantage=float("inf")), *made[1:]])
+    assert t.optim_step().skipped == "not finite"
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    t.accumulate(made)
-    assert not t.finish().skipped
+    t.forward_backward(made)
+    assert not t.optim_step().skipped
 
 
 def test_update_without_advantages_changes_no_weight(model: Any, tmp_path: Path) -> None:
@@ -357,14 +357,14 @@ def test_update_without_advantages_changes_no_weight(model: Any, tmp_path: Path)
     resume."""
     made = samples(4)
     t = trainer(model, train={"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear", "engine_gap_limit": 1e6})
-    t.accumulate(made)
-    assert t.finish().skipped == ""
+    t.forward_backward(made)
+    assert t.optim_step().skipped == ""
     state = {name: shard.local.clone() for name, shard in t.optimizer.state().items()}
     before = {n: p.clone() for n, p in model.named_parameters()}
     for without in ([replace(s, advantage=0.0) for s in made], []):
         rate = t.optimizer.rate()
-        t.accumulate(without)
-        report = t.finish()
+        t.forward_backward(without)
+        report = t.optim_step()
         assert (report.skipped, report.grad_norm) == ("nothing", 0.0)
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
         assert t.optimizer.rate() < rate
@@ -375,20 +375,20 @@ def test_update_without_advantages_changes_no_weight(model: Any, tmp_path: Path)
     t.write_optimizer(tmp_path / "optimizer.safetensors")
     again.restore_optimizer(tmp_path / "optimizer.safetensors")
     for one in (t, again):
-        one.accumulate(made)
-        assert one.finish().skipped == ""
+        one.forward_backward(made)
+        assert one.optim_step().skipped == ""
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.model.parameters(), strict=True))
 
 
 def test_activation_checkpointing_changes_no_gradient(model: Any) -> None:
     made = samples(6)
     plain = trainer(model)
-    plain.accumulate(made)
+    plain.forward_backward(made)
     expected = gradients(plain)
     model.zero_grad()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     t = trainer(model)
-    t.accumulate(made)
+    t.forward_backward(made)
     assert torch.allclose(gradients(t), expected, atol=1e-6, rtol=1e-4)
 
 
@@ -488,6 +488,6 @@ def test_memory_is_that_of_the_device_that_computes(model: Any, monkeypatch: pyt
     t, asked = trainer(PolicyModule(model, device=computes)), list[torch.device]()
     assert t.model.device != computes
     monkeypatch.setattr(trainer_module, "peak_bytes", lambda device: asked.append(device) or 1)
-    t.accumulate(samples(2))
-    t.finish()
+    t.forward_backward(samples(2))
+    t.optim_step()
     assert asked == [computes]

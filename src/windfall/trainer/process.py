@@ -284,59 +284,16 @@ def main(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
 
 async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
     device, dtype = choose_device(recipe, place)
-    orders, sharded = join(recipe, place, device), bool(place.rendezvous)
-    found = checkpoint.newest(folder / "checkpoints")
-    source = str(found.path) if found else recipe.model.path
-    state = found.state if found else CheckpointState(step=0, next_task=0)
-    where_loaded = "cpu" if sharded else device
-    model = load.load(trained_weights.model_to_load(recipe, found), dtype=dtype, device=where_loaded)
-    if device == "cpu":
-        devices.choose_matmul_library()
-    tokenizer = load.load_tokenizer(source)
-    tokenizer.save_pretrained(folder / "tokenizer")  # for the controller, which reads it without torch
-    model.generation_config.save_pretrained(folder / "tokenizer")
-    prompts = await derived.planned_prompts(recipe, folder, tokenizer, model)
-    chosen = derived.derive(recipe, model, device, dtype, prompts, ranks=place.size, sharded=sharded)
-    engine = derived.checked(derived.spec(recipe, model.config, dtype, chosen.longest), device, model)
-    loaded = trained_weights.prepare(model, recipe, found, dtype=dtype)
-    reference = loaded.reference(recipe, dtype=dtype, device=where_loaded) if recipe.algorithm.kl else None
-    setup = Setup(
-        model_config=model.config,
-        dtype=dtype,
-        micro_tokens=chosen.micro_tokens,
-        checkpoint_activations=chosen.checkpoint_activations,
-        onednn=bool(torch.backends.mkldnn.enabled),
-        checkpoint=found.path if found else None,
-        adapter=loaded.adapters.config if loaded.adapters else None,
+    orders = join(recipe, place, device)
+    loaded = await _load(recipe, folder, place, device, dtype)
+    part = _build(
+        loaded, RankPart(recipe, folder, orders, place=place, loaded=loaded.weights, reference=loaded.reference)
     )
-    part = RankPart(recipe, folder, orders, place=place, loaded=loaded, reference=reference)
-    orders.call(part.build, setup)
-    trainer, publisher, weights = part.trainer, part.publisher, part.weights
-    if sharded:
-        model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
-        if isinstance(reference, torch.nn.Module):
-            reference.to("meta")
-    if not trainer.learner.has_graph:  # it decides for every pack which activations to keep
-        chosen = replace(chosen, checkpoint_activations=False)
-    token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
+    f, token, secret = recipe.fleet, auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret")
     listener.raise_file_limit()
     server = await serve(
-        publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
+        part.publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
-    facts = weights.facts() | {"rank_pids": " ".join(map(str, part.pids)) if sharded else ""}
-    facts["machine"] = devices.describe(device, place.size)
-
-    def hello(**more: Any) -> m.TrainerHello:
-        now = {"pid": os.getpid(), "age_s": process.age_s(), **asdict(chosen)}
-        return m.TrainerHello(
-            micro_tokens=chosen.micro_tokens,
-            model=derived.fingerprint(engine),
-            engine=engine,
-            facts=facts | now,
-            url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}",
-            **more,
-        )
-
     address = await _address(folder)
     where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
     dialer = Dialer(
@@ -346,29 +303,18 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         ssl=tls.client_context(address, pinned=f.tls_cert),
         max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
     )
-    write = weights.saved.save_pretrained
-    if sharded:
-        write = partial(weights.write_published, model, publisher, lambda: orders.call(part.collect))
     local = make_engine(part, secret, where) if f.local else OwnEngine()
     host = TrainerService(
-        trainer=trainer,
-        state=state,
+        trainer=part.trainer,
+        state=loaded.state,
         secret=secret,
         dialer=dialer,
-        hello=hello,
+        hello=_hello(loaded, part, f"{'https' if f.tls_cert else 'http'}://_:{server.port}"),
         engine=local,
         publish=lambda version: orders.call(part.publish, version),
-        update_bytes=lambda: publisher.readable[0].update_bytes,
-        save=lambda now: checkpoint.save(
-            folder / "checkpoints",
-            now,
-            tokenizer=tokenizer,
-            write_optimizer=trainer.write_optimizer,
-            write_model=write,
-            keep=recipe.checkpoint.keep,
-            base=loaded.base,
-        ),
-        load=cannot_load if sharded or loaded.adapters else partial(trained_weights.load_into, model, trainer),
+        update_bytes=lambda: part.publisher.readable[0].update_bytes,
+        save=lambda now: _save(loaded, part, now),
+        load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,
         address=where,
     )
     part.copied = host.release_module
@@ -378,7 +324,111 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         local.close()
         await dialer.close()
         await server.close()
-        publisher.close()
+        part.publisher.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedRun:
+    """What rank 0 has loaded, and chosen where the recipe leaves it open."""
+
+    sharded: bool
+    tokenizer: Any
+    weights: TrainedWeights
+    reference: Any
+    checkpoint: Path | None
+    state: CheckpointState
+    chosen: derived.Derived
+    engine: m.EngineSpec
+
+    @property
+    def can_load(self) -> bool:
+        """Whether a checkpoint can be loaded into the module while the trainer runs."""
+        return not self.sharded and self.weights.adapters is None
+
+
+async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dtype: str) -> LoadedRun:
+    """Load the newest checkpoint, or else the model of the recipe. Sharded, it is loaded into host memory."""
+    sharded = bool(place.rendezvous)
+    found = checkpoint.newest(folder / "checkpoints")
+    where = "cpu" if sharded else device
+    model = load.load(trained_weights.model_to_load(recipe, found), dtype=dtype, device=where)
+    if device == "cpu":
+        devices.choose_matmul_library()
+    tokenizer = load.load_tokenizer(str(found.path) if found else recipe.model.path)
+    tokenizer.save_pretrained(folder / "tokenizer")  # for the controller, which reads it without torch
+    model.generation_config.save_pretrained(folder / "tokenizer")
+    prompts = await derived.planned_prompts(recipe, folder, tokenizer, model)
+    chosen = derived.derive(recipe, model, device, dtype, prompts, ranks=place.size, sharded=sharded)
+    engine = derived.checked(derived.spec(recipe, model.config, dtype, chosen.longest), device, model)
+    weights = trained_weights.prepare(model, recipe, found, dtype=dtype)
+    return LoadedRun(
+        sharded=sharded,
+        tokenizer=tokenizer,
+        weights=weights,
+        reference=weights.reference(recipe, dtype=dtype, device=where) if recipe.algorithm.kl else None,
+        checkpoint=found.path if found else None,
+        state=found.state if found else CheckpointState(step=0, next_task=0),
+        chosen=chosen,
+        engine=engine,
+    )
+
+
+def _build(loaded: LoadedRun, part: RankPart) -> RankPart:
+    """Let all ranks build their parts."""
+    model, adapters = loaded.weights.model, loaded.weights.adapters
+    setup = Setup(
+        model_config=model.config,
+        dtype=loaded.chosen.dtype,
+        micro_tokens=loaded.chosen.micro_tokens,
+        checkpoint_activations=loaded.chosen.checkpoint_activations,
+        onednn=bool(torch.backends.mkldnn.enabled),
+        checkpoint=loaded.checkpoint,
+        adapter=adapters.config if adapters else None,
+    )
+    part.orders.call(part.build, setup)
+    if loaded.sharded:
+        model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
+        if isinstance(loaded.reference, torch.nn.Module):
+            loaded.reference.to("meta")
+    return part
+
+
+def _hello(loaded: LoadedRun, part: RankPart, url: str) -> Callable[..., m.TrainerHello]:
+    """From the fields of the handshake to what rank 0 says to the controller. `url`: the weight server."""
+    chosen = loaded.chosen
+    if not part.trainer.learner.has_graph:  # it decides for every pack which activations to keep
+        chosen = replace(chosen, checkpoint_activations=False)
+    facts = part.weights.facts() | {"rank_pids": " ".join(map(str, part.pids)) if loaded.sharded else ""}
+    facts["machine"] = devices.describe(chosen.device, part.ranks.size)
+
+    def hello(**more: Any) -> m.TrainerHello:
+        now = {"pid": os.getpid(), "age_s": process.age_s(), **asdict(chosen)}
+        return m.TrainerHello(
+            micro_tokens=chosen.micro_tokens,
+            model=derived.fingerprint(loaded.engine),
+            engine=loaded.engine,
+            facts=facts | now,
+            url=url,
+            **more,
+        )
+
+    return hello
+
+
+def _save(loaded: LoadedRun, part: RankPart, state: CheckpointState) -> Path:
+    write = part.weights.saved.save_pretrained
+    if loaded.sharded:
+        collect = lambda: part.orders.call(part.collect)  # noqa: E731
+        write = partial(part.weights.write_published, loaded.weights.model, part.publisher, collect)
+    return checkpoint.save(
+        part.folder / "checkpoints",
+        state,
+        tokenizer=loaded.tokenizer,
+        write_optimizer=part.trainer.write_optimizer,
+        write_model=write,
+        keep=part.recipe.checkpoint.keep,
+        base=loaded.weights.base,
+    )
 
 
 async def _address(folder: Path, timeout_s: float = 120.0) -> str:

@@ -52,10 +52,10 @@ def cannot_load(path: str) -> CheckpointState:
 class Trainer(Protocol):
     """Implemented by trainer.trainer.TorchTrainer. `tests/trainer/test_trainer.py` is its contract."""
 
-    def prepare(self, samples: Sequence[Sample]) -> list[Sample]: ...
-    def begin(self) -> None: ...
-    def accumulate(self, samples: Sequence[Sample]) -> None: ...
-    def finish(self) -> Report: ...
+    def forward(self, samples: Sequence[Sample]) -> list[Sample]: ...
+    def zero_grad(self) -> None: ...
+    def forward_backward(self, samples: Sequence[Sample]) -> None: ...
+    def optim_step(self) -> Report: ...
 
 
 class OwnEngine:
@@ -173,7 +173,7 @@ class TrainerService:
                 self._answers = {k: v for k, v in self._answers.items() if not isinstance(v, again)}
                 if refusals >= MAX_REFUSALS:
                     return 2
-                await self._run_in_thread(self.trainer.begin)
+                await self._run_in_thread(self.trainer.zero_grad)
                 wait_s = backoff.delay_s(unwelcome, first_s=self.retry_s, limit_s=25 * self.retry_s)
                 await asyncio.sleep(max(wait_s, 5 * self.retry_s) if refusals else wait_s)
         self.say(f"waited {self.patience_s:g} s for the run's controller at {self.dialer.url}")
@@ -228,10 +228,10 @@ class TrainerService:
         started = time.monotonic()
         match request:
             case m.Forward():
-                scored = await self._run_in_thread(self.trainer.prepare, list(request.samples), room=True)
+                scored = await self._run_in_thread(self.trainer.forward, list(request.samples), room=True)
                 return m.LogProbs(old=tuple(np.asarray(s.old, np.float64) for s in scored))
             case m.ForwardBackward():
-                await self._run_in_thread(self.trainer.accumulate, list(request.samples), room=True)
+                await self._run_in_thread(self.trainer.forward_backward, list(request.samples), room=True)
                 return m.GradientAdded(s=time.monotonic() - started)
             case m.OptimStep():
                 self._updates += 1  # until a version is published, the weights belong to none
@@ -265,7 +265,7 @@ class TrainerService:
 
     def _update(self) -> Any:
         self.engine.invalidate()
-        return self.trainer.finish()
+        return self.trainer.optim_step()
 
     async def _run_in_thread(self, work: Callable[..., Any], *args: Any, room: bool = False) -> Any:
         def locked() -> Any:

@@ -1,15 +1,14 @@
-"""The trainer of a torch model: begin, accumulate as groups arrive, finish.
+"""The trainer of a torch model, by the verbs of a loop.
 
-    trainer.begin()
-    trainer.accumulate(samples)    any number of times, in any order: gradients add up
-    report = trainer.finish()      divide once, clip, step; the next version of the weights is in the module
+    trainer.forward_backward(samples)    any number of times, in any order: gradients add up
+    report = trainer.optim_step()        divide once, clip, step; the next version of the weights is in the module
 
 The gradient of any algorithm is one weight per token (see algorithms/base.py), so the loss differentiated here is
 always the same: the negative sum of weight * log-prob.
 
 The proximal policy (algorithms/base.py) is the one at the start of the step. A step with one update needs no separate
 pass for it: until the update, the log-probs computed for the gradient are those of the proximal policy. A step with
-several updates calls `prepare` on all its samples before the first update.
+several updates calls `forward` on all its samples before the first update.
 
 Tokens of older versions differ from the proximal policy because the policy has moved (`drift`). Only fresh tokens tell
 whether engine and trainer compute the same model (`engine_gap`), so only they can end the run. An update with few fresh
@@ -125,14 +124,14 @@ class TorchTrainer:
             adapted = isinstance(reference, Adapters)
             self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference)
         self.orders.add(self)
-        self._begin()
+        self._zero_grad()
 
     # what the controller asks for; rank 0 passes it on to the others
 
-    def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
+    def forward(self, samples: Sequence[Sample]) -> list[Sample]:
         """Store the log-probs of the policy at the start of the step, for steps of several updates."""
         plan = self._plan(samples)
-        scored = self.orders.call(self._score, each=[(packs,) for packs in plan])
+        scored = self.orders.call(self._forward, each=[(packs,) for packs in plan])
         assert scored is not None, "this is rank 0"
         old = {
             id(s): logp
@@ -142,17 +141,17 @@ class TorchTrainer:
         }
         return [replace(s, old=old[id(s)]) for s in samples]
 
-    def begin(self) -> None:
-        self.orders.call(self._begin)
+    def zero_grad(self) -> None:
+        self.orders.call(self._zero_grad)
 
-    def accumulate(self, samples: Sequence[Sample]) -> None:
+    def forward_backward(self, samples: Sequence[Sample]) -> None:
         # Samples without an advantage get packs of their own. They need no backward pass, and only count in the report.
         credited = self._plan([s for s in samples if s.targets and s.advantage])
         others = self._plan([s for s in samples if s.targets and not s.advantage])
-        self.orders.call(self._learn, each=list(zip(credited, others, strict=True)))
+        self.orders.call(self._forward_backward, each=list(zip(credited, others, strict=True)))
 
-    def finish(self) -> Report:
-        return self.orders.call(self._finish)
+    def optim_step(self) -> Report:
+        return self.orders.call(self._optim_step)
 
     def write_optimizer(self, path: Path) -> None:
         """Write the state of the optimizer into a file."""
@@ -171,15 +170,15 @@ class TorchTrainer:
 
     # what every rank does
 
-    def _score(self, packs: Sequence[Sequence[Sample]]) -> list[list[list[Floats]]] | None:
+    def _forward(self, packs: Sequence[Sequence[Sample]]) -> list[list[list[Floats]]] | None:
         """The log-probs of the samples of all ranks, on rank 0."""
         return self.ranks.quick.gather([self._logprobs(self.learner, pack) for pack in packs])
 
-    def _begin(self) -> None:
+    def _zero_grad(self) -> None:
         self.optimizer.zero()
         self._totals = TokenTotals()
 
-    def _learn(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
+    def _forward_backward(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
         for pack in (*credited, *(others if self.reference is not None else ())):
             reference = self._logprobs(self.reference, pack) if self.reference is not None else [None] * len(pack)
             weights = partial(self._weights, pack, reference) if pack else _no_weights
@@ -231,7 +230,7 @@ class TorchTrainer:
         logp, _ = learner.score(pack or [FILLER], self.temperature)
         return np.split(_floats(logp), np.cumsum([len(s.targets) for s in pack])[:-1]) if pack else []
 
-    def _finish(self) -> Report:
+    def _optim_step(self) -> Report:
         """Every rank computes the same report, and updates its own rows."""
         mine, t = self._totals, TokenTotals()
         mine.peak_bytes = peak_bytes(self.device)

@@ -67,8 +67,8 @@ def work(ranks: TrainerRanks, folder: Path, found: VerifiedCheckpoint | None, st
     trainer, orders = part.trainer, part.trainer.orders
     manifests = [orders.call(part.publish, steps[0] - 1)]
     for step in steps:
-        trainer.accumulate(samples(step))
-        assert trainer.finish().skipped == ""
+        trainer.forward_backward(samples(step))
+        assert trainer.optim_step().skipped == ""
         manifests.append(orders.call(part.publish, step))
     checkpoint.save(
         folder / "checkpoints", CheckpointState(step=steps[-1], next_task=0), write_model=write_model, keep=9,

@@ -58,10 +58,10 @@ def stop_at(ranks: TrainerRanks, folder: Path, moment: str) -> tuple[str, float]
     trainer = part.trainer
     if not ranks.first:
         trainer.orders.follow()
-    trainer.accumulate(SAMPLES)
+    trainer.forward_backward(SAMPLES)
     began_s = time.monotonic()
     try:
-        trainer.finish()
+        trainer.optim_step()
         trainer.orders.call(part.publish, 1)
     except (RankLost, PublishFailed) as e:
         return str(e), time.monotonic() - began_s

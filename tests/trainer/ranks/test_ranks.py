@@ -157,12 +157,12 @@ def train(ranks: TrainerRanks, name: str, kl: float) -> Any:
         t.orders.follow()
         return None
     for update, groups in enumerate(batches(), 1):
-        t.begin()
+        t.zero_grad()
         for group in groups:
-            t.accumulate(group)
+            t.forward_backward(group)
         if update == UPDATES:
             gradients = t.orders.call(collector.gradients)
-        reports.append(t.finish())
+        reports.append(t.optim_step())
     weights = t.orders.call(collector.weights)
     t.orders.stop()
     return reports, gradients, weights
@@ -212,8 +212,8 @@ def save_and_restore(ranks: TrainerRanks, folder: Path, first: int) -> Any:
         return None
     for groups in batches()[:1] if not first else batches()[1:2]:
         for group in groups:
-            t.accumulate(group)
-        t.finish()
+            t.forward_backward(group)
+        t.optim_step()
     weights = t.orders.call(collector.weights)
     if not first:
         torch.save(weights, folder / f"weights-{ranks.size}.pt")
@@ -255,8 +255,8 @@ def move_bfloat16(ranks: TrainerRanks, folder: Path, writer: int) -> Any:
     before = t.orders.call(collector.weights)
     for groups in batches()[:2] if not writer else batches()[1:3]:
         for group in groups:
-            t.accumulate(group)
-        t.finish()
+            t.forward_backward(group)
+        t.optim_step()
     after = t.orders.call(collector.weights)
     if not writer:
         torch.save({n: w.bfloat16() for n, w in after.items()}, folder / f"weights-{ranks.size}.pt")
@@ -400,7 +400,7 @@ def freeze_in_a_pass(ranks: TrainerRanks) -> tuple[str, float]:
     try:
         if not ranks.first:
             t.orders.follow()
-        t.accumulate(make_samples(1, 9))
+        t.forward_backward(make_samples(1, 9))
     except RankLost:
         return traceback.format_exc(), time.monotonic() - began_s
     return "", 0.0

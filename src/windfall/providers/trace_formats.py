@@ -9,7 +9,7 @@ The last is the format of SkyPilot's spot-traces.
 - Changes are sorted by time, and alternate for every node: up, down, up, ...
 - A file of counts becomes nodes n1, n2, ...: a rising count brings up the lowest numbers that are down. A falling count
   takes down random nodes among those that are up. The seed is fixed, so a file always gives the same trace.
-- Lines that are out of order are sorted by time, with a warning: Bamboo's traces of Google's V100 contain some.
+- Lines that are out of order are sorted by time: Bamboo's traces of Google's V100 contain some.
 - Anything else is an error that names the line, such as removing a node that is not up, or an empty file.
 """
 
@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import pairwise
 
 from windfall.errors import WindfallError
 
@@ -31,12 +29,6 @@ FORMATS = (
     "All lines must be 'milliseconds,add or remove,node', or all must be 'YYYY-MM-DD, HH:MM:SS, count'; or the file "
     'must be JSON: {"metadata": {"gap_seconds": SECONDS}, "data": [COUNT, ...]}.'
 )
-
-Warn = Callable[[str], None]
-
-
-def _print_warning(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,17 +53,10 @@ def check(changes: Sequence[Change], where: str = "trace") -> None:
         before_s = change.at_s
 
 
-def parse(text: str, where: str, warn: Warn = _print_warning) -> list[Change]:
-    """Parse a trace in any of the formats. `warn` is called with a description of what was corrected."""
-    if text.lstrip().startswith("{"):
-        changes = _parse_json(text, where)
-        check(changes, where)
-        return changes
-    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if not lines:
-        raise WindfallError("the trace is empty", where=where, fix=FORMATS)
-    counts = "-" in lines[0][1].partition(",")[0].strip()[1:]
-    rows = _sort([_parse_row(n, line, counts, where) for n, line in lines], where, warn)
+def parse(text: str, where: str) -> list[Change]:
+    """Parse a trace in any of the formats."""
+    rows = _parse_json(text, where) if text.lstrip().startswith("{") else _parse_lines(text, where)
+    rows.sort(key=lambda row: row.at_s)
     nodes, changes, up = _CountedNodes(), list[Change](), set[str]()
     for row in rows:
         new = nodes.set_count(row.at_s - rows[0].at_s, row.value) if isinstance(row.value, int) else [row.value]
@@ -81,6 +66,14 @@ def parse(text: str, where: str, warn: Warn = _print_warning) -> list[Change]:
             changes.append(change)
     check(changes, where)
     return changes
+
+
+def _parse_lines(text: str, where: str) -> list[_Row]:
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise WindfallError("the trace is empty", where=where, fix=FORMATS)
+    counts = "-" in lines[0][1].partition(",")[0].strip()[1:]
+    return [_parse_row(n, line, counts, where) for n, line in lines]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,17 +98,6 @@ def _parse_row(n: int, line: str, counts: bool, where: str) -> _Row:
     except ValueError as e:
         raise row.error(str(e)) from None
     return replace(row, at_s=at_s, value=value)
-
-
-def _sort(rows: list[_Row], where: str, warn: Warn) -> list[_Row]:
-    """Sort by time. Several pollers, or a clock that is adjusted, can write lines slightly out of order."""
-    back = [(a.at_s - b.at_s, b) for a, b in pairwise(rows) if b.at_s < a.at_s]
-    if back:
-        warn(
-            f"warning: {back[0][1].where}: the time goes back here and in {len(back) - 1} more of {len(rows)} lines, "
-            f"by at most {max(s for s, _ in back):g} s; the lines of {where} were sorted by time"
-        )
-    return sorted(rows, key=lambda row: row.at_s)
 
 
 def _apply(change: Change, before_s: float, up: set[str]) -> str:
@@ -167,21 +149,19 @@ class _CountedNodes:
         return changes
 
 
-def _parse_json(text: str, where: str) -> list[Change]:
+def _parse_json(text: str, where: str) -> list[_Row]:
     try:
         content = json.loads(text)
         gap_s, data = content["metadata"]["gap_seconds"], content["data"]
         if not (isinstance(gap_s, int | float) and 0 < gap_s < float("inf")):
             raise ValueError(f"gap_seconds is {gap_s!r}")
-        nodes, changes = _CountedNodes(), []
         for n, count in enumerate(data):
             if type(count) is not int or not 0 <= count <= MAX_NODES:
                 raise ValueError(f"data[{n}] is {count!r:.20}, not a number of nodes from 0 to {MAX_NODES}")
-            changes += nodes.set_count(n * gap_s, count)
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         why = f"{e.args[0]!r} is missing" if isinstance(e, KeyError) else str(e)
         raise WindfallError(f"not a valid JSON trace: {why}", where=where, fix=FORMATS) from None
-    return changes
+    return [_Row(line="", where=where, at_s=n * gap_s, value=count) for n, count in enumerate(data)]
 
 
 def _parse_integer(text: str, what: str, limit: int) -> int:

@@ -4,20 +4,19 @@ The file does not depend on the number of ranks: its header names whole tensors,
 other. On one machine all ranks write into the file at once. A rank on another machine cannot open it and sends its rows
 to rank 0, which writes them; it gets rows to read in the same way.
 
-All ranks call these functions together. Bytes travel in pieces of at most PIECE_BYTES, one per rank in turn, so that
-rank 0 needs memory for one piece only, and no rank waits for the whole transfer of another one. If rank 0 cannot write
-or read a piece, the others still send and receive to the end, and then all of them raise the error.
+All ranks call these functions together. Bytes travel in pieces of at most PIECE_BYTES, rank after rank, so that rank 0
+needs memory for one piece only. If rank 0 cannot write or read a piece, the others still send and receive to the end,
+and then all of them raise the error.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +26,6 @@ from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.weights.buffers import write_at
 from windfall.weights.publish import RankRows
 
-T = TypeVar("T")
 PIECE_BYTES = 64 << 20
 """Bytes that are copied from a device, sent or written at a time."""
 DTYPES = {
@@ -103,7 +101,7 @@ def send_to_first(
             ranks.send(_bytes(values), 0)
         return None
     error: OSError | None = None
-    for sender, (at, nbytes) in _in_turn(told):
+    for sender, (at, nbytes) in [(rank, part) for rank, parts in enumerate(told) for part in parts]:
         box = torch.empty(nbytes, dtype=torch.uint8)
         ranks.receive(box, sender)
         try:
@@ -157,7 +155,7 @@ def read(path: Path, shards: Mapping[str, RankRows], ranks: TrainerRanks | None 
 def _send_from_first(ranks: TrainerRanks, file: Any) -> OSError | None:
     """Send the remote ranks the rows that they want. Returns the first error; the bytes after it are not valid."""
     error: OSError | None = None
-    for receiver, rows in _in_turn(ranks.gather([]) or []):
+    for receiver, rows in [(rank, rows) for rank, wanted in enumerate(ranks.gather([]) or []) for rows in wanted]:
         piece = torch.zeros(rows.nbytes, dtype=torch.uint8)
         try:
             if error is None:
@@ -235,16 +233,6 @@ def _row_bytes(shard: RankRows) -> int:
 
 def _bytes(values: Tensor) -> Tensor:
     return values.cpu().contiguous().view(torch.uint8)
-
-
-def _in_turn(of_ranks: Sequence[Sequence[T]]) -> Iterator[tuple[int, T]]:
-    """The items of all ranks with the ranks' numbers: the first of every rank, then the second, and so on.
-
-    >>> list(_in_turn([[], ["a", "b"], ["c"]]))
-    [(1, 'a'), (2, 'c'), (1, 'b')]
-    """
-    for row in zip_longest(*([(rank, item) for item in items] for rank, items in enumerate(of_ranks))):
-        yield from (found for found in row if found is not None)
 
 
 def _agree(ranks: TrainerRanks, error: Exception | None) -> None:

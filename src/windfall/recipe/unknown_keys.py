@@ -74,6 +74,10 @@ for _meant, _names in MEANT_BY.items():
         OTHER_NAMES.setdefault(_name, []).append(_meant)
 PLAN_KEYS = "objective train_s rollout_s budget_usd_per_h deadline_h trainer_device trainer_gpus cluster"
 REMOVED: dict[str, str] = {
+    **dict.fromkeys(
+        ("env.filter", "env.tasks.filter", "eval.filter"),
+        "Write the rows to use into a file, for example with dataset.filter(...).to_parquet('FILE.parquet').",
+    ),
     "engine.keep_share": "Remove it: the prefix cache keeps earlier turns as long as there is room.",
     "env.name = 'jsonl'": (
         'Use name = "dataset": columns instead of prompt_field and answer_field, rewards instead of scoring, and '

@@ -211,11 +211,6 @@ def oldest_versions(history: History) -> dict[int, int]:
     return out
 
 
-def count_tokens(history: History) -> dict[str, int]:
-    """Number of tokens of each response in the journal."""
-    return {id: sum(len(e.tokens) for e in past if isinstance(e, TokenRun)) for id, past in history.items()}
-
-
 def _read_file(path: Path, settings: str, found: JournalContents) -> tuple[int, int]:
     """Add the records of a file. Returns the number of bytes, from the beginning, that are intact records, and how many
     of them controller processes with other settings wrote, if the last process is one of those."""

@@ -70,7 +70,6 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/
     "engine/blocks.py",
     "engine/pages.py",
     "events/steady_time.py",
-    "envs/data/filters.py",
     "engine/cuda/splits.py",
     "engine/cuda/host_state.py",
     "engine/scheduler.py",

@@ -11,7 +11,6 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 files = {"train": "train.jsonl", "test": "test.jsonl"}
 data = load_dataset("json", data_files=files).rename_column("question", "prompt")
-train = data["train"].filter(lambda row: row["steps"] <= 3)
 
 config = GRPOConfig(
     output_dir="runs/from-trl",
@@ -32,7 +31,7 @@ config = GRPOConfig(
 trainer = GRPOTrainer(
     model=MODEL,
     args=config,
-    train_dataset=train,
+    train_dataset=data["train"],
     eval_dataset=data["test"],
     reward_funcs=[accuracy, shows_work],
 )

@@ -13,7 +13,6 @@ from windfall.envs.base import HELD_OUT
 from windfall.envs.dataset import Dataset
 from windfall.envs.held_out import describe
 from windfall.envs.hosting import evaluation_data
-from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
@@ -22,7 +21,7 @@ from windfall.run import resume_check
 
 def write(path: Path, first: int, count: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{"prompt": f"{n}+0=", "answer": n, "even": n % 2 == 0} for n in range(first, first + count)]
+    rows = [{"prompt": f"{n}+0=", "answer": n} for n in range(first, first + count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -55,15 +54,19 @@ def test_every_epoch_has_every_row_and_evaluation_has_its_own(folder: Path) -> N
     assert "has only 6" in said.warnings[0]
 
 
-def test_the_evaluation_has_its_own_path_and_filter(folder: Path, tmp_path: Path) -> None:
+def test_the_evaluation_has_its_own_path(folder: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "other.jsonl", 18, 4)
-    r = recipe({"path": str(folder), "filter": "even"}, path=str(other))
-    assert sorted(prompts(r, 0, 10)) == sorted(f"{n}+0=" for n in range(0, 20, 2))
-    assert sorted(prompts(r, HELD_OUT, 2)) == ["18+0=", "20+0="]  # the filter of [env] holds here, too
+    r = recipe({"path": str(folder)}, path=str(other))
+    assert sorted(prompts(r, HELD_OUT, 4)) == ["18+0=", "19+0=", "20+0=", "21+0="]
     said = describe(r.env, 64, evaluation_data(r))
-    assert said.description == "2 rows of other.jsonl (1 of the 2 are also trained on)"
-    whole = recipe({"path": str(folder), "filter": "even"}, path=str(other), filter="")
-    assert describe(whole.env, 64, evaluation_data(whole)).tasks == 4
+    assert said.description == "4 rows of other.jsonl (2 of the 4 are also trained on)"
+
+
+@pytest.mark.parametrize("section", ["env", "eval"])
+def test_a_filter_is_refused_with_what_to_do_instead(folder: Path, section: str) -> None:
+    env, evaluation = ({"filter": "even"}, {}) if section == "env" else ({}, {"filter": "even"})
+    with pytest.raises(WindfallError, match=rf"{section}.filter.*\n?.*to_parquet"):
+        recipe({"path": str(folder), **env}, **evaluation)
 
 
 def test_held_out_rows_are_not_trained_on(folder: Path) -> None:
@@ -77,18 +80,6 @@ def test_held_out_rows_are_not_trained_on(folder: Path) -> None:
     assert "set eval.path or eval.split" in describe(plain.env, 64, evaluation_data(plain)).warnings[-1]
     with pytest.raises(WindfallError, match=r"set eval.split or env.held_out, not both"):
         recipe({"path": str(folder), "held_out": 0.3}, split="test")
-    with pytest.raises(WindfallError, match=r"set one of them, too"):
-        recipe({"path": str(folder)}, filter="even")
-
-
-def test_answers_that_are_not_mathematics_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("math_verify")
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "Capital of France?", "answer": "Paris"}\n')
-    env = recipe({"path": str(path), "rewards": ["math"]}).env
-    with pytest.raises(WindfallError, match=r"a.jsonl:2: 'Paris': it is words"):
-        check_answers(env)
-    assert check_answers(recipe({"path": str(path)}).env) == 0  # "exact" compares any text
 
 
 def test_a_run_is_not_resumed_with_other_rows(folder: Path, tmp_path: Path) -> None:
@@ -97,5 +88,5 @@ def test_a_run_is_not_resumed_with_other_rows(folder: Path, tmp_path: Path) -> N
     write(folder / "test.jsonl", 200, 3)  # the evaluation may change
     resume_check.check_data(r, tmp_path)
     write(folder / "train.jsonl", 0, 21)
-    with pytest.raises(WindfallError, match="950 bytes before, 998 now"):
+    with pytest.raises(WindfallError, match="660 bytes before, 694 now"):
         resume_check.check_data(r, tmp_path)

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.hostile.datasets import FILES, MATHEMATICS, NOT_MATHEMATICS, messages
+from tests.support.hostile.datasets import FILES, MATHEMATICS, WORDS, messages
 from tests.support.hostile.datasets import write as write_hostile
 from windfall.envs.base import HELD_OUT
 from windfall.envs.data.table import TableRow
 from windfall.envs.dataset import Dataset
 from windfall.envs.held_out import describe
-from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.recipe.env_sections import DatasetEnv
 from windfall.recipe.file import parse_recipe
@@ -41,7 +40,6 @@ def reward(env: Dataset, gold: str, text: str) -> float | None:
 
 
 NEEDS_MATH = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math_verify")
-LIMIT_S = 600.0  # for a check that takes a second: the machine may be slow
 GOOD = '{"prompt": "1+1=", "answer": "2"}'
 
 
@@ -122,24 +120,20 @@ def test_math_scoring(tmp_path: Path, gold: str, text: str, right: bool) -> None
 
 
 @NEEDS_MATH
-@pytest.mark.parametrize("gold", list(NOT_MATHEMATICS), ids=lambda gold: gold[:12])
-def test_gold_answer_that_is_not_mathematics_is_refused_at_the_start(tmp_path: Path, gold: str) -> None:
-    rows = [json.dumps({"prompt": str(n), "answer": answer}) for n, answer in enumerate(["1/2", "7", gold, gold])]
+@pytest.mark.parametrize("gold", WORDS)
+def test_gold_answer_that_is_words_is_refused_at_the_start(tmp_path: Path, gold: str) -> None:
+    path = write(tmp_path, *(json.dumps({"prompt": f"{n}", "answer": a}) for n, a in enumerate(["1/2", gold])))
     with pytest.raises(WindfallError) as caught:
-        check_answers(section(write(tmp_path, *rows)), limit_s=LIMIT_S, cpu_s=1.0)
-    said = str(caught.value)
-    assert "1 of 2 right answers cannot be scored as mathematics" in said
-    assert f"data.jsonl:3: {gold[:60]!r}: " in said
-    assert NOT_MATHEMATICS[gold] in said
-    assert 'env.rewards = ["exact"]' in said
-    assert check_answers(section(tmp_path / "data.jsonl", scoring="exact")) == 0
+        lines(path)
+    assert f"data.jsonl:2: column 'answer' is {json.dumps(gold)}: words, not mathematics" in str(caught.value)
+    assert 'env.rewards = ["exact"]' in str(caught.value)
+    lines(path, scoring="exact")
 
 
 @NEEDS_MATH
 def test_gold_answer_is_scored_as_right(tmp_path: Path) -> None:
     """However the policy marks it, and also without a mark."""
     path = write(tmp_path, *(json.dumps({"prompt": str(n), "answer": g}) for n, g in enumerate([*MATHEMATICS, "12"])))
-    assert check_answers(section(path), limit_s=LIMIT_S) == len(MATHEMATICS)
     env = lines(path)
     for gold in MATHEMATICS:
         for text in (gold, f"<answer>{gold}</answer>", f"so \\boxed{{{gold}}}"):
@@ -147,17 +141,7 @@ def test_gold_answer_is_scored_as_right(tmp_path: Path) -> None:
 
 
 @NEEDS_MATH
-def test_many_bad_answers_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
-    path = write(tmp_path, *(json.dumps({"prompt": str(n), "answer": "abc" + "xyz" * n}) for n in range(9)))
-    with pytest.raises(WindfallError) as caught:
-        check_answers(section(path), limit_s=LIMIT_S)
-    assert "9 of 9" in str(caught.value)
-    assert [f"data.jsonl:{n}:" in str(caught.value) for n in range(1, 10)] == [True] * 5 + [False] * 4
-    assert "and 4 more" in str(caught.value)
-
-
-@NEEDS_MATH
-def test_bad_gold_answer_not_checked_at_the_start_is_an_error_not_a_zero(tmp_path: Path) -> None:
+def test_gold_answer_that_cannot_be_read_is_an_error_not_a_zero(tmp_path: Path) -> None:
     env = lines(write(tmp_path, GOOD))
     with pytest.raises(ValueError, match="use the reward 'exact'"):
         reward(env, "$$", "$$")

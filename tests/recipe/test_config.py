@@ -271,6 +271,11 @@ def test_removed_keys_are_refused_with_what_to_do() -> None:
         data: dict[str, Any] = {key: value.strip("'") or 0.5}
         for section in reversed(sections):
             data = {section: data}
+        if key == "filter" and "tasks" in data.get("env", {}):
+            data["env"] |= {"name": "agent", "command": ["true"]}
+            data["env"]["tasks"] |= {"name": "dataset", "path": __file__}
+        elif key == "filter" and "env" in data:
+            data["env"] |= {"name": "dataset", "path": __file__}
         with pytest.raises(WindfallError) as e:
             parse_recipe(data, where="here")
-        assert instead in str(e.value)
+        assert instead in str(e.value), name

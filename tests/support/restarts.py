@@ -12,6 +12,7 @@ that is not on disk; its event log and its journal are. Its links close, and the
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -40,6 +41,14 @@ def lose_controller(link: SimLink, why: str) -> None:
         link._inbox.clear()
         link.cut(why)
         link._loop.call_soon(link._on_closed, why)
+
+
+def abandon_journal(journal: Journal) -> None:
+    """Behave as if the controller had been killed: unflushed records never reach the file."""
+    if journal._file is not None:
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, journal._file.fileno())
+        os.close(devnull)
 
 
 class RestartingTrainer(LinkedTrainer):
@@ -163,7 +172,7 @@ class RestartingSimulation(Simulation):
         self.down = True
         self.life.events.abandon()
         if self.life.journal is not None:
-            self.life.journal.abandon()
+            abandon_journal(self.life.journal)
         for task, link in self._attending.items():
             lose_controller(link, "the controller was killed")
             task.cancel()

@@ -81,7 +81,7 @@ class ControllerLife:
         policies = policies or Policies()
         self.recipe, self.events, self.journal, self._resumed = recipe, events, journal, resumed
         self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
-        self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
+        self._recovery = Recovery(events)
 
         history = read_history(events, [self._recovery.observe, *observe])
         self._evaluated, self._last_logged = history.evaluated, history.step
@@ -185,7 +185,7 @@ class ControllerLife:
             found = await self._read_journal(self.journal, hello.step)
             if self.trainer.hello is not hello:
                 raise TrainerLost("it disconnected, or another trainer replaced it")
-            self._recovery.report_journal(found, step=hello.step, next_task=hello.next_task)
+            self._recovery.report_journal(found, step=hello.step)
             history, trained = self.journal.open(hello.step, found), found.trained
             evaluated = self.loop.evaluation.evaluated if self.loop else self._evaluated
             done = {f"eval-{step}" for step in evaluated if step <= hello.step}

@@ -5,7 +5,7 @@ Rules that always hold (`check()`):
 - a block that a tenant gets after another tenant had it is *dirty* until its memory is cleared;
 - a tenant with priority is refused a block only if it holds all of them itself.
 
-A tenant with priority may make others give up blocks in use (`BlockTenant.yield_blocks`). The tenant that is called
+A tenant with priority may make others give up blocks in use (`TenantPages.yield_blocks`). The tenant that is called
 must not be in the middle of a step.
 
 `TenantPages` are the pages of one tenant's KV cache, carved from its blocks. A page's number is that of its first
@@ -59,31 +59,11 @@ def layout(total_bytes: int, page_bytes: int, *, block_bytes: int = 64 << 20, le
     return BlockLayout(count=max(1, total_bytes // (granules * granule)), granules=granules, granule_bytes=granule)
 
 
-class BlockTenant:
-    """What holds blocks. Unless it says otherwise, it gives up none of them."""
-
-    tenant = ""
-    """Its name."""
-    priority = False
-
-    def idle_blocks(self) -> int:
-        """Number of its blocks that hold nothing in use."""
-        return 0
-
-    def trim(self, count: int) -> int:
-        """Give back up to `count` blocks that hold nothing in use. Returns how many."""
-        return 0
-
-    def yield_blocks(self, count: int) -> int:
-        """Give back `count` blocks at any price, or all. Returns how many."""
-        return 0
-
-
 class MemoryBlocks:
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
         self._free = set(range(layout.count))
-        self._tenants: dict[str, BlockTenant] = {}
+        self._tenants: dict[str, TenantPages] = {}
         self._owned: dict[str, set[int]] = {}
         self._last_owner: list[str] = [""] * layout.count
         self.dirty: set[int] = set()
@@ -91,7 +71,7 @@ class MemoryBlocks:
         self.moves = 0
         """Number of blocks that went from one tenant to another."""
 
-    def join(self, tenant: BlockTenant) -> None:
+    def join(self, tenant: TenantPages) -> None:
         assert tenant.tenant not in self._tenants, f"{tenant.tenant} is a tenant already"
         self._tenants[tenant.tenant] = tenant
         self._owned[tenant.tenant] = set()
@@ -128,7 +108,7 @@ class MemoryBlocks:
             any(other.yield_blocks(1) for other in self._others(tenant))
         return self._own(tenant, min(self._free)) if self._free else None
 
-    def _others(self, tenant: str) -> list[BlockTenant]:
+    def _others(self, tenant: str) -> list[TenantPages]:
         return [other for name, other in self._tenants.items() if name != tenant]
 
     def _own(self, tenant: str, block: int) -> int:
@@ -152,7 +132,7 @@ class MemoryBlocks:
             assert all(self._last_owner[b] == name for b in own), f"a block of {name} has another owner"
 
 
-class TenantPages(Pages, BlockTenant):
+class TenantPages(Pages):
     """As `Pages`, with these additions:
 
     - `allocate` first uses the tenant's own free pages, then claims a block, within `limit`, then evicts a cached page.
@@ -201,6 +181,7 @@ class TenantPages(Pages, BlockTenant):
         return self._blocks.held(self.tenant)
 
     def idle_blocks(self) -> int:
+        """Number of its blocks that hold nothing in use."""
         return self.owned_blocks - self.held_blocks
 
     def pages_of(self, block: int) -> range:
@@ -243,6 +224,7 @@ class TenantPages(Pages, BlockTenant):
         self.trim(self._blocks.layout.count)
 
     def trim(self, count: int) -> int:
+        """Give back up to `count` idle blocks. Returns how many."""
         idle = [b for b in sorted(self._blocks.of(self.tenant)) if not self._held_in[b]][:count]
         if idle:
             self._drop(idle)
@@ -258,7 +240,8 @@ class TenantPages(Pages, BlockTenant):
             self._blocks.give_back(self.tenant, block)
 
     def yield_blocks(self, count: int) -> int:
-        """Idle blocks come first, then those with the fewest held pages, whose holders are evicted."""
+        """Give back `count` blocks at any price, or all. Returns how many. Idle blocks come first, then those with the
+        fewest held pages, whose holders are evicted."""
         before = self.owned_blocks
         wanted = min(count, before)
         self.trim(wanted)

@@ -16,7 +16,7 @@ from windfall.errors import WindfallError
 from windfall.types import Feedback, Prompt, Task, Turn
 
 FORM_KEYS = {"columns", "system_prompt", "instruction", "answer_after"}
-DATA_KEYS = {"path", "rewards", "split", "subset", "filter", "held_out"} | FORM_KEYS
+DATA_KEYS = {"path", "rewards", "split", "subset", "held_out"} | FORM_KEYS
 """Keys of an env section that say what its rows are."""
 
 
@@ -88,15 +88,15 @@ def read_data(
     rewards: Sequence[str] = ("math",),
     split: str | None = None,
     subset: str | None = None,
-    filter: str = "",
     held_out: float = 0.0,
     evaluation: Mapping[str, Any] | None = None,
     **form: Any,
 ) -> DataSplit:
     """Read the rows of a data set. The arguments are keys of the recipe. `evaluation`: fields of a DataSource with
     separate rows for evaluation. `form`: fields of RowFormat."""
-    source = DataSource(path=Path(path), split=split, subset=subset, filter=filter)
-    row_format = RowFormat(**form, answer_needed=any(name in GRADERS for name in rewards))
+    source = DataSource(path=Path(path), split=split, subset=subset)
+    compared = any(name in GRADERS for name in rewards)
+    row_format = RowFormat(**form, answer_needed=compared, mathematics="math" in rewards)
     try:
         rows = read_table(source, row_format)
     except MemoryError as e:

@@ -50,7 +50,6 @@ def evaluation_data(recipe: Recipe) -> dict[str, Any] | None:
         "path": str(section.path if same else own.path),
         "split": own.split,
         "subset": own.subset or (section.subset if same else None),
-        "filter": section.filter if own.filter is None else own.filter,
     }
     return {key: value for key, value in found.items() if value is not None}
 

@@ -29,8 +29,8 @@ from windfall.errors import WindfallError
 
 Message = Mapping[str, Any]
 _MARK = "\u2402turn\u2403"
-_FAILURES = (TemplateError, WindfallError, TypeError, ValueError, LookupError, AttributeError)
-"""What rendering raises, with transformers' tokenizer or with windfall's."""
+_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template raises: its own errors, and those of its expressions for messages that it does not expect."""
 
 
 class PromptTooLong(WindfallError):
@@ -60,13 +60,15 @@ class Chat:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> tuple[int, ...]:
         """The ids of a whole conversation, up to the start of the policy's turn."""
+        return self._encode(self.render(messages, tools))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
+        """The text of a whole conversation, up to the start of the policy's turn."""
         normal = [normalize(message) for message in messages]
         try:
-            return self._encode(self._render(normal, tools, generate=True))
-        except PromptTooLong:
-            raise
+            return self._render(normal, tools, generate=True)
         except _FAILURES as e:
-            what = f"the chat template cannot render these messages: {getattr(e, 'what', e)}"
+            what = f"the chat template cannot render these messages: {e}"
             roles = ", ".join(str(message.get("role")) for message in messages) or "none"
             raise WindfallError(what, where="messages", fix=f"The roles were: {roles}.") from e
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
 from windfall.errors import WindfallError
+from windfall.models.chat import Chat
 from windfall.types import Prompt
 
 _MARK = "\u2402reply\u2403"
@@ -25,16 +24,17 @@ class Text:
     ) -> None:
         """`template` replaces the tokenizer's chat template; `arguments` are variables for it. `enabled`: use it."""
         self._tokenizer = tokenizer
-        self._chat = enabled and bool(template or getattr(tokenizer, "chat_template", None))
         self._enabled = enabled
-        self._more = {**(arguments or {}), **({"chat_template": template} if template else {})}
         eos = tokenizer.eos_token_id
         self.stop: frozenset[int] = frozenset([*([] if eos is None else [eos]), *extra_stops])
+        self._chat: Chat | None = None
+        if enabled and (template or getattr(tokenizer, "chat_template", None)):
+            self._chat = Chat(tokenizer, self.stop, template=template or None, arguments=arguments)
 
     def prompt(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids of a task's prompt, up to the start of the policy's answer. A plain string is one user message."""
-        if self._chat:
-            return self._encode(self._render([_message("user", prompt)] if isinstance(prompt, str) else prompt))
+        if self._chat is not None:
+            return self._chat.prompt([_message("user", prompt)] if isinstance(prompt, str) else prompt)
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
         why = "the model's tokenizer has no chat template" if self._enabled else "chat.enabled is false"
@@ -44,24 +44,15 @@ class Text:
     def observation(self, text: str, *, ended: bool = True) -> tuple[int, ...]:
         """The ids after a turn: the environment's text and the start of the next turn. `ended`: the turn has its stop
         token; otherwise, the observation begins with it."""
-        if not self._chat:
+        if self._chat is None:
             return self._encode(text)
-        rendered = self._render([_message("user", "."), _message("assistant", _MARK), _message("user", text)])
-        ids = self._encode(rendered.rpartition(_MARK)[2])
+        said = [_message("user", "."), _message("assistant", _MARK), _message("user", text)]
+        ids = self._encode(self._chat.render(said).rpartition(_MARK)[2])
         # The template ends the turn with a stop token, but the turn may already have one.
         return ids[1:] if ended and ids and ids[0] in self.stop else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        copies = [dict(message) for message in messages]
-        try:
-            return self._tokenizer.apply_chat_template(copies, tokenize=False, add_generation_prompt=True, **self._more)
-        except TemplateError as e:
-            what = f"the chat template cannot render these messages: {e}"
-            roles = ", ".join(message["role"] for message in messages)
-            raise WindfallError(what, where="env", fix=f"The roles were: {roles}.") from e
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))

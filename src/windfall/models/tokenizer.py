@@ -28,8 +28,6 @@ from tokenizers import Tokenizer as Backend
 from windfall.errors import WindfallError
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# What a template can raise: its own errors, and whatever its expressions raise for messages it does not expect.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field with a message's reasoning. Templates read one of the first two."""
 
@@ -77,18 +75,14 @@ class Tokenizer:
         **arguments: Any,
     ) -> str:
         """The conversation as one string, for `encode(..., add_special_tokens=False)`. `chat_template` replaces the
-        model's own; `arguments` are variables of the template, such as `enable_thinking`."""
+        model's own; `arguments` are variables of the template, such as `enable_thinking`. Raises what the template
+        raises."""
         assert not tokenize, "not supported: render first, then encode"
         if (template := chat_template or self.chat_template) is None:
             raise WindfallError("this tokenizer has no chat template", where=self._where, fix="Encode plain text.")
         given = {"tools": tools, "documents": None, **self._specials, **arguments}
         given["messages"] = [_with_reasoning(message) for message in messages]
-        try:
-            return self._compile(template).render(given, add_generation_prompt=add_generation_prompt)
-        except _TEMPLATE_ERRORS as e:
-            what = f"the chat template cannot render these messages: {e}"
-            roles = ", ".join(str(m.get("role")) for m in messages) or "none"
-            raise WindfallError(what, where=self._where, fix=f"The roles were: {roles}.") from e
+        return self._compile(template).render(given, add_generation_prompt=add_generation_prompt)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -73,9 +73,6 @@ class DatasetEnv(HostedEnv):
     """Split to train on, such as "train", "train[:1000]" or "train[10%:]". If left out, "train" or the only one."""
     subset: str | None = None
     """Subset (configuration) of a data set that has several, such as "main"."""
-    filter: str = ""
-    """Condition for the rows to use, such as `level == "hard" and len(question) < 500`: columns, literals, and, or,
-    not, comparisons, in, len, lower, int, float. It is never run as Python. Empty keeps all rows."""
     columns: dict[Literal["prompt", "answer"], str] = Field(default={})
     """Names of the columns with the prompt (text, or a list of messages) and the correct answer, such as
     `{ prompt = "question", answer = "solution" }`. Those that are not named here are "prompt" and "answer"."""

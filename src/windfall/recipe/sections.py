@@ -230,8 +230,6 @@ class Eval(Section):
     """Split for evaluation only, such as "test", of `path` or else of `env.path`."""
     subset: str | None = None
     """Subset of the data set for evaluation. If left out, that of [env] if `path` is left out, too."""
-    filter: str | None = None
-    """Condition for the rows to evaluate. If left out, that of [env]."""
 
     @property
     def samples(self) -> int:
@@ -356,11 +354,9 @@ class Recipe(Section):
                 f"rollout.groups = {self.rollout.groups} cannot be split into train.minibatches = "
                 f"{self.train.minibatches} equal parts. Set rollout.groups to a multiple of train.minibatches."
             )
-        own = [key for key in ("path", "split", "subset", "filter") if getattr(self.eval, key) is not None]
+        own = [key for key in ("path", "split", "subset") if getattr(self.eval, key) is not None]
         if own and not isinstance(self.task_env, DatasetEnv):
             raise ValueError(f"eval.{own[0]} needs env.name = 'dataset'")
-        if own == ["filter"]:
-            raise ValueError("eval.filter selects rows of eval.path, eval.split or eval.subset; set one of them, too")
         if own and isinstance(self.task_env, DatasetEnv) and self.task_env.held_out:
             raise ValueError(f"set eval.{own[0]} or env.held_out, not both")
         if self.rollout.stop and isinstance(self.env, AgentLimits):

@@ -75,6 +75,10 @@ for _meant, _names in MEANT_BY.items():
 PLAN_KEYS = "objective train_s rollout_s budget_usd_per_h deadline_h trainer_device trainer_gpus cluster"
 KUBERNETES_KEYS = "trainer_gpus trainer_memory_gib trainer_node_selector storage_gib storage_class"
 REMOVED: dict[str, str] = {
+    **dict.fromkeys(
+        ("env.filter", "env.tasks.filter", "eval.filter"),
+        "Write the rows to use into a file, for example with dataset.filter(...).to_parquet('FILE.parquet').",
+    ),
     "engine.keep_share": "Remove it: the prefix cache keeps earlier turns as long as there is room.",
     "env.name = 'jsonl'": (
         'Use name = "dataset": columns instead of prompt_field and answer_field, rewards instead of scoring, and '

@@ -12,16 +12,14 @@ from windfall import algorithms
 from windfall.controller.gateway import agents
 from windfall.engine.vllm import installed
 from windfall.envs.grade import trial
-from windfall.envs.hosting import evaluation_data, recipe_host
+from windfall.envs.hosting import recipe_host
 from windfall.envs.prompt_lengths import is_agent
-from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError, install_command
 from windfall.events.sinks import require_tools
 from windfall.link import tls
 from windfall.models import load
 from windfall.providers import trace
 from windfall.providers.trace import Change
-from windfall.recipe.env_sections import DatasetEnv
 from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
 from windfall.weights import adapter_folder
@@ -41,8 +39,6 @@ def check(recipe: Recipe) -> str:
         from windfall import devices
 
         devices.check_available(recipe.run.device)
-    if isinstance(recipe.task_env, DatasetEnv):
-        check_answers(recipe.task_env, evaluation_data(recipe))
     _check_group_size(recipe)
     _check_engine(recipe)
     tls.server_context(recipe.fleet)

@@ -424,8 +424,8 @@ def test_every_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read_files == [tmp_path / "j" / "000000.wal"]
 
 
-def test_rows_are_merged_whatever_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merging any number of rows at once gives the same: responses alternate, move, change version and are graded."""
+def test_rows_become_runs_in_the_order_they_were_written(tmp_path: Path) -> None:
+    """Responses alternate, move, change version and are graded."""
     rng, journal = random.Random(3), Journal(tmp_path / "j", "s")
     journal.open(0)
     have = dict.fromkeys([f"1/{n}" for n in range(7)], 0)
@@ -448,18 +448,13 @@ def test_rows_are_merged_whatever_their_number(tmp_path: Path, monkeypatch: pyte
                 journal.write_grade(list(have)[n], 0.5, None, "")
                 expected[list(have)[n]].append("graded")
     journal.close()
-    results = []
-    for size in (1, 10, 1 << 18):
-        monkeypatch.setattr(journal_format, "_MIN_ROWS", size)
-        monkeypatch.setattr(journal_format, "_MAX_ROWS", size)
-        results.append(read(tmp_path / "j"))
-    assert results[0] == results[1] == results[2]
+    result = read(tmp_path / "j")
     for id, items in expected.items():
         flat = [t for s in items if s != "graded" for t in s[0]]
-        assert [t for s in results[0][id] if len(s) == 4 for t in s[1]] == flat
+        assert [t for s in result[id] if len(s) == 4 for t in s[1]] == flat
         kinds = "".join("j" if s == "graded" else "." if s[2] else "" for s in items)
-        assert "".join("j" if len(s) == 3 else "." if s[3] else "" for s in results[0][id]) == kinds
-        assert all(a[0] + len(a[1]) == b[0] for a, b in pairwise([s for s in results[0][id] if len(s) == 4]))
+        assert "".join("j" if len(s) == 3 else "." if s[3] else "" for s in result[id]) == kinds
+        assert all(a[0] + len(a[1]) == b[0] for a, b in pairwise([s for s in result[id] if len(s) == 4]))
 
 
 class FullDisk(io.BytesIO):

@@ -17,8 +17,8 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def read(path: Path, split: str | None = None, filter: str = "") -> list[tuple[Any, str, list[str]]]:
-    rows = read_table(DataSource(path=path, split=split, filter=filter), RowFormat())
+def read(path: Path, split: str | None = None) -> list[tuple[Any, str, list[str]]]:
+    rows = read_table(DataSource(path=path, split=split), RowFormat())
     return [(row.prompt, row.answer, row.columns["tags"]) for row in rows]
 
 

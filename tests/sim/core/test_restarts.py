@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.restarts import RestartingSimulation
+from tests.support.restarts import RestartingSimulation, abandon_journal
 from windfall.controller.ledger.journal import Journal
 from windfall.events.log import EventLog, read
 from windfall.sim.core.draws import uniform
@@ -126,7 +126,7 @@ def test_unflushed_journal_of_a_killed_controller_is_lost(tmp_path: Path) -> Non
     journal.write_grade("1/0", 1.0, None, "")
     journal.flush()
     journal.write_grade("1/1", 1.0, None, "")
-    journal.abandon()
+    abandon_journal(journal)
     journal.write_grade("1/2", 1.0, None, "")
     journal.flush()
     journal.close()

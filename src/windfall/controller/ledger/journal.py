@@ -127,14 +127,6 @@ class Journal:
         with self._writing(self._path):
             file.close()
 
-    def abandon(self) -> None:
-        """Behave as if this process had been killed: unflushed records never reach the file."""
-        file = self._file
-        if file is not None:
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, file.fileno())
-            os.close(devnull)
-
     @property
     def file(self) -> str:
         """The name of the file that is written to."""

@@ -4,8 +4,7 @@
     a record               its length, a checksum, and a msgpack array whose first item is the tag of its kind
 
 A journal has one row per response and engine step: millions of rows, which become a few token runs per response.
-Therefore rows are collected in columns and merged by response, many at a time. Nothing here writes or keeps a file
-open, so a thread may read while the event loop continues.
+Nothing here writes or keeps a file open, so a thread may read while the event loop continues.
 
 Rules:
 - The history of every response is exactly what was accepted and graded, in order.
@@ -21,23 +20,20 @@ import struct
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import xxhash
 
 from windfall.errors import WindfallError
-from windfall.link.messages import Tokens
+from windfall.link.messages import Tokens, columns
 from windfall.types import Finish
 
 FILE_NAME = re.compile(r"[0-9]{6,}\.wal")
 HEAD = struct.Struct("<II")
 """Before every record: its length in bytes and its checksum."""
 MAX_RECORD_BYTES = 64 << 20
-_MIN_ROWS, _MAX_ROWS = 1 << 12, 1 << 18
-"""Rows that are merged at once: enough that most responses have several, few enough to need little memory."""
-
 MAX_TORN_BYTES = 1 << 20
 """A record that was cut off while it was written is smaller than this."""
 
@@ -150,16 +146,6 @@ class TokenRun:
     version: int
     finish: Finish | None = None
 
-    def extend(self, other: TokenRun) -> bool:
-        """Append `other` if it follows this run; otherwise return False. This keeps a long journal small in memory."""
-        new = self.position + len(self.tokens) - other.position
-        if self.finish is not None or self.version != other.version or not 0 <= new <= len(other.tokens):
-            return False
-        self.tokens.extend(other.tokens[new:])  # if the runs overlap, only the tail is new
-        self.logprobs.extend(other.logprobs[new:])
-        self.finish = other.finish
-        return True
-
 
 History = dict[str, list[TokenRun | TurnGraded | Prompted | TurnCut]]
 """By response id, or by segment of an agent's response: what was accepted, graded, prompted and cut, in order."""
@@ -225,33 +211,25 @@ def oldest_versions(history: History) -> dict[int, int]:
     return out
 
 
-def count_tokens(history: History) -> dict[str, int]:
-    """Number of tokens of each response in the journal."""
-    return {id: sum(len(e.tokens) for e in past if isinstance(e, TokenRun)) for id, past in history.items()}
-
-
 def _read_file(path: Path, settings: str, found: JournalContents) -> tuple[int, int]:
     """Add the records of a file. Returns the number of bytes, from the beginning, that are intact records, and how many
     of them controller processes with other settings wrote, if the last process is one of those."""
-    rows, valid_bytes, ours, foreign_bytes = _Rows(found.history), 0, False, 0
+    reader, valid_bytes, ours, foreign_bytes = _HistoryReader(found.history), 0, False, 0
     for end, record in read_records(path):
         match record:
             case Accepted() if ours:
-                rows.add_tokens(record.frame)
-                if rows.enough:
-                    rows.merge()
+                reader.add_tokens(record.frame)
             case TurnGraded() | Prompted() | TurnCut() if ours:
-                rows.add_mark(record)
+                reader.add_mark(record)
             case Assigned() if ours:
-                rows.assign(record.handles)
+                reader.assign(record.handles)
             case Trained() if ours:
                 found.trained[record.step] = record.tasks
             case Started():
-                rows.forget_handles()
+                reader.forget_handles()
                 ours = record.settings == settings
         foreign_bytes += 0 if ours else end - valid_bytes
         valid_bytes = end
-    rows.merge()
     return valid_bytes, 0 if ours else foreign_bytes
 
 
@@ -270,102 +248,54 @@ def _find_damage(path: Path, valid_bytes: int) -> Damage | None:
     return Damage(file=path.name, why=f"it is damaged at byte {valid_bytes:,} of {size:,}", bytes=rest)
 
 
-class _Rows:
-    """Rows in the order they were written. A mark (a grade, a prompt, a cut) is a row without tokens at position -1."""
+class _HistoryReader:
+    """Appends records to the history. Nearly every row is one token that continues the run of its handle."""
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self._numbers: dict[str, int] = {}
-        """From response id to a number, by which rows are sorted."""
-        self._owner: dict[int, int] = {}
-        """From handle to the number of its response."""
-        self._clear()
-
-    def _clear(self) -> None:
-        self._owners: list[int] = []
-        self._positions: list[int] = []
-        self._counts: list[int] = []
-        self._versions: list[int] = []
-        self._tokens, self._logprobs = bytearray(), bytearray()
-        self._finished: dict[int, Finish] = {}
-        self._marks: dict[int, TurnGraded | Prompted | TurnCut] = {}
-
-    @property
-    def enough(self) -> bool:
-        return len(self._owners) >= min(_MAX_ROWS, max(_MIN_ROWS, 16 * len(self._numbers)))
+        self._ids: dict[int, str] = {}
+        self._newest: dict[str, int] = {}
+        """By response: its newest handle."""
+        self._runs: dict[int, TokenRun] = {}
+        """By handle: the last entry of its response in the history, if that is a run that its next row may continue."""
 
     def forget_handles(self) -> None:
         """Another controller process begins, and its handles start from 1."""
-        self._owner.clear()
+        for known in (self._ids, self._newest, self._runs):
+            known.clear()
 
     def assign(self, handles: dict[int, str]) -> None:
-        numbers = self._numbers
-        for handle, id in handles.items():
-            self._owner[handle] = numbers.setdefault(id, len(numbers))
-
-    def add_tokens(self, frame: Tokens) -> None:
-        owner = self._owner
-        for row, finish in frame.finished.items():
-            self._finished[len(self._owners) + row] = finish
-        self._owners += [owner.get(h, -1) for h in frame.handles]
-        self._positions += frame.positions
-        self._counts += frame.counts or (1,) * len(frame.handles)
-        self._versions += (frame.version,) * len(frame.handles)
-        self._tokens += frame.tokens
-        self._logprobs += frame.logprobs
+        self._ids.update(handles)
+        self._newest.update((id, handle) for handle, id in handles.items())
 
     def add_mark(self, record: TurnGraded | Prompted | TurnCut) -> None:
-        self._marks[len(self._owners)] = record
-        self._owners.append(self._numbers.setdefault(record.id, len(self._numbers)))
-        self._positions.append(-1)
-        self._counts.append(0)
-        self._versions.append(0)
+        self._history.setdefault(record.id, []).append(record)
+        self._runs.pop(self._newest.get(record.id, 0), None)
 
-    def merge(self) -> None:
-        """Merge the rows into runs, response by response, and append them to the history."""
-        if not self._owners:
-            return
-        lists = (self._owners, self._positions, self._counts, self._versions)
-        owner, position, count, version = (np.array(values, np.int64) for values in lists)
-        ends_turn = np.zeros(len(owner), bool)
-        ends_turn[list(self._finished)] = True
-        offset = np.cumsum(count) - count
-        # Sort by response. The sort is stable: the rows of one response stay in the order they were written.
-        order = np.argsort(owner, kind="stable")
-        owner, position, count, version, offset = (c[order] for c in (owner, position, count, version, offset))
-        begins = np.ones(len(owner), bool)
-        begins[1:] = (
-            (owner[1:] != owner[:-1])
-            | (version[1:] != version[:-1])
-            | (position[1:] != position[:-1] + count[:-1])
-            | ends_turn[order[:-1]]
-            | (position[1:] < 0)
-        )
-        end = np.cumsum(count)
-        pick = np.repeat(offset - (end - count), count) + np.arange(end[-1])
-        tokens = np.frombuffer(self._tokens, "<u4")[pick].astype(np.uint32, copy=False)
-        logprobs = np.frombuffer(self._logprobs, "<f4")[pick].astype(np.float32, copy=False)
-        first = np.flatnonzero(begins)
-        last = np.append(first[1:], len(owner)) - 1
-        names = list(self._numbers)
-        columns = (order[first], order[last], owner[first], position[first], version[first], (end - count)[first])
-        for row, last_row, number, run_position, run_version, a, b in zip(
-            *(c.tolist() for c in columns), end[last].tolist(), strict=True
-        ):
-            if number < 0:  # a handle that this controller process never assigned: its response is unknown
-                continue
-            past = self._history.setdefault(names[number], [])
-            if run_position < 0:
-                past.append(self._marks[row])
-                continue
-            run = TokenRun(
-                position=run_position,
-                tokens=array("I", tokens[a:b].tobytes()),
-                logprobs=array("f", logprobs[a:b].tobytes()),
-                version=run_version,
-                finish=self._finished.get(last_row),
-            )
-            before = past[-1] if past else None
-            if not (isinstance(before, TokenRun) and before.extend(run)):
-                past.append(run)
-        self._clear()
+    def add_tokens(self, frame: Tokens) -> None:
+        tokens, logprobs = columns(frame)
+        runs, version, end = self._runs, frame.version, 0
+        rows = zip(frame.handles, frame.positions, frame.counts or repeat(1), strict=False)
+        for handle, position, count in rows:
+            end += count
+            run = runs.get(handle)
+            if run is not None and count == 1 and run.version == version and run.position + len(run.tokens) == position:
+                run.tokens.append(tokens[end - 1])
+                run.logprobs.append(logprobs[end - 1])
+            elif handle in self._ids:  # otherwise this controller process never assigned it
+                self._add_row(handle, position, tokens[end - count : end], logprobs[end - count : end], version)
+        for row, finish in frame.finished.items():
+            if (run := runs.pop(frame.handles[row], None)) is not None:
+                run.finish = finish
+
+    def _add_row(self, handle: int, position: int, tokens: array[int], logprobs: array[float], version: int) -> None:
+        past = self._history.setdefault(self._ids[handle], [])
+        run = past[-1] if past else None
+        known = run.position + len(run.tokens) - position if isinstance(run, TokenRun) else -1
+        if not isinstance(run, TokenRun) or run.finish or run.version != version or not 0 <= known <= len(tokens):
+            run = TokenRun(position=position, tokens=tokens, logprobs=logprobs, version=version)
+            past.append(run)
+        else:  # rows may overlap: only the tail is new then
+            run.tokens.extend(tokens[known:])
+            run.logprobs.extend(logprobs[known:])
+        self._runs[handle] = run

@@ -1,20 +1,26 @@
-"""The rows of a data set as tasks: every row is checked once, and the error names its file, its row and its column."""
+"""The rows of a data set as tasks: every row is checked once, and the error names its file, its row and its column.
+
+JSONL is read with the standard library, parquet with pyarrow (the extra `data`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from windfall.envs.data.files import find
-from windfall.envs.data.filters import Filter
-from windfall.envs.data.readers import place, read_rows
-from windfall.errors import WindfallError, nearest
+from windfall.envs.scoring.extract import is_words
+from windfall.errors import WindfallError, install_command, nearest
 from windfall.types import Prompt, prompt_key
 
+BATCH_ROWS = 1024
+_LFS_POINTER = b"version https://git-lfs"
 SHOWN_CHARS = 120
 ROLES = ("prompt", "answer")
 """What `columns` can map to a column of the data. Reward functions get every column under its own name, too."""
@@ -43,7 +49,6 @@ class DataSource:
     path: Path
     split: str | None = None
     subset: str | None = None
-    filter: str = ""
     section: str = "env"
 
 
@@ -57,42 +62,94 @@ class RowFormat:
     answer_after: str | None = None
     answer_needed: bool = True
     """Every row must have an answer that a built-in grader can compare with."""
+    mathematics: bool = False
+    """The grader "math" compares the answers."""
 
 
 def read_table(source: DataSource, form: RowFormat) -> list[TableRow]:
     found = find(source.path, source.split, source.subset, key=source.section)
-    keep = Filter(source.filter, where=f"{source.section}.filter") if source.filter else None
-    rows: list[tuple[Path, int, dict[str, Any]]] = []
-    known: dict[str, None] = {}
-    for file in found.files:
-        for number, row in read_rows(file):
-            known.update(dict.fromkeys(row))
-            rows.append((file, number, row))
+    rows = [(file, number, row) for file in found.files for number, row in read_rows(file)]
+    if not rows:
+        raise WindfallError("the data set is empty", where=str(source.path), fix="Give a data set that has rows.")
     part = found.part(len(rows))
-    chosen = [rows[i] for i in part] if len(part) < len(rows) else rows
-    if keep is not None:
-        _check_filter(keep, known, source)
-        chosen = [row for row in chosen if _kept(keep, *row)]
-    if not chosen:
-        what, fix = "the data set is empty", "Give a data set that has rows."
-        if rows:
-            what, fix = f"none of the {len(rows)} rows is left", f"Change {source.section}.filter or the split."
-        raise WindfallError(what, where=str(source.path), fix=fix)
-    return [_table_row(file, number, row, form) for file, number, row in chosen]
+    if not part:
+        what = f"{source.section}.split = {source.split!r} leaves none of the {len(rows)} rows"
+        raise WindfallError(what, where=str(source.path), fix="Choose a larger part of the split.")
+    return [_table_row(*rows[n], form) for n in part]
 
 
-def _check_filter(keep: Filter, known: Mapping[str, Any], source: DataSource) -> None:
-    for name in sorted(keep.columns - set(known)):
-        what = f"the filter reads a column '{name}', which no row has"
-        raise WindfallError(what, where=f"{source.section}.filter", fix=nearest(name, known))
+def place(file: Path, number: int) -> str:
+    """Names a row in messages: the line of a text file, or the row of a table.
+
+    >>> place(Path("a.jsonl"), 3), place(Path("b.parquet"), 3)
+    ('a.jsonl:3', 'b.parquet row 3')
+    """
+    return f"{file} row {number}" if file.suffix == ".parquet" else f"{file}:{number}"
 
 
-def _kept(keep: Filter, file: Path, number: int, row: dict[str, Any]) -> bool:
+def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        return keep(row)
-    except ValueError as e:
-        fix = "Correct the row, or test the column first: level is not None and level > 3"
-        raise WindfallError(str(e), where=place(file, number), fix=fix) from None
+        with file.open("rb") as opened:
+            start = opened.read(64)
+        if start.startswith(_LFS_POINTER):
+            fix = "Fetch the file itself: git lfs pull"
+            raise WindfallError("this is a pointer of Git LFS, not the data", where=str(file), fix=fix)
+        if start.startswith(b"PAR1") or file.suffix == ".parquet":
+            yield from _table_rows(file)
+        else:
+            yield from _json_rows(file)
+    except OSError as e:
+        raise WindfallError(f"cannot read it: {e.strerror or e}", where=str(file), fix="Make it readable.") from e
+
+
+def _json_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, _parse_line(line, place(file, number))
+
+
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as e:
+        fix = "Save the file as UTF-8, not compressed: one JSON object per line."
+        raise WindfallError(f"the line is not UTF-8: {e}", where=where, fix=fix) from None
+    except json.JSONDecodeError as e:
+        fix = "Every line must be one JSON object."
+        raise WindfallError(f"the line is not JSON: {e}", where=where, fix=fix) from None
+    except RecursionError:
+        fix = "Every line must be one flat JSON object."
+        raise WindfallError("the JSON is nested too deeply", where=where, fix=fix) from None
+    if not isinstance(row, dict):
+        fix = "Every line must be one JSON object."
+        raise WindfallError(f"the line is a JSON {type(row).__name__}", where=where, fix=fix)
+    return row
+
+
+def _table_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    pyarrow, number = _pyarrow(file), 0
+    try:
+        with contextlib.closing(importlib.import_module("pyarrow.parquet").ParquetFile(file)) as table:
+            names = table.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise WindfallError("two columns have the same name", where=str(file), fix="Rename one of them.")
+            for batch in table.iter_batches(batch_size=BATCH_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except pyarrow.ArrowException as e:
+        after = f" after row {number}" if number else ""
+        fix = "Write the file again, or download it again."
+        raise WindfallError(f"the file is damaged{after}: {e}", where=str(file), fix=fix) from e
+
+
+def _pyarrow(file: Path) -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError as e:
+        fix = f"Install it: {install_command('data')}"
+        raise WindfallError("pyarrow is not installed", where=str(file), fix=fix) from e
 
 
 def _table_row(file: Path, number: int, row: dict[str, Any], form: RowFormat) -> TableRow:
@@ -144,10 +201,13 @@ def _answer(value: Any, name: str, where: str, form: RowFormat) -> str:
     if form.answer_after:
         _before, found, text = text.rpartition(form.answer_after)
         if not found:
-            fix = "Correct the row, leave it out with a filter, or change env.answer_after."
+            fix = "Correct the row, leave it out, or change env.answer_after."
             raise WindfallError(f"column '{name}' has no {form.answer_after!r}: {_shown(value)}", where=where, fix=fix)
     if form.answer_needed and not text.strip():
         raise WindfallError(f"column '{name}' is {_shown(value)}", where=where, fix="Give the right answer.")
+    if form.mathematics and is_words(text):
+        fix = 'Set env.rewards = ["exact"] to compare text, or correct or remove the row.'
+        raise WindfallError(f"column '{name}' is {_shown(value)}: words, not mathematics", where=where, fix=fix)
     return text.strip()
 
 

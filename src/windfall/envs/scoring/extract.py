@@ -9,6 +9,8 @@ from decimal import Decimal
 NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?!\d))?")
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_WORD = re.compile(r"[^\W\d_]{3,}")
+_MATHEMATICS = re.compile(r"[\d\\$=+*/^<>{}()\[\]|_]")
 _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
@@ -45,6 +47,11 @@ def last_number(text: str) -> str:
 
 def is_number(gold: str | None) -> bool:
     return gold is not None and _PLAIN_NUMBER.fullmatch(gold.strip()) is not None
+
+
+def is_words(gold: str) -> bool:
+    """Whether a right answer is words, which math-verify would read as the product of their letters."""
+    return _WORD.search(gold) is not None and not _MATHEMATICS.search(gold)
 
 
 def same_number(answer: str, gold: str) -> bool:

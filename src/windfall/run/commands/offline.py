@@ -24,12 +24,10 @@ from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.envs.prompt_lengths import agent_prompts, is_agent, prompt_lengths
-from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models import load
 from windfall.models.text import Text
-from windfall.recipe.env_sections import DatasetEnv
 from windfall.recipe.sections import Recipe, RolloutSection
 from windfall.run.commands.in_process import in_process_worker
 from windfall.run.views.figures import graded, passes, reward_parts
@@ -60,8 +58,6 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     tasks = described.tasks
     for warning in described.warnings:
         _warn(warning)
-    if isinstance(recipe.task_env, DatasetEnv):
-        check_answers(recipe.task_env, evaluation_data(recipe))
     if is_agent(recipe):  # a run may have the port of its gateway
         recipe = recipe.model_copy(update={"env": recipe.env.model_copy(update={"port": 0})})
     out = Console(highlight=False, soft_wrap=True)

@@ -54,10 +54,10 @@ def new(
 
 def describe_data(data: Path) -> dict[str, Any]:
     """The keys of [env] that follow from the data: columns with usual names, and a share of rows for evaluation."""
-    from windfall.envs.data import files, readers
+    from windfall.envs.data import files, table
 
     file = files.find(data).files[0]
-    rows = [row for _, row in itertools.islice(readers.read_rows(file), MANY_ROWS)]
+    rows = [row for _, row in itertools.islice(table.read_rows(file), MANY_ROWS)]
     row = rows[0] if rows else {}
     found = {role: next((name for name in names if name in row), "") for role, names in COLUMNS.items()}
     for role, name in found.items():

@@ -130,7 +130,7 @@ LIGHT = [
     "run.commands.offline",
     "run.views.top",
     "sim.report.compare",
-    "sim.calibrate.command",
+    "sim.calibrate.event_log",
     "plan.command",
 ]
 HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard"}

@@ -121,14 +121,14 @@ class TimedTurns(Turns):
         self.turn_s: list[float] = []
         self._since: dict[str, float] = {}
 
-    def returned(self, id: str, observed: int, now_s: float) -> None:
-        super().returned(id, observed, now_s)
-        self._since[id] = now_s
+    def returned(self, id: str) -> None:
+        super().returned(id)
+        self._since[id] = asyncio.get_running_loop().time()
 
-    def ended(self, id: str, worker: str, *, context: int, sampled: int, now_s: float) -> None:
-        super().ended(id, worker, context=context, sampled=sampled, now_s=now_s)
+    def ended(self, id: str, worker: str, *, context: int, sampled: int) -> None:
+        super().ended(id, worker, context=context, sampled=sampled)
         if id in self._since:
-            self.turn_s.append(now_s - self._since.pop(id))
+            self.turn_s.append(asyncio.get_running_loop().time() - self._since.pop(id))
 
 
 # real engines

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is fo
 
 from benchmarks.papers import rlboost
 from benchmarks.support import recorded_requests
+from benchmarks.support.request_load import GeneratedLoad
 from benchmarks.support.rlboost_model import (
     H100_BYTES,
     H100_BYTES_PER_S,
@@ -43,14 +44,16 @@ from benchmarks.support.rlboost_model import (
     Model,
     market,
 )  # fmt: skip
+from benchmarks.support.sim_lenders import Lenders, LendingSimulation, SimLender, with_lenders
+from windfall.defaults import MAX_SLOWDOWN
 from windfall.events import log as events
 from windfall.providers import trace
 from windfall.providers.trace_formats import Change
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
-from windfall.sim.core import run, scenario
-from windfall.sim.machines.lender import SimLender
-from windfall.sim.section import SimLenders
+from windfall.serve.slo import Objectives
+from windfall.sim.core import run
+from windfall.step_time import StepTime
 
 PAPER = {
     ("8B", "GRPO"): 1.31, ("8B", "DAPO"): 1.42, ("8B", "over spot"): 1.20,
@@ -71,7 +74,6 @@ SERVED = {
 }
 """Qwen2.5's published shapes."""
 BUSY, PEAK = 0.189, 4.2
-MAX_SLOWDOWN: float = SimLenders.model_fields["max_slowdown"].default
 PROMPT, ANSWER = 900.0, 150.0
 """Median tokens of a request and of its answer."""
 
@@ -106,11 +108,12 @@ def engine(model: Model, gpus: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+def free_bytes(s: Setting) -> float:
+    """Memory of an engine that its weights leave free."""
+    return s.gpus * H100_BYTES * 0.9 - s.model.weights_bytes
+
+
 def recipe(s: Setting, algorithm: str, steps: int, seed: int) -> Recipe:
-    served = SERVED[s.model.name]
-    free = s.gpus * H100_BYTES * 0.9 - s.model.weights_bytes
-    shared, serving = free - served.weights_bytes, engine(served, s.gpus)
-    mean_prompt, mean_answer = (tokens * 1.38 for tokens in (PROMPT, ANSWER))  # of log-normal lengths, sigma 0.8
     keys: dict[str, dict[str, Any]] = {
         "run": {"name": f"rose-{s.model.name}", "steps": steps, "seed": seed},
         "algorithm": {"name": algorithm.lower()},
@@ -122,16 +125,10 @@ def recipe(s: Setting, algorithm: str, steps: int, seed: int) -> Recipe:
         "trace": {"price_usd_per_h": 1.5 * s.gpus},
         "sim": {
             "trainer": {**engine(s.model, s.gpus), "train_s": 1e-9}, "worker": engine(s.model, s.gpus),
-            "worker_slots": 16 * s.gpus, "worker_kv_tokens": int(free / s.model.kv_bytes), "boot_s": 60.0,
+            "worker_slots": 16 * s.gpus, "worker_kv_tokens": int(free_bytes(s) / s.model.kv_bytes), "boot_s": 60.0,
             "weights_bytes": s.model.weights_bytes, "prompt_tokens": 512, "median_tokens": 450, "sigma": 0.5,
             "turns": s.turns, "env_s": s.env_s, "env_sigma": 0.5, "observation_tokens": 1800, "observation_sigma": 0.5,
             "reward_mean": 0.042, "granule": 64, "skip_steps": 1,
-            "lenders": {
-                "count": s.borrowed // s.gpus, "serving": serving, "slots": 16 * s.gpus,
-                "kv_tokens": int(shared / s.model.kv_bytes), "serving_kv_tokens": int(shared / served.kv_bytes),
-                "requests_per_s": BUSY / (mean_prompt * serving["prefill_s"] + mean_answer * serving["each_s"]),
-                "peak": PEAK, "prompt_tokens": PROMPT, "generated_tokens": ANSWER,
-            },
         },
     }  # fmt: skip
     return parse_recipe(keys, where=s.model.name)
@@ -157,27 +154,35 @@ class Bench:
     max_slowdown: float = MAX_SLOWDOWN
     """Upper limit for the time per token that lending adds to a request, as a share."""
 
+    def lenders(self, s: Setting, seed: int) -> Lenders:
+        served, serving = SERVED[s.model.name], engine(SERVED[s.model.name], s.gpus)
+        shared, count = free_bytes(s) - served.weights_bytes, s.borrowed // s.gpus
+        mean_prompt, mean_answer = (tokens * 1.38 for tokens in (PROMPT, ANSWER))  # of log-normal lengths, sigma 0.8
+        per_s = BUSY / (mean_prompt * serving["prefill_s"] + mean_answer * serving["each_s"])
+        load = GeneratedLoad(
+            seed=seed, per_s=0.0 if self.idle else per_s, peak=self.peak, prompt_tokens=PROMPT, generated_tokens=ANSWER
+        )
+        if self.requests is not None:
+            load = recorded_requests.read(self.requests, lenders=count, per_s=load.per_s)
+        return Lenders(
+            count=count, serving=StepTime(**serving), slots=16 * s.gpus, kv_tokens=int(shared / s.model.kv_bytes),
+            serving_kv_tokens=int(shared / served.kv_bytes), load=load,
+            objectives=Objectives(max_slowdown=self.max_slowdown),
+        )  # fmt: skip
+
     def rollout_s(self, s: Setting, algorithm: str, where: str) -> tuple[float, float, list[SimLender]]:
         """Mean seconds of a rollout, sampled tokens of a step, and the lenders. `where`: fixed, lent, or the name of a
         segment of the spot market."""
         times, tokens, lenders = [], [], []
         for seed in range(self.seeds):
             r = recipe(s, algorithm, self.steps, seed)
-            if r.sim.lenders is not None:
-                load = {"peak": self.peak, "max_slowdown": self.max_slowdown}
-                load |= {"requests_per_s": 0.0} if self.idle else {}
-                r = scenario.with_keys(r, {"sim": {"lenders": r.sim.lenders.model_copy(update=load)}})
-            if where != "lent":
-                r = scenario.with_keys(r, {"sim": {"lenders": None}})
             w = rlboost.build(r, self.spot_policy if where in self.spot else "windfall")
             if where in self.spot:
                 w = replace(w, changes=tuple(trace.slots(thinned(self.spot[where], self.scale), s.borrowed // s.gpus)))
-            x = w.real.sim.lenders
-            if self.requests is not None and x is not None:
-                load = recorded_requests.read(self.requests, lenders=x.count, per_s=x.requests_per_s)
-                w = replace(w, request_load=load)
+            if where == "lent":
+                w = with_lenders(w, self.lenders(s, seed))
             began_s, log = time.perf_counter(), self.folder / "events.jsonl"
-            done = run.simulate(w, log)
+            done = run.simulate(w, log, make=LendingSimulation)
             found = [e for e in events.read(log) if e["name"] in ("rollout", "step") and e.get("step", 0) > 1]
             times += [e["s"] for e in found if e["kind"] == "span" and e["name"] == "rollout"]
             tokens += [e["trained"] * w.granule for e in found if e["kind"] == "scalar"]

@@ -1,4 +1,4 @@
-"""The requests that simulated lenders serve, read from a file instead of generated (windfall.sim.core.request_load).
+"""The requests that simulated lenders serve, read from a file instead of generated (request_load.py).
 
 A file has one request per line: its time in seconds or as a date, the tokens of its prompt, and the tokens of its
 answer (the columns of the Azure LLM inference traces). Its requests are dealt to the lenders in turn, and repeat.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from benchmarks.support.request_load import SimRequest
 from windfall.errors import WindfallError
-from windfall.sim.core.request_load import SimRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.request_load import GeneratedLoad
+from benchmarks.support.sim_lenders import Lenders, with_lenders
 from tests.chaos import InvariantBroken, bill_invariant
 from tests.chaos.faults import KINDS, Fault, draw
 from tests.chaos.inject import FaultInjector
@@ -36,9 +38,11 @@ from windfall.events.log import Event
 from windfall.providers.trace_formats import Change
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
+from windfall.serve.slo import Objectives
 from windfall.sim.core import run, scenario
 from windfall.sim.core.draws import uniform
 from windfall.sim.report.compare import output_folder
+from windfall.step_time import StepTime
 
 LAST_EVENTS = 12
 """Number of events shown with a broken invariant."""
@@ -46,12 +50,6 @@ STEPS = 100_000
 """More steps than any trial completes: a trial is stopped after its last fault."""
 COMPARED_FIELDS = ("reward", "responses", "groups", "drawn", "missing", "mean_length", "cut", "made", "trained")
 """Fields of a step event that must not depend on faults."""
-LENDERS = {
-    "count": 3, "serving": {"fixed_s": 0.03, "each_s": 0.002, "prefill_s": 1e-4}, "slots": 4, "kv_tokens": 400,
-    "serving_kv_tokens": 4000, "requests_per_s": 1.0, "prompt_tokens": 200.0, "generated_tokens": 20.0,
-    "max_slowdown": 1.0,
-}  # fmt: skip
-"""Small lenders: a burst of requests takes most of their memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,10 +135,22 @@ def recipe(seed: int) -> Recipe:
             "trainer_slots": 8, "worker_slots": pick("slots", 2, 6), "worker_spread": 0.3,
             "trainer": {"fixed_s": 0.03, "each_s": 0.002, "prefill_s": 1e-4, "train_s": 0.0004, "update_s": 0.05},
             "worker": {"fixed_s": 0.03, "each_s": 0.002, "prefill_s": 1e-4},
-            "lenders": pick("lenders", None, None, None, LENDERS, LENDERS | {"requests_per_s": 6.0, "peak": 8.0}),
         },
     }  # fmt: skip
     return parse_recipe(sections, where=f"chaos, seed {seed}")
+
+
+def lenders(seed: int) -> Lenders | None:
+    """Small lenders, in two of five trials: a burst of requests takes most of their memory."""
+    load = _pick(seed, "lenders", None, None, None, (1.0, 4.0), (6.0, 8.0))
+    if load is None:
+        return None
+    per_s, peak = load
+    return Lenders(
+        count=3, serving=StepTime(fixed_s=0.03, each_s=0.002, prefill_s=1e-4), slots=4, kv_tokens=400,
+        serving_kv_tokens=4000, objectives=Objectives(max_slowdown=1.0),
+        load=GeneratedLoad(seed=seed, per_s=per_s, peak=peak, prompt_tokens=200.0, generated_tokens=20.0),
+    )  # fmt: skip
 
 
 def trial(seed: int, *, faults: int, folder: Path) -> TrialResult:
@@ -216,6 +226,8 @@ class _ChaosRun:
         # All machines come up at the start; only faults take them down.
         changes = tuple(Change(at_s=0.0, node=f"n{n + 1}", up=True) for n in range(self._recipe.trace.nodes))
         built = replace(scenario.build(self._recipe), changes=changes, trace_s=float("inf"))
+        if lending := lenders(self._recipe.run.seed):
+            built = with_lenders(built, lending)
         try:
             loop = ChaosLoop()
             loop.between(self._check)

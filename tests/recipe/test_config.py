@@ -39,7 +39,7 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("stps = 3", "unknown key 'stps'. Did you mean 'run.steps'?"),
         ("[enviroment]\nname = 'gym'", "unknown key 'enviroment'. Did you mean 'env'?"),
         ("[env]\nname = 'agent'\ntasks = { name = 'gym', task = 'x', optons = {} }", "Did you mean 'options'?"),
-        ("[sim.lenders]\nserving = {}\npeek = 3", "unknown key 'sim.lenders.peek'. Did you mean 'peak'?"),
+        ("[sim.lenders]\nserving = {}", "unknown key 'sim.lenders'. Remove it: "),
         ("[optimizer]\nlr = 1.0", "unknown key 'optimizer'. Did you mean 'train'?"),
         ("[techniques]\nseeding = false", "unknown key 'techniques.seeding'. Did you mean 'trainer_generates'?"),
         ("[fleet]\nautoscale = 'value'", "unknown key 'fleet.autoscale'. Did you mean 'workers_max'?"),

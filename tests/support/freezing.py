@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windfall.sim.machines.lender import TICK_S, SimLender
+from benchmarks.support.sim_lenders import TICK_S, SimLender
 from windfall.sim.machines.worker import SimWorker
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.sim_lenders import LendingFleet
 from tests.support.freezing import FreezingLender, FreezingWorker
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.ledger.journal import Journal
@@ -118,11 +119,18 @@ class RestartingTrainer(LinkedTrainer):
         self._updates = 0
 
 
+class RestartingFleet(LendingFleet):
+    worker_class = FreezingWorker
+    lender_class = FreezingLender
+
+
 class RestartingSimulation(Simulation):
     """Everything that outlives a controller, and the current controller (`life`)."""
 
     trainer_class = RestartingTrainer
     trainer: RestartingTrainer
+    fleet_class = RestartingFleet
+    fleet: RestartingFleet
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -135,7 +143,6 @@ class RestartingSimulation(Simulation):
         self._killed = asyncio.Event()
         self._attending: dict[asyncio.Task[Any], SimLink] = {}
         super().__init__(*args, **options)
-        self.fleet.worker_class, self.fleet.lender_class = FreezingWorker, FreezingLender
         self.trainer.on_exit = lambda: self.fleet._kill(LOCAL)
 
     def _start_controller(self) -> ControllerLife:

@@ -116,12 +116,10 @@ class FleetReport:
 
     def _sessions(self) -> dict[str, Any]:
         """The turns of this step, if responses have several."""
-        t = self._dispatch.turns.take_counts()
-        if not t.env_s.count:
+        if not self._dispatch.turns.several:
             return {}
-        rows = {"env_s": t.env_s.row(), "observation_tokens": t.observed.row(), "turn_tokens": t.sampled.row()}
-        counts = {"ended": t.sessions, "turns": t.turns, "routed": t.routed, "to_holder": t.to_holder}
-        return {"sessions": {**counts, **rows}}
+        t = self._dispatch.turns.take_counts()
+        return {"sessions": {"ended": t.sessions, "turns": t.turns, "routed": t.routed, "to_holder": t.to_holder}}
 
     def _speeds(self) -> dict[str, list[list[float]]]:
         """For `windfall sim calibrate`: rows of [batch, seconds per engine step, windows] by kind of worker."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 class PlanPart(ProgramPart):
     name = "plan"
-    needs = ("sim", "serve")
+    needs = ("sim",)
 
     def commands(self) -> Sequence[Command]:
         from windfall.plan.options import plan

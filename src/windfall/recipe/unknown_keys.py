@@ -100,7 +100,7 @@ REMOVED: dict[str, str] = {
         (f"fleet.kubernetes.{key}" for key in KUBERNETES_KEYS.split()),
         "Remove it, and write it into the manifest of the run (docs/guides/kubernetes.md).",
     ),
-    "sim.lenders.requests_file": "Remove it: the requests of simulated lenders are generated.",
+    "sim.lenders": "Remove it: `windfall sim` simulates no lenders; `windfall plan` estimates what they would add.",
     "sim.prices_file": "Prices do not change over time: set trace.price_usd_per_h.",
     **dict.fromkeys(
         ("sim.trainer_mean_up_s", "sim.trainer_down_s", "sim.controller_mean_up_s", "sim.controller_down_s"),

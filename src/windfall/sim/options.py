@@ -36,9 +36,9 @@ def sim(
     if not what:
         raise WindfallError("nothing to simulate", where="windfall sim", fix="Give a recipe.")
     if what[0] == "calibrate":
-        from windfall.sim.calibrate import command as calibrate
+        from windfall.sim.calibrate import event_log
 
-        calibrate.main([Path(w) for w in what[1:]])
+        event_log.main([Path(w) for w in what[1:]])
         return
     from windfall.recipe.file import load_recipe
     from windfall.sim.report import compare as variants

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 class SimPart(ProgramPart):
     name = "sim"
-    needs = ("serve",)
 
     def commands(self) -> Sequence[Command]:
         from windfall.sim.options import sim

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from windfall.defaults import MAX_SLOWDOWN, TPOT_S, TTFT_S
 from windfall.recipe.section import Count, FilePath, Section
 
 
@@ -25,36 +24,6 @@ class SimKind(Section):
     """Price of one machine of this kind in $ per hour. 0 uses the price of the trace."""
 
 
-class SimLenders(Section):
-    """Servers that lend a simulated run what they do not need."""
-
-    count: Count = 1
-    """Number of lenders. They stay for the whole run; `fleet.borrowed_max` limits how many are used at once."""
-    serving: dict[str, float]
-    """Speed formula of the served model on a lender: fixed_s, each_s, context_s and prefill_s. `sim.worker` is that of
-    the run's model on the same machine."""
-    slots: Count = 16
-    """Responses of the run that a lender runs at once at most."""
-    kv_tokens: Count = 400_000
-    """Tokens of the run's model that fit into the whole KV memory of a lender."""
-    serving_kv_tokens: Count = 400_000
-    """Tokens of the served model that fit into the same memory."""
-    ttft_s: float = Field(default=TTFT_S, gt=0)
-    """Objective of the service: seconds to the first token."""
-    tpot_s: float = Field(default=TPOT_S, gt=0)
-    """Objective of the service: seconds per token after the first."""
-    max_slowdown: float = Field(default=MAX_SLOWDOWN, ge=0)
-    """Upper limit for the time per token that lending adds, as a share of the time without lending."""
-    requests_per_s: float = Field(default=1.0, ge=0, le=10_000)
-    """Mean number of requests per second of one lender."""
-    peak: float = Field(default=4.0, ge=1, le=80)
-    """Rate of requests in the busiest one of a thousand periods of 30 s, relative to the mean."""
-    prompt_tokens: float = Field(default=900.0, gt=0)
-    """Median tokens of a request's prompt."""
-    generated_tokens: float = Field(default=150.0, gt=0)
-    """Median tokens of an answer."""
-
-
 class Sim(Section):
     """The machines of `windfall sim`, as formulas. The rest of the recipe means the same as in a real run."""
 
@@ -71,8 +40,6 @@ class Sim(Section):
     """Tokens that fit into a worker's KV cache, prompts included; responses that do not fit wait. 0 means no limit."""
     kinds: list[SimKind] = Field(default=[])
     """Kinds of machines in the trace, each in a [[sim.kinds]] table. If empty, all machines are like `sim.worker`."""
-    lenders: SimLenders | None = None
-    """Servers that lend what they do not need: the keys of [sim.lenders] below."""
     worker_spread: float = Field(default=0.0, ge=0)
     """Spread of the speeds of machines: the standard deviation of the logarithm of the speed. 0 makes all equal."""
     boot_s: float = Field(default=60.0, ge=0)

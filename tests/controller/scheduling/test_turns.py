@@ -68,8 +68,8 @@ def test_unmeasured_workers_keep_their_turns() -> None:
 def test_holder_is_forgotten_with_its_pages() -> None:
     t = Turns()
     for id in ("1/0", "1/1", "2/0"):
-        t.ended(id, "a", context=100, sampled=10, now_s=0.0)
-        t.returned(id, 20, 2.0)
+        t.ended(id, "a", context=100, sampled=10)
+        t.returned(id)
     assert t.holder("1/0") == ("a", 100)
     t.assigned("1/1", "b")
     assert t.holder("1/1") == ("", 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,6 @@ from windfall.errors import WindfallError
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run import cli
-from windfall.sim.calibrate import event_log
-from windfall.sim.calibrate.command import held_out_errors
 from windfall.sim.core.scenario import build, read_lengths
 from windfall.sim.report import variants
 from windfall.step_time import StepPoint, fit
@@ -101,9 +98,6 @@ def test_lengths_from_a_run(tmp_path: Path) -> None:
     assert len(found) == 3 * 8 * 8
     assert 50 < statistics.median(found) < 110, "drawn with a median of 75"
     assert build(load_recipe(Path(HARVEST), [f"sim.lengths_file={log}"])).lengths.draw(12, 7) in found
-    match = re.search(r"median_tokens (\S+), sigma (\S+), alike (\S+),", run_sim("calibrate", str(log)))
-    assert match is not None
-    assert [float(x) for x in match.groups()] == pytest.approx([75, 0.7, 0.5], rel=0.4)
     log.write_text(log.read_text().replace('"lengths"', '"length"'))
     with pytest.raises(WindfallError, match="not a list of lengths"):
         read_lengths(log)
@@ -127,8 +121,7 @@ def test_log_of_a_run_reproduces_its_service_times(tmp_path: Path) -> None:
         for batch in (4, 64):
             found = tables[name]["fixed_s"] + tables[name]["each_s"] * batch
             assert found == pytest.approx(fixed_s + each_s * batch, rel=0.15)
-    assert "held out" in out or "each left out in turn" in out
-    assert "boot_s: " in out
+    assert "set sim.lengths_file" in out
 
 
 @pytest.mark.parametrize("text", ["", "{}", "not json", '{"t": 1}\n'])
@@ -144,7 +137,6 @@ def test_fit_is_never_negative() -> None:
     assert flat.each_s == pytest.approx(1e-4 * flat.fixed_s), "faster with a larger batch: fitted as flat"
     assert fit([StepPoint(1, 0.001), StepPoint(100, 0.2)], 1e-4).fixed_s > 0
     assert fit([StepPoint(8, 0.5)], 1e-4).step_s(8) == pytest.approx(0.5)
-    assert "held out: nothing" in held_out_errors([StepPoint(1, 1.0), StepPoint(2, 2.0)], event_log.fit_line)
 
 
 def test_small_recipe_is_valid(recipe: Callable[..., Recipe]) -> None:

@@ -11,11 +11,6 @@ from windfall.events import log as events
 from windfall.recipe.sections import Recipe
 from windfall.sim.report import compare
 
-LENDERS = {
-    "count": 2, "serving": {"fixed_s": 0.008, "each_s": 0.0006, "prefill_s": 2e-5}, "slots": 16, "kv_tokens": 100_000,
-    "serving_kv_tokens": 100_000, "requests_per_s": 0.5, "max_slowdown": 100.0,
-}  # fmt: skip
-
 
 def test_variants_are_compared_over_the_steps_that_all_completed(tmp_path: Path, recipe: Callable[..., Recipe]) -> None:
     slow = {"fixed_s": 0.012, "each_s": 0.0006, "prefill_s": 4e-6, "train_s": 0.00005}
@@ -40,15 +35,13 @@ def test_variants_are_compared_over_the_steps_that_all_completed(tmp_path: Path,
     assert compare.steps([alone]) == f"{alone.runs[0].steps} steps"
 
 
-def test_colocated_training_has_neither_lenders_nor_scaled_workers(
-    tmp_path: Path, recipe: Callable[..., Recipe]
-) -> None:
-    harvesting = recipe(fleet={"workers": 1, "workers_max": 3}, sim={"lenders": LENDERS})
+def test_colocated_training_has_no_other_workers(tmp_path: Path, recipe: Callable[..., Recipe]) -> None:
+    harvesting = recipe(fleet={"workers": 1, "workers_max": 3})
     compare.compare(harvesting, ["colocated", "windfall"], 1, tmp_path)
     joined = {
         name: {e["lease"] for e in events.read(tmp_path / f"{name}-0.jsonl") if e["name"] == "worker_joined"}
         for name in ("colocated", "windfall")
     }
-    assert joined == {"colocated": {"reserved"}, "windfall": {"reserved", "spot", "borrowed"}}
+    assert joined == {"colocated": {"reserved"}, "windfall": {"reserved", "spot"}}
     workers = {e["worker"] for e in events.read(tmp_path / "colocated-0.jsonl") if e["name"] == "worker_joined"}
     assert workers == {"local"}

@@ -127,10 +127,8 @@ class Dispatch:
         self._schedule_soon()
 
     def next_turn(self, id: str) -> None:
-        entry = self.ledger.entries[id]
-        observed = len(entry.episode.tokens) - entry.recorded
         self.ledger.next_turn(id)
-        self.turns.returned(id, observed, _now())
+        self.turns.returned(id)
         self._schedule_soon()
 
     def withdraw(self, ids: Collection[str]) -> None:
@@ -153,7 +151,7 @@ class Dispatch:
     def _turn_ended(self, id: str, worker: str) -> None:
         e = self.ledger.entries[id].episode
         context, sampled = len(e.prompt) + len(e.tokens), len(e.tokens) - e.turn_start
-        self.turns.ended(id, worker, context=context, sampled=sampled, now_s=_now())
+        self.turns.ended(id, worker, context=context, sampled=sampled)
 
     def _cancel(self, handles: Mapping[str, list[int]]) -> None:
         """Cancel assignments that the ledger has ended, by worker."""

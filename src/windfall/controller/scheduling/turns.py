@@ -1,5 +1,5 @@
 """Responses with several turns: which worker has their tokens in its prefix cache, and where the next turn goes.
-Pure: the caller gives the time.
+Pure.
 
     ended ──▶ (the environment works) ──▶ returned ──▶ assigned ──▶ ended ──▶ ... ──▶ over
 
@@ -51,24 +51,6 @@ TYPICAL = 64.0
 
 
 @dataclass(slots=True)
-class LogSums:
-    """Sums over the logarithms of values, for a log-normal distribution."""
-
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-
-    def add(self, value: float) -> None:
-        x = math.log(max(value, 1e-3))
-        self.count, self.total, self.squares = self.count + 1, self.total + x, self.squares + x * x
-
-    def row(self) -> list[float]:
-        """[count, mean, mean of squares] of the logarithms."""
-        n = max(1, self.count)
-        return [self.count, round(self.total / n, 6), round(self.squares / n, 6)]
-
-
-@dataclass(slots=True)
 class TurnCounts:
     sessions: int = 0
     """Number of responses that have ended, with one turn or with several."""
@@ -78,18 +60,11 @@ class TurnCounts:
     """Next turns that were assigned to a worker."""
     to_holder: int = 0
     """Those that went to the worker that has their tokens."""
-    env_s: LogSums = field(default_factory=LogSums)
-    """Seconds between two turns."""
-    observed: LogSums = field(default_factory=LogSums)
-    """Tokens of an observation."""
-    sampled: LogSums = field(default_factory=LogSums)
-    """Tokens that the policy sampled in a turn."""
 
 
 @dataclass(slots=True)
 class _Session:
     turns: int = 0
-    ended_s: float = 0.0
     holder: str = ""
     kept: int = 0
 
@@ -112,25 +87,18 @@ class Turns:
         """Mean number of sampled tokens in a turn; 0: not known."""
         return self._tokens / self._turns if self._turns else 0.0
 
-    def ended(self, id: str, worker: str, *, context: int, sampled: int, now_s: float) -> None:
+    def ended(self, id: str, worker: str, *, context: int, sampled: int) -> None:
         """A turn with `sampled` tokens has ended on a worker that has all `context` tokens of the response."""
         session = self._sessions.setdefault(id, _Session())
         session.turns += 1
-        session.ended_s = now_s
         self._turns += 1
         self._tokens += sampled
-        if sampled:  # otherwise the call of an agent was canceled
-            self.counts.sampled.add(sampled)
         self._set_holder(id, session, worker, context)
 
-    def returned(self, id: str, observed: int, now_s: float) -> None:
-        """The environment has answered with an observation of this many tokens: the next turn is queued."""
-        session = self._sessions.get(id)
+    def returned(self, id: str) -> None:
+        """The environment has answered with an observation: the next turn is queued."""
         self.queued[id] = None
-        if session is not None:
-            self.several = True
-            self.counts.env_s.add(now_s - session.ended_s)
-            self.counts.observed.add(observed)
+        self.several = self.several or id in self._sessions
 
     def holder(self, id: str) -> tuple[str, int]:
         """The worker that has tokens of this response, and how many; ("", 0) if there is none."""

@@ -11,6 +11,7 @@ that the log does not contain are not compared.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -133,8 +134,8 @@ def with_lengths(work: Workload, lengths: Sequence[int], prompt_tokens: float = 
     """The workload with the lengths of a run: spread from their logarithms, and exactly their mean."""
     if len(lengths) < 2:
         return work
-    median, sigma = statistics.median(lengths), event_log.length_keys([{"lengths": [[n, n] for n in lengths]}])["sigma"]
-    made = replace(work, median_tokens=float(median), sigma=float(sigma))
+    median, sigma = statistics.median(lengths), round(statistics.pstdev(map(math.log, lengths)), 3)
+    made = replace(work, median_tokens=float(median), sigma=sigma)
     if prompt_tokens:
         made = replace(made, prompt_tokens=max(1, round(prompt_tokens)))
     low, high = 0.1 * median, 10.0 * median

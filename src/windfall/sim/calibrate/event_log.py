@@ -1,28 +1,27 @@
-"""Reads from the event log of a run how long its parts took, for the formulas of step_time.py. Pure.
+"""Reads from the event log of a run how long its parts took, for the formulas of step_time.py. `windfall sim calibrate
+FILE...` prints them as TOML for a recipe. They hold for that run's model and lengths.
 
-A log contains the time of an engine step at several batch sizes for every kind of worker (`speeds`), spans of training
-with the optimizer's part, pulls, checkpoints and rewards. It does not separate the cost of prefill and of long contexts
-from the rest of a step: the step times include both. It does not record other load on the machines.
+A log contains the time of an engine step at several batch sizes for every kind of worker (`speeds`), and spans of
+training with the optimizer's part. It does not separate the cost of prefill and of long contexts from the rest of a
+step: the step times include both. It does not record other load on the machines.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import NamedTuple
 
-from windfall.events.log import Event
+from windfall.errors import WindfallError
+from windfall.events.log import Event, read
 from windfall.step_time import StepPoint, StepTime, fit
 from windfall.types import LOCAL
 
 FLAT = 1e-4
 """Minimum time that a response adds to a step, as a share of the fixed time."""
-UNLIMITED_PER_S = 1e18
-"""Bytes per second that stand for no limit."""
-SHARED_PULLS = 1.5
-"""A pull with more than this many concurrent pulls on average, itself included, shared the bandwidth."""
+FIX = "Give events.jsonl of a run, or its folder."
 
 
 class TrainingTimes(NamedTuple):
@@ -59,10 +58,6 @@ def speeds(steps: Iterable[Event]) -> dict[str, list[StepPoint]]:
     }
 
 
-def fit_line(points: Sequence[StepPoint]) -> StepTime:
-    return fit(points, FLAT)
-
-
 def training(events: Sequence[Event], numbers: Iterable[int]) -> TrainingTimes | None:
     """Times of training of the steps with these numbers. None: they trained on nothing."""
     wanted = set(numbers)
@@ -77,96 +72,53 @@ def training(events: Sequence[Event], numbers: Iterable[int]) -> TrainingTimes |
     return TrainingTimes(train_s=whole_s / tokens, update_s=update_s)
 
 
-class Pulls(NamedTuple):
-    """Size and bandwidth of weight pulls."""
-
-    size_bytes: float
-    egress_per_s: float
-    """Bandwidth of the trainer, shared by concurrent pulls."""
-    ingress_per_s: float
-
-
-def pulls(events: Sequence[Event]) -> Pulls:
-    """Estimate the bandwidths from pulls of workers whose engine was already built. Concurrent pulls measure the
-    trainer's egress, and single pulls measure a worker's ingress. A bandwidth without measurements is unlimited.
-
-    >>> one = [{"name": "worker_ready", "worker": "a", "t": t, "s": 2.0, "bytes": 100} for t in (1.0, 12.0)]
-    >>> pulls(one).ingress_per_s
-    50.0
-    """
-    seen, spans = set[str](), list[tuple[float, float, float]]()
-    for e in events:
-        if e["name"] == "worker_ready" and e["worker"] != LOCAL:
-            if e["worker"] in seen and e["bytes"] and e["s"] > 0:
-                spans.append((e["t"] - e["s"], e["t"], float(e["bytes"])))
-            seen.add(e["worker"])
-    if not spans:
-        return Pulls(size_bytes=1.0, egress_per_s=UNLIMITED_PER_S, ingress_per_s=UNLIMITED_PER_S)
-    shared, alone = [], []
-    for a, b, size in spans:
-        concurrent = sum(max(0.0, min(b, d) - max(a, c)) for c, d, _ in spans) / (b - a)
-        if concurrent > SHARED_PULLS:
-            shared.append(concurrent * size / (b - a))
-        else:
-            alone.append(size / (b - a))
-    return Pulls(
-        size_bytes=statistics.median(size for *_, size in spans),
-        egress_per_s=statistics.median(shared) if shared else UNLIMITED_PER_S,
-        ingress_per_s=statistics.median(alone) if alone else UNLIMITED_PER_S,
-    )
-
-
 def services(steps: Sequence[Event], trained: TrainingTimes | None) -> dict[str, StepTime]:
     """Step times of every kind of worker in these steps."""
     out = {}
     for kind, points in speeds(steps).items():
-        out[kind] = fit_line(points)
+        out[kind] = fit(points, FLAT)
         if kind == LOCAL and trained is not None:
             out[kind] = replace(out[kind], **trained._asdict())
     return out
 
 
-def session_keys(steps: Iterable[Event], granule: int = 1) -> dict[str, float]:
-    """Estimate the keys of [sim] for responses with several turns. Empty: they have one. `granule`: real
-    tokens that a token of the log stands for.
+def main(paths: Sequence[Path]) -> None:
+    if not paths:
+        raise WindfallError("no file given", where="windfall sim calibrate", fix=FIX)
+    for path in paths:
+        print(f"# {path}; for the lengths of its responses, set sim.lengths_file to this log")
+        for name, service, note in _calibrated(path / "events.jsonl" if path.is_dir() else path):
+            print(f"# {note}\n{toml(name, service)}")
 
-    >>> row = [4, math.log(2.0), math.log(2.0) ** 2]
-    >>> rows = {"env_s": row, "observation_tokens": row, "turn_tokens": row}
-    >>> session_keys([{"sessions": {"ended": 2, "turns": 6, **rows}}])
-    {'turns': 3.0, 'env_s': 2.0, 'env_sigma': 0.0, 'observation_tokens': 2.0, 'observation_sigma': 0.0, \
-'median_tokens': 2.0, 'sigma': 0.0}
+
+def _calibrated(path: Path) -> list[tuple[str, StepTime, str]]:
+    """Name of the section, step times in real tokens, and what they were fitted to, for every kind of worker."""
+    try:
+        events = read(path)
+        steps = steps_of(events)
+        granule = next((e["granule"] for e in events if e["name"] == "start" and "granule" in e), 1)
+        points, found = speeds(steps), services(steps, training(events, [e["step"] for e in steps]))
+    except (OSError, UnicodeDecodeError) as e:
+        raise WindfallError(f"cannot read the file: {e}", where=str(path), fix=FIX) from e
+    except (KeyError, TypeError) as e:
+        what = f"the file has no measurements: {type(e).__name__}: {e}"
+        raise WindfallError(what, where=str(path), fix=FIX) from e
+    if not found:
+        raise WindfallError("nothing to fit: the file has no step times", where=str(path), fix=FIX)
+    out = []
+    for kind, service in found.items():
+        times = {n: getattr(service, n) / granule for n in ("fixed_s", "each_s", "train_s")}  # per real token
+        note = f"{kind}: {len(points[kind])} batch sizes, {sum(p.weight for p in points[kind]):.0f} windows"
+        out.append(("trainer" if kind == LOCAL else "worker", replace(service, **times), note))
+    return out
+
+
+def toml(name: str, service: StepTime) -> str:
+    """The service times as a section of a recipe.
+
+    >>> print(toml("worker", StepTime(fixed_s=0.01, each_s=0.0001)))
+    [sim.worker]
+    fixed_s = 0.01
+    each_s = 0.0001
     """
-    rows = [e["sessions"] for e in steps if e.get("sessions")]
-    ended = sum(r["ended"] for r in rows)
-    if not ended:
-        return {}
-    keys = {"turns": round(max(1.0, sum(r["turns"] for r in rows) / ended), 2)}
-    names = {"env_s": ("env_s", "env_sigma"), "observation_tokens": ("observation_tokens", "observation_sigma"),
-             "turn_tokens": ("median_tokens", "sigma")}  # fmt: skip
-    for name, (median, sigma) in names.items():
-        count = max(1, sum(r[name][0] for r in rows))
-        mean, squares = (sum(r[name][0] * r[name][n] for r in rows) / count for n in (1, 2))
-        scale = 1 if name == "env_s" else granule
-        keys |= {median: round(scale * math.exp(mean), 3), sigma: round(math.sqrt(max(0.0, squares - mean * mean)), 3)}
-    return keys
-
-
-def length_keys(steps: Iterable[Event]) -> dict[str, float]:
-    """Estimate the keys of [sim] for response lengths: log-normal, and correlated within a group. Truncated responses
-    count with their truncated length. Empty: the log has too few lengths.
-
-    >>> length_keys([{"lengths": [[10, 10], [1000, 1000]]}])
-    {'median_tokens': 100.0, 'sigma': 2.303, 'alike': 1.0}
-    """
-    groups = [[math.log(n) for n in row if n] for e in steps for row in e.get("lengths", ()) if any(row)]
-    every = [x for row in groups for x in row]
-    if len(groups) < 2 or len(every) == len(groups):
-        return {}
-    size, middle = len(every) / len(groups), statistics.mean(every)
-    means = [statistics.mean(row) for row in groups]
-    between = size * sum((m - middle) ** 2 for m in means) / (len(groups) - 1)
-    within = sum((x - m) ** 2 for row, m in zip(groups, means, strict=True) for x in row) / (len(every) - len(groups))
-    spread = between + (size - 1) * within
-    alike = min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
-    median = round(math.exp(statistics.median(every)), 1)
-    return {"median_tokens": median, "sigma": round(statistics.pstdev(every), 3), "alike": round(alike, 3)}
+    return "\n".join([f"[sim.{name}]", *(f"{k} = {v:.6g}" for k, v in asdict(service).items() if v)])

@@ -2,8 +2,7 @@
 several turns, how many, how long the environment works between them, and how long the observations are. Pure.
 
 The number of turns is geometric; times and observations are log-normal. Everything follows from the seed or the first
-token of a response, which identifies it, so every variant simulates the same responses. `windfall sim calibrate` prints
-the keys that fit the log of a run.
+token of a response, which identifies it, so every variant simulates the same responses.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class Simulation:
     """The machines, and the controller (`life`)."""
 
     trainer_class = LinkedTrainer
+    fleet_class = SimFleet
 
     def __init__(self, scenario: Scenario, log: Path, sinks: list[Sink], clock: Clock) -> None:
         recipe, s = scenario.recipe, scenario.real.sim
@@ -59,7 +60,7 @@ class Simulation:
             max_tokens=scenario.real.rollout.max_tokens,
             sessions=scenario.sessions,
         )
-        self.fleet = SimFleet(scenario, self.token_schedule, self.attend)
+        self.fleet = self.fleet_class(scenario, self.token_schedule, self.attend)
         facts = {"device": "simulated", "granule": scenario.granule, "seed": recipe.run.seed}
         self.trainer = self.trainer_class(
             scenario.trainer,

@@ -18,7 +18,6 @@ from windfall.providers.trace_formats import Change
 from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.draws import LogNormalLengths, MeasuredLengths, SessionShape
-from windfall.sim.core.request_load import GeneratedLoad, RequestLoad
 from windfall.sim.core.token_schedule import LengthDistribution
 from windfall.sim.machines.decode import simulated
 from windfall.sim.section import Sim, SimKind
@@ -68,8 +67,6 @@ class Scenario:
     """Length of the generated trace in seconds; the simulation must not run longer. inf for a trace from a file:
     machines that are up at its end stay up."""
     sessions: SessionShape = ONE_TURN
-    request_load: RequestLoad | None = None
-    """The requests of the lenders, if there are any."""
     policies: Policies = OWN_POLICIES
     """What the controller decides by."""
 
@@ -77,12 +74,9 @@ class Scenario:
 def build(recipe: Recipe) -> Scenario:
     s, t = recipe.sim, recipe.trace
     granule = s.granule or max(1, round(s.median_tokens / STEPS_PER_MEDIAN))
-    lenders = s.lenders is not None and recipe.fleet.borrowed_max > 0
-    if not recipe.fleet.local and not (t.nodes or recipe.fleet.workers or lenders):
-        raise WindfallError(
-            "nothing could be generated: fleet.local is off, and there are no workers", where="fleet",
-            fix="Set trace.nodes or fleet.workers, or sim.lenders and fleet.borrowed_max.",
-        )  # fmt: skip
+    if not recipe.fleet.local and not (t.nodes or recipe.fleet.workers):
+        what = "nothing could be generated: fleet.local is off, and there are no workers"
+        raise WindfallError(what, where="fleet", fix="Set trace.nodes or fleet.workers.")
     worker = MachineKind(
         device="simulated", service=service(s.worker or s.trainer, "sim.worker"), slots=s.worker_slots,
         kv_tokens=s.worker_kv_tokens, usd_per_h=t.price_usd_per_h,
@@ -92,7 +86,7 @@ def build(recipe: Recipe) -> Scenario:
         recipe=scaled(recipe, granule), real=recipe, granule=granule,
         quantum_s=min(_quantum_s(recipe, k) for k in kinds) * granule if granule > 1 else 0.0,
         trainer=service(s.trainer, "sim.trainer"), worker=worker, kinds=kinds,
-        lengths=_lengths(s), changes=tuple(changes(recipe)), sessions=sessions(s), request_load=_request_load(recipe),
+        lengths=_lengths(s), changes=tuple(changes(recipe)), sessions=sessions(s),
         trace_s=math.inf if t.file or not t.nodes or s.seconds else _trace_length_s(recipe) / t.speedup,
     )  # fmt: skip
 
@@ -101,17 +95,6 @@ def sessions(s: Sim) -> SessionShape:
     return SessionShape(
         turns=s.turns, env_s=s.env_s, env_sigma=s.env_sigma, observation_tokens=s.observation_tokens,
         observation_sigma=s.observation_sigma,
-    )  # fmt: skip
-
-
-def _request_load(recipe: Recipe) -> RequestLoad | None:
-    x = recipe.sim.lenders
-    if x is None:
-        return None
-    service(x.serving, "sim.lenders.serving")  # raises an error for wrong keys
-    return GeneratedLoad(
-        seed=recipe.run.seed, per_s=x.requests_per_s, prompt_tokens=x.prompt_tokens,
-        generated_tokens=x.generated_tokens, peak=x.peak,
     )  # fmt: skip
 
 

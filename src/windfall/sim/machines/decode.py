@@ -136,17 +136,6 @@ class Decode:
             self.waiting.popleft()
             self._admit(row, prefill)
 
-    def youngest_above(self, tokens: int) -> tuple[int, ...]:
-        """Handles of the youngest running responses, so that the others have at most `tokens` tokens of context."""
-        out, context = [], self.context
-        for handle in reversed(self._admitted):
-            if context <= tokens:
-                break
-            out.append(handle)
-            _, base, _ = self._end(self.rows[handle])
-            context -= base + self._steps
-        return tuple(out)
-
     def _end(self, row: DecodeRow) -> tuple[int, int, int]:
         admitted = self._admitted[row.handle]
         return admitted + row.length - row.generated, row.prompt + row.generated - admitted, row.handle

@@ -1,4 +1,4 @@
-"""The simulated fleet: the recipe's own workers and lenders, which stay, and machines that come and go by a trace.
+"""The simulated fleet: the recipe's own workers, which stay, and machines that come and go by a trace.
 
 A machine that comes up boots, then its worker dials in. Each time the same node comes up, its worker has a new name
 (`n3.1`, `n3.2`), as in providers/trace_provider.py. If the recipe asks for it, a worker is warned before its machine is
@@ -10,19 +10,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.providers.trace_formats import Change
 from windfall.run import worker_sources
-from windfall.serve.slo import Objectives
 from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
-from windfall.sim.core.scenario import MachineKind, Scenario, service
+from windfall.sim.core.scenario import MachineKind, Scenario
 from windfall.sim.core.token_schedule import TokenSchedule
-from windfall.sim.machines.lender import LenderSpec, SimLender
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
 from windfall.step_time import StepTime
@@ -43,7 +41,6 @@ class Stay:
 
 class SimFleet:
     worker_class = SimWorker
-    lender_class = SimLender
 
     def __init__(self, scenario: Scenario, token_schedule: TokenSchedule, attend: Attend) -> None:
         self._scenario, self._token_schedule, self._attend = scenario, token_schedule, attend
@@ -52,10 +49,6 @@ class SimFleet:
         """Current workers by node."""
         self.stays: list[Stay] = []
         """Stays of all machines of the trace so far."""
-        self.lender_stays: list[Stay] = []
-        """Stays of all lenders so far, which cost nothing."""
-        self._lenders: dict[str, LenderSpec] = {}
-        """By node."""
         self.make_link: Callable[..., SimLink] = SimLink
         self._starts: dict[str, count[int]] = {}
         self._up: dict[str, Stay] = {}
@@ -71,10 +64,8 @@ class SimFleet:
 
     async def run(self) -> None:
         """Start the workers that stay, then play back the whole trace."""
-        f, s = self._scenario.real.fleet, self._scenario.real.sim
-        self._scale_to(f.workers)
-        self._start_lenders()
-        for at_s, what, change in with_notices(self._scenario.changes, s.notice_s):
+        self.start()
+        for at_s, what, change in with_notices(self._scenario.changes, self._scenario.real.sim.notice_s):
             await _until(at_s)
             if what == "up":
                 self.bring_up(change.node)
@@ -87,6 +78,9 @@ class SimFleet:
             what = f"the run is not finished, and its generated trace ends after {self._scenario.trace_s:,.0f} s"
             raise WindfallError(what, where="sim", fix="Set sim.seconds, or lower run.steps.")
         await asyncio.Event().wait()
+
+    def start(self) -> None:
+        self._scale_to(self._scenario.real.fleet.workers)
 
     def start_local(self, started_s: float) -> None:
         """Start the engine on the trainer's machine, if the recipe has one. It is paid for from `started_s` on."""
@@ -122,10 +116,6 @@ class SimFleet:
         return node in self._up
 
     def bring_up(self, node: str) -> None:
-        x = self._scenario.real.sim.lenders
-        if x is not None and node in self._lenders:
-            self._start_lender(node, slots=x.slots, kv_tokens=x.kv_tokens)
-            return
         now = asyncio.get_running_loop().time()
         life = next(self._starts.setdefault(node, count(1)))
         kinds = self._scenario.kinds
@@ -173,32 +163,6 @@ class SimFleet:
             f = self._scenario.real.fleet
             self._start(name, self._worker_spec(name, self._scenario.worker, f.kind, f.price_usd_per_h), started_s)
             self._own_workers[name] = self.workers[name]
-
-    def _start_lenders(self) -> None:
-        """Lenders are there from the beginning: they serve whether or not there is a run. A run that borrows from none
-        refuses them."""
-        x, load = self._scenario.real.sim.lenders, self._scenario.request_load
-        if x is None or load is None or not self._scenario.real.fleet.borrowed_max:
-            return
-        for n in range(x.count):
-            self._lenders[f"l{n + 1}"] = LenderSpec(
-                number=n, serving=service(x.serving, "sim.lenders.serving"), load=load,
-                objectives=Objectives(ttft_s=x.ttft_s, tpot_s=x.tpot_s, max_slowdown=x.max_slowdown),
-                serving_kv_tokens=x.serving_kv_tokens,
-                response_tokens=self._scenario.real.sim.prompt_tokens + self._scenario.real.rollout.max_tokens,
-            )  # fmt: skip
-            self._start_lender(f"l{n + 1}", slots=x.slots, kv_tokens=x.kv_tokens)
-
-    def _start_lender(self, node: str, *, slots: int, kv_tokens: int) -> None:
-        now, life = asyncio.get_running_loop().time(), next(self._starts.setdefault(node, count(1)))
-        kind = replace(self._scenario.worker, slots=slots, kv_tokens=kv_tokens)
-        stay = self._up[node] = Stay(name=f"{node}.{life}", usd_per_h=0.0, start_s=now, joined=True)
-        self.lender_stays.append(stay)
-        spec = replace(self._worker_spec(stay.name, kind, "borrowed", 0.0), lends=True)
-        lender = self.workers[node] = self.lender_class(
-            spec, self._lenders[node], self._token_schedule, self._attend, started_s=now
-        )
-        lender.dial()
 
     def _start(self, node: str, spec: WorkerSpec, started_s: float) -> None:
         worker = self.workers[node] = self.worker_class(spec, self._token_schedule, self._attend, started_s=started_s)

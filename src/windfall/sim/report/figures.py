@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +53,6 @@ class Figures:
     moved: int
     again: float
     """Tokens generated again, as a share of all tokens."""
-    unjoined_s: float
-    """Seconds of machines that were preempted before their workers dialed in. No bill contains them."""
     advice: tuple[str, ...]
     """The last advice for each kind of worker."""
 
@@ -81,14 +79,12 @@ def figures(log: Path, scenario: Scenario, stays: Sequence[Stay], *, last: int |
     skip = scenario.real.sim.skip_steps
     steps = completed_steps(events, scenario)[:last]
     start_s, end_s = steps[skip]["m"] - steps[skip]["s"], steps[-1]["m"]
-    usd = unjoined_s = 0.0
-    for stay in stays:
+    usd = 0.0
+    for stay in stays:  # no bill contains a machine that was preempted before its worker dialed in
         seconds = min(stay.end_s, end_s) - max(stay.start_s, start_s)
         if seconds > 0 and not stay.joined:
             usd += stay.usd_per_h * seconds / 3600
-            unjoined_s += seconds
-    result = from_events(events, skip=skip, last=last, granule=scenario.granule, more_usd=usd)
-    return replace(result, unjoined_s=unjoined_s)
+    return from_events(events, skip=skip, last=last, granule=scenario.granule, more_usd=usd)
 
 
 def from_events(
@@ -122,7 +118,6 @@ def from_events(
         killed=sum(1 for e in events if e["name"] == "worker_lost" and start_s < e["t"] <= end_s),
         moved=sum(e["moved"] for e in steps),
         again=sum(e["discarded"] for e in steps) * granule / max(1, tokens),
-        unjoined_s=0.0,
         advice=_advice(events),
     )
 

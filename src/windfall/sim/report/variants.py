@@ -19,7 +19,6 @@ class Variant(NamedTuple):
 NO_WORKERS = {
     "trace": {"nodes": 0, "file": None},
     "fleet": {"workers": 0, "workers_max": 0, "borrowed_max": 0, "local": True},
-    "sim": {"lenders": None},
 }
 VARIANTS = {
     "colocated": Variant("only the trainer's machine, which generates and trains in turn", NO_WORKERS),

@@ -1,4 +1,6 @@
-"""A simulated lender: a worker whose machine serves requests first. The policies are those of `windfall serve --lend`.
+"""Simulated lenders: workers whose machines serve requests first. The policies are those of `windfall serve --lend`.
+
+    run.simulate(with_lenders(scenario.build(recipe), Lenders(...)), log, make=LendingSimulation)
 
 Every TICK_S the lender looks at its requests and decides, with serve/slo.py, how many rows a step of the run may have;
 with serve/memory_policy.py, how much memory the run may hold; and with serve/capacity.py, what it reports. In between
@@ -12,17 +14,23 @@ own prompts is slowed down by the same factor as its decode steps.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import count
 from typing import Any
 
+from benchmarks.support.request_load import RequestLoad
 from windfall.link import messages as m
 from windfall.serve.capacity import CapacityMeter
 from windfall.serve.memory_policy import MemoryPolicy
 from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, credit_s, objective_slack_s, rows_allowed
 from windfall.sim.core.link import SimLink
-from windfall.sim.core.request_load import RequestLoad
+from windfall.sim.core.run import Simulation
+from windfall.sim.core.scenario import Scenario
 from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines.decode import Decode
+from windfall.sim.machines.fleet import SimFleet, Stay
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
 from windfall.step_time import LearnedStepTime, StepTime
 
@@ -35,15 +43,29 @@ MAX_PREFILL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LenderSpec:
-    number: int
+class Lenders:
+    """Servers that lend a simulated run what they do not need. They stay for the whole run."""
+
     serving: StepTime
+    """Step times of the served model on a lender. Those of the run's model are `sim.worker`."""
     load: RequestLoad
     objectives: Objectives
-    serving_kv_tokens: int
-    """Tokens of the served model that fit into the whole KV memory."""
-    response_tokens: int
-    """Tokens of the longest possible response of the run, prompt included."""
+    count: int = 1
+    slots: int = 16
+    """Responses of the run that a lender runs at once at most."""
+    kv_tokens: int = 400_000
+    """Tokens of the run's model that fit into the whole KV memory of a lender."""
+    serving_kv_tokens: int = 400_000
+    """Tokens of the served model that fit into the same memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LendingScenario(Scenario):
+    lenders: Lenders
+
+
+def with_lenders(scenario: Scenario, lenders: Lenders) -> LendingScenario:
+    return LendingScenario(**{f.name: getattr(scenario, f.name) for f in fields(scenario)}, lenders=lenders)
 
 
 @dataclass(slots=True)
@@ -56,14 +78,16 @@ class _Request:
 
 class SimLender(SimWorker):
     def __init__(
-        self, spec: WorkerSpec, lending: LenderSpec, token_schedule: TokenSchedule, attend: Attend, *, started_s: float
-    ) -> None:
+        self, spec: WorkerSpec, lending: Lenders, token_schedule: TokenSchedule, attend: Attend, *, number: int,
+        response_tokens: int, started_s: float,
+    ) -> None:  # fmt: skip
+        """`response_tokens`: tokens of the longest possible response of the run, prompt included."""
         super().__init__(spec, token_schedule, attend, started_s=started_s)
         assert spec.kv_tokens > 0, "a lender's memory is limited"
-        self._lending = lending
+        self._lending, self._number, self._response_tokens = lending, number, response_tokens
         self._serving_time, self._rollout_time = learned(lending.serving), learned(spec.service)
         self._policy = MemoryPolicy(BLOCKS)
-        self.meter = CapacityMeter(self._loop.time(), slots=spec.slots, response_tokens=lending.response_tokens)
+        self.meter = CapacityMeter(self._loop.time(), slots=spec.slots, response_tokens=response_tokens)
         self._requests: list[_Request] = []
         self._looked_s = self._loop.time()
         self._stopped_s: float | None = None
@@ -103,7 +127,7 @@ class SimLender(SimWorker):
                 request.elapsed_s += passed_s
                 request.lent_s += lent_s
             self._requests = [r for r in self._requests if r.left > 0]
-        new = self._lending.load.arrivals(self._lending.number, begin_s, now)
+        new = self._lending.load.arrivals(self._number, begin_s, now)
         self._requests += [_Request(context=r.prompt, left=r.generated) for r in new]
         prefill_s = self._lending.serving.prefill_s * sum(r.prompt for r in new)
         self._prefill_share = min(MAX_PREFILL, prefill_s / TICK_S)
@@ -125,7 +149,7 @@ class SimLender(SimWorker):
         requests = ServingLoad(last_tokens_s=(now,) * count, lent_s=at_end, context=round(context))
         self._slack_s = objective_slack_s(requests, lending.objectives, self._serving_time, now)
         batch = len(self._decode) - len(self._decode.waiting)
-        each = self._decode.context // batch if batch else lending.response_tokens // 2
+        each = self._decode.context // batch if batch else self._response_tokens // 2
         full = RolloutLoad(running=self.spec.slots, waiting=0, context=each * self.spec.slots)
         most = rows_allowed(self._slack_s, lending.objectives, self._rollout_time, full)
         rows = min(batch, most)
@@ -166,7 +190,7 @@ class SimLender(SimWorker):
         excess = self._policy.observe(serving, math.ceil(held / self.spec.kv_tokens * BLOCKS))
         self._apply_budget()
         if excess:
-            self._return(self._decode.youngest_above(self._budget_tokens))
+            self._return(youngest_above(self._decode, self._budget_tokens))
             self._policy.observe(serving, math.ceil(self._decode.context / self.spec.kv_tokens * BLOCKS))
 
     def _apply_budget(self) -> None:
@@ -222,3 +246,57 @@ def learned(service: StepTime) -> LearnedStepTime:
         batch, each = 1 + (n * 37) % 128, 200 + (n * 531) % 4000
         out.observe(service.step_s(batch, batch * each), batch, batch * each)
     return out
+
+
+def youngest_above(decode: Decode, tokens: int) -> tuple[int, ...]:
+    """Handles of the youngest running responses, so that the others have at most `tokens` tokens of context."""
+    out, context = [], decode.context
+    for handle in reversed(decode._admitted):
+        if context <= tokens:
+            break
+        out.append(handle)
+        _, base, _ = decode._end(decode.rows[handle])
+        context -= base + decode._steps
+    return tuple(out)
+
+
+class LendingFleet(SimFleet):
+    """The simulated fleet with the lenders of a LendingScenario."""
+
+    lender_class = SimLender
+
+    def __init__(self, scenario: Scenario, token_schedule: TokenSchedule, attend: Attend) -> None:
+        super().__init__(scenario, token_schedule, attend)
+        self.lender_stays: list[Stay] = []
+        """Stays of all lenders so far, which cost nothing."""
+        self._lending = scenario.lenders if isinstance(scenario, LendingScenario) else None
+        numbers = range(self._lending.count) if self._lending and scenario.real.fleet.borrowed_max else ()
+        self._lenders = {f"l{n + 1}": n for n in numbers}
+        """Number of each lender, by node."""
+
+    def start(self) -> None:
+        """Lenders are there from the beginning: they serve whether or not there is a run. A run that borrows from none
+        refuses them."""
+        super().start()
+        for node in self._lenders:
+            self.bring_up(node)
+
+    def bring_up(self, node: str) -> None:
+        if self._lending is None or node not in self._lenders:
+            super().bring_up(node)
+            return
+        real, lending = self._scenario.real, self._lending
+        now, life = asyncio.get_running_loop().time(), next(self._starts.setdefault(node, count(1)))
+        kind = replace(self._scenario.worker, slots=lending.slots, kv_tokens=lending.kv_tokens)
+        stay = self._up[node] = Stay(name=f"{node}.{life}", usd_per_h=0.0, start_s=now, joined=True)
+        self.lender_stays.append(stay)
+        spec = replace(self._worker_spec(stay.name, kind, "borrowed", 0.0), lends=True)
+        lender = self.workers[node] = self.lender_class(
+            spec, lending, self._token_schedule, self._attend, number=self._lenders[node],
+            response_tokens=real.sim.prompt_tokens + real.rollout.max_tokens, started_s=now,
+        )  # fmt: skip
+        lender.dial()
+
+
+class LendingSimulation(Simulation):
+    fleet_class = LendingFleet

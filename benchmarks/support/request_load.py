@@ -1,4 +1,4 @@
-"""The requests that simulated lenders serve, generated at random. Pure.
+"""The requests that simulated lenders (sim_lenders.py) serve, generated at random. Pure.
 
 A generated load has Poisson arrivals whose rate changes every PERIOD_S, by a log-normal factor with mean 1, so that one
 period in a thousand has `peak` times the mean rate. Lengths of prompts and answers are log-normal. Everything follows

@@ -135,19 +135,16 @@ class ServeApi(Gateway):
         return session
 
     def _options(self, body: Mapping[str, Any], *, chat: bool) -> CallOptions:
-        request_fields.check(body, chat=chat)
-        model = body.get("model")
-        if model is not None and not isinstance(model, str):
-            raise ApiError(400, "model must be text", param="model")
-        if model not in (None, self.served.model):
-            what = f"there is no model {model[:MAX_ECHO]!r}; this is {self.served.model!r}"
+        fields = request_fields.read(body, chat=chat)
+        if fields.model not in (None, self.served.model):
+            what = f"there is no model {fields.model[:MAX_ECHO]!r}; this is {self.served.model!r}"
             raise ApiError(404, what, code="model_not_found", param="model")
         state = _state.get()
-        state.sampling = request_fields.sampling_options(body)
-        if chat and state.chat is not None:
-            state.chat.set_variables(request_fields.template_variables(body))
+        state.fields = fields
+        if state.chat is not None:
+            state.chat.set_variables(fields.chat_template_kwargs or {})
         options = protocol.options(body, chat=chat, most=MAX_CHOICES)
-        return replace(options, one_tool_call=body.get("parallel_tool_calls") is False)
+        return replace(options, one_tool_call=fields.parallel_tool_calls is False)
 
     def _start_chat(
         self, session: GatewaySession, key: str, body: Mapping[str, Any], options: CallOptions

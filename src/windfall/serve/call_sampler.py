@@ -12,7 +12,7 @@ from windfall.controller.gateway.session import GatewaySession, Progress, Sample
 from windfall.errors import WindfallError
 from windfall.models.chat import Chat, Message, normalize
 from windfall.serve.host import Host
-from windfall.serve.request_fields import SamplingOptions, choice_seed
+from windfall.serve.request_fields import ServeFields, choice_seed
 from windfall.types import Chunk, Finish, Request
 
 
@@ -33,7 +33,7 @@ class RequestState:
     """The id of the answer."""
     sessions: list[GatewaySession] = field(default_factory=list)
     chat: RequestChat | None = None
-    sampling: SamplingOptions | None = None
+    fields: ServeFields = field(default_factory=ServeFields)
     choices: int = 1
     """Number of choices that count as requests in flight."""
     arrival_s: float | None = None
@@ -82,8 +82,7 @@ class CallSampler:
         """Nothing is kept of a call that was canceled: `sample` has canceled its request."""
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
-        options = self._state.sampling
-        assert options is not None, "the options of the request were not read"
+        fields = self._state.fields
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Chunk | WindfallError]()
 
         def listen(what: Chunk | WindfallError) -> None:
@@ -93,10 +92,10 @@ class CallSampler:
         asked = Request(
             id=request.session,
             prompt=request.prompt,
-            seed=choice_seed(options.seed, self._number),
+            seed=choice_seed(fields.seed, self._number),
             max_tokens=request.max_tokens,
-            sampling=options.sampling,
-            stop=frozenset() if options.ignore_eos else self._stop,
+            sampling=fields.sampling,
+            stop=frozenset() if fields.ignore_eos else self._stop,
         )
         self._host.submit(asked, listen, arrival_s=self._state.arrival_s)
         finish: Finish | None = None

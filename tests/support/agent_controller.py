@@ -125,7 +125,7 @@ class Scene:
             self.runs = self.rollout.sessions = AgentRuns(
                 gateway=gateway, sampler=sampler, launcher=launcher, options=options,
                 limits=SimpleNamespace(**limits), url=f"http://127.0.0.1:{port}/v1",
-                graded=self.graded, journal=journal, log=agent_log(self.folder / "agents.log"),
+                graded=self.graded, log=agent_log(self.folder / "agents.log"),
             )  # fmt: skip
             for worker in workers:
                 await worker.__aenter__()

@@ -8,7 +8,7 @@
 is busy, `place` does not read it.
 
 Rules:
-- A segment's ids only grow. Ids that were sampled are kept as they were sampled; all others are masked.
+- A segment's ids only grow. Ids that were sampled are kept as they were sampled.
 - A call continues a segment if its messages are all those of the segment, in order, and at least one more, none of them
   from the assistant, and the tools are the same. If several segments match, the longest one is continued.
 - Every other call opens a new segment: edited history, other tools, a segment that is busy with another call, or a

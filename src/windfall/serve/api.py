@@ -37,8 +37,8 @@ from aiohttp import web
 from windfall.controller.gateway import protocol
 from windfall.controller.gateway.intake import Body, IntakeLimits
 from windfall.controller.gateway.protocol import MAX_ECHO, ApiError, CallOptions
-from windfall.controller.gateway.server import CLOSE_S, Choice, Gateway
-from windfall.controller.gateway.session import GatewaySession
+from windfall.controller.gateway.server import CLOSE_S, Gateway
+from windfall.controller.gateway.session import CallInFlight, GatewaySession
 from windfall.models.chat import Chat
 from windfall.serve import metrics, request_fields
 from windfall.serve.call_sampler import CallSampler, RequestChat, ServedModel
@@ -121,7 +121,7 @@ class ServeApi(Gateway):
         self._authenticated(request)
         return request.transport  # all clients share a key
 
-    def _start(self, request: web.Request, body: Body, *, chat: bool) -> tuple[CallOptions, list[Choice]]:
+    def _start(self, request: web.Request, body: Body, *, chat: bool) -> tuple[CallOptions, list[CallInFlight]]:
         """Start one session with one call for every choice."""
         arrival_s = self._host.now_s()  # tokenizing counts, the client's upload does not
         fields = request_fields.read(body.fields, chat=chat)
@@ -135,7 +135,7 @@ class ServeApi(Gateway):
         self._count_choices(state, options.n * len(prompts))
         template = None if self._chat is None else RequestChat(self._chat, fields.chat_template_kwargs or {})
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        choices = list[Choice]()
+        choices = list[CallInFlight]()
         for ids in [cache(partial(self._ids, prompt)) for prompt in prompts]:  # tokenized once for all choices
             for number in range(options.n):
                 sampler = CallSampler(self._host, self.served, self._stop, fields, number=number, arrival_s=arrival_s)
@@ -149,7 +149,7 @@ class ServeApi(Gateway):
                     answer_id=answer_id,
                 )
                 state.sessions.append(session)
-                choices.append(Choice(session, session.call(body, options, None if chat else ids)))
+                choices.append(session.call(body, options, None if chat else ids))
         return options, choices
 
     def _count_choices(self, state: RequestState, count: int) -> None:

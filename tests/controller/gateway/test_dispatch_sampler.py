@@ -49,7 +49,7 @@ async def workers(folder: Path, model: Any, made: Made) -> Any:
 async def talk(gateway: Any, sampler: DispatchSampler, url: str, n: int) -> list[Response]:
     """Three turns, then an edited history; all in one session."""
     id = f"{n}/0"
-    sampler.open(id, seed=100 + n)
+    sampler.open(id, seed=100 + n, sampling=Sampling())
     session = gateway.open(id, max_tokens=200)
     api = openai_client(url, session)
     messages: list[Any] = [{"role": "user", "content": f"{n}+4="}]
@@ -76,8 +76,7 @@ def talks(folder: Path, *, lose: bool) -> list[Response]:
 
     async def main() -> None:
         async with workers(folder, model, made) as dispatch:
-            sampling = Sampling(temperature=1.0)
-            sampler = DispatchSampler(dispatch, model="tiny", context=512, sampling=sampling, stop=frozenset([EOS]))
+            sampler = DispatchSampler(dispatch, model="tiny", context=512, stop=frozenset([EOS]))
             async with serving(sampler) as (gateway, url):
                 talking = asyncio.gather(*(talk(gateway, sampler, url, n) for n in range(4)))
                 if lose:

@@ -72,11 +72,6 @@ NO_CALL = EnvFailed(
 )
 
 
-def agent_log(path: Path) -> OutputFile:
-    """Where the output of failing agents goes: agents.log, and before it agents.log.1, each of limited size."""
-    return OutputFile(str(path), LOG_BYTES)
-
-
 @dataclass(kw_only=True)
 class AgentRuns:
     """Makes the responses of a run whose environment is an agent (controller.rollout.stream.Sessions)."""
@@ -88,9 +83,10 @@ class AgentRuns:
     limits: AgentLimits
     url: str
     """Address of the gateway, as agents see it."""
-    graded: bool = False
+    graded: bool
     """The environment that gives the tasks also grades the answers."""
-    log: OutputFile | None = None
+    log: OutputFile
+    """The output of failing agents: agents.log, and before it agents.log.1."""
 
     def __post_init__(self) -> None:
         # An evaluation alongside training has slots of its own: agents of the training may wait for a worker that keeps
@@ -102,10 +98,9 @@ class AgentRuns:
 
     def write_log(self, response: str, error: EnvFailed) -> None:
         """Append what a failing agent printed last. A disk that is full does not end the run."""
-        if self.log is not None:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-            text = f"--- {when} UTC, response {response}: {error.error}\n{error.traceback.rstrip()}\n"
-            self.log.write(text.encode(errors="replace"))
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+        text = f"--- {when} UTC, response {response}: {error.error}\n{error.traceback.rstrip()}\n"
+        self.log.write(text.encode(errors="replace"))
 
     def stream(self, rollout: Rollout, **options: Any) -> AgentStream:
         return AgentStream(rollout, self, **options)
@@ -429,10 +424,8 @@ class AgentService:
             self._events.instant("agents_not_isolated", why=NOT_HIDDEN)
         check_grader(recipe, self._env)
         stop = rollout.text.stop
-        context, sampling = context_of(recipe, model_context), recipe.rollout.sampling()
-        sampler = DispatchSampler(
-            rollout.dispatch, model=recipe.run.name, context=context, sampling=sampling, stop=stop
-        )
+        context = context_of(recipe, model_context)
+        sampler = DispatchSampler(rollout.dispatch, model=recipe.run.name, context=context, stop=stop)
         gateway = self._gateway = Gateway(sampler, tokenizer, chat(recipe, tokenizer, stop), stop)
         port = await gateway.listen(HOST, env.port, "Set env.port to another port, or to 0 for any free one.")
         url = f"http://{HOST}:{port}/v1"
@@ -445,7 +438,7 @@ class AgentService:
             limits=env,
             url=url,
             graded=isinstance(env, AgentEnv) and env.reward == "grader",
-            log=agent_log(self._folder / "agents.log"),
+            log=OutputFile(str(self._folder / "agents.log"), LOG_BYTES),
         )
         rollout.sessions = self.runs
 

@@ -166,13 +166,9 @@ class DispatchSampler:
     environment = "agent"
     """It owns its segments (dispatch.ResponseOwner)."""
 
-    def __init__(
-        self, dispatch: Dispatch, *, model: str, context: int, sampling: Sampling, stop: frozenset[int]
-    ) -> None:
-        """`sampling` is the default of `open`."""
+    def __init__(self, dispatch: Dispatch, *, model: str, context: int, stop: frozenset[int]) -> None:
         self.model, self.context = model, context
         self._dispatch = dispatch
-        self._sampling = sampling
         self._stop = stop
         self._sessions: dict[str, _SessionTokens] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
@@ -189,14 +185,14 @@ class DispatchSampler:
         session: str,
         seed: int,
         *,
-        sampling: Sampling | None = None,
+        sampling: Sampling,
         version: int | None = None,
         past: History | None = None,
     ) -> Response | None:
         """Open a session. Its id is that of its response, such as "7/0". `version`: every token must come from this
         version; None: from any version in the version window. `past`: what the journal has of its segments. Returns the
         response, and opens nothing, if the journal has all of it."""
-        opened, past = _SessionTokens(seed, sampling or self._sampling, version), past or {}
+        opened, past = _SessionTokens(seed, sampling, version), past or {}
         for number in sorted(int(id.partition("+")[2] or 0) for id in past):
             segment = self._add_segment(session, opened, number, ())
             segment.replay(past[segment.episode.id])

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiohttp import web
 
@@ -48,13 +48,6 @@ LINGER_S = 5.0
 """Seconds to read and drop the rest of a body that was refused, so that its client gets to read the answer."""
 
 _LOG = logging.getLogger(__name__)
-
-
-class Choice(NamedTuple):
-    """One of the choices of an answer: the call that makes it, and the session of the call."""
-
-    session: GatewaySession
-    flight: CallInFlight
 
 
 class Gateway:
@@ -216,15 +209,15 @@ class Gateway:
         """Answer once all calls are known to be valid. Raises the error of one that is not."""
         chat = request.path.endswith("/chat/completions")
         options, choices = self._start(request, body, chat=chat)
-        await asyncio.gather(*(choice.flight.accepted() for choice in choices))
+        await asyncio.gather(*(choice.accepted() for choice in choices))
         return await (self._stream if options.stream else self._send)(request, choices, options, chat=chat)
 
-    def _start(self, request: web.Request, body: Body, *, chat: bool) -> tuple[CallOptions, list[Choice]]:
+    def _start(self, request: web.Request, body: Body, *, chat: bool) -> tuple[CallOptions, list[CallInFlight]]:
         """Start the calls whose answers are the choices of one answer."""
         session, options = self._session(request), protocol.options(body.fields, chat=chat)
         prompts = [""] if chat else protocol.prompts(body.fields.get("prompt"))
         ids = None if chat else partial(self._ids, prompts[0])
-        return options, [Choice(session, session.call(body, options, ids))]
+        return options, [session.call(body, options, ids)]
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         return self._encode(prompt) if isinstance(prompt, str) else prompt
@@ -232,21 +225,21 @@ class Gateway:
     # Answers.
 
     async def _send(
-        self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
+        self, request: web.Request, choices: Sequence[CallInFlight], options: CallOptions, *, chat: bool
     ) -> web.StreamResponse:
         """Send the whole answer. Only if that works, its calls are over: otherwise the client may ask for it again."""
-        await asyncio.gather(*(choice.flight.done() for choice in choices))
-        kind, first = "chat.completion" if chat else "text_completion", choices[0].flight
+        await asyncio.gather(*(choice.done() for choice in choices))
+        kind, first = "chat.completion" if chat else "text_completion", choices[0]
         answer = protocol.envelope(kind, first.id, self._sampler.model)
         if chat and options.return_token_ids:
             answer["prompt_token_ids"] = list(first.prompt)
-        answer["choices"] = [self._choice(n, c.flight, options, chat=chat) for n, c in enumerate(choices)]
+        answer["choices"] = [self._choice(n, flight, options, chat=chat) for n, flight in enumerate(choices)]
         answer["usage"] = _usage(choices, options.n)
         response = web.json_response(answer)
         await response.prepare(request)
         await response.write_eof()
-        for session, flight in choices:
-            session.delivered(flight)
+        for flight in choices:
+            flight.session.delivered(flight)
         return response
 
     def _choice(self, index: int, flight: CallInFlight, options: CallOptions, *, chat: bool) -> dict[str, Any]:
@@ -266,18 +259,18 @@ class Gateway:
         return choice
 
     async def _stream(
-        self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
+        self, request: web.Request, choices: Sequence[CallInFlight], options: CallOptions, *, chat: bool
     ) -> web.StreamResponse:
         """Send the choices of calls that are known to be valid in chunks, as they come."""
         stream, model = EventStream(request, self.write_s), self._sampler.model
         chunks = [
-            TextChunks(c.flight, options, self._decode, self._token_texts, chat=chat, model=model, index=n)
-            for n, c in enumerate(choices)
+            TextChunks(flight, options, self._decode, self._token_texts, chat=chat, model=model, index=n)
+            for n, flight in enumerate(choices)
         ]
         try:
-            await _together([_send_choice(stream, c.flight, own) for c, own in zip(choices, chunks, strict=True)])
-            for session, flight in choices:
-                session.delivered(flight)
+            await _together([_send_choice(stream, flight, own) for flight, own in zip(choices, chunks, strict=True)])
+            for flight in choices:
+                flight.session.delivered(flight)
             await stream.send(chunks[0].usage(_usage(choices, options.n)))
         except TimeoutError:  # a client that does not read would not read an error either
             raise
@@ -312,10 +305,10 @@ async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _usage(choices: Sequence[Choice], n: int) -> dict[str, int]:
+def _usage(choices: Sequence[CallInFlight], n: int) -> dict[str, int]:
     """The tokens of an answer with `n` choices for each prompt: a prompt counts once."""
-    prompts = sum(len(choice.flight.prompt) for choice in choices[::n])
-    return protocol.usage(prompts, sum(len(choice.flight.tokens) for choice in choices))
+    prompts = sum(len(flight.prompt) for flight in choices[::n])
+    return protocol.usage(prompts, sum(len(flight.tokens) for flight in choices))
 
 
 @web.middleware

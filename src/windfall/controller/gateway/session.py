@@ -125,15 +125,13 @@ class CallInFlight:
     work: asyncio.Task[None]
     """Makes the answer."""
 
-    def __init__(self, tools: frozenset[str], options: protocol.CallOptions, decode: Decode, name: str) -> None:
-        """`name`: the id in answers, if it is not made from the place in the history."""
+    def __init__(self, session: GatewaySession, tools: frozenset[str], options: protocol.CallOptions) -> None:
+        self.session = session
         self.tools = tools
-        self.stop = options.stop
-        self.stops = StopStrings(options.stop, decode)
-        self.one_tool_call = options.one_tool_call
+        self.options = options
+        self._stops = StopStrings(options.stop, session.decode)
         self.call: PlacedCall | None = None
         """Its place in the history, once it has one."""
-        self._name = name
         self.prompt: tuple[int, ...] = ()
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -151,7 +149,7 @@ class CallInFlight:
     def id(self) -> str:
         """The id in answers."""
         assert self.call is not None
-        return self._name or f"call-{self.call.segment.index}-{len(self.prompt)}"
+        return self.session.answer_id or f"call-{self.call.segment.index}-{len(self.prompt)}"
 
     def notify(self) -> None:
         """Wake all that wait for a change."""
@@ -187,7 +185,7 @@ class CallInFlight:
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
         self.notify()
-        return self.stops.end("", self.tokens, 0)
+        return self._stops.end("", self.tokens, 0)
 
 
 class GatewaySession:
@@ -209,7 +207,7 @@ class GatewaySession:
         self.history = SessionHistory(chat)
         self.chat = chat
         self._sampler = sampler
-        self._decode = decode
+        self.decode = decode
         self._in_thread = in_thread
         self._budget = TokenBudget(max_tokens)
         self._turn_tokens = turn_tokens
@@ -228,7 +226,7 @@ class GatewaySession:
         self._placing = asyncio.Lock()
         self._connections: set[asyncio.BaseTransport] = set()
         """Those of clients that have sent its key. Some may be closed."""
-        self._answer_id = answer_id
+        self.answer_id = answer_id
 
     def connected(self, transport: asyncio.BaseTransport | None, most: int) -> bool:
         """A client has sent the key on this connection. Returns False if there would be more than `most` open ones."""
@@ -259,21 +257,19 @@ class GatewaySession:
             raise ApiError(401, f"this session has ended: {self.why_ended}", code="invalid_api_key")
         if key in self._in_flight:
             return self._in_flight[key]
-        flight = CallInFlight(tools, options, self._decode, self._answer_id)
-        flight.work = asyncio.create_task(self._run(flight, key, options.max_tokens, place))
+        flight = CallInFlight(self, tools, options)
+        flight.work = asyncio.create_task(self._run(flight, key, place))
         flight.work.add_done_callback(lambda work: work.cancelled() or work.exception())  # its client may be gone
         flight.work.add_done_callback(lambda work: flight.notify())
         self._in_flight[key] = flight
         return flight
 
-    async def _run(
-        self, flight: CallInFlight, key: str, max_tokens: int | None, place: Callable[[], PlacedCall]
-    ) -> None:
+    async def _run(self, flight: CallInFlight, key: str, place: Callable[[], PlacedCall]) -> None:
         self._count_waiting(1)
         answered = False
         try:
             call = await self._place(flight, place)
-            limit = await self._reserve(flight, max_tokens)
+            limit = await self._reserve(flight)
             try:
                 self._answer(flight, call, await self._sample(flight, call, limit))
                 answered = True
@@ -310,10 +306,10 @@ class GatewaySession:
             raise ApiError(400, what, param="prompt")
         return call
 
-    async def _reserve(self, flight: CallInFlight, max_tokens: int | None) -> int:
+    async def _reserve(self, flight: CallInFlight) -> int:
         """The upper limit for the tokens of the turn, reserved in the budget."""
         size, context = len(flight.prompt), self._sampler.context
-        limits = [context - size, max_tokens, self._turn_tokens or None]
+        limits = [context - size, flight.options.max_tokens, self._turn_tokens or None]
         wanted = min(limit for limit in limits if limit is not None)
         granted = await self._budget.reserve(wanted) if wanted > 0 else 0
         self.ran_out = granted < 1
@@ -343,12 +339,12 @@ class GatewaySession:
 
     def _answer(self, flight: CallInFlight, call: PlacedCall, turn: SampledTurn) -> None:
         flight.tokens, flight.logprobs, flight.finish = list(turn.tokens), list(turn.logprobs), turn.finish
-        text = self._decode(turn.tokens)
-        found = min((at for s in flight.stop if (at := text.find(s)) >= 0), default=None)
+        text = self.decode(turn.tokens)
+        found = min((at for s in flight.options.stop if (at := text.find(s)) >= 0), default=None)
         flight.text = text if found is None else text[:found]
         if call.messages:
             parsed = parse(flight.text, flight.tools)
-            if flight.one_tool_call:
+            if flight.options.one_tool_call:
                 parsed = replace(parsed, tool_calls=parsed.tool_calls[:1])
             flight.message = protocol.reply_message(parsed, self._call_ids(call, parsed))
         self.history.answer(call, turn.tokens, flight.message)

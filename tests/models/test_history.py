@@ -60,8 +60,7 @@ def test_a_call_that_extends_continues_the_segment() -> None:
     assert call.segment is h.segments[0]
     assert HUB.decode(call.new) == "\n<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
     h.answer(call, ids("four"), {"role": "assistant", "content": "four"})
-    s = h.segments[0]
-    assert [token for token, sampled in zip(s.tokens, s.sampled, strict=True) if sampled] == ids("two") + ids("four")
+    assert h.segments[0].tokens == [*ids("two"), *call.new, *ids("four")]
 
 
 def test_edits_open_a_segment() -> None:
@@ -95,16 +94,6 @@ def test_an_abandoned_call_leaves_nothing() -> None:
     assert h.place([USER, REPLY, NEXT]).segment is h.segments[0]
 
 
-def test_turn_that_no_client_received_is_removed() -> None:
-    h = SessionHistory(None)
-    h.answer(h.place_ids([1, 2]), [3, 4], None)
-    call = h.place_ids([1, 2, 3, 4, 5])
-    h.answer(call, [6, 7, 8], None)
-    h.remove_turn(call, 3)
-    assert (h.segments[0].tokens, h.segments[0].sampled) == ([3, 4], [True, True])
-    assert h.place_ids([1, 2, 3, 4, 9]).segment is not h.segments[0]
-
-
 def test_ids_continue_the_longest_prefix() -> None:
     h = SessionHistory(None)
     h.answer(h.place_ids([1, 2]), [3, 4], None)
@@ -128,8 +117,8 @@ texts = st.text("ab \n<|>é", max_size=8)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(texts, st.lists(st.integers(0, 290), max_size=5), st.booleans(), st.booleans()), max_size=5))
 def test_sampled_ids_are_kept_whatever_happens(calls: list[tuple[str, list[int], bool, bool]]) -> None:
-    """A client that extends, edits or repeats; every sampled id is in one segment, in order, marked as sampled."""
-    h, messages, sampled = history(), list[dict[str, Any]](), list[list[int]]()
+    """A client that extends, edits or repeats; every sampled id is in one segment, after the ids of its call."""
+    h, messages, said = history(), list[dict[str, Any]](), list[tuple[Any, tuple[int, ...]]]()
     for text, tokens, stop, edit in calls:
         if edit:
             messages = messages[2:]
@@ -139,14 +128,12 @@ def test_sampled_ids_are_kept_whatever_happens(calls: list[tuple[str, list[int],
         assert call.prompt[: len(before.get(call.segment.index, ()))] == before.get(call.segment.index, ())
         tokens = tokens + [STOP] * stop
         reply = {"role": "assistant", "content": HUB.decode(tokens, skip_special_tokens=True)}
+        said.append((call.segment, (*call.prompt, *tokens)))
         h.answer(call, tokens, reply)
-        sampled.append(tokens)
         messages.append(reply)
         for s in h.segments:
-            assert len(s.tokens) == len(s.sampled)
             assert s.ids[: len(before.get(s.index, ()))] == before.get(s.index, ())
-    kept = sorted(t for s in h.segments for t, own in zip(s.tokens, s.sampled, strict=True) if own)
-    assert kept == sorted(t for tokens in sampled for t in tokens)
+    assert all(segment.ids[: len(known)] == known for segment, known in said)
 
 
 def test_messages_that_a_session_keeps_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,4 +150,4 @@ def test_messages_that_a_session_keeps_are_limited(monkeypatch: pytest.MonkeyPat
         made.answer(call, ids("ok"), REPLY)
     assert len(made.segments) == 21
     assert sum(len(message.get("note", "")) for s in made.segments for message in s.messages) == 90_000
-    assert all(any(s.sampled) for s in made.segments), "all of them are trained"
+    assert all(s.tokens for s in made.segments), "their tokens are kept"

@@ -109,7 +109,7 @@ def test_hostile_bodies_leave_other_requests_alone() -> None:
             for _, writer in streams:
                 writer.close()
             await s.complete(max_tokens=2)
-            assert s.api.intake._requests == 0
+            assert not +s.api.intake.requests
 
     run(main)
 

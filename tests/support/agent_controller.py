@@ -16,7 +16,7 @@ import torch
 
 from tests.support.samplers import EOS, TEMPLATE, TOKENIZER
 from tests.support.small_models import engine as new_engine
-from windfall.controller.gateway.agents import AgentRuns, agent_log
+from windfall.controller.gateway.agents import AgentRuns
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.ledger.journal import Journal
@@ -31,6 +31,7 @@ from windfall.models import attention
 from windfall.models.chat import Chat
 from windfall.models.load import load
 from windfall.models.text import Text
+from windfall.processes.output_log import OutputFile
 from windfall.recipe.sections import RolloutSection
 from windfall.run.commands.in_process import in_process_worker, weights_already_loaded
 from windfall.types import Chunk, Request, Response, Sampling
@@ -111,9 +112,7 @@ class Scene:
         text = Text(TOKENIZER)
         self.rollout = Rollout(dispatch, host, text, options, seed=7, events=events)
         self.rollout.load_history(past, lambda id: True)
-        sampler = DispatchSampler(
-            dispatch, model="tiny", context=self.context, sampling=Sampling(), stop=frozenset([EOS])
-        )
+        sampler = DispatchSampler(dispatch, model="tiny", context=self.context, stop=frozenset([EOS]))
         gateway = Gateway(sampler, TOKENIZER, Chat(TOKENIZER, text.stop, template=TEMPLATE), text.stop)
         port = await gateway.listen("127.0.0.1", 0, "")
         limits = {"concurrency": 3, "time_limit_s": 30.0, "restart": True, "failed_reward": "missing"}
@@ -125,7 +124,7 @@ class Scene:
             self.runs = self.rollout.sessions = AgentRuns(
                 gateway=gateway, sampler=sampler, launcher=launcher, options=options,
                 limits=SimpleNamespace(**limits), url=f"http://127.0.0.1:{port}/v1",
-                graded=self.graded, journal=journal, log=agent_log(self.folder / "agents.log"),
+                graded=self.graded, log=OutputFile(str(self.folder / "agents.log"), 1 << 20),
             )  # fmt: skip
             for worker in workers:
                 await worker.__aenter__()

@@ -14,6 +14,7 @@ from windfall.controller.gateway.server import Gateway
 from windfall.controller.gateway.session import GatewaySession, Progress, SampledTurn, TurnRequest
 from windfall.models import tokenizer
 from windfall.models.chat import Chat
+from windfall.models.history import Segment
 from windfall.models.load import TINY
 from windfall.types import Request
 
@@ -99,6 +100,12 @@ async def serving(sampler: Any) -> Any:
         yield gateway, f"http://127.0.0.1:{port}/v1"
     finally:
         await gateway.stop_listening()
+
+
+async def close(gateway: Gateway, session: GatewaySession) -> list[Segment]:
+    """Close a session. Returns its segments that were answered."""
+    await gateway.close(session)
+    return [segment for segment in session.history.segments if segment.tokens]
 
 
 def openai_client(url: str, session: GatewaySession, **more: Any) -> Any:

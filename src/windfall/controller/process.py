@@ -163,7 +163,7 @@ class ControllerProcess:
     async def _run_steps(self) -> None:
         async with recipe_host(self.recipe, self.events.instant, self.folder) as env:
             await self.life.unless_stopped(env.ready())
-            async with AgentService(self.recipe, self.folder, self.events, self.journal, env) as agents:
+            async with AgentService(self.recipe, self.folder, self.events, env) as agents:
                 self.life.on_rollout = partial(self._prepare, agents)
                 reached = await self.life.steps(env, self._text, agents.counters)
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}

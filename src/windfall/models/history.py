@@ -3,13 +3,12 @@
     place(messages, tools)   a new PlacedCall: it continues a segment or opens one, which is busy until the answer
     answer(call, ids)        the sampled ids of the call: the segment grows by one turn
     abandon(call)            the call was not answered: the segment is as it was before, or ends there
-    remove_turn(call)        no client received the last turn: the segment ends before it
 
 `place` may run in a thread, one call at a time: the other methods change only the segment of their call, and while that
 is busy, `place` does not read it.
 
 Rules:
-- A segment's ids only grow. Ids that were sampled are kept as they were sampled; all others are masked.
+- A segment's ids only grow. Ids that were sampled are kept as they were sampled.
 - A call continues a segment if its messages are all those of the segment, in order, and at least one more, none of them
   from the assistant, and the tools are the same. If several segments match, the longest one is continued.
 - Every other call opens a new segment: edited history, other tools, a segment that is busy with another call, or a
@@ -46,8 +45,6 @@ class Segment:
     messages: list[Message] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    """Which of `tokens` the policy sampled. The others are masked."""
     ended_with: int | None = None
     """The stop token of the last turn; None if it was cut off."""
     busy: bool = False
@@ -137,9 +134,7 @@ class SessionHistory:
         """Add the sampled ids. `reply`: the assistant's message that the client gets for them; None for plain text."""
         segment = call.segment
         assert segment.busy, "the call was answered already"
-        for new, sampled in ((call.new, False), (ids, True)):
-            segment.tokens.extend(new)
-            segment.sampled.extend([sampled] * len(new))
+        segment.tokens += [*call.new, *ids]
         if reply is not None:
             segment.messages.extend([*call.messages, reply])
             segment.chars += call.chars
@@ -147,13 +142,6 @@ class SessionHistory:
         stop = self._chat.stop if self._chat is not None else frozenset()
         segment.ended_with = ids[-1] if ids and ids[-1] in stop else None
         segment.busy = False
-
-    def remove_turn(self, call: PlacedCall, sampled: int) -> None:
-        """Remove a segment's last turn, which has `sampled` ids. The segment is not continued after this."""
-        segment = call.segment
-        length = len(segment.tokens) - sampled - len(call.new)
-        del segment.tokens[length:], segment.sampled[length:]
-        segment.busy = True
 
     def abandon(self, call: PlacedCall, *, begun: bool = False) -> None:
         """The call has no answer. `begun`: sampling had begun, so the segment is not continued any more. Neither is a

@@ -26,23 +26,24 @@ import hashlib
 import hmac
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 from aiohttp import web
 
 from windfall.controller.gateway import protocol
-from windfall.controller.gateway.intake import IntakeLimits
+from windfall.controller.gateway.intake import Body, IntakeLimits
 from windfall.controller.gateway.protocol import MAX_ECHO, ApiError, CallOptions
-from windfall.controller.gateway.server import CLOSE_S, Choice, Gateway
-from windfall.controller.gateway.session import GatewaySession
+from windfall.controller.gateway.server import CLOSE_S, Gateway
+from windfall.controller.gateway.session import CallInFlight, GatewaySession
 from windfall.models.chat import Chat
 from windfall.serve import metrics, request_fields
-from windfall.serve.call_sampler import CallSampler, RequestChat, RequestState, ServedModel
+from windfall.serve.call_sampler import CallSampler, RequestChat, ServedModel
 from windfall.serve.host import Host
+from windfall.serve.request_fields import ServeFields
 
 MAX_CHOICES = 128
 """Upper limit for `n`, as OpenAI's."""
@@ -56,6 +57,17 @@ class ServeLimits:
     request_s: float = 600.0
     read_s: float = 30.0
     write_s: float = 30.0
+
+
+@dataclass
+class RequestState:
+    """A request that generates."""
+
+    sessions: list[GatewaySession] = field(default_factory=list)
+    choices: int = 1
+    """Number of choices that count as requests in flight."""
+    begun: bool = False
+    """The first bytes of the answer were sent."""
 
 
 _state: ContextVar[RequestState] = ContextVar("request")
@@ -82,7 +94,7 @@ class ServeApi(Gateway):
         """Why no request is accepted any more; empty while they are."""
         most, read_s = self._limits.max_requests, self._limits.read_s
         intake = IntakeLimits.for_context(served.context, batches=True, read_s=read_s, requests=most)
-        super().__init__(CallSampler(host, served, stop, RequestState(), 0), tokenizer, chat, stop, intake)
+        super().__init__(CallSampler(host, served, stop, ServeFields()), tokenizer, chat, stop, intake)
         self.app.on_response_prepare.append(_mark_begun)
 
     async def listen(self, host: str, port: int, fix: str, **options: Any) -> int:
@@ -92,83 +104,57 @@ class ServeApi(Gateway):
         return (self._one_request,)
 
     def _add_routes(self) -> None:
-        add = self.app.router
-        self._add_post("/v1/chat/completions", self._chat_completions)
-        self._add_post("/v1/completions", self._completions)
-        add.add_get("/v1/models", self._models)
-        add.add_get("/v1/models/{model:.+}", self._models)
-        add.add_get("/health", self._health)
-        add.add_get("/metrics", self._metrics)
+        self._add_completions()
+        self.app.router.add_get("/health", self._health)
+        self.app.router.add_get("/metrics", self._metrics)
 
     @property
     def has_key(self) -> bool:
         """Whether clients need a key."""
         return bool(self._limits.api_key)
 
-    def _check_key(self, request: web.Request) -> None:
+    def _client(self, request: web.Request) -> Hashable:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         wanted = self._limits.api_key
         if wanted and not (scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), _digest(wanted))):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         self._authenticated(request)
+        return request.transport  # all clients share a key
 
-    def _client(self, request: web.Request) -> Hashable:
-        return request.transport  # all clients share a key, which `_one_request` has checked
-
-    def _session(self, request: web.Request) -> GatewaySession:
-        self._check_key(request)
-        state = _state.get()
-        state.arrival_s = self._host.now_s()  # tokenizing counts, the client's upload does not
-        state.name = f"{'chatcmpl' if request.path.endswith('/chat/completions') else 'cmpl'}-{secrets.token_hex(12)}"
-        state.chat = None if self._chat is None else RequestChat(self._chat)
-        return self._open_session(0)
-
-    def _open_session(self, number: int) -> GatewaySession:
-        """A session for one choice of the present request. `number`: among the choices of its prompt."""
-        state = _state.get()
-        sampler = CallSampler(self._host, self.served, self._stop, state, number)
-        session = GatewaySession(
-            secrets.token_hex(12), sampler, state.chat, self._decode, in_thread=self._in_thread, max_tokens=sys.maxsize
-        )
-        session.answer_id = state.name
-        state.sessions.append(session)
-        return session
-
-    def _options(self, body: Mapping[str, Any], *, chat: bool) -> CallOptions:
-        request_fields.check(body, chat=chat)
-        model = body.get("model")
-        if model is not None and not isinstance(model, str):
-            raise ApiError(400, "model must be text", param="model")
-        if model not in (None, self.served.model):
-            what = f"there is no model {model[:MAX_ECHO]!r}; this is {self.served.model!r}"
+    def _start(self, request: web.Request, body: Body, *, chat: bool) -> tuple[CallOptions, list[CallInFlight]]:
+        """Start one session with one call for every choice."""
+        arrival_s = self._host.now_s()  # tokenizing counts, the client's upload does not
+        fields = request_fields.read(body.fields, chat=chat)
+        if fields.model not in (None, self.served.model):
+            what = f"there is no model {fields.model[:MAX_ECHO]!r}; this is {self.served.model!r}"
             raise ApiError(404, what, code="model_not_found", param="model")
+        options = protocol.options(body.fields, chat=chat, most=MAX_CHOICES)
+        options = replace(options, one_tool_call=fields.parallel_tool_calls is False)
+        prompts = [""] if chat else protocol.prompts(body.fields.get("prompt"), most=sys.maxsize)
         state = _state.get()
-        state.sampling = request_fields.sampling_options(body)
-        if chat and state.chat is not None:
-            state.chat.set_variables(request_fields.template_variables(body))
-        options = protocol.options(body, chat=chat, most=MAX_CHOICES)
-        return replace(options, one_tool_call=body.get("parallel_tool_calls") is False)
-
-    def _start_chat(
-        self, session: GatewaySession, key: str, body: Mapping[str, Any], options: CallOptions
-    ) -> list[Choice]:
-        self._count_choices(options.n)
-        sessions = [session, *(self._open_session(number) for number in range(1, options.n))]
-        return [Choice(one, one.chat_call(key, body, options)) for one in sessions]
-
-    def _start_texts(self, session: GatewaySession, key: str, prompt: Any, options: CallOptions) -> list[Choice]:
-        prompts = protocol.prompts(prompt, most=sys.maxsize)
-        self._count_choices(options.n * len(prompts))
-        choices = list[Choice]()
-        for ids in [cache(partial(self._ids, one)) for one in prompts]:  # tokenized once for all choices
+        self._count_choices(state, options.n * len(prompts))
+        template = None if self._chat is None else RequestChat(self._chat, fields.chat_template_kwargs or {})
+        answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        choices = list[CallInFlight]()
+        for ids in [cache(partial(self._ids, prompt)) for prompt in prompts]:  # tokenized once for all choices
             for number in range(options.n):
-                one = self._open_session(number) if choices else session
-                choices.append(Choice(one, one.ids_call(key, options, ids)))
-        return choices
+                sampler = CallSampler(self._host, self.served, self._stop, fields, number=number, arrival_s=arrival_s)
+                session = GatewaySession(
+                    secrets.token_hex(12),
+                    sampler,
+                    template,
+                    self._decode,
+                    in_thread=self._in_thread,
+                    max_tokens=sys.maxsize,
+                    answer_id=answer_id,
+                )
+                state.sessions.append(session)
+                choices.append(session.call(body, options, None if chat else ids))
+        return options, choices
 
-    def _count_choices(self, count: int) -> None:
+    def _count_choices(self, state: RequestState, count: int) -> None:
         """Every choice counts as a request in flight. The request itself has been counted as one."""
-        state, most = _state.get(), self._limits.max_requests
+        most = self._limits.max_requests
         if count > most:
             what = f"the answer would have {count} choices (n for each prompt); this server has at most {most} at once"
             raise ApiError(400, what, param="n")
@@ -191,7 +177,7 @@ class ServeApi(Gateway):
         _state.set(state)
         if request.method != "POST":
             return await handler(request)
-        self._check_key(request)  # before anything is read or counted
+        self._client(request)  # before anything is read or counted
         if self.draining or self._host.failed is not None:
             raise ApiError(503, self.draining or "the engine has failed", code="unavailable")
         if self._in_flight >= self._limits.max_requests:
@@ -208,7 +194,6 @@ class ServeApi(Gateway):
             raise ApiError(499, "the client closed the connection") from None
         finally:
             self._in_flight -= state.choices
-            state.over = True
             await asyncio.gather(*(session.end() for session in state.sessions))
 
     async def _health(self, request: web.Request) -> web.Response:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from windfall.controller.gateway.session import GatewaySession, Progress, SampledTurn, TurnRequest
+from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
 from windfall.errors import WindfallError
 from windfall.models.chat import Chat, Message, normalize
 from windfall.serve.host import Host
-from windfall.serve.request_fields import SamplingOptions, choice_seed
+from windfall.serve.request_fields import ServeFields, choice_seed
 from windfall.types import Chunk, Finish, Request
 
 
@@ -25,36 +25,15 @@ class ServedModel:
     vocabulary: int
 
 
-@dataclass
-class RequestState:
-    """What the choices of one request share."""
-
-    name: str = ""
-    """The id of the answer."""
-    sessions: list[GatewaySession] = field(default_factory=list)
-    chat: RequestChat | None = None
-    sampling: SamplingOptions | None = None
-    choices: int = 1
-    """Number of choices that count as requests in flight."""
-    arrival_s: float | None = None
-    """When the body of the request had arrived, by the host's clock."""
-    begun: bool = False
-    """The first bytes of the answer were sent."""
-    over: bool = False
-    """The client has its answer, or has gone away."""
-
-
 class RequestChat(Chat):
     """The chat template for one request: its prompt is rendered once, for all choices. Tools that the template would
     leave out are refused."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, variables: Mapping[str, Any]) -> None:
+        """`variables`: those of the template that the request sets."""
         self.__dict__.update(vars(chat))
-        self._ids: tuple[int, ...] | None = None
-
-    def set_variables(self, variables: Mapping[str, Any]) -> None:
-        """Variables of the template that the request sets."""
         self._more = {**self._more, **variables}
+        self._ids: tuple[int, ...] | None = None
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> tuple[int, ...]:
         if self._ids is None:
@@ -68,22 +47,32 @@ class RequestChat(Chat):
 
 
 class CallSampler:
-    def __init__(self, host: Host, served: ServedModel, stop: frozenset[int], state: RequestState, number: int) -> None:
-        """`number`: number of the choice among those of its prompt. It decides the seed."""
+    def __init__(
+        self,
+        host: Host,
+        served: ServedModel,
+        stop: frozenset[int],
+        fields: ServeFields,
+        *,
+        number: int = 0,
+        arrival_s: float | None = None,
+    ) -> None:
+        """`number`: number of the choice among those of its prompt. It decides the seed. `arrival_s`: when the body of
+        the request had arrived, by the host's clock."""
         self.model = served.model
         self.context = served.context
         self.vocabulary = served.vocabulary
         self._host = host
         self._stop = stop
-        self._state = state
+        self._fields = fields
         self._number = number
+        self._arrival_s = arrival_s
 
     def retract(self, request: TurnRequest) -> None:
         """Nothing is kept of a call that was canceled: `sample` has canceled its request."""
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
-        options = self._state.sampling
-        assert options is not None, "the options of the request were not read"
+        fields = self._fields
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Chunk | WindfallError]()
 
         def listen(what: Chunk | WindfallError) -> None:
@@ -93,12 +82,12 @@ class CallSampler:
         asked = Request(
             id=request.session,
             prompt=request.prompt,
-            seed=choice_seed(options.seed, self._number),
+            seed=choice_seed(fields.seed, self._number),
             max_tokens=request.max_tokens,
-            sampling=options.sampling,
-            stop=frozenset() if options.ignore_eos else self._stop,
+            sampling=fields.sampling,
+            stop=frozenset() if fields.ignore_eos else self._stop,
         )
-        self._host.submit(asked, listen, arrival_s=self._state.arrival_s)
+        self._host.submit(asked, listen, arrival_s=self._arrival_s)
         finish: Finish | None = None
         tokens, logprobs, known = list[int](), list[float](), 0
         try:
@@ -113,9 +102,9 @@ class CallSampler:
                     continue  # report several tokens at once
                 kept = progress(tokens[known:], logprobs[known:])
                 known = len(tokens)
-                if kept is not None:  # a stop string was found, or the session ends
+                if kept is not None:  # a stop string was found
                     del tokens[kept:], logprobs[kept:]
-                    if finish is None and not self._state.over:
+                    if finish is None:
                         self._host.cancel(asked.id, "stop")
                     finish = "stop"
         finally:

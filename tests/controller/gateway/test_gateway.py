@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.samplers import EOS, TOKENIZER, OnEngine, Scripted, openai_client, run, serving
+from tests.support.samplers import EOS, TOKENIZER, OnEngine, Scripted, close, openai_client, run, serving
 
 openai = pytest.importorskip("openai", reason="the gateway is tested with OpenAI's client")
 
@@ -39,11 +39,11 @@ def test_chat_of_several_turns_is_one_segment() -> None:
             messages = [USER, choice.message.model_dump(), {"role": "user", "content": "Sure?"}]
             again = await api.chat.completions.create(model="any", messages=messages)
             assert again.choices[0].message.content == "Sure."
-            (segment,) = await gateway.close(session)
+            (segment,) = await close(gateway, session)
         first, second = ([*ids(t), EOS] for t in ("It is 7.", "Sure."))
         between = ids("[user] Sure?<eos>[assistant] ")
         assert segment.tokens == [*first, *between, *second]
-        assert segment.sampled == [True] * len(first) + [False] * len(between) + [True] * len(second)
+        assert [list(turn.tokens) for turn in sampler.turns] == [first, second]
         assert [r.segment for r in sampler.requests] == [0, 0]
 
     run(main)
@@ -97,7 +97,7 @@ def test_tool_calls_go_back_and_forth(stream: bool) -> None:
             messages = [USER, reply, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
             final = await api.chat.completions.create(model="any", messages=messages, tools=TOOLS)
             assert final.choices[0].message.content == "It is 7."
-            (segment,) = await gateway.close(session)
+            (segment,) = await close(gateway, session)
         assert segment.tokens == [*ids(CALL), EOS, *ids("[tool] 7<eos>[assistant] "), *ids("It is 7."), EOS]
 
     run(main)
@@ -111,7 +111,7 @@ def test_edited_history_is_a_second_segment() -> None:
             await api.chat.completions.create(model="any", messages=[USER])
             messages = [{"role": "system", "content": "brief"}, USER, {"role": "assistant", "content": "one"}, USER]
             await api.chat.completions.create(model="any", messages=messages)
-            segments = await gateway.close(session)
+            segments = await close(gateway, session)
         assert [s.tokens for s in segments] == [[*ids("one"), EOS], [*ids("two"), EOS]]
 
     run(main)
@@ -132,7 +132,7 @@ def test_stop_strings_end_the_turn_and_are_not_returned(stream: bool) -> None:
                 text = answer.choices[0].message.content
                 assert answer.choices[0].finish_reason == "stop"
             assert text == "Thought: x; "
-            (segment,) = await gateway.close(session)
+            (segment,) = await close(gateway, session)
         assert segment.tokens == ids("Thought: x; Observation:")
 
     run(main)
@@ -151,7 +151,7 @@ def test_budgets() -> None:
                 await api.chat.completions.create(model="any", messages=[USER])
             assert refused.value.code == "context_length_exceeded"
             assert session.ran_out
-            assert sum(s.sampled.count(True) for s in await gateway.close(session)) == 12
+            assert sum(len(s.tokens) for s in await close(gateway, session)) == 12
 
     run(main)
 
@@ -168,7 +168,7 @@ def test_a_repeated_call_joins_the_one_in_flight() -> None:
             api = openai_client(url, session)
             two = await asyncio.gather(*(api.chat.completions.create(model="any", messages=[USER]) for _ in range(2)))
             assert [a.choices[0].message.content for a in two] == ["Another."] * 2
-            assert [s.tokens for s in await gateway.close(session)] == [
+            assert [s.tokens for s in await close(gateway, session)] == [
                 [*ids(t), EOS] for t in ("It is 7.", "Another.")
             ]
 
@@ -185,7 +185,8 @@ def test_an_answer_that_no_client_received_is_not_trained() -> None:
             while not sampler.turns:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0)
-            assert await gateway.close(session) == []
+            await gateway.close(session)
+            assert sampler.retracted == [0]
 
     run(main)
 
@@ -258,10 +259,8 @@ def test_every_token_of_a_session_is_what_the_engine_sampled() -> None:
         for _ in range(3):
             answer = await api.chat.completions.create(model="any", messages=messages, max_tokens=12)
             messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
-        (segment,) = await gateway.close(session)
+        (segment,) = await close(gateway, session)
         made = [sampler.turns[session.id, 0, turn] for turn in range(3)]
-        kept = [t for t, sampled in zip(segment.tokens, segment.sampled, strict=True) if sampled]
-        assert kept == [t for _, turn in made for t in turn.tokens]
         for prompt, turn in made:
             assert segment.ids[: len(prompt) + len(turn.tokens)] == prompt + turn.tokens
 

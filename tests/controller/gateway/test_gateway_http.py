@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.samplers import TOKENIZER, Scripted, run, serving
+from tests.support.samplers import TOKENIZER, Scripted, close, run, serving
 from windfall.controller.gateway import protocol
 from windfall.controller.gateway.chunks import GrowingText
 from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
@@ -211,8 +211,9 @@ def test_a_stream_is_delivered_with_its_last_chunk_and_by_a_call_that_continues_
             for answer in ("11", "22"):  # it knows the answer all the same
                 messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
                 assert (await api.chat(*messages))[0] == 200
-            (segment,) = await gateway.close(session)
-            assert sum(segment.sampled) == 9
+            (segment,) = await close(gateway, session)
+            last = sampler.requests[-1].prompt + sampler.turns[-1].tokens
+            assert (segment.ids, sum(len(turn.tokens) for turn in sampler.turns)) == (last, 9)
             assert sampler.retracted == []
 
     run(main)
@@ -228,7 +229,7 @@ def test_a_stream_that_is_closed_in_the_middle_is_not_trained(finished: bool) ->
             while finished and not sampler.turns:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.03)
-            assert await gateway.close(session) == []
+            await gateway.close(session)
             assert sampler.retracted == ([0] if finished else [])
 
     run(main)
@@ -270,7 +271,7 @@ def test_the_end_of_a_session_ends_its_streams() -> None:
             reading = asyncio.create_task(api.stream("completions", prompt=[5], max_tokens=None))
             while not any(flight.tokens for flight in session._in_flight.values()):
                 await asyncio.sleep(0.001)
-            assert await gateway.close(session) == []
+            assert await close(gateway, session) == []
             *_, last = await reading
             assert last["error"]["code"] == "invalid_api_key"
             status, answer = await api.chat()

@@ -6,19 +6,18 @@ import asyncio
 import gzip
 import json
 import logging
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from tests.support.samplers import EOS, TEMPLATE, TOKENIZER, Scripted, run
 from windfall.controller.gateway import intake
-from windfall.controller.gateway.intake import SMALL_BYTES, IntakeLimits
+from windfall.controller.gateway.intake import IntakeLimits
 from windfall.controller.gateway.server import Gateway
-from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
 from windfall.models.chat import Chat
 
 CALL = {"prompt": [5, 6], "max_tokens": 3}
@@ -83,14 +82,14 @@ async def until(holds: Any) -> None:
 
 
 def test_body_with_more_values_than_a_context_holds_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[tuple[int, str]] = []
-    loads = json.loads
+    parsed: list[int] = []
+    decode = msgspec.json.decode
 
-    def record(text: str) -> Any:
-        parsed.append((len(text), threading.current_thread().name))
-        return loads(text)
+    def record(data: bytes, **options: Any) -> Any:
+        parsed.append(len(data))
+        return decode(data, **options)
 
-    monkeypatch.setattr(intake.json, "loads", record)
+    monkeypatch.setattr(msgspec.json, "decode", record)
 
     async def main() -> None:
         async with site() as s:
@@ -103,57 +102,8 @@ def test_body_with_more_values_than_a_context_holds_is_not_parsed(monkeypatch: p
             status, got = await s.post(text)
             assert (status, got["error"]["code"]) == (400, "context_length_exceeded")
             await s.others_are_served()
-        monkeypatch.undo()
-        (large, thread), (small, own) = parsed
-        assert large > SMALL_BYTES > small
-        assert (thread.startswith("parsing"), own) == (True, threading.main_thread().name)
-
-    run(main)
-
-
-def test_large_body_is_in_hand_until_its_prompt_is_tokenized() -> None:
-    """Otherwise long turns of many sessions would leave no room for the next body."""
-
-    async def main() -> None:
-        async with site() as s:
-            began, end = asyncio.Event(), asyncio.Event()
-            sample = s.gateway._sampler.sample
-
-            async def wait(request: TurnRequest, progress: Progress) -> SampledTurn:
-                began.set()
-                await end.wait()
-                return await sample(request, progress)
-
-            s.gateway._sampler.sample = wait
-            posting = asyncio.create_task(s.post(b" " * 500_000 + json.dumps(CALL).encode()))
-            await asyncio.wait_for(began.wait(), 30)
-            await until(lambda: not s.gateway.intake._clients[s.bad].large.locked())
-            assert s.gateway.intake._large._value == intake.MAX_LARGE
-            assert s.gateway.intake._requests == 1
-            end.set()
-            assert (await posting)[0] == 200
-
-    run(main)
-
-
-def test_large_body_that_waits_for_tokens_of_its_session_is_not_in_hand() -> None:
-    """A call without a limit waits for the other calls of its session. It is tokenized by then."""
-
-    async def main() -> None:
-        async with site() as s:
-            end, sample = asyncio.Event(), s.gateway._sampler.sample
-
-            async def wait(request: TurnRequest, progress: Progress) -> SampledTurn:
-                await end.wait()
-                return await sample(request, progress)
-
-            s.gateway._sampler.sample = wait
-            bodies = [b" " * 500_000 + json.dumps({"prompt": [5, n], "max_tokens": None}).encode() for n in range(3)]
-            posting = [asyncio.create_task(s.post(body)) for body in bodies]
-            await until(lambda: len(s.bad.history.segments) == 3)
-            await until(lambda: not s.gateway.intake._clients[s.bad].large.locked())
-            end.set()
-            assert [(await task)[0] for task in posting] == [200] * 3
+        large, small = parsed
+        assert large > 100_000 > small
 
     run(main)
 
@@ -161,8 +111,8 @@ def test_large_body_that_waits_for_tokens_of_its_session_is_not_in_hand() -> Non
 def test_half_sent_bodies_hold_up_no_other_session() -> None:
     async def main() -> None:
         async with site() as s:
-            streams = [await s.send("Content-Length: 1000000", b'{"prompt": [') for _ in range(150)]
-            await until(lambda: len(s.gateway.intake._clients) == 1)
+            streams = [await s.send("Content-Length: 1000", b'{"prompt": [') for _ in range(150)]
+            await until(lambda: s.bad in s.gateway.intake.requests)
             waiting = [asyncio.create_task(answer(stream)) for stream in streams]
             await until(lambda: sum(task.done() for task in waiting) == 150 - LIMITS.client_requests)
             refused = [task.result() for task in waiting if task.done()]
@@ -172,7 +122,7 @@ def test_half_sent_bodies_hold_up_no_other_session() -> None:
                 writer.transport.abort()
             for task in waiting:
                 task.cancel()
-            await until(lambda: not s.gateway.intake._clients)
+            await until(lambda: s.bad not in s.gateway.intake.requests)
             assert (await s.post(CALL))[0] == 200, "the session itself goes on, too"
 
     run(main)
@@ -185,7 +135,7 @@ def test_body_that_does_not_arrive_in_time(head: str) -> None:
             body = b'5\r\n{"pro\r\n' if "chunked" in head else b'{"pro'
             status, error = await answer(await s.send(head, body))
             assert (status, error["code"]) == (408, "timeout")
-            assert not s.gateway.intake._clients
+            assert s.bad not in s.gateway.intake.requests
 
     run(main)
 
@@ -206,33 +156,28 @@ def test_body_without_an_end_is_refused_at_the_limit() -> None:
     run(main)
 
 
-def test_large_bodies_of_a_session_and_of_all_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one session are read one after the other. Small ones do not wait."""
-    monkeypatch.setattr(intake, "MAX_LARGE", 2)
+@pytest.mark.parametrize("head", ["Content-Length: 1000000", "Transfer-Encoding: chunked"])
+def test_bytes_of_a_session_and_of_all_are_limited(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of unknown length counts as one of the largest size."""
+    monkeypatch.setattr(intake, "CLIENT_BYTES", 5 << 19)
+    monkeypatch.setattr(intake, "ALL_BYTES", 7 << 19)
 
     async def main() -> None:
         async with site() as s:
-            start = b'{"prompt": "' + b"x" * SMALL_BYTES
-            streams = [await s.send("Content-Length: 1000000", start) for _ in range(3)]
-            await until(lambda: s.gateway.intake._requests == 3)
-            assert s.gateway.intake._large._value == 1, "the second and the third one wait for the first"
-            assert (await s.post(CALL))[0] == 200, "small ones of the same session do not wait"
-            assert (await s.post({"prompt": [5] * 30_000}, s.good.key))[0] == 400, "nor do large ones of others"
-            for _, writer in streams:
-                writer.transport.abort()
-            await until(lambda: not s.gateway.intake._clients)
-            assert s.gateway.intake._large._value == 2
-
-    run(main)
-
-
-def test_no_turn_in_time_is_answered_with_429() -> None:
-    async def main() -> None:
-        async with site(IntakeLimits.for_context(4096, read_s=0.5)) as s:
-            own = s.gateway.intake._clients[s.bad] = intake._Client(requests=1)
-            await own.large.acquire()
-            status, error = await answer(await s.send("Content-Length: 1000000", b" " * 900_000))
+            streams = [await s.send(head) for _ in range(2)]
+            await until(lambda: s.gateway.intake.requests[s.bad] == 2)
+            status, error = await answer(await s.send(head))
             assert (status, error["code"]) == (429, "rate_limit_exceeded")
+            assert (await s.post(CALL))[0] == 200, "small ones of the same session have room"
+            good = await s.send(head, key=s.good.key)
+            await until(lambda: s.gateway.intake.requests[s.good] == 1)
+            status, error = await answer(await s.send(head, key=s.good.key))
+            assert (status, error["code"]) == (429, "rate_limit_exceeded")
+            assert "all sessions" in error["message"]
+            for _, writer in (*streams, good):
+                writer.transport.abort()
+            await until(lambda: not +s.gateway.intake.requests)
+            assert not +s.gateway.intake.bytes
 
     run(main)
 
@@ -250,7 +195,7 @@ def test_wrong_key_is_refused_before_the_body_is_read(expect: str) -> None:
                     got += piece
                 assert b" 401 " in got
                 writer.close()
-            assert not s.gateway.intake._clients
+            assert s.bad not in s.gateway.intake.requests
 
     run(main)
 

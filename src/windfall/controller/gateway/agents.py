@@ -40,7 +40,6 @@ from windfall.backoff import delay_s
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.gateway.session import GatewaySession
-from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import History
 from windfall.controller.rollout.grading import OUT_OF_TOKENS
 from windfall.controller.rollout.stream import OpenGroup, Rollout, Stream
@@ -73,11 +72,6 @@ NO_CALL = EnvFailed(
 )
 
 
-def agent_log(path: Path) -> OutputFile:
-    """Where the output of failing agents goes: agents.log, and before it agents.log.1, each of limited size."""
-    return OutputFile(str(path), LOG_BYTES)
-
-
 @dataclass(kw_only=True)
 class AgentRuns:
     """Makes the responses of a run whose environment is an agent (controller.rollout.stream.Sessions)."""
@@ -89,10 +83,10 @@ class AgentRuns:
     limits: AgentLimits
     url: str
     """Address of the gateway, as agents see it."""
-    graded: bool = False
+    graded: bool
     """The environment that gives the tasks also grades the answers."""
-    journal: Journal | None = None
-    log: OutputFile | None = None
+    log: OutputFile
+    """The output of failing agents: agents.log, and before it agents.log.1."""
 
     def __post_init__(self) -> None:
         # An evaluation alongside training has slots of its own: agents of the training may wait for a worker that keeps
@@ -104,23 +98,12 @@ class AgentRuns:
 
     def write_log(self, response: str, error: EnvFailed) -> None:
         """Append what a failing agent printed last. A disk that is full does not end the run."""
-        if self.log is not None:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-            text = f"--- {when} UTC, response {response}: {error.error}\n{error.traceback.rstrip()}\n"
-            self.log.write(text.encode(errors="replace"))
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+        text = f"--- {when} UTC, response {response}: {error.error}\n{error.traceback.rstrip()}\n"
+        self.log.write(text.encode(errors="replace"))
 
     def stream(self, rollout: Rollout, **options: Any) -> AgentStream:
         return AgentStream(rollout, self, **options)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentEnded:
-    """How the session of an agent ended. Its reward is missing if `error` says why."""
-
-    response: Response
-    restored: int
-    """Number of its sampled tokens that came from the journal."""
-    error: EnvFailed | None
 
 
 class AgentStream(Stream):
@@ -153,8 +136,7 @@ class AgentStream(Stream):
         )
         if response is not None:  # the journal has all of it
             self._live[id] = (None, group)
-            self._restored[id] = response.sampled_count
-            self._finish(response)
+            self._agent_ended(response, None)
             return
         grade = partial(self._rollout.grader.grade, id, group.index, group.task, counted=self._counted)
         agent = AgentRun(runs=self._runs, id=id, index=group.index, task=group.task, version=self._version, grade=grade)
@@ -168,25 +150,28 @@ class AgentStream(Stream):
 
     async def _run_agent(self, agent: AgentRun) -> None:
         try:
-            self.inbox.put_nowait(await agent.run())
+            ended = await agent.run()
         except Exception as e:  # fault boundary: the error is raised in run()
             self.inbox.put_nowait(e)
+        else:
+            self.inbox.put_nowait(partial(self._agent_ended, *ended))
 
-    def _handle(self, message: Any) -> None:
-        if not isinstance(message, AgentEnded):
-            super()._handle(message)
-        elif (id := message.response.id) in self._live:  # otherwise it was dropped meanwhile
-            self._tasks.pop(id, None)
-            if message.error is not None:
-                self._rollout.failures.miss(id, message.error)
-            self._restored[id] = message.restored
-            self._finish(message.response)
+    def _agent_ended(self, response: Response, error: EnvFailed | None) -> None:
+        if response.id not in self._live:  # it was dropped meanwhile
+            return
+        self._tasks.pop(response.id, None)
+        if error is not None:
+            self._rollout.failures.miss(response.id, error)
+        # Tokens of the journal have no worker.
+        workers = [run for segment in response.segments for run in segment.workers]
+        self._restored[response.id] = sum(count for worker, count in workers if not worker)
+        self._finish(response)
 
     def _oldest_version(self, id: str) -> int | None:
         return self._runs.sampler.oldest_version(id)
 
     def _sampled(self, id: str) -> int:
-        return self._runs.sampler.sampled(id)[0]
+        return self._runs.sampler.sampled(id)
 
     def _has_begun(self, id: str) -> bool:
         agent, _ = self._live[id]
@@ -216,32 +201,26 @@ class AgentRun:
     """Asks the environment of the task for its verdict."""
     session: GatewaySession | None = None
     """The session of the current try."""
-    _withdrawn: bool = False
     _scores: tuple[tuple[str, float], ...] = ()
     """The parts of the reward, if a grader gave several."""
 
     def withdraw(self) -> None:
         """The run no longer needs the response: nothing more is sampled for it."""
-        self._withdrawn = True
         if self.session is not None:
             self.runs.gateway.expire(self.session, "the run does not need it any more")
         self.runs.sampler.withdraw(self.id)
 
-    async def run(self) -> AgentEnded:
-        """Run the agent to its end. Canceling this ends it early."""
+    async def run(self) -> tuple[Response, EnvFailed | None]:
+        """Run the agent to its end. Returns its response, and why it has no reward. Canceling this ends it early."""
         runs = self.runs
         try:
             async with runs.training_slots if self.version is None else runs.evaluation_slots:
                 reward, error = await self._reward()
         except BaseException:  # canceled, or a bug: the ledger must not keep the segments
-            if not self._withdrawn:
-                self.withdraw()
+            self.withdraw()
             raise
-        lengths, (_, restored) = runs.sampler.lengths(self.id), runs.sampler.sampled(self.id)
-        response = replace(runs.sampler.close(self.id, reward), scores=self._scores)
-        if runs.journal is not None:
-            runs.journal.write_grade(self.id, reward, None, "" if error is None else error.error, lengths)
-        return AgentEnded(response=response, restored=restored, error=error)
+        response = runs.sampler.close(self.id, reward, "" if error is None else error.error)
+        return replace(response, scores=self._scores), error
 
     async def _reward(self) -> tuple[float | None, EnvFailed | None]:
         """Try until the agent ends with a reward, or too often without one."""
@@ -414,11 +393,10 @@ NOT_HIDDEN = (
 class AgentService:
     """Used as `async with`. Does nothing if the environment is not an agent."""
 
-    def __init__(self, recipe: Recipe, folder: Path, events: EventLog, journal: Journal | None, env: EnvHost) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, events: EventLog, env: EnvHost) -> None:
         self._recipe = recipe
         self._folder = folder
         self._events = events
-        self._journal = journal
         self._env = env
         self.launcher = AgentLauncher(program(recipe.env, folder)) if is_agent(recipe) else None  # type: ignore[arg-type]
         self.runs: AgentRuns | None = None
@@ -446,10 +424,8 @@ class AgentService:
             self._events.instant("agents_not_isolated", why=NOT_HIDDEN)
         check_grader(recipe, self._env)
         stop = rollout.text.stop
-        context, sampling = context_of(recipe, model_context), recipe.rollout.sampling()
-        sampler = DispatchSampler(
-            rollout.dispatch, model=recipe.run.name, context=context, sampling=sampling, stop=stop
-        )
+        context = context_of(recipe, model_context)
+        sampler = DispatchSampler(rollout.dispatch, model=recipe.run.name, context=context, stop=stop)
         gateway = self._gateway = Gateway(sampler, tokenizer, chat(recipe, tokenizer, stop), stop)
         port = await gateway.listen(HOST, env.port, "Set env.port to another port, or to 0 for any free one.")
         url = f"http://{HOST}:{port}/v1"
@@ -462,8 +438,7 @@ class AgentService:
             limits=env,
             url=url,
             graded=isinstance(env, AgentEnv) and env.reward == "grader",
-            journal=self._journal,
-            log=agent_log(self._folder / "agents.log"),
+            log=OutputFile(str(self._folder / "agents.log"), LOG_BYTES),
         )
         rollout.sessions = self.runs
 

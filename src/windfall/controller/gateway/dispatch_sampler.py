@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -66,8 +66,9 @@ class SegmentTokens:
     """The episode is in the ledger. One from the journal is opened when a call goes beyond its complete turns."""
     received: list[TurnSpan] = field(default_factory=list)
     """The turns that the agent has asked for since it was last started."""
-    restored: int = 0
-    """Number of tokens, from the first one on, that came from the journal."""
+    caller: int | None = None
+    """The segment of the gateway's history that this one belongs to. None: the agent has not asked for it since it was
+    last started."""
 
     @property
     def used(self) -> int:
@@ -107,6 +108,41 @@ class SegmentTokens:
         finish = self.received[-1].finish if self.received else "stop"
         return self.episode.response(reward, self.used, finish, max(1, len(self.received)), agent=True)
 
+    def replay(self, past: Sequence[Any]) -> None:
+        """Restore the segment from the journal. What comes after a damaged part is not used. Without a prompt it
+        matches no call."""
+        episode = self.episode
+        for event in past:
+            if isinstance(event, Prompted) and event.position < 0:
+                if episode.prompt:
+                    break
+                episode.prompt = tuple(_ids(event.tokens))
+            elif not episode.prompt:
+                break
+            elif isinstance(event, Prompted):
+                if episode.finish is None or event.position != len(episode.tokens):
+                    break
+                episode.observe(_ids(event.tokens))
+            elif isinstance(event, TokenRun):
+                new = len(episode.tokens) - event.position
+                if new < 0 or episode.finish is not None:
+                    break
+                episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
+                if event.finish is not None:
+                    self.turns.append(TurnSpan(episode.turn_start, len(episode.tokens), event.finish))
+            elif isinstance(event, TurnCut):
+                if not episode.turn_start <= event.length <= len(episode.tokens):
+                    break
+                self._cut(event.length)
+
+    def _cut(self, length: int) -> None:
+        start = self.episode.turn_start
+        self.turns = [turn for turn in self.turns if turn.start != start]
+        self.episode.cut(length)
+        self.episode.finish = "stop"
+        if length > start:
+            self.turns.append(TurnSpan(start, length, "stop"))
+
 
 @dataclass(eq=False)
 class _SessionTokens:
@@ -115,30 +151,24 @@ class _SessionTokens:
     seed: int
     sampling: Sampling
     version: int | None
-    current: dict[int, SegmentTokens] = field(default_factory=dict)
-    """By segment of the gateway's history: the segment that its next turn continues."""
-    used: list[SegmentTokens] = field(default_factory=list)
-    """All segments that the agent has asked for since it was last started."""
-    known: list[SegmentTokens] = field(default_factory=list)
-    """Segments from before that, which it has not asked for again yet."""
-    next_number: int = 0
+    segments: list[SegmentTokens] = field(default_factory=list)
+    """By number. Numbers may be missing, if the journal was damaged."""
 
     @property
-    def all(self) -> list[SegmentTokens]:
-        return sorted([*self.used, *self.known], key=lambda segment: segment.number)
+    def used(self) -> list[SegmentTokens]:
+        return [segment for segment in self.segments if segment.caller is not None]
+
+    def of_caller(self, caller: int | None) -> list[SegmentTokens]:
+        return [segment for segment in self.segments if segment.caller == caller]
 
 
 class DispatchSampler:
     environment = "agent"
     """It owns its segments (dispatch.ResponseOwner)."""
 
-    def __init__(
-        self, dispatch: Dispatch, *, model: str, context: int, sampling: Sampling, stop: frozenset[int]
-    ) -> None:
-        """`sampling` is the default of `open`."""
+    def __init__(self, dispatch: Dispatch, *, model: str, context: int, stop: frozenset[int]) -> None:
         self.model, self.context = model, context
         self._dispatch = dispatch
-        self._sampling = sampling
         self._stop = stop
         self._sessions: dict[str, _SessionTokens] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
@@ -155,53 +185,49 @@ class DispatchSampler:
         session: str,
         seed: int,
         *,
-        sampling: Sampling | None = None,
+        sampling: Sampling,
         version: int | None = None,
         past: History | None = None,
     ) -> Response | None:
         """Open a session. Its id is that of its response, such as "7/0". `version`: every token must come from this
         version; None: from any version in the version window. `past`: what the journal has of its segments. Returns the
         response, and opens nothing, if the journal has all of it."""
-        opened = _SessionTokens(seed, sampling or self._sampling, version)
-        numbers = sorted(int(id.partition("+")[2] or 0) for id in past or ())
-        for number in numbers:
-            opened.next_number = number + 1
-            if (segment := restore(number, past or {}, self._episode(session, opened, number, ()))) is not None:
-                opened.known.append(segment)
-        if past and (response := finished(session, past, opened.known)) is not None:
+        opened, past = _SessionTokens(seed, sampling, version), past or {}
+        for number in sorted(int(id.partition("+")[2] or 0) for id in past):
+            segment = self._add_segment(session, opened, number, ())
+            segment.replay(past[segment.episode.id])
+        if (response := finished(session, past, opened.segments)) is not None:
             return response
         self._sessions[session] = opened
         return None
 
     def rewind(self, session: str) -> None:
         """The agent is started again. No turn may be in progress."""
-        s = self._sessions[session]
-        s.known, s.used, s.current = s.all, [], {}
-        for segment in s.known:
+        for segment in self._sessions[session].segments:
+            segment.caller = None
             segment.received = []
 
-    def close(self, session: str, reward: float | None) -> Response:
-        """Close a session that has no turn in progress, and return its response."""
+    def close(self, session: str, reward: float | None, error: str = "") -> Response:
+        """Close a session that has no turn in progress, and return its response. `error`: why it has no reward."""
         s = self._sessions.pop(session)
         for segment in s.used:
             if segment.opened:
                 self._dispatch.close(segment.episode.id)
-        self._withdraw([segment for segment in s.known if segment.opened])
+        self._withdraw(s.of_caller(None))
+        if self._dispatch.journal is not None:
+            lengths = tuple((segment.number, segment.used) for segment in s.used if segment.used)
+            self._dispatch.journal.write_grade(session, reward, None, error, lengths)
         return joined(session, s.used, reward)
 
     def withdraw(self, session: str) -> None:
         """Close a session that the run no longer needs."""
         s = self._sessions.pop(session, None)
         if s is not None:
-            self._withdraw([segment for segment in s.all if segment.opened])
-
-    def lengths(self, session: str) -> tuple[tuple[int, int], ...]:
-        """Number of each segment of an open session, and how many of its tokens the agent has received."""
-        return tuple((s.number, s.used) for s in self._sessions[session].all if s.used)
+            self._withdraw(s.segments)
 
     def has_tokens(self, session: str) -> bool:
         """Whether anything was sampled for the session, now or before the controller was restarted."""
-        return any(segment.episode.tokens for segment in self._sessions[session].all)
+        return any(segment.episode.tokens for segment in self._sessions[session].segments)
 
     def oldest_version(self, session: str) -> int | None:
         """The oldest version among the tokens that the agent has received or that are being generated."""
@@ -212,17 +238,12 @@ class DispatchSampler:
             found += [version for version, _ in s.episode.version_runs if version >= 0]
         return min(found, default=None)
 
-    def sampled(self, session: str) -> tuple[int, int]:
-        """Number of sampled tokens that the agent has received so far, and how many of them came from the journal."""
-        made = restored = 0
-        for s in self._sessions[session].used:
-            for turn in s.received:
-                made += turn.end - turn.start
-                restored += max(0, min(turn.end, s.restored) - turn.start)
-        return made, restored
+    def sampled(self, session: str) -> int:
+        """Number of sampled tokens that the agent has received so far."""
+        return sum(turn.end - turn.start for s in self._sessions[session].used for turn in s.received)
 
-    def _withdraw(self, segments: list[SegmentTokens]) -> None:
-        self._dispatch.withdraw([segment.episode.id for segment in segments])
+    def _withdraw(self, segments: Sequence[SegmentTokens]) -> None:
+        self._dispatch.withdraw([segment.episode.id for segment in segments if segment.opened])
 
     # Turns, for the gateway.
 
@@ -233,10 +254,8 @@ class DispatchSampler:
         segment = self._place(session, request)
         turn = segment.stored(request.prompt, request.max_tokens)
         if turn is None:
-            turn = await self._generate(session, segment, request, progress)
+            turn = await self._generate(segment, request, progress)
             segment.turns.append(turn)
-        else:
-            progress(*segment.tokens(turn))
         segment.received.append(turn)
         if self._dispatch.journal is not None:
             self._dispatch.journal.flush()  # what the agent does next depends on this turn
@@ -245,33 +264,27 @@ class DispatchSampler:
 
     def retract(self, request: TurnRequest) -> None:
         if (session := self._sessions.get(request.session)) is not None:  # otherwise it was withdrawn
-            segment = session.current[request.segment]
+            segment = session.of_caller(request.segment)[-1]
             start = len(request.prompt) - len(segment.episode.prompt)
             segment.received = [turn for turn in segment.received if turn.start < start]
 
     def _place(self, session: _SessionTokens, request: TurnRequest) -> SegmentTokens:
         """The segment that has this turn, or that it continues."""
         ids, limit = request.prompt, request.max_tokens
-        segment = session.current.get(request.segment)
-        if segment is not None and segment.has(ids, limit):
-            return segment
-        known = session.known if segment is None else ()  # else the agent does something else than before
+        own = session.of_caller(request.segment)
+        if own and own[-1].has(ids, limit):
+            return own[-1]
+        known = () if own else session.of_caller(None)  # otherwise the agent does something else than before
         segment = next((s for s in known if s.episode.prompt == ids and s.has(ids, limit)), None)
-        if segment is not None:
-            session.known.remove(segment)
-        else:
-            segment = SegmentTokens(
-                session.next_number, self._episode(request.session, session, session.next_number, ids)
-            )
-            session.next_number += 1
+        if segment is None:
+            number = session.segments[-1].number + 1 if session.segments else 0
+            segment = self._add_segment(request.session, session, number, ids)
             self._write_prompt(segment.episode.id, -1, ids)
-        session.current[request.segment] = segment
-        session.used.append(segment)
+        segment.caller = request.segment
         return segment
 
-    def _episode(self, id: str, session: _SessionTokens, number: int, prompt: tuple[int, ...]) -> Episode:
-        """An empty episode for segment `number`."""
-        return Episode(
+    def _add_segment(self, id: str, session: _SessionTokens, number: int, prompt: tuple[int, ...]) -> SegmentTokens:
+        episode = Episode(
             id=segment_id(id, number),
             prompt=prompt,
             seed=segment_seed(session.seed, number),
@@ -280,13 +293,13 @@ class DispatchSampler:
             stop=self._stop,
             version=session.version,
         )
+        session.segments.append(SegmentTokens(number, episode))
+        return session.segments[-1]
 
-    async def _generate(
-        self, session: _SessionTokens, segment: SegmentTokens, request: TurnRequest, progress: Progress
-    ) -> TurnSpan:
+    async def _generate(self, segment: SegmentTokens, request: TurnRequest, progress: Progress) -> TurnSpan:
         episode = segment.episode
         ended = self._waiting[episode.id] = asyncio.get_running_loop().create_future()
-        self._begin(session, segment, request)
+        self._begin(segment, request)
         start = seen = episode.turn_start
         kept: int | None = None
         try:
@@ -299,22 +312,15 @@ class DispatchSampler:
             if kept is not None:
                 self._cut(episode.id, start + kept)
         except BaseException:  # canceled, or no worker can generate it: the segment ends before this turn
-            if episode.id not in self._dispatch.ledger.entries:
-                pass  # the session was withdrawn
-            elif ended.cancelled() or not ended.done() or ended.exception() is None:
+            if episode.id in self._dispatch.ledger.entries:  # otherwise the session was withdrawn
                 self._cut(episode.id, start)
-            else:
-                self._dispatch.withdraw([episode.id])
-                segment.opened = False
-                episode.cut(start)
-                episode.finish = "stop"
             raise
         finally:
             del self._waiting[episode.id]
         assert episode.finish is not None
         return TurnSpan(start, len(episode.tokens), episode.finish)
 
-    def _begin(self, session: _SessionTokens, segment: SegmentTokens, request: TurnRequest) -> None:
+    def _begin(self, segment: SegmentTokens, request: TurnRequest) -> None:
         """Give the turn to the dispatch."""
         episode = segment.episode
         position = len(request.prompt) - len(episode.prompt)
@@ -355,9 +361,9 @@ class DispatchSampler:
 
 
 def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> Response:
-    """One response with all its segments, in order. Segments without a sampled token are left out. Its turns are those
+    """One response with these segments. Segments without a sampled token are left out. Its turns are those
     of all segments, and it ended as the last segment did."""
-    parts = [r for s in sorted(segments, key=lambda s: s.number) if (r := s.response(reward)).sampled_count]
+    parts = [r for s in segments if (r := s.response(reward)).sampled_count]
     if not parts:
         return Response(
             id=id, prompt=(), tokens=(), logprobs=(), sampled=(), versions=(), finish="stop", reward=reward, agent=True
@@ -366,58 +372,19 @@ def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> 
     return replace(parts[0], id=id, more=tuple(parts[1:]), turns=turns, finish=parts[-1].finish)
 
 
-def restore(number: int, past: History, episode: Episode) -> SegmentTokens | None:
-    """Rebuild a segment from the journal. `episode` is empty and has no prompt yet. What comes after a damaged part is
-    not used. None: the journal does not have the prompt."""
-    segment, prompted = SegmentTokens(number, episode), False
-    for event in past.get(episode.id, ()):
-        if isinstance(event, Prompted) and event.position < 0:
-            if prompted:
-                break
-            episode.prompt, prompted = _ids(event.tokens), True
-        elif not prompted:
-            break
-        elif isinstance(event, Prompted):
-            if episode.finish is None or event.position != len(episode.tokens):
-                break
-            episode.observe(_ids(event.tokens))
-        elif isinstance(event, TokenRun):
-            new = len(episode.tokens) - event.position
-            if new < 0 or episode.finish is not None:
-                break
-            episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
-            if event.finish is not None:
-                segment.turns.append(TurnSpan(episode.turn_start, len(episode.tokens), event.finish))
-        elif isinstance(event, TurnCut):
-            if not episode.turn_start <= event.length <= len(episode.tokens):
-                break
-            _cut_turn(segment, event.length)
-    segment.restored = len(episode.tokens)
-    return segment if prompted else None
-
-
-def _cut_turn(segment: SegmentTokens, length: int) -> None:
-    episode = segment.episode
-    if segment.turns and segment.turns[-1].start == episode.turn_start:
-        segment.turns.pop()
-    episode.cut(length)
-    episode.finish = "stop"
-    if length > episode.turn_start:
-        segment.turns.append(TurnSpan(episode.turn_start, length, "stop"))
-
-
 def finished(id: str, past: History, segments: Sequence[SegmentTokens]) -> Response | None:
     """The response if the journal has its reward and all tokens of it; otherwise None."""
     ends = [e for e in past.get(id, ()) if isinstance(e, TurnGraded)]
     if not ends or ends[-1].reward is None:
         return None
     by_number = {segment.number: segment for segment in segments}
-    for number, used in ends[-1].segments:
-        segment = by_number.get(number)
-        if segment is None or not any(turn.end == used for turn in segment.turns):
-            return None
-        segment.received = [turn for turn in segment.turns if turn.end <= used]
-    return joined(id, [by_number[number] for number, _ in ends[-1].segments], ends[-1].reward)
+    lengths = [(by_number.get(number), length) for number, length in ends[-1].segments]
+    known = [(s, length) for s, length in lengths if s is not None and any(turn.end == length for turn in s.turns)]
+    if len(known) < len(lengths):
+        return None
+    for segment, length in known:
+        segment.received = [turn for turn in segment.turns if turn.end <= length]
+    return joined(id, [segment for segment, _ in known], ends[-1].reward)
 
 
 def segment_id(session: str, segment: int) -> str:
@@ -434,5 +401,5 @@ def segment_seed(seed: int, segment: int) -> int:
     return seed if segment == 0 else xxhash.xxh3_64_intdigest(f"{seed}/segment {segment}".encode())
 
 
-def _ids(data: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(data, "<u4").tolist())
+def _ids(data: bytes) -> list[int]:
+    return np.frombuffer(data, "<u4").tolist()

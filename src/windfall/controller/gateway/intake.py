@@ -1,30 +1,29 @@
 """Receives the bodies of requests within limits: reads and parses them.
 
-    key is valid ──▶ count the request ──▶ read ──▶ count values ──▶ parse ──▶ handle it
-                          │ 429              │ 408, 413, 415, 429  │ 400      │ 400
+    key is valid ──▶ count the request and its bytes ──▶ read ──▶ count values ──▶ parse ──▶ handle it
+                          │ 413, 415, 429                  │ 408, 413          │ 400      │ 400
 
 Rules:
-- The requests in flight are limited, for each client and for all clients together, until their answer has ended.
-- A large body (over SMALL_BYTES, or of unknown length) is in hand from its first byte until its prompt is tokenized: at
-  most one of each client, and MAX_LARGE of all. Another one waits for at most `read_s`. So small bodies never wait for
-  large ones, and what is sampled for minutes holds up no other body.
+- The requests in flight and the bytes of their bodies are limited, for each client and for all clients together, until
+  their answer has ended. A body of unknown length counts as one of the largest size.
 - A body must arrive within `read_s`. It must not be compressed.
-- The number of JSON values in a body is limited, because nothing else runs in this process while Python parses a text,
-  whatever the thread. Commas and opening brackets are counted, also within texts: a text with more of them does not fit
-  into the context either. Large bodies are parsed in a thread, one after the other: other requests run in between.
+- The number of JSON values in a body is limited, because nothing else runs in this process while a text is parsed.
+  Commas and opening brackets are counted, also within texts: a text with more of them does not fit into the context
+  either.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hashlib
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 from aiohttp import web
 
 from windfall.controller.gateway.protocol import MAX_ECHO, ApiError
@@ -36,10 +35,11 @@ MIN_VALUES, VALUES_PER_TOKEN = 32_768, 2
 """Upper limit for the JSON values in a body: a fixed number, and a number per token of the context."""
 ID_BYTES = 6
 """Bytes of a token id in a body, with its comma. A body with a list of prompts may be full of them."""
-SMALL_BYTES = 64 << 10
-MAX_LARGE = 32
 CLIENT_REQUESTS, ALL_REQUESTS = 128, 4096
+CLIENT_BYTES, ALL_BYTES = 64 << 20, 2 << 30
 READ_S = 30.0
+_ALL = object()
+"""Stands for all clients together."""
 
 
 class Body(NamedTuple):
@@ -48,8 +48,6 @@ class Body(NamedTuple):
     key: str
     """Equal for requests that are repeated."""
     fields: dict[str, Any]
-    placed: Callable[[], Awaitable[None]]
-    """To be called when the prompt is tokenized: the body is no longer in hand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,88 +67,66 @@ class IntakeLimits:
         return cls(body_bytes=size, values=max(values, size // ID_BYTES if batches else 0), **more)
 
 
-@dataclass(slots=True)
-class _Client:
-    requests: int = 0
-    large: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by its large body that is in hand."""
-
-
 class Intake:
     def __init__(self, limits: IntakeLimits) -> None:
         self.limits = limits
-        self._clients: dict[Hashable, _Client] = {}
-        """Those with requests in flight."""
-        self._requests = 0
-        self._large = asyncio.Semaphore(MAX_LARGE)
-        self._thread = ThreadPoolExecutor(1, "parsing")
+        self.requests: Counter[Hashable] = Counter()
+        """By client, and for _ALL: the requests in flight."""
+        self.bytes: Counter[Hashable] = Counter()
 
     @asynccontextmanager
     async def receive(self, request: web.Request, client: Hashable) -> AsyncIterator[Body]:
         """The body of a request, which is in flight until the context ends. `client`: the sender, whose key has been
         checked. Raises ApiError."""
-        own = self._clients.get(client) or _Client()
-        for count, most, whose in (
-            (own.requests, self.limits.client_requests, "this session"),
-            (self._requests, self.limits.requests, "all sessions"),
-        ):
-            if count >= most:
-                what = f"{count} requests of {whose} are in flight, which is the limit; try again later"
-                raise ApiError(429, what, code="rate_limit_exceeded")
-        self._clients[client] = own
-        own.requests += 1
-        self._requests += 1
-        try:
-            async with AsyncExitStack() as in_hand:
-                key, fields = await self._receive(request, own, in_hand)
-                yield Body(key, fields, in_hand.aclose)
-        finally:
-            own.requests -= 1
-            self._requests -= 1
-            if not own.requests:
-                self._clients.pop(client, None)
-
-    async def _receive(self, request: web.Request, own: _Client, in_hand: AsyncExitStack) -> tuple[str, dict[str, Any]]:
-        declared, read_s = request.content_length, self.limits.read_s
-        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        limits, encoding = self.limits, request.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding != "identity":
             raise ApiError(415, f"the content encoding {encoding[:MAX_ECHO]!r} is not supported; send plain JSON")
-        self._check_size(declared or 0)
-        large = declared is None or declared > SMALL_BYTES
+        size = limits.body_bytes if request.content_length is None else request.content_length
+        if size > limits.body_bytes:
+            raise self._too_large()
+        self._check(client, size, limits.client_requests, CLIENT_BYTES, "this session")
+        self._check(_ALL, size, limits.requests, ALL_BYTES, "all sessions")
+        self._count(client, 1, size)
         try:
-            async with asyncio.timeout(read_s):
-                if large:  # first its own: a client that waits for itself takes nothing from others
-                    await in_hand.enter_async_context(own.large)
-                    await in_hand.enter_async_context(self._large)
-        except TimeoutError:
-            what = f"too many large requests are in flight; waited {read_s:g} s; try again later"
-            raise ApiError(429, what, code="rate_limit_exceeded") from None
-        data = bytearray()
-        try:
-            async with asyncio.timeout(read_s):
-                async for piece in request.content.iter_any():
-                    data += piece
-                    self._check_size(len(data))
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {read_s:g} s", code="timeout") from None
-        if not large:
-            return self._parse(request.path, data)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._parse, request.path, data)
+            yield self._parse(request.path, await self._read(request))
+        finally:
+            self._count(client, -1, -size)
 
-    def _parse(self, path: str, data: bytearray) -> tuple[str, dict[str, Any]]:
+    def _check(self, whose: Hashable, size: int, requests: int, most_bytes: int, name: str) -> None:
+        if self.requests[whose] >= requests or self.bytes[whose] + size > most_bytes:
+            what = (
+                f"{self.requests[whose]} requests of {name} with {self.bytes[whose]} bytes are in flight; the limit is "
+                f"{requests} requests with {most_bytes} bytes; try again later"
+            )
+            raise ApiError(429, what, code="rate_limit_exceeded")
+
+    def _count(self, client: Hashable, requests: int, size: int) -> None:
+        for whose in (client, _ALL):
+            self.requests[whose] += requests
+            self.bytes[whose] += size
+        if not self.requests[client]:
+            del self.requests[client], self.bytes[client]
+
+    async def _read(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self.limits.read_s):
+                return await request.read()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self.limits.read_s:g} s", code="timeout") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+
+    def _too_large(self) -> ApiError:
+        what = f"the body is larger than {self.limits.body_bytes} bytes, the limit of this server"
+        return ApiError(413, what, code="context_length_exceeded")
+
+    def _parse(self, path: str, data: bytes) -> Body:
         most = self.limits.values
         if data.count(b",") + data.count(b"[") + data.count(b"{") > most:
             what = f"the body has more than {most} JSON values, which is more than the context has room for"
             raise ApiError(400, what, code="context_length_exceeded")
         try:
-            fields = json.loads(data.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as e:
-            raise ApiError(400, f"the body is not JSON: {e}") from e
-        if not isinstance(fields, dict):
-            raise ApiError(400, "the body is not a JSON object")
-        return f"{path} {hashlib.blake2b(data).hexdigest()}", fields
-
-    def _check_size(self, size: int) -> None:
-        if size > self.limits.body_bytes:
-            what = f"the body is larger than {self.limits.body_bytes} bytes, the limit of this server"
-            raise ApiError(413, what, code="context_length_exceeded")
+            fields = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8), type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+            raise ApiError(400, f"the body is not a JSON object: {e}") from e
+        return Body(f"{path} {hashlib.blake2b(data).hexdigest()}", fields)

@@ -103,7 +103,7 @@ def checked(body: Mapping[str, Any], kind: type[T]) -> T:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as e:
         what, _, param = str(e).partition(" - at `$.")
-        param = param.rstrip("`")
+        what, param = what[: 2 * MAX_ECHO], param.rstrip("`")
         raise ApiError(400, f"{param}: {what}" if param else what, param=param or None) from None
 
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -29,10 +30,9 @@ from windfall.controller.gateway.intake import Body, Intake, IntakeLimits
 from windfall.controller.gateway.protocol import ApiError, CallOptions
 from windfall.controller.gateway.session import CallInFlight, GatewaySession, TurnSampler
 from windfall.envs.failures import MAX_REWARD
-from windfall.errors import WindfallError
 from windfall.link.listener import Listener
 from windfall.models.chat import Chat, check_length, most_chars
-from windfall.models.history import PlacedCall, Segment
+from windfall.models.history import PlacedCall
 
 IDLE_S = 75.0
 """Seconds that a connection may be open between two requests."""
@@ -48,13 +48,6 @@ LINGER_S = 5.0
 """Seconds to read and drop the rest of a body that was refused, so that its client gets to read the answer."""
 
 _LOG = logging.getLogger(__name__)
-
-
-class Choice(NamedTuple):
-    """One of the choices of an answer: the call that makes it, and the session of the call."""
-
-    session: GatewaySession
-    flight: CallInFlight
 
 
 class Gateway:
@@ -85,7 +78,9 @@ class Gateway:
         self.intake = Intake(limits or IntakeLimits.for_context(sampler.context))
         self._listener: Listener | None = None
         self._runner: web.AppRunner | None = None
-        self.app = web.Application(middlewares=[_errors, *self._middlewares()])
+        self.app = web.Application(
+            middlewares=[_errors, *self._middlewares()], client_max_size=self.intake.limits.body_bytes
+        )
         self._add_routes()
 
     async def listen(
@@ -113,9 +108,12 @@ class Gateway:
         return ()
 
     def _add_routes(self) -> None:
-        self._add_post("/v1/chat/completions", self._chat_completions)
-        self._add_post("/v1/completions", self._completions)
+        self._add_completions()
         self._add_post("/v1/reward", self._reward)
+
+    def _add_completions(self) -> None:
+        self._add_post("/v1/chat/completions", self._complete)
+        self._add_post("/v1/completions", self._complete)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/v1/models/{model:.+}", self._models)
 
@@ -139,21 +137,32 @@ class Gateway:
     def open(self, id: str, *, max_tokens: int, turn_tokens: int = 0) -> GatewaySession:
         """Open a session. Its agent gets `session.key`. `max_tokens`: upper limit for the sampled tokens of all turns
         together. `turn_tokens`: for those of one turn; 0: none."""
-        limits = {"max_tokens": max_tokens, "turn_tokens": turn_tokens}
-        session = GatewaySession(id, self._sampler, self._chat, self._decode, in_thread=self._in_thread, **limits)
+        session = GatewaySession(
+            id,
+            self._sampler,
+            self._chat,
+            self._decode,
+            in_thread=self._in_thread,
+            max_tokens=max_tokens,
+            turn_tokens=turn_tokens,
+        )
         self._sessions[_hash(session.key)] = session
         return session
 
-    async def close(self, session: GatewaySession) -> list[Segment]:
-        """End a session: its key expires. Returns its segments."""
+    async def close(self, session: GatewaySession) -> None:
+        """End a session: its key expires."""
         self.expire(session)
-        return await session.end()
+        await session.end()
 
     def expire(self, session: GatewaySession, why: str = "the agent ended") -> None:
         """The key of a session expires, and it accepts no more calls. Those in flight go on until `close`."""
         session.why_ended = session.why_ended or why
         self._sessions.pop(_hash(session.key), None)
         session.ended = True
+
+    def _client(self, request: web.Request) -> Hashable:
+        """Who sends a request, for limits. Raises ApiError if its key is wrong."""
+        return self._session(request)
 
     def _session(self, request: web.Request) -> GatewaySession:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -178,20 +187,12 @@ class Gateway:
 
     def _encode(self, text: str) -> list[int]:
         check_length(text, self._max_chars)
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:  # JSON can write half of a surrogate pair
-            raise WindfallError(f"the prompt is not valid Unicode: {e.reason}", fix="Send whole characters.") from e
         return self._tokenizer.encode(text)
 
     # Requests.
 
-    def _client(self, request: web.Request) -> Hashable:
-        """Who sends a request, for limits. Raises ApiError if its key is wrong."""
-        return self._session(request)
-
     async def _models(self, request: web.Request) -> web.Response:
-        self._session(request)
+        self._client(request)
         model = {"id": self._sampler.model, "object": "model", "created": 0, "owned_by": "windfall"}
         if "model" not in request.match_info:
             return web.json_response({"object": "list", "data": [model]})
@@ -204,61 +205,41 @@ class Gateway:
         session.reward = protocol.reward(body.fields, MAX_REWARD)
         return web.json_response({"reward": session.reward})
 
-    async def _chat_completions(self, request: web.Request, body: Body) -> web.StreamResponse:
-        session, options = self._session(request), self._options(body.fields, chat=True)
-        return await self._answer(request, body, self._start_chat(session, body.key, body.fields, options), options)
+    async def _complete(self, request: web.Request, body: Body) -> web.StreamResponse:
+        """Answer once all calls are known to be valid. Raises the error of one that is not."""
+        chat = request.path.endswith("/chat/completions")
+        options, choices = self._start(request, body, chat=chat)
+        await asyncio.gather(*(choice.accepted() for choice in choices))
+        return await (self._stream if options.stream else self._send)(request, choices, options, chat=chat)
 
-    async def _completions(self, request: web.Request, body: Body) -> web.StreamResponse:
-        session, options = self._session(request), self._options(body.fields, chat=False)
-        choices = self._start_texts(session, body.key, body.fields.get("prompt"), options)
-        return await self._answer(request, body, choices, options)
-
-    def _options(self, body: Mapping[str, Any], *, chat: bool) -> CallOptions:
-        return protocol.options(body, chat=chat)
-
-    def _start_chat(
-        self, session: GatewaySession, key: str, body: Mapping[str, Any], options: CallOptions
-    ) -> list[Choice]:
+    def _start(self, request: web.Request, body: Body, *, chat: bool) -> tuple[CallOptions, list[CallInFlight]]:
         """Start the calls whose answers are the choices of one answer."""
-        return [Choice(session, session.chat_call(key, body, options))]
-
-    def _start_texts(self, session: GatewaySession, key: str, prompt: Any, options: CallOptions) -> list[Choice]:
-        (one,) = protocol.prompts(prompt)
-        return [Choice(session, session.ids_call(key, options, lambda: self._ids(one)))]
+        session, options = self._session(request), protocol.options(body.fields, chat=chat)
+        prompts = [""] if chat else protocol.prompts(body.fields.get("prompt"))
+        ids = None if chat else partial(self._ids, prompts[0])
+        return options, [session.call(body, options, ids)]
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         return self._encode(prompt) if isinstance(prompt, str) else prompt
 
     # Answers.
 
-    async def _answer(
-        self, request: web.Request, body: Body, choices: Sequence[Choice], options: CallOptions
-    ) -> web.StreamResponse:
-        """Answer with the choices of these calls, once all of them are known to be valid. Raises the error of one that
-        is not."""
-        flights = [choice.flight for choice in choices]
-        await asyncio.gather(*(flight.reached(lambda f: f.call is not None) for flight in flights))
-        await body.placed()
-        await asyncio.gather(*(flight.reached(lambda f: f.request is not None) for flight in flights))
-        chat = request.path.endswith("/chat/completions")
-        return await (self._stream if options.stream else self._send)(request, choices, options, chat=chat)
-
     async def _send(
-        self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
+        self, request: web.Request, choices: Sequence[CallInFlight], options: CallOptions, *, chat: bool
     ) -> web.StreamResponse:
         """Send the whole answer. Only if that works, its calls are over: otherwise the client may ask for it again."""
-        await asyncio.gather(*(choice.flight.done() for choice in choices))
-        kind, first = "chat.completion" if chat else "text_completion", choices[0].flight
+        await asyncio.gather(*(choice.done() for choice in choices))
+        kind, first = "chat.completion" if chat else "text_completion", choices[0]
         answer = protocol.envelope(kind, first.id, self._sampler.model)
         if chat and options.return_token_ids:
             answer["prompt_token_ids"] = list(first.prompt)
-        answer["choices"] = [self._choice(n, c.flight, options, chat=chat) for n, c in enumerate(choices)]
+        answer["choices"] = [self._choice(n, flight, options, chat=chat) for n, flight in enumerate(choices)]
         answer["usage"] = _usage(choices, options.n)
         response = web.json_response(answer)
         await response.prepare(request)
         await response.write_eof()
-        for session, flight in choices:
-            session.delivered(flight)
+        for flight in choices:
+            flight.session.delivered(flight)
         return response
 
     def _choice(self, index: int, flight: CallInFlight, options: CallOptions, *, chat: bool) -> dict[str, Any]:
@@ -278,18 +259,18 @@ class Gateway:
         return choice
 
     async def _stream(
-        self, request: web.Request, choices: Sequence[Choice], options: CallOptions, *, chat: bool
+        self, request: web.Request, choices: Sequence[CallInFlight], options: CallOptions, *, chat: bool
     ) -> web.StreamResponse:
         """Send the choices of calls that are known to be valid in chunks, as they come."""
         stream, model = EventStream(request, self.write_s), self._sampler.model
         chunks = [
-            TextChunks(c.flight, options, self._decode, self._token_texts, chat=chat, model=model, index=n)
-            for n, c in enumerate(choices)
+            TextChunks(flight, options, self._decode, self._token_texts, chat=chat, model=model, index=n)
+            for n, flight in enumerate(choices)
         ]
         try:
-            await _together([_send_choice(stream, c.flight, own) for c, own in zip(choices, chunks, strict=True)])
-            for session, flight in choices:
-                session.delivered(flight)
+            await _together([_send_choice(stream, flight, own) for flight, own in zip(choices, chunks, strict=True)])
+            for flight in choices:
+                flight.session.delivered(flight)
             await stream.send(chunks[0].usage(_usage(choices, options.n)))
         except TimeoutError:  # a client that does not read would not read an error either
             raise
@@ -324,10 +305,10 @@ async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _usage(choices: Sequence[Choice], n: int) -> dict[str, int]:
+def _usage(choices: Sequence[CallInFlight], n: int) -> dict[str, int]:
     """The tokens of an answer with `n` choices for each prompt: a prompt counts once."""
-    prompts = sum(len(choice.flight.prompt) for choice in choices[::n])
-    return protocol.usage(prompts, sum(len(choice.flight.tokens) for choice in choices))
+    prompts = sum(len(flight.prompt) for flight in choices[::n])
+    return protocol.usage(prompts, sum(len(flight.tokens) for flight in choices))
 
 
 @web.middleware

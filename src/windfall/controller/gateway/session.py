@@ -21,16 +21,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from windfall.controller.gateway import protocol
+from windfall.controller.gateway.intake import Body
 from windfall.controller.gateway.protocol import ApiError
 from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.errors import WindfallError
 from windfall.models.chat import Chat, PromptTooLong
-from windfall.models.history import PlacedCall, Segment, SessionHistory
+from windfall.models.history import PlacedCall, SessionHistory
 from windfall.models.tool_calls import ParsedTurn, parse
 from windfall.types import Finish
 
@@ -124,15 +125,13 @@ class CallInFlight:
     work: asyncio.Task[None]
     """Makes the answer."""
 
-    def __init__(self, tools: frozenset[str], options: protocol.CallOptions, decode: Decode, name: str) -> None:
-        """`name`: the id in answers, if it is not made from the place in the history."""
+    def __init__(self, session: GatewaySession, tools: frozenset[str], options: protocol.CallOptions) -> None:
+        self.session = session
         self.tools = tools
-        self.stop = options.stop
-        self.stops = StopStrings(options.stop, decode)
-        self.one_tool_call = options.one_tool_call
+        self.options = options
+        self._stops = StopStrings(options.stop, session.decode)
         self.call: PlacedCall | None = None
         """Its place in the history, once it has one."""
-        self._name = name
         self.prompt: tuple[int, ...] = ()
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -150,7 +149,7 @@ class CallInFlight:
     def id(self) -> str:
         """The id in answers."""
         assert self.call is not None
-        return self._name or f"call-{self.call.segment.index}-{len(self.prompt)}"
+        return self.session.answer_id or f"call-{self.call.segment.index}-{len(self.prompt)}"
 
     def notify(self) -> None:
         """Wake all that wait for a change."""
@@ -161,11 +160,11 @@ class CallInFlight:
         """Wait for the end of the call. Raises the error with which it ended."""
         await asyncio.shield(self.work)
 
-    async def reached(self, condition: Callable[[CallInFlight], bool]) -> None:
-        """Wait until the condition holds. Raises the error with which the call ended before."""
-        while not condition(self) and not self.work.done():
+    async def accepted(self) -> None:
+        """Wait until the call is being sampled. Raises the error with which it ended before."""
+        while self.request is None and not self.work.done():
             await self._changed.wait()
-        if not condition(self):
+        if self.request is None:
             await self.done()
 
     async def progress(self) -> AsyncIterator[int]:
@@ -186,7 +185,7 @@ class CallInFlight:
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
         self.notify()
-        return self.stops.end("", self.tokens, 0)
+        return self._stops.end("", self.tokens, 0)
 
 
 class GatewaySession:
@@ -200,14 +199,15 @@ class GatewaySession:
         in_thread: InThread,
         max_tokens: int,
         turn_tokens: int = 0,
+        answer_id: str = "",
     ) -> None:
         """`max_tokens`: upper limit for the sampled tokens of all turns together. `turn_tokens`: for those of one turn;
-        0: none."""
+        0: none. `answer_id`: the id in all its answers; empty: that of the call."""
         self.id, self.key = id, f"sk-{secrets.token_urlsafe(32)}"
         self.history = SessionHistory(chat)
         self.chat = chat
         self._sampler = sampler
-        self._decode = decode
+        self.decode = decode
         self._in_thread = in_thread
         self._budget = TokenBudget(max_tokens)
         self._turn_tokens = turn_tokens
@@ -226,8 +226,7 @@ class GatewaySession:
         self._placing = asyncio.Lock()
         self._connections: set[asyncio.BaseTransport] = set()
         """Those of clients that have sent its key. Some may be closed."""
-        self.answer_id = ""
-        """The id in all its answers; empty: that of the call."""
+        self.answer_id = answer_id
 
     def connected(self, transport: asyncio.BaseTransport | None, most: int) -> bool:
         """A client has sent the key on this connection. Returns False if there would be more than `most` open ones."""
@@ -240,17 +239,16 @@ class GatewaySession:
         self._connections.add(transport)
         return True
 
-    def chat_call(self, key: str, body: Mapping[str, Any], options: protocol.CallOptions) -> CallInFlight:
-        """`key`: equal for requests that are repeated. Join such a request that is in flight, or start a call."""
+    def call(self, body: Body, options: protocol.CallOptions, ids: Callable[[], Sequence[int]] | None) -> CallInFlight:
+        """Join the same request that is in flight, or start a call. `ids`: the prompt of a completion, called in the
+        thread for tokenizing; None: the body is a chat."""
+        if ids is not None:
+            return self._join_or_start(body.key, options, frozenset(), lambda: self.history.place_ids(ids()))
         if self.chat is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-        messages, tools = protocol.chat(body)
+        messages, tools = protocol.chat(body.fields)
         names = frozenset(tool["function"]["name"] for tool in tools or ())
-        return self._join_or_start(key, options, names, lambda: self.history.place(messages, tools))
-
-    def ids_call(self, key: str, options: protocol.CallOptions, ids: Callable[[], Sequence[int]]) -> CallInFlight:
-        """As `chat_call`, for a prompt of ids. `ids` is called in the thread for tokenizing."""
-        return self._join_or_start(key, options, frozenset(), lambda: self.history.place_ids(ids()))
+        return self._join_or_start(body.key, options, names, lambda: self.history.place(messages, tools))
 
     def _join_or_start(
         self, key: str, options: protocol.CallOptions, tools: frozenset[str], place: Callable[[], PlacedCall]
@@ -259,21 +257,19 @@ class GatewaySession:
             raise ApiError(401, f"this session has ended: {self.why_ended}", code="invalid_api_key")
         if key in self._in_flight:
             return self._in_flight[key]
-        flight = CallInFlight(tools, options, self._decode, self.answer_id)
-        flight.work = asyncio.create_task(self._run(flight, key, options.max_tokens, place))
+        flight = CallInFlight(self, tools, options)
+        flight.work = asyncio.create_task(self._run(flight, key, place))
         flight.work.add_done_callback(lambda work: work.cancelled() or work.exception())  # its client may be gone
         flight.work.add_done_callback(lambda work: flight.notify())
         self._in_flight[key] = flight
         return flight
 
-    async def _run(
-        self, flight: CallInFlight, key: str, max_tokens: int | None, place: Callable[[], PlacedCall]
-    ) -> None:
+    async def _run(self, flight: CallInFlight, key: str, place: Callable[[], PlacedCall]) -> None:
         self._count_waiting(1)
         answered = False
         try:
             call = await self._place(flight, place)
-            limit = await self._reserve(flight, max_tokens)
+            limit = await self._reserve(flight)
             try:
                 self._answer(flight, call, await self._sample(flight, call, limit))
                 answered = True
@@ -299,7 +295,6 @@ class GatewaySession:
         except WindfallError as e:
             raise ApiError(400, f"{e.what}. {e.fix}", param="tools" if e.where == "tools" else "messages") from e
         flight.prompt = call.prompt
-        flight.notify()
         for other in list(self._in_flight.values()):
             if other is not flight and other.call is not None and other.call.segment is call.segment:
                 self.delivered(other)  # this call has its answer in its prompt
@@ -311,10 +306,10 @@ class GatewaySession:
             raise ApiError(400, what, param="prompt")
         return call
 
-    async def _reserve(self, flight: CallInFlight, max_tokens: int | None) -> int:
+    async def _reserve(self, flight: CallInFlight) -> int:
         """The upper limit for the tokens of the turn, reserved in the budget."""
         size, context = len(flight.prompt), self._sampler.context
-        limits = [context - size, max_tokens, self._turn_tokens or None]
+        limits = [context - size, flight.options.max_tokens, self._turn_tokens or None]
         wanted = min(limit for limit in limits if limit is not None)
         granted = await self._budget.reserve(wanted) if wanted > 0 else 0
         self.ran_out = granted < 1
@@ -344,12 +339,12 @@ class GatewaySession:
 
     def _answer(self, flight: CallInFlight, call: PlacedCall, turn: SampledTurn) -> None:
         flight.tokens, flight.logprobs, flight.finish = list(turn.tokens), list(turn.logprobs), turn.finish
-        text = self._decode(turn.tokens)
-        found = min((at for s in flight.stop if (at := text.find(s)) >= 0), default=None)
+        text = self.decode(turn.tokens)
+        found = min((at for s in flight.options.stop if (at := text.find(s)) >= 0), default=None)
         flight.text = text if found is None else text[:found]
         if call.messages:
             parsed = parse(flight.text, flight.tools)
-            if flight.one_tool_call:
+            if flight.options.one_tool_call:
                 parsed = replace(parsed, tool_calls=parsed.tool_calls[:1])
             flight.message = protocol.reply_message(parsed, self._call_ids(call, parsed))
         self.history.answer(call, turn.tokens, flight.message)
@@ -364,8 +359,7 @@ class GatewaySession:
         flight.delivered = True
         self._in_flight = {key: f for key, f in self._in_flight.items() if f is not flight}
 
-    async def end(self) -> list[Segment]:
-        """End the session and return its segments that have sampled tokens."""
+    async def end(self) -> None:
         self.ended = True
         flights, self._in_flight = list(self._in_flight.values()), {}
         for flight in flights:
@@ -373,7 +367,5 @@ class GatewaySession:
         await asyncio.gather(*(flight.work for flight in flights), return_exceptions=True)
         for flight in flights:
             if flight.finish and not flight.delivered:
-                assert flight.call is not None and flight.request is not None
-                self.history.remove_turn(flight.call, len(flight.tokens))
+                assert flight.request is not None
                 self._sampler.retract(flight.request)
-        return [s for s in self.history.segments if any(s.sampled)]

@@ -88,7 +88,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
             rollout = Rollout(dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=events)
             rollout.context = context
             with tempfile.TemporaryDirectory(prefix="windfall-eval-") as folder:
-                async with agents.AgentService(recipe, Path(folder), events, None, env) as service:
+                async with agents.AgentService(recipe, Path(folder), events, env) as service:
                     await service.open(rollout, load.load_tokenizer(model_path), context)
                     await collect(rollout, engine, slots)
         return rollout

@@ -45,7 +45,7 @@ FILES = Files()
 
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [
-    {"__init__", "types", "errors", "backoff", "defaults", "free_memory", "parts", "shared_tensors", "step_time"},
+    {"__init__", "types", "errors", "backoff", "defaults", "free_memory", "parts", "step_time"},
     {"algorithms", "events", "processes", "devices"},
     {"training"},
     {"verbs"},

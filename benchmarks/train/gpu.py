@@ -34,7 +34,6 @@ from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import Sample
-from windfall.weights import delta_encoder
 from windfall.weights.publish import Publisher
 
 PEAK = 990e12
@@ -216,7 +215,7 @@ def published(name: str, tensors: dict[str, torch.Tensor]) -> None:
     """Time the fourth and the fifth version, when all buffers exist."""
     nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
     p, rows = Publisher(), []
-    first_s = encode_s = 0.0
+    first_s = 0.0
     for version in range(5):
         torch.manual_seed(version)
         for t in tensors.values():  # 3 % of the weights change their sign
@@ -224,10 +223,6 @@ def published(name: str, tensors: dict[str, torch.Tensor]) -> None:
             for piece in flat.split(1 << 27):
                 piece.mul_(1 - 2 * (torch.rand(len(piece), device="cuda") < 0.03))
         torch.cuda.synchronize()
-        if version > 2:
-            newest = p.readable[0]
-            sources = {piece: tensors[piece.entry.name] for piece in newest.plan.shares[0].pieces}
-            encode_s = timed(lambda old=newest.buffer.data, s=sources: delta_encoder.encode(old, s), 2, 1)
         started, free_s = time.perf_counter(), []
         p.publish(version, tensors, copied=lambda s=started, out=free_s: out.append(time.perf_counter() - s))
         whole_s = time.perf_counter() - started
@@ -238,7 +233,7 @@ def published(name: str, tensors: dict[str, torch.Tensor]) -> None:
     size = f"{delta.nbytes / nbytes:.1%}" if delta else "none"
     print(
         f"{name:<28}{whole_s * 1e3:>9.0f} ms{nbytes / whole_s / 1e9:>7.1f} GB/s{free_s * 1e3:>9.0f} ms{first_s:>8.1f} s"
-        f"  delta {size}, {encode_s * 1e3:.0f} ms of it alone", flush=True
+        f"  delta {size}", flush=True
     )  # fmt: skip
     p.close()
 

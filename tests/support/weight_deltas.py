@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from windfall.weights import delta_encoder
-from windfall.weights.delta import MAX_RATIO
+from windfall.weights import row_writer
+from windfall.weights.buffers import Buffer
+from windfall.weights.delta import MAX_RATIO, part
 from windfall.weights.manifest import Manifest
 from windfall.weights.plan import Piece
 
@@ -20,8 +21,13 @@ def encode(old: Any, new: Any, manifest: Manifest, *, max_ratio: float = MAX_RAT
     for e in manifest.ranges():
         raw = torch.from_numpy(new[e.offset : e.offset + e.nbytes].copy())
         sources[Piece(e, e.offset, e.offset + e.nbytes)] = raw.view(getattr(torch, e.dtype)).to(where)
-    parts = delta_encoder.encode(np.frombuffer(old, np.uint8), sources)
-    if parts is None:
+    before, after = Buffer(manifest.nbytes), Buffer(manifest.nbytes)
+    before.data[:] = np.frombuffer(old, np.uint8)
+    changes = row_writer.write(after, sources, before, lambda start, stop: None)
+    assert (after.data == new).all()
+    before.close()
+    after.close()
+    if changes is None:
         return None
-    blob = b"".join(data for part in parts for data in part.buffers())
+    blob = b"".join(part(changes))
     return blob if len(blob) <= max_ratio * manifest.nbytes else None

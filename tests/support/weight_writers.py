@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from tests.support.rank_processes import CONTEXT
-from windfall.weights import delta_encoder, meeting
+from windfall.weights import meeting, row_writer
 from windfall.weights.publish import Publisher
 from windfall.weights.serve import serve
 
@@ -163,9 +163,8 @@ def found(state: State) -> dict[str, Any]:
     }
 
 
-def small_blocks(state: State) -> None:
-    """Blocks of 256 elements, so that there are enough to sample them."""
-    delta_encoder.BLOCK = 256
+def small_spans(state: State) -> None:
+    row_writer.SPAN_BYTES = 1024
 
 
 def descriptors(state: State) -> int:

@@ -8,9 +8,9 @@ import pytest
 import torch
 import xxhash
 
-from tests.support.weight_writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_blocks
+from tests.support.weight_writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_spans
 from windfall.errors import WindfallError
-from windfall.weights import delta, delta_encoder
+from windfall.weights import delta, row_writer
 from windfall.weights.meeting import PublishFailed
 from windfall.weights.publish import Publisher
 from windfall.weights.pull import Puller
@@ -93,13 +93,13 @@ def check_delta(before: bytes, published: dict[str, Any], expected: bool) -> Non
         assert xxhash.xxh3_64_hexdigest(data) == published["bytes"]
 
 
-def test_delta_of_several_ranks_with_sampled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = [(1, 1.0), (1, 0.5), (2, 0.01), (3, 1.0)]
-    monkeypatch.setattr(delta_encoder, "BLOCK", 256)
+def test_delta_of_several_ranks_with_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = [(1, 0.02), (2, 0.02), (3, 0.01), (3, 1.0)]
+    monkeypatch.setattr(row_writer, "SPAN_BYTES", 1024)
     expected = alone(versions)
     assert [bool(x["blob"]) for x in expected] == [False, True, True, False]
     with Writers(3) as writers:
-        writers.all(small_blocks)
+        writers.all(small_spans)
         before = b""
         for version, (seed, share) in enumerate(versions):
             check_delta(before, writers.publish(version, seed, share)[0], bool(expected[version]["blob"]))
@@ -174,8 +174,7 @@ def test_ranks_that_publish_different_versions_are_refused() -> None:
 
 
 STEPS = [
-    "describe their tensors", "prepare the buffer", "write their rows", "hash their chunks",
-    "prepare the delta's buffer", "write the delta",
+    "describe their tensors", "prepare the buffer", "write their rows", "hash the chunks", "write the delta",
 ]  # fmt: skip
 
 

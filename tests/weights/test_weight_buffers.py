@@ -1,4 +1,4 @@
-"""Buffers that other processes map, and the pages of a buffer that a GPU copies to."""
+"""Buffers that other processes map."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.weights import buffers
-from windfall.weights.buffers import Buffer, BufferHandle, page_ranges
-from windfall.weights.manifest import TensorEntry
-from windfall.weights.plan import Piece
+from windfall.weights.buffers import Buffer, BufferHandle
 
 
 @pytest.mark.parametrize("free", [1e12, 0.0])
@@ -63,18 +61,3 @@ def test_processes_of_this_machine_have_one_name() -> None:
     assert os.read(read, 1000).decode() == buffers.machine()
     os.close(read)
     os.close(write)
-
-
-def test_pages_of_the_pieces() -> None:
-    entry = TensorEntry(name="x", dtype="int8", shape=(1,), offset=0, nbytes=1)
-
-    def pages(*ranges: tuple[int, int]) -> list[tuple[int, int]]:
-        found = page_ranges([Piece(entry, *r) for r in ranges], 1_000_000_000)
-        return [(a // page, b // page) for a, b in found]
-
-    page = buffers.mmap.PAGESIZE
-    far = 1 << 20
-    assert pages((0, 10), (64, page + 1)) == [(0, 2)]
-    assert pages((page + 5, page + 6), (far, far + 1)) == [(1, 2), (far // page, far // page + 1)]
-    assert pages((0, far), (far, 2 * far)) == [(0, 2 * far // page)]
-    assert page_ranges([Piece(entry, 5, 100)], 100) == [(0, 100)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from windfall.weights import delta, delta_encoder
+from windfall.weights import delta, row_writer
 from windfall.weights.publish import Publisher
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -47,7 +47,7 @@ def test_delta_turns_the_previous_version_into_the_next(where: str) -> None:
 
 
 def test_no_memory_on_the_device_compares_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode, calls = delta_encoder.encode, []
+    encode, calls = row_writer.encode, []
 
     def first_fails(*args: Any) -> Any:
         calls.append(1)
@@ -55,20 +55,13 @@ def test_no_memory_on_the_device_compares_on_the_host(monkeypatch: pytest.Monkey
             raise torch.OutOfMemoryError("CUDA out of memory")
         return encode(*args)
 
-    monkeypatch.setattr(delta_encoder, "encode", first_fails)
-    monkeypatch.setattr("windfall.weights.buffers.ready_event", lambda tensors: "as on a GPU")
-    monkeypatch.setattr("windfall.weights.buffers.copy", lambda b, values, after, pages: plain_copy(b, values))
+    monkeypatch.setattr(row_writer, "encode", first_fails)
     with closing(Publisher(chunk_bytes=1 << 12)) as publisher:
         w = weights(0)
         publisher.publish(0, w)
         publisher.publish(1, moved(w, 1))
         assert publisher.readable[0].delta is not None
-    assert len(calls) == 2
-
-
-def plain_copy(buffer: Any, values: Any) -> None:
-    for piece, t in values.items():
-        buffer.data[piece.start : piece.stop] = t.contiguous().view(-1).view(torch.uint8).numpy()
+    assert len(calls) == len(w) + 1, "one span for each tensor"
 
 
 def test_failed_publish_is_not_the_base_of_the_next_delta() -> None:
@@ -91,8 +84,8 @@ def test_failed_publish_is_not_the_base_of_the_next_delta() -> None:
     plain.close()
 
 
-def test_tensors_may_change_before_they_are_hashed_and_compared() -> None:
-    """`copied` is called first; checksums and delta are those of the copied bytes."""
+def test_tensors_may_change_once_they_are_copied() -> None:
+    """Checksums and delta are those of the copied bytes."""
     with closing(Publisher(chunk_bytes=1 << 12)) as p, closing(Publisher(chunk_bytes=1 << 12)) as other:
         for version in range(2):
             w = {"a": torch.zeros(100_000)}

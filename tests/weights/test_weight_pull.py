@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from windfall.errors import WindfallError
 from windfall.weights import buffers
-from windfall.weights.delta import MAGIC
 from windfall.weights.publish import Publisher
 from windfall.weights.pull import Puller, PullFailed, PullGone
 
@@ -150,10 +151,9 @@ def test_delta_with_a_wrong_result_is_corrected(serving: Callable[..., Any]) -> 
     new = moved(w, 0.02)
     m = s.publisher.publish(1, new)
     found = s.publisher.readable[0]
-    found.delta_buffer.data[found.delta_buffer.data.tobytes().find(MAGIC, 1) - 1] ^= 1  # the last value of a part
-    bounds = found.delta.bounds()
-    hashes = s.publisher._hashes(found.delta_buffer.data, bounds, range(len(bounds) - 1))
-    wrong = msgspec.structs.replace(found.delta, chunks=tuple(hashes))
+    found.delta_buffer.data[-1] ^= 1  # a part of the last value
+    hashes = tuple(xxhash.xxh3_64_intdigest(found.delta_buffer.data[a:b]) for a, b in pairwise(found.delta.bounds()))
+    wrong = msgspec.structs.replace(found.delta, chunks=hashes)
     object.__setattr__(found, "delta", wrong)
     before = p.bytes_received
     p.pull(s.url, 1, m.digest)

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from windfall.errors import WindfallError
-from windfall.link import auth
+from windfall.link import auth, network
 from windfall.recipe.fleet import Fleet
 
 ALL_INTERFACES = ("0.0.0.0", "::", "")
@@ -21,18 +21,15 @@ def url(address: dict[str, Any], fleet: Fleet) -> str:
     `address`: the contents of address.json."""
     if fleet.host not in ALL_INTERFACES:
         return address["url"]
-    host = own_address()
-    return f"{urlsplit(address['url']).scheme}://{f'[{host}]' if ':' in host else host}:{address['port']}"
+    return f"{urlsplit(address['url']).scheme}://{network.in_url(own_address())}:{address['port']}"
 
 
 def own_address() -> str:
     """The address at which other machines may reach this one. Sends no packets and looks up no names."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        try:
-            s.connect(("192.0.2.1", 9))  # reserved for documentation: only the route to it matters
-            return s.getsockname()[0]
-        except OSError:  # no network
-            return socket.gethostname()
+    try:
+        return network.address_toward("192.0.2.1", 9)  # reserved for documentation: only the route to it matters
+    except OSError:  # no network
+        return socket.gethostname()
 
 
 def token(value: str, patience_s: float = 0.0) -> str:

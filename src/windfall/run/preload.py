@@ -33,7 +33,7 @@ LAZY_MODULES = (
     "windfall.worker.process",
     "windfall.trainer.process",
     "windfall.trainer.trainer",
-    "windfall.weights.delta_encoder",
+    "windfall.weights.row_writer",
     "windfall.weights.publish",
     "windfall.weights.serve",
 )

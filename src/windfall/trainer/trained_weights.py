@@ -68,7 +68,7 @@ class TrainedWeights:
         from windfall.weights.buffers import views
 
         buffer, version = collect(), publisher.readable[0]
-        tensors = views(buffer.mapped, version.manifest)
+        tensors = views(buffer.mapped, version.manifest.entries)
         try:
             if self.adapters is not None:
                 adapter_folder.write(folder, self.adapters.config, tensors)

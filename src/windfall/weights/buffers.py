@@ -6,8 +6,6 @@ the process: the space is freed when the process ends, however it ends.
 Other processes of this machine can map a buffer: they open the descriptor of the process that created it through
 /proc/PID/fd, which needs no socket and no name. `machine()` is equal for processes that can do so. A buffer that one
 process created and others mapped is freed when the last of them has closed it or ended.
-
-Rows are copied into a buffer from a GPU on a separate stream and into locked pages.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,9 +22,7 @@ import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
-from windfall.weights import manifest
-from windfall.weights.manifest import Manifest
-from windfall.weights.plan import Piece
+from windfall.weights.manifest import WIDTHS, TensorEntry
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +39,12 @@ class BufferHandle(NamedTuple):
     device: int
     inode: int
     nbytes: int
+
+
+def handle_of(fd: int, nbytes: int) -> BufferHandle:
+    """The handle of a file that this process has open."""
+    status = os.fstat(fd)
+    return BufferHandle(os.getpid(), fd, status.st_dev, status.st_ino, nbytes)
 
 
 class Buffer:
@@ -68,8 +70,7 @@ class Buffer:
             fix = "Use a folder with more free space for the weight publisher."
             raise WindfallError(f"no room for {room / 1e9:.2f} GB of weights: {e}", where=where, fix=fix) from e
         self._open(fd, nbytes)
-        status = os.fstat(fd)
-        self.handle = BufferHandle(os.getpid(), fd, status.st_dev, status.st_ino, nbytes)
+        self.handle = handle_of(fd, nbytes)
 
     @classmethod
     def map(cls, handle: BufferHandle) -> Buffer:
@@ -79,7 +80,7 @@ class Buffer:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as e:
             what = f"cannot open the weight buffer of process {handle.pid}: {e.strerror}"
-            fix = "Run all ranks of a machine as one user, and in one container."
+            fix = "Run all processes of a machine as one user, and in one container."
             raise WindfallError(what, where=path, fix=fix) from e
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino) != (handle.device, handle.inode):
@@ -96,6 +97,21 @@ class Buffer:
         self.data: np.ndarray = np.frombuffer(self.mapped, np.uint8)[:nbytes]
         self.open = True
         self._lock = threading.Lock()
+        self._locked: list[int] | None = None  # addresses of locked ranges
+
+    def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Lock the pages of these ranges, which are in order, for copies from and to a GPU. Only the first call has an
+        effect."""
+        if self._locked is None:
+            import torch
+
+            runtime: Any = torch.cuda.cudart()
+            base = self.data.ctypes.data
+            self._locked = [
+                base + start
+                for start, stop in page_ranges(ranges, self.nbytes)
+                if int(runtime.cudaHostRegister(base + start, stop - start, 1)) == 0
+            ]
 
     def dup(self) -> int | None:
         """A new descriptor, or None if the buffer is closed. `fd` itself could soon belong to another file."""
@@ -108,6 +124,34 @@ class Buffer:
             if self.open:
                 self.open = False
                 os.close(self.fd)
+                self._unlock()
+
+    def _unlock(self) -> None:
+        if self._locked:
+            import torch
+
+            runtime: Any = torch.cuda.cudart()
+            for address in self._locked:
+                runtime.cudaHostUnregister(address)
+            self._locked = []
+
+
+def page_ranges(ranges: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
+    """Ranges of whole pages that cover these ranges, which are in order. Near ranges are joined.
+
+    >>> page, far = mmap.PAGESIZE, 1 << 20
+    >>> page_ranges([(0, 10), (64, page + 1), (far, far + 1)], far + 5) == [(0, 2 * page), (far, far + 5)]
+    True
+    """
+    out: list[tuple[int, int]] = []
+    for first, last in ranges:
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = min(-(-last // mmap.PAGESIZE) * mmap.PAGESIZE, nbytes)
+        if out and start - out[-1][1] <= MAX_GAP_BYTES:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return out
 
 
 def write_at(fd: int, at: int, data: memoryview) -> None:
@@ -117,14 +161,14 @@ def write_at(fd: int, at: int, data: memoryview) -> None:
         at, data = at + done, data[done:]
 
 
-def views(buffer: mmap.mmap | np.ndarray, of: Manifest) -> dict[str, torch.Tensor]:
+def views(buffer: mmap.mmap | np.ndarray, entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
     """The tensors of a manifest as views of the buffer that holds them, by name."""
     import torch
 
     out = {}
-    for e in of.entries:
+    for e in entries:
         kind = getattr(torch, e.dtype)
-        count = e.nbytes // manifest.WIDTHS[e.dtype]
+        count = e.nbytes // WIDTHS[e.dtype]
         flat = torch.frombuffer(buffer, dtype=kind, count=count, offset=e.offset) if count else None
         out[e.name] = torch.empty(e.shape, dtype=kind) if flat is None else flat.view(e.shape)
     return out
@@ -143,83 +187,3 @@ def _unlinked_file(folder: Path) -> int:
     except OSError as e:
         raise WindfallError(f"cannot create a file here: {e}", where=str(folder), fix="Use a writable folder.") from e
     return fd
-
-
-def ready_event(tensors: Iterable[torch.Tensor]) -> Any:
-    """Record an event after which the tensors have their present values. None if they are not all on one GPU."""
-    import torch
-
-    devices = {t.device for t in tensors}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(next(iter(devices))))
-    return event
-
-
-def copy(buffer: Buffer, sources: Mapping[Piece, torch.Tensor], after: Any, pages: LockedPages) -> None:
-    """Copy the rows, and wait until they have arrived. `after`: from `ready_event`, maybe of another thread."""
-    import torch
-
-    if after is None:
-        for piece, source in sources.items():
-            target(buffer, piece).view(source.shape).copy_(source)
-        return
-    pages.lock(buffer, list(sources))
-    stream = torch.cuda.Stream(next(iter(sources.values())).device)
-    stream.wait_event(after)
-    with torch.cuda.stream(stream):
-        for piece, source in sources.items():
-            to = target(buffer, piece)
-            to.copy_(source.to(to.dtype).contiguous().view(-1), non_blocking=True)
-    stream.synchronize()
-
-
-def target(buffer: Buffer, piece: Piece) -> torch.Tensor:
-    """The part of the buffer for these rows, as a flat tensor."""
-    import torch
-
-    flat = torch.from_numpy(buffer.data[piece.start : piece.stop])
-    return flat.view(getattr(torch, piece.entry.dtype))
-
-
-class LockedPages:
-    """Locks the pages that a GPU copies to, once: a copy into pageable memory is several times slower."""
-
-    def __init__(self) -> None:
-        self._locked: dict[int, tuple[list[tuple[int, int]], list[int]]] = {}  # by descriptor: ranges, addresses
-
-    def lock(self, buffer: Buffer, pieces: Sequence[Piece]) -> None:
-        import torch
-
-        ranges = page_ranges(pieces, buffer.nbytes)
-        if self._locked.get(buffer.fd, ([], []))[0] == ranges:
-            return
-        self.unlock(buffer)
-        runtime: Any = torch.cuda.cudart()
-        base, done = buffer.data.ctypes.data, []
-        for start, stop in ranges:
-            if int(runtime.cudaHostRegister(base + start, stop - start, 1)) == 0:
-                done.append(base + start)
-        self._locked[buffer.fd] = ranges, done
-
-    def unlock(self, buffer: Buffer) -> None:
-        if buffer.fd in self._locked:
-            import torch
-
-            runtime: Any = torch.cuda.cudart()
-            for address in self._locked.pop(buffer.fd)[1]:
-                runtime.cudaHostUnregister(address)
-
-
-def page_ranges(pieces: Sequence[Piece], nbytes: int) -> list[tuple[int, int]]:
-    """Ranges of whole pages that cover the pieces, which are in order. Near ranges are joined."""
-    out: list[tuple[int, int]] = []
-    for piece in pieces:
-        start = piece.start // mmap.PAGESIZE * mmap.PAGESIZE
-        stop = min(-(-piece.stop // mmap.PAGESIZE) * mmap.PAGESIZE, nbytes)
-        if out and start - out[-1][1] <= MAX_GAP_BYTES:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((start, stop))
-    return out

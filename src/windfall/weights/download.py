@@ -33,6 +33,7 @@ import xxhash
 
 from windfall.backoff import delay_s
 from windfall.errors import WindfallError
+from windfall.link.network import in_url
 from windfall.weights.manifest import MAX_MANIFEST_BYTES, ChunkedManifest
 
 POLL_S = 0.25
@@ -69,7 +70,7 @@ class Address:
 
     @property
     def name(self) -> str:
-        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return f"{in_url(self.host)}:{self.port}"
 
 
 def parse_address(url: str, *, key: str, timeout_s: float, tls: ssl.SSLContext | None) -> Address:

@@ -5,15 +5,15 @@ ranks, every rank computes the same `PublishPlan`, so the ranks need not send it
 
 - rows that several ranks hold (a tensor that is not sharded, a replica) are written by the first of them;
 - the ranks of one machine share one buffer, which the first of them, the leader, creates and serves;
-- the chunks of a machine are divided evenly among its ranks, which hash them once all have written their rows. No chunk
-  has bytes of two machines (manifest.py);
-- every rank compares its own rows with those of the previous version (delta_encoder.py);
+- the leader hashes the chunks of its machine. No chunk has bytes of two machines (manifest.py);
+- every rank compares its own rows with those of the previous version (row_writer.py);
 - the digest is the one that a single process would compute, whatever the number of ranks on one machine.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import functools
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,7 +57,6 @@ class Share:
 
     leader: int  # the rank that creates the buffer of this machine
     pieces: tuple[Piece, ...]  # in the order of the buffer
-    chunks: tuple[int, ...]  # that this rank hashes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +80,11 @@ class PublishPlan:
         stops = [start for start, _ in self.sources[1:]] + [self.nbytes]
         return [(start, stop) for (start, server), stop in zip(self.sources, stops, strict=True) if server == mine]
 
+    def chunks(self, rank: int) -> list[int]:
+        """The chunks that come from the machine of a rank."""
+        at = functools.partial(bisect_left, self.bounds)
+        return [i for start, stop in self.parts(rank) for i in range(at(start), at(stop))]
+
     def part_bytes(self, rank: int) -> int:
         """The number of bytes that come from the machine of a rank."""
         return sum(stop - start for start, stop in self.parts(rank))
@@ -97,13 +101,10 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
     )
     servers, sources = _sources(pieces, leaders, offers)
     bounds = manifest.chunk_bounds(nbytes, offers[0].chunk_bytes, (start for start, _ in sources))
-    chunks = _chunks(bounds, sources, leaders)
     by_rank: list[list[Piece]] = [[] for _ in offers]
     for piece, rank in pieces:
         by_rank[rank].append(piece)
-    shares = tuple(
-        Share(leader=leaders[r], pieces=tuple(by_rank[r]), chunks=tuple(chunks[r])) for r in range(len(offers))
-    )
+    shares = tuple(Share(leader=leader, pieces=tuple(mine)) for leader, mine in zip(leaders, by_rank, strict=True))
     return PublishPlan(
         entries=entries, nbytes=nbytes, bounds=tuple(bounds), shares=shares, servers=servers, sources=sources
     )
@@ -169,17 +170,6 @@ def _sources(
         if not sources or sources[-1][1] != server:
             sources.append((piece.start, server))
     return ("", *(offers[leader].address for leader in order[1:])), tuple(sources)
-
-
-def _chunks(bounds: Sequence[int], sources: Sequence[tuple[int, int]], leaders: Sequence[int]) -> list[list[int]]:
-    """For every rank: the chunks that it hashes."""
-    out: list[list[int]] = [[] for _ in leaders]
-    starts, order = [start for start, _ in sources], sorted(set(leaders))
-    for i, at in enumerate(bounds[:-1]):
-        leader = order[sources[bisect_right(starts, at) - 1][1]] if sources else 0
-        members = [rank for rank, its_leader in enumerate(leaders) if its_leader == leader]
-        out[members[i % len(members)]].append(i)
-    return out
 
 
 def _invalid(what: str, fix: str = "Pass the shards of the same model on all ranks.") -> WindfallError:

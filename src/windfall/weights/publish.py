@@ -1,11 +1,11 @@
 """Publishes versions of the weights, which workers can pull while training continues.
 
     trainer                                                        worker
-    state_dict ──▶ copy ──▶ Buffer (buffers) ──▶ serve ── HTTP ──▶ download ──▶ pull ──▶ engine
-        │                          │ hash               ▲ sendfile        verify     ▲
-        │                          ▼                    │                            │
-        │                       Manifest (manifest) ────┤                            │
-        └──▶ delta_encoder ──▶ delta Buffer ────────────┘              delta.apply ──┘
+    state_dict ──▶ row_writer ──▶ Buffer (buffers) ──▶ serve ── HTTP ──▶ download ──▶ pull ──▶ engine
+                       │               │ hash             ▲ sendfile       verify        ▲
+                       │               ▼                  │                              │
+                       │            Manifest (manifest) ──┤                              │
+                       └──▶ delta ──▶ delta Buffer ───────┘                delta.apply ──┘
 
 There are two buffers. `publish` writes into the one that is not current and makes it current in one assignment, so that
 a reader sees the old version or the new one, never a mixture. Rules:
@@ -17,15 +17,12 @@ a reader sees the old version or the new one, never a mixture. Rules:
 - the delta from the previous version is part of a version: both become readable together;
 - the base of adapters is readable as long as the publisher is open.
 
-Bytes are copied from a GPU on a separate stream, and meanwhile the delta is computed on that GPU; on a CPU the two
-buffers are compared after the copy. The tensors may change again once the last byte has been copied; hashing continues.
-
-`publish` may run in a thread alongside the event loop that serves: copying, hashing and comparing release the GIL.
+`publish` may run in a thread alongside the event loop that serves: writing, hashing and comparing release the GIL.
 
 Several ranks, each with some rows of every tensor, publish together. All call `publish` at the same time, and no rank
 ever has the whole model (plan.py says who does what, meeting.py what happens if a rank fails). They take the same
-steps together: describe their tensors, prepare the buffer, write their rows, hash their chunks, and, if there is a
-delta, prepare its buffer and write it. Then every rank has the checksums of all, and makes the same manifest.
+steps together: describe their tensors, prepare the buffer, write their rows, hash the chunks, and, if there is a delta,
+write it. Then every rank has all checksums, and makes the same manifest.
 
 On one machine all ranks write to the two buffers of rank 0, which serves them. Another machine has buffers of its own,
 with memory only for its own rows, and its first rank serves these. The manifest, which rank 0 serves, says which bytes
@@ -38,22 +35,23 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
 
 from windfall.errors import WindfallError
-from windfall.weights import buffers, manifest
+from windfall.weights import manifest
 from windfall.weights import plan as plans
 from windfall.weights.buffers import Buffer, BufferHandle, machine, write_at
-from windfall.weights.delta import MAX_RATIO
+from windfall.weights.delta import MAX_RATIO, part
 from windfall.weights.manifest import DeltaManifest, Manifest
 from windfall.weights.meeting import Meeting, OneRank, PublishRanks
 from windfall.weights.plan import HeldRows, Piece, PublishPlan, RankOffer
@@ -105,13 +103,10 @@ class Publisher:
         self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
         self.base: Published | None = None  # of adapters
         self._machine = machine() if on_machine is None else on_machine
-        self._offer: RankOffer | None = None  # of this rank, for the last plan
-        self._plan: PublishPlan | None = None
+        self._planned: tuple[list[RankOffer], PublishPlan] | None = None  # the last plan, and what it was made from
         self._spare: tuple[Buffer, PublishPlan] | None = None  # the buffer that is not readable, and its layout
         self._lock = threading.Lock()
-        self._pages = buffers.LockedPages()
-        threads = min(MAX_THREADS, max(1, (os.cpu_count() or 1) // self.ranks.size))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="publish")
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="publish")
         self._closed = False
 
     @property
@@ -177,38 +172,37 @@ class Publisher:
             withdrawn = (*self.readable, *((self.base,) if self.base else ()))
             self.readable, self.base, self._closed = (), None, True
             for p in withdrawn:
-                self._drop(p.buffer)
+                p.buffer.close()
                 if p.delta_buffer:
                     p.delta_buffer.close()
             self._drop_spare()
             self._threads.shutdown()
 
     def _agree(self, meeting: Meeting, tensors: Tensors, check: Callable[[], int]) -> tuple[PublishPlan, PieceValues]:
-        """The plan of all ranks, and the rows that this one writes. If no rank's offer changed since the last version,
-        the plan has not changed either. `check` returns a number that must be the same on all ranks."""
-        offer, values = None, {}
+        """The plan of all ranks, and the rows that this one writes. `check` returns a number that must be the same on
+        all ranks."""
+        values: dict[str, torch.Tensor] = {}
 
-        def announce() -> tuple[int, bool]:
-            nonlocal offer, values
+        def announce() -> tuple[int, RankOffer]:
+            nonlocal values
             if self._closed:
                 raise WindfallError("the weight publisher is closed", where=meeting.subject)
             number = check()
             rows, values = describe(tensors, self.dtype)
-            offer = RankOffer(machine=self._machine, address=self.address, chunk_bytes=self.chunk_bytes, tensors=rows)
-            return number, offer == self._offer
+            return number, RankOffer(
+                machine=self._machine, address=self.address, chunk_bytes=self.chunk_bytes, tensors=rows
+            )
 
-        doing = "describe their tensors"
-        said = meeting.step(doing, announce)
+        said = meeting.step("describe their tensors", announce)
         for rank, (number, _) in enumerate(said):
             if number != said[0][0]:
                 what = f"rank {rank} publishes version {number}, rank 0 version {said[0][0]} (-1: the base of adapters)"
                 raise WindfallError(what, where="weights", fix="Publish the same versions on all ranks.")
-        if not all(unchanged for _, unchanged in said):
-            self._offer = None
-            self._plan = plans.make([o for o in meeting.step(doing, lambda: offer) if o is not None])
-            self._offer = offer
-        assert self._plan is not None
-        return self._plan, {p: values[p.entry.name] for p in self._plan.shares[self.ranks.rank].pieces}
+        offers = [offer for _, offer in said]
+        if self._planned is None or self._planned[0] != offers:
+            self._planned = offers, plans.make(offers)
+        plan = self._planned[1]
+        return plan, {p: values[p.entry.name] for p in plan.shares[self.ranks.rank].pieces}
 
     def _write(
         self,
@@ -224,8 +218,11 @@ class Publisher:
         """Write a version into the spare buffer. `old`: the version to compare with. `fields`: of the manifest. `undo`
         is extended by what must be done if the version does not become readable."""
         leader, rank = plan.shares[self.ranks.rank].leader, self.ranks.rank
+        alone = len(plan.members(rank)) == 1
         buffer: Any = None
-        delta: list[memoryview] | None = None
+        stored: Buffer | None = None
+        delta: list[memoryview] = []
+        checksums: dict[int, int] = {}
 
         def prepare() -> tuple[BufferHandle | None, str]:
             self._withdraw_older()
@@ -236,87 +233,76 @@ class Publisher:
                 self._spare = Buffer(plan.nbytes, self.folder, used=used), plan
             return self._spare[0].handle if leader == rank and self._spare else None, old.manifest.digest if old else ""
 
-        said = meeting.step("prepare the buffer", prepare)
-        handle = said[leader][0]
-        assert handle is not None
-        old = old if len({digest for _, digest in said}) == 1 else None  # else a rank does not have it
+        def hash_chunk(i: int) -> None:
+            checksums[i] = _checksum(buffer, plan.bounds[i], plan.bounds[i + 1])
 
-        def write_rows() -> None:
+        def written(start: int, stop: int) -> None:
+            if alone:  # otherwise a chunk may have rows of other ranks
+                for i in range(bisect_left(plan.bounds, start), bisect_right(plan.bounds, stop) - 1):
+                    hash_chunk(i)
+
+        def write_rows() -> int:
+            """Returns the bytes of this rank in the delta; -1: none."""
             nonlocal buffer, delta
+            from windfall.weights import row_writer
+
+            assert handle is not None
             if self._spare is None or self._spare[0].handle != handle:
                 self._drop_spare()
                 self._spare = Buffer.map(handle), plan
             buffer = self._spare[0]
-            after = buffers.ready_event(values.values())
-            copying = self._threads.submit(buffers.copy, buffer, values, after, self._pages)
-            try:
-                delta = _encode(old, values) if old and after else None
-            finally:
-                copying.result()
+            changes = row_writer.write(buffer, values, old.buffer if old else None, written)
             if copied:
                 copied()
+            if changes is None:
+                return -1
+            delta = part(changes)
+            return sum(map(len, delta))
 
-        def hash_and_compare() -> tuple[list[int], int]:
-            nonlocal delta
-            checksums = self._hashes(buffer.data, plan.bounds, plan.shares[rank].chunks)
-            if old and delta is None:
-                delta = _encode(old, {p: buffers.target(buffer, p) for p in values})
-            return checksums, -1 if delta is None else sum(map(len, delta))
+        def hash_and_reserve() -> tuple[dict[int, int], BufferHandle | None]:
+            nonlocal stored
+            if rank != leader:
+                return {}, None
+            list(self._threads.map(hash_chunk, [i for i in plan.chunks(rank) if i not in checksums]))
+            if rank in deltas:
+                stored = Buffer(sum(deltas[rank]), self.folder)
+                undo.callback(stored.close)
+            return checksums, stored and stored.handle
 
-        meeting.step("write their rows", write_rows)
-        done = meeting.step("hash their chunks", hash_and_compare)
+        def write_delta() -> None:
+            if delta_handle is None:
+                return
+            target = stored or Buffer.map(delta_handle)
+            at = sum(deltas[leader][: plan.members(rank).index(rank)])
+            # Write through the descriptor: the kernel writes to a file faster than it maps new pages of it.
+            starts = accumulate(map(len, delta), initial=at)
+            list(self._threads.map(partial(write_at, target.fd), starts, delta))
+            if target is not stored:
+                target.close()
+
+        prepared = meeting.step("prepare the buffer", prepare)
+        handle = prepared[leader][0]
+        old = old if len({digest for _, digest in prepared}) == 1 else None  # else a rank does not have it
+        deltas = _delta_sizes(plan, meeting.step("write their rows", write_rows))
+        hashed = meeting.step("hash the chunks", hash_and_reserve)
+        found = {i: checksum for mine, _ in hashed for i, checksum in mine.items()}
         made = manifest.make(
             entries=plan.entries,
             nbytes=plan.nbytes,
             chunk_bytes=self.chunk_bytes,
             servers=plan.servers,
             sources=plan.sources,
-            chunks=_in_order(plan, [checksums for checksums, _ in done]),
+            chunks=tuple(found[i] for i in range(len(plan.bounds) - 1)),
             **fields,
         )
-        deltas = _delta_sizes(plan, [size for _, size in done])
         leaders = {share.leader for share in plan.shares}
         update_bytes = sum(sum(deltas[x]) if x in deltas else plan.part_bytes(x) for x in leaders)
         published = Published(manifest=made, buffer=buffer, plan=plan, update_bytes=update_bytes)
         if old is None or not deltas:
             return published
-        stored = self._store_delta(meeting, plan, deltas, delta or [], undo)
+        delta_handle = hashed[leader][1]
+        meeting.step("write the delta", write_delta)
         return published if stored is None else self._with_delta(published, old, stored)
-
-    def _store_delta(
-        self,
-        meeting: Meeting,
-        plan: PublishPlan,
-        deltas: Mapping[int, Sequence[int]],
-        mine: Sequence[memoryview],
-        undo: ExitStack,
-    ) -> Buffer | None:
-        """The buffer with the delta of this machine, on its leader."""
-        rank, leader, stored = self.ranks.rank, plan.shares[self.ranks.rank].leader, None
-
-        def reserve() -> BufferHandle | None:
-            nonlocal stored
-            if rank != leader or leader not in deltas:
-                return None
-            stored = Buffer(sum(deltas[leader]), self.folder)
-            undo.callback(stored.close)
-            return stored.handle
-
-        handle = meeting.step("prepare the delta's buffer", reserve)[leader]
-
-        def write() -> None:
-            if handle is None:
-                return
-            target = stored or Buffer.map(handle)
-            at = sum(deltas[leader][: plan.members(rank).index(rank)])
-            # Write through the descriptor: the kernel writes to a file faster than it maps new pages of it.
-            for start, data in zip(accumulate(map(len, mine), initial=at), mine, strict=False):
-                write_at(target.fd, start, data)
-            if target is not stored:
-                target.close()
-
-        meeting.step("write the delta", write)
-        return stored
 
     def _with_delta(self, published: Published, old: Published, stored: Buffer) -> Published:
         bounds = manifest.chunk_bounds(stored.nbytes, self.chunk_bytes)
@@ -325,13 +311,9 @@ class Publisher:
             digest=published.manifest.digest,
             nbytes=stored.nbytes,
             chunk_bytes=self.chunk_bytes,
-            chunks=tuple(self._hashes(stored.data, bounds, range(len(bounds) - 1))),
+            chunks=tuple(self._threads.map(lambda chunk: _checksum(stored, *chunk), pairwise(bounds))),
         )
         return replace(published, delta=made, delta_buffer=stored)
-
-    def _hashes(self, data: np.ndarray, bounds: Sequence[int], which: Sequence[int]) -> list[int]:
-        hashed = self._threads.map(lambda i: xxhash.xxh3_64_intdigest(data[bounds[i] : bounds[i + 1]].data), which)
-        return list(hashed)
 
     def _make_readable(self, meeting: Meeting, published: Published) -> None:
         """On rank 0 last: workers get the manifest from there."""
@@ -354,25 +336,12 @@ class Publisher:
 
     def _drop_spare(self) -> None:
         if self._spare:
-            self._drop(self._spare[0])
+            self._spare[0].close()
         self._spare = None
 
-    def _drop(self, buffer: Buffer) -> None:
-        self._pages.unlock(buffer)
-        buffer.close()
 
-
-def _encode(old: Published, values: PieceValues) -> list[memoryview] | None:
-    """This rank's parts of the delta; None if nearly everything has changed, or a GPU has no memory left."""
-    import torch
-
-    from windfall.weights import delta_encoder
-
-    try:
-        parts = delta_encoder.encode(old.buffer.data, values)
-    except torch.OutOfMemoryError:  # the caller compares on the host
-        return None
-    return None if parts is None else [data for part in parts for data in part.buffers()]
+def _checksum(buffer: Buffer, start: int, stop: int) -> int:
+    return xxhash.xxh3_64_intdigest(buffer.data[start:stop].data)
 
 
 def _delta_sizes(plan: PublishPlan, sizes: Sequence[int]) -> dict[int, list[int]]:
@@ -385,15 +354,6 @@ def _delta_sizes(plan: PublishPlan, sizes: Sequence[int]) -> dict[int, list[int]
         if whole and min(found) >= 0 and sum(found) <= MAX_RATIO * whole:
             out[leader] = found
     return out
-
-
-def _in_order(plan: PublishPlan, checksums: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The checksums of all chunks, from those of each rank."""
-    out = [0] * (len(plan.bounds) - 1)
-    for share, found in zip(plan.shares, checksums, strict=True):
-        for i, checksum in zip(share.chunks, found, strict=True):
-            out[i] = checksum
-    return tuple(out)
 
 
 def describe(tensors: Tensors, dtype: str | None) -> tuple[tuple[HeldRows, ...], dict[str, torch.Tensor]]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import ssl as tls
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -28,9 +27,8 @@ import msgspec
 import xxhash
 
 from windfall.errors import WindfallError
-from windfall.shared_tensors import BufferTensors, SharedTensors
 from windfall.weights import delta, manifest
-from windfall.weights.buffers import views
+from windfall.weights.buffers import Buffer, views
 from windfall.weights.download import (
     Address,
     ConnectionBroken,
@@ -43,6 +41,7 @@ from windfall.weights.download import (
     parse_address,
 )
 from windfall.weights.manifest import ChunkedManifest, DeltaManifest, Manifest
+from windfall.weights.shared import BufferTensors, SharedTensors
 
 if TYPE_CHECKING:
     import torch
@@ -218,8 +217,9 @@ class LocalCopy:
     """A worker's copy of some weights: one buffer, and which of its chunks are verified."""
 
     def __init__(self, *, shared: bool = False) -> None:
-        """`shared`: other processes of this machine can map the buffer (shared_tensors.py)."""
-        self._shared, self._fd = shared, -1
+        """`shared`: other processes of this machine can map the buffer (shared.py)."""
+        self._shared = shared
+        self._file: Buffer | None = None  # what they map
         self.held: Manifest | None = None  # what the buffer holds, with every chunk verified
         self.verified: list[int | None] = []  # checksums of the chunks in the buffer; None: not verified
         self.view = memoryview(b"")
@@ -245,20 +245,18 @@ class LocalCopy:
         """Views of the buffer, by name."""
         if self.held is None:
             raise WindfallError("no complete version is held", where="weights", fix="Pull one first.")
-        tensors = views(self._buffer, self.held)
-        if self._fd < 0:
+        tensors = views(self._buffer, self.held.entries)
+        if self._file is None:
             return tensors
-        entries = tuple((e.name, e.dtype, tuple(e.shape), e.offset) for e in self.held.entries)
-        return BufferTensors(tensors, SharedTensors.of(self._fd, entries))
+        return BufferTensors(tensors, SharedTensors(self._file.handle, self.held.entries))
 
     def _resize(self, nbytes: int) -> None:
         try:
             if self._shared:
-                before, self._fd = self._fd, os.memfd_create("windfall-weights")
-                if before >= 0:
-                    os.close(before)
-                os.ftruncate(self._fd, max(nbytes, 1))
-            self._buffer = mmap.mmap(self._fd, max(nbytes, 1))
+                if self._file is not None:
+                    self._file.close()
+                self._file = Buffer(nbytes, used=())
+            self._buffer = mmap.mmap(-1, max(nbytes, 1)) if self._file is None else self._file.mapped
         except (OSError, OverflowError) as e:
             raise WindfallError(f"no room for {nbytes / 1e9:.2f} GB of weights: {e}", where="weights") from e
         if hasattr(mmap, "MADV_HUGEPAGE"):

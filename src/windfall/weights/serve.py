@@ -64,10 +64,14 @@ async def serve(
     server = Server(source, key, ssl is not None, write_timeout_s, limits)
     app = web.Application(middlewares=[server.admit], client_max_size=1024)
     version = "/weights/{version:base|[0-9]{1,15}}"
-    app.router.add_get(f"{version}/manifest", server.manifest)
-    app.router.add_get(f"{version}/full", server.full)
-    app.router.add_get(f"{version}/delta/{{base:[0-9a-f]{{32}}}}/manifest", server.delta_manifest)
-    app.router.add_get(f"{version}/delta/{{base:[0-9a-f]{{32}}}}", server.delta)
+    delta = f"{version}/delta/{{base:[0-9a-f]{{32}}}}"
+    for path, handler in (
+        (f"{version}/manifest", server.manifest),
+        (f"{version}/full", server.bytes),
+        (f"{delta}/manifest", server.manifest),
+        (delta, server.bytes),
+    ):
+        app.router.add_get(path, handler)
     options = {"backlog": 1024, "shutdown_timeout": 0.5, "keepalive_timeout": 60.0}
     server.runner, server.port = await limits.serve(app, host, port, ssl, "Choose another port.", **options)
     return server
@@ -101,21 +105,21 @@ class Server:
         return await handler(request)
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        return _response(self._find(request).manifest)
+        _, manifest, _ = self._find_file(request)
+        return web.Response(body=manifest.encode(), content_type="application/msgpack")
 
-    async def full(self, request: web.Request) -> web.StreamResponse:
-        published = self._find(request)
-        return await self._send(request, published, published.buffer)
+    async def bytes(self, request: web.Request) -> web.StreamResponse:
+        published, _, buffer = self._find_file(request)
+        return await self._send(request, published, buffer)
 
-    async def delta_manifest(self, request: web.Request) -> web.StreamResponse:
-        delta = self._find_delta(request).delta
-        assert delta is not None
-        return _response(delta)
-
-    async def delta(self, request: web.Request) -> web.StreamResponse:
-        published = self._find_delta(request)
-        assert published.delta_buffer is not None
-        return await self._send(request, published, published.delta_buffer)
+    def _find_file(self, request: web.Request) -> tuple[Published, ChunkedManifest, Buffer]:
+        """The full copy or the delta that the request names, and its manifest."""
+        published, base = self._find(request), request.match_info.get("base")
+        if base is None:
+            return published, published.manifest, published.buffer
+        if published.delta is None or published.delta_buffer is None or published.delta.base != base:
+            raise web.HTTPNotFound(text=f"version {published.manifest.version} has no delta from this base\n")
+        return published, published.delta, published.delta_buffer
 
     def _find(self, request: web.Request) -> Published:
         if request.match_info["version"] == "base":
@@ -129,12 +133,6 @@ class Server:
         if current and version < current.version:
             raise web.HTTPGone(text=f"version {version} is withdrawn; current is {current.version}\n")
         raise web.HTTPNotFound(text=f"version {version} is not published; current is {current and current.version}\n")
-
-    def _find_delta(self, request: web.Request) -> Published:
-        published = self._find(request)
-        if published.delta is None or published.delta.base != request.match_info["base"]:
-            raise web.HTTPNotFound(text=f"version {published.manifest.version} has no delta from this base\n")
-        return published
 
     async def _send(self, request: web.Request, published: Published, buffer: Buffer) -> web.StreamResponse:
         start, stop = _range(request, buffer.nbytes)
@@ -194,10 +192,6 @@ def _reset(transport: asyncio.Transport | None) -> None:
         if sock is not None and sock.fileno() >= 0:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
-
-
-def _response(manifest: ChunkedManifest) -> web.Response:
-    return web.Response(body=manifest.encode(), content_type="application/msgpack")
 
 
 def _range(request: web.Request, nbytes: int) -> tuple[int, int]:

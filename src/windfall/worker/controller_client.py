@@ -35,6 +35,7 @@ from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.handshake import JoinRefused
+from windfall.link.network import in_url
 from windfall.link.socket import Dialer, SocketLink
 from windfall.processes import process
 from windfall.processes.process import EXIT_NO_CONTROLLER
@@ -290,4 +291,4 @@ class ControllerClient:
         if parts.hostname != "_":
             return url
         host = urlsplit(self._dialer.url).hostname or "127.0.0.1"
-        return urlunsplit(parts._replace(netloc=f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"))
+        return urlunsplit(parts._replace(netloc=f"{in_url(host)}:{parts.port}"))

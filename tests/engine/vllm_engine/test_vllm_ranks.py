@@ -22,7 +22,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     from tests.support import vllm_case
     from tests.support.small_models import drain, logprobs, requests, tokens
-    from windfall.shared_tensors import BufferTensors, TensorFile
+    from windfall.weights.shared import BufferTensors, TensorFile
     from windfall.engine.vllm import factory as vllm_factory
     models = vllm_case.versions("llama", 2)
     spec = vllm_case.spec_of(models[0])

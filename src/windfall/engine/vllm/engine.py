@@ -34,8 +34,8 @@ from typing import Any
 from windfall.engine.base import Counters, Engine, check_request, duplicate_id
 from windfall.engine.vllm import installed, sampling
 from windfall.engine.vllm.checkpoint import WeightShapes
-from windfall.shared_tensors import BufferTensors, SharedTensors, TensorFile
 from windfall.types import Capabilities, Chunk, Finish, Request, Sampling
+from windfall.weights.shared import BufferTensors, SharedTensors, TensorFile
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import torch
 from windfall.engine.vllm.checkpoint import to_checkpoint
 from windfall.engine.vllm.sampling import WindfallSampler
 from windfall.processes.parent_death import die_with_parent
-from windfall.shared_tensors import SharedTensors
+from windfall.weights.shared import SharedTensors
 
 
 class Extension:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windfall import envs
-from windfall.algorithms import make
 from windfall.errors import WindfallError
 from windfall.recipe import env_sections, sections, unknown_keys
 from windfall.recipe.file import dump_recipe, load_recipe, parse_recipe
@@ -37,23 +36,16 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("[trian]\nlr = 1.0", "unknown key 'trian'. Did you mean 'train'?"),
         ("zzz = 3", "unknown key 'zzz'. Known: algorithm, chat, checkpoint, "),
         ("stps = 3", "unknown key 'stps'. Did you mean 'run.steps'?"),
-        ("[enviroment]\nname = 'gym'", "unknown key 'enviroment'. Did you mean 'env'?"),
         ("[env]\nname = 'agent'\ntasks = { name = 'gym', task = 'x', optons = {} }", "Did you mean 'options'?"),
         ("[sim.lenders]\nserving = {}\npeek = 3", "unknown key 'sim.lenders.peek'. Did you mean 'peak'?"),
-        ("[optimizer]\nlr = 1.0", "unknown key 'optimizer'. Did you mean 'train'?"),
-        ("[techniques]\nseeding = false", "unknown key 'techniques.seeding'. Did you mean 'trainer_generates'?"),
-        ("[fleet]\nautoscale = 'value'", "unknown key 'fleet.autoscale'. Did you mean 'workers_max'?"),
+        ("[optimizer]\nlr = 1.0", "unknown key 'optimizer'. Known: algorithm, "),
+        ("[techniques]\nseeding = false", "unknown key 'techniques.seeding'. Set techniques.trainer_generates."),
+        ("[fleet]\nautoscale = 'value'", "unknown key 'fleet.autoscale'. Set fleet.workers_max."),
         ("[fleet]\nfirst_seed_s = 3.0", "unknown key 'fleet.first_seed_s'"),
         ("[train]\nzzz = 1.0", "unknown key 'train.zzz'. Known: betas, "),
-        ("[train]\nlearning_rate = 1.0", "unknown key 'train.learning_rate'. Did you mean 'lr'?"),
-        ("[train]\nlearnin_rate = 1.0", "unknown key 'train.learnin_rate'. Did you mean 'lr'?"),
-        ("[train]\nnum_generations = 4", "unknown key 'train.num_generations'. Did you mean 'rollout.group_size'?"),
-        ("[train]\nbeta = 0.1", "unknown key 'train.beta'. Did you mean 'betas' or 'algorithm.kl'?"),
-        ("[rollout]\nn = 4", "unknown key 'rollout.n'. Did you mean 'group_size'?"),
-        ("[eval]\nn = 4", "unknown key 'eval.n'. Did you mean 'responses'?"),
-        ("[train]\nn = 4", "unknown key 'train.n'. Did you mean 'rollout.group_size'?"),
-        ("[algorithm]\nclip = 0.2", "unknown key 'algorithm.clip'. Did you mean 'options.clip'?"),
-        ("[train.lora]\nr = 8", "unknown key 'train.lora.r'. Did you mean 'rank'?"),
+        ("[train]\nlearning_rate = 1.0", "unknown key 'train.learning_rate'. Known: betas, "),
+        ("[train]\ngroup_size = 4", "unknown key 'train.group_size'. Did you mean 'rollout.group_size'?"),
+        ("[algorithm]\nclip = 0.2", "unknown key 'algorithm.clip'. Set it in [algorithm.options]."),
         ("[run]\nlr = 1.0", "unknown key 'run.lr'. Did you mean 'train.lr'?"),
         ("[run]\ntemperature = 1.0", "Did you mean 'rollout.temperature' or 'eval.temperature'?"),
         ("[rollout]\ntemprature = 1.0", "unknown key 'rollout.temprature'. Did you mean 'temperature'?"),
@@ -109,17 +101,6 @@ def test_invalid_recipe_is_refused_with_a_fix(tmp_path: Path, toml: str, expecte
     assert expected in message
     assert message.startswith(str(tmp_path / "recipe.toml"))
     assert len(message.splitlines()) == 1
-
-
-def test_every_name_of_another_framework_leads_to_a_key_that_exists() -> None:
-    for name, other in ((name, other) for name, others in unknown_keys.MEANT_BY.items() for other in others.split()):
-        *path, key = name.split(".")
-        if path == ["algorithm", "options"]:
-            assert make("grpo", **{key: 0.1})
-            continue
-        data = {"env": {"name": "dataset"}}
-        assert key in unknown_keys.section_at(path, data).model_fields, f"{other}: {name}"
-        assert other not in unknown_keys.section_at(path, data).model_fields, f"{other} is a key itself"
 
 
 def test_training_is_synchronous_unless_the_recipe_says_otherwise() -> None:

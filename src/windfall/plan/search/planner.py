@@ -200,7 +200,8 @@ class Search:
         def allowed() -> list[RunPlan]:
             return [p for p in found.values() if self._limits.allowed(1 / p.step_s, p.usd_per_h)]
 
-        if not allowed():  # the search's speeds are estimates: limits that it cannot meet may still be met
+        # The search's speeds are estimates without the trainer's own engine: limits may be met that it cannot meet.
+        if self.request.objective == "deadline" or not allowed():
             add(replace(self._limits, objective="throughput", budget_usd_per_h=math.inf))
         found.update((p.counts, p) for p in self._improved(list(found.values())))
         if not allowed():

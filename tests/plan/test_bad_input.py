@@ -12,12 +12,11 @@ from windfall.plan import command
 
 H100 = "[[machine]]\ngpu = 'H100'\ncount = 8\n"
 X1 = "[[device]]\nname = 'X1'\nmemory_gb = 64\nbandwidth_gb_per_s = 1600\ntflops = 200\nlink_gb_per_s = 50\n"
-COLUMNS = "cloud,gpu,on_demand_usd_per_gpu_h,spot_usd_per_gpu_h\n"
 
 
 def plan(what: str = "8B", **keys: Any) -> None:
     options: dict[str, Any] = {
-        "cluster": None, "gpus": "", "budget": "", "prices": None, "objective": "throughput", "deadline": 0.0,
+        "cluster": None, "gpus": "", "budget": "", "objective": "throughput", "deadline": 0.0,
         "staleness": None, "spot": None, "measured_in": None, "top": 2, "simulate": False, "write": None,
     }  # fmt: skip
     command.main(what, **{**options, **keys})
@@ -39,8 +38,6 @@ def plan(what: str = "8B", **keys: Any) -> None:
         ({"gpus": "8xH100", "objective": "deadline", "deadline": 0.001}, "not possible"),
         ({"gpus": "8xH100", "what": "9000B"}, "not known"),
         ({"cluster": Path("nowhere.toml")}, "no such cluster file"),
-        ({"gpus": "8xH100", "prices": Path("nowhere.csv")}, "no such price list"),
-        ({"gpus": "8xH100", "prices": Path(__file__).parent}, "cannot read it: Is a directory"),
         ({"cluster": Path(__file__).parent}, "cannot read it: Is a directory"),
         ({"gpus": "8xH100", "deadline": 3.0}, "the objective throughput has no deadline"),
         ({"gpus": "8xH100", "write": Path("no/folder/planned.toml")}, "no such folder"),
@@ -88,37 +85,6 @@ def test_bad_cluster_files_are_explained(text: str, what: str, tmp_path: Path, m
     Path("c.toml").write_text(text)
     with pytest.raises(WindfallError, match=what):
         plan(cluster=Path("c.toml"))
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        (b"", "the price list is empty"),
-        (b"cloud,gpu,on_demand_usd_per_gpu_h\naws,H100,3\n", "line 2: the column spot_usd_per_gpu_h is missing"),
-        (f"{COLUMNS}aws,H100,-3,1\n".encode(), "on_demand_usd_per_gpu_h is -3, which is not above 0"),
-        (f"{COLUMNS}aws,H100,3,cheap\n".encode(), "spot_usd_per_gpu_h is 'cheap', not a number"),
-        (f"{COLUMNS}aws,,3,1\n".encode(), "line 2: not a row of prices: no GPU"),
-        (f"{COLUMNS}aws,V100,3,1\n".encode(), "no GPU of this list is known: V100"),
-        (f"{COLUMNS}aws,H100,,\n".encode(), "buys no GPU: no price is known"),
-        (b"\xff\xfe\x00", "not a price list in UTF-8"),
-    ],
-)
-def test_bad_price_lists_are_explained(text: bytes, what: str, tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_bytes(text)
-    with pytest.raises(WindfallError, match=what):
-        plan(budget="50/h", prices=tmp_path / "p.csv")
-
-
-def test_a_list_may_have_gpus_that_cannot_be_planned_and_offers_without_spot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = f"\ufeff{COLUMNS}aws,V100,3,1\naws,H100,4,2\nnebius,h100,3.5,\n"
-    (tmp_path / "p.csv").write_text(text, encoding="utf-8")
-    plan(budget="50/h", prices=tmp_path / "p.csv")
-    out = capsys.readouterr().out
-    assert "figures are not known: V100" in out
-    assert "$3.50" in out
-    assert "nebius" in out
 
 
 def test_a_recipe_is_not_overwritten_by_its_plan(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_written_recipe_loads_and_says_what_the_plan_says(tmp_path: Path) -> Non
 def test_recipe_of_a_model_name_trains_that_model_with_the_planned_sizes(tmp_path: Path) -> None:
     path = tmp_path / "planned.toml"
     command.main(
-        "8B", cluster=None, gpus="8xH100", budget="", prices=None, objective="throughput", deadline=0.0, staleness=2,
+        "8B", cluster=None, gpus="8xH100", budget="", objective="throughput", deadline=0.0, staleness=2,
         spot=None, measured_in=None, top=1, simulate=False, write=path,
     )  # fmt: skip
     made, work = load_recipe(path), Workload(shape=MODELS["Qwen3-8B"])
@@ -73,7 +73,7 @@ def test_plan_of_the_readme_can_be_written_and_keys_can_be_set(tmp_path: Path) -
     """Its workers are on other machines, and no address is known: the run listens on all of its own."""
     path = tmp_path / "planned.toml"
     keys: dict[str, Any] = {
-        "cluster": None, "budget": "", "prices": None, "objective": "throughput", "deadline": 0.0, "staleness": None,
+        "cluster": None, "budget": "", "objective": "throughput", "deadline": 0.0, "staleness": None,
         "spot": None, "measured_in": None, "top": 1, "simulate": False, "write": path,
     }  # fmt: skip
     command.main("8B", gpus="8xH100 + 6x2xH100:spot", **keys)

@@ -11,6 +11,7 @@ from windfall.plan.model.cluster import ClusterMachine
 from windfall.plan.run import recipe
 from windfall.plan.run.recipe import Simulated
 from windfall.plan.search import planner
+from windfall.plan.search.frontier import fastest_by_price
 from windfall.plan.search.plan import PlanRequest, RunPlan
 from windfall.recipe.sections import Recipe
 
@@ -108,7 +109,7 @@ def best(request: PlanRequest, base: Recipe, *, simulate: bool) -> PlanChoice:
     found.add_without_groups()
     ranked = found.ranked()
     rows = [*found.rows.values(), *(ComparedPlan(p) for p in every if p.counts not in found.rows)]
-    shown = planner.fastest_by_price([(row.tok_per_s, row.plan.usd_per_h) for row in rows], FRONTIER)
+    shown = fastest_by_price([(row.tok_per_s, row.plan.usd_per_h) for row in rows], FRONTIER)
     frontier = [rows[n] for n in shown]
     if ranked[0] not in frontier:
         frontier = sorted([*frontier, ranked[0]], key=lambda row: row.plan.usd_per_h)

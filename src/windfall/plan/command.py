@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 import tomllib
@@ -36,7 +35,6 @@ def main(
     cluster: Path | None,
     gpus: str,
     budget: str,
-    prices: Path | None,
     objective: str,
     deadline: float,
     staleness: int | None,
@@ -62,12 +60,9 @@ def main(
     work = recipe.recipe_workload(base)
     if staleness is not None:
         work = replace(work, staleness=staleness)
-    listed = None
-    if prices is not None:
-        listed = devices.priced(csv.DictReader(_text(prices, "price list").splitlines()), str(prices))
     usd = _budget(budget) if budget else math.inf
     engine = "vllm" if base.engine.name == "vllm" else "windfall"
-    made = _cluster(cluster, gpus, usd, listed.gpus if listed else None, spot is not None, engine)
+    made = _cluster(cluster, gpus, usd, spot is not None, engine)
     if measured_in is not None:
         seen = run_log.speeds(run_log.events_of(measured_in), str(measured_in))
         work = run_log.with_lengths(work, seen.lengths, seen.prompt_tokens)
@@ -87,8 +82,6 @@ def main(
     print("\n".join(report.report(name, request, found)))
     for line in found.refused:
         print(f"refused: {line}")
-    if listed and listed.unknown:
-        print(f"not planned, because their figures are not known: {', '.join(listed.unknown)} of {prices}")
     if write is not None:
         plan, figures = found.ranked[0]
         text = dump_recipe(recipe.write(plan, request, base, figures))
@@ -107,18 +100,16 @@ def check(run: Path) -> None:
     print("\n".join([run_log.HEADER, *map(str, run_log.check(planned, events, str(run)))]))
 
 
-def _cluster(
-    file: Path | None, gpus: str, usd_per_h: float, known: Mapping[str, Gpu] | None, spot: bool, engine: EngineName
-) -> Cluster:
-    """The machines of a file or of a text, or all that the budget could buy. `known`: GPUs of a price list."""
+def _cluster(file: Path | None, gpus: str, usd_per_h: float, spot: bool, engine: EngineName) -> Cluster:
+    """The machines of a file or of a text, or all that the budget could buy."""
     if file is not None and gpus:
         raise WindfallError("--cluster and --gpus both describe the GPUs", where="windfall plan", fix="Give one.")
     if file is not None:
-        return clusters.parse(_toml(file), str(file), known, engine)
+        return clusters.parse(_toml(file), str(file), engine)
     if gpus:
-        return clusters.from_text(gpus, known, engine)
+        return clusters.from_text(gpus, engine)
     if math.isfinite(usd_per_h):
-        return market(known or _built_in(), usd_per_h, spot)
+        return market(usd_per_h, spot)
     fix = "Give --cluster FILE, --gpus '8xH100 + 6x2xH100:spot', or --budget 90/h."
     raise WindfallError("nothing says which GPUs there are", where="windfall plan", fix=fix)
 
@@ -132,29 +123,18 @@ def _check_target(write: Path, recipe: str) -> None:
         raise WindfallError("this is the recipe itself", where=f"--write {write}", fix="Give another file.")
 
 
-def _text(path: Path, what: str) -> str:
+def _toml(path: Path) -> Mapping[str, Any]:
     fix = "See docs/plan.md for an example."
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as e:
-        raise WindfallError(f"no such {what}", where=str(path), fix=fix) from e
+        raise WindfallError("no such cluster file", where=str(path), fix=fix) from e
     except OSError as e:
         raise WindfallError(f"cannot read it: {e.strerror}", where=str(path), fix=fix) from e
     except UnicodeDecodeError as e:
-        raise WindfallError(f"not a {what} in UTF-8: {e}", where=str(path), fix=fix) from e
-
-
-def _toml(path: Path) -> Mapping[str, Any]:
-    try:
-        return tomllib.loads(_text(path, "cluster file"))
+        raise WindfallError(f"not a cluster file in UTF-8: {e}", where=str(path), fix=fix) from e
     except tomllib.TOMLDecodeError as e:
         raise WindfallError(f"not valid TOML: {e}", where=str(path), fix="Correct the syntax there.") from e
-
-
-def _built_in() -> dict[str, Gpu]:
-    """GPUs whose prices the built-in table has."""
-    found = {name: devices.find(name) for name in devices.TABLE}
-    return {name: g for name, g in found.items() if g.spot_usd_per_h is not None}
 
 
 def _budget(text: str) -> float:
@@ -169,14 +149,15 @@ def _budget(text: str) -> float:
     return float(found[1])
 
 
-def market(known: Mapping[str, Gpu], usd_per_h: float, spot: bool) -> Cluster:
+def market(usd_per_h: float, spot: bool) -> Cluster:
     """Everything that the budget could buy: machines of each type, reserved ones, and spot ones if wanted."""
     terms: tuple[Terms, ...] = ("reserved", "spot") if spot else ("reserved",)
     offers: list[tuple[float, Gpu, Terms]] = [
         (usd, gpu, lease)
-        for gpu in known.values()
+        for gpu in map(devices.find, devices.TABLE)
         for lease in terms
-        if (usd := gpu.spot_usd_per_h if lease == "spot" else gpu.reserved_usd_per_h) is not None
+        if gpu.spot_usd_per_h is not None
+        and (usd := gpu.spot_usd_per_h if lease == "spot" else gpu.reserved_usd_per_h) is not None
     ]
     machines: list[ClusterMachine] = []
     for usd, gpu, lease in offers:
@@ -186,7 +167,7 @@ def market(known: Mapping[str, Gpu], usd_per_h: float, spot: bool) -> Cluster:
             machines.append(ClusterMachine(name=f"m{len(machines)}", gpu=gpu, count=size, lease=lease))
     if not machines:
         what = f"${usd_per_h:.2f} per hour buys no GPU"
-        what += f"; the cheapest costs ${min(usd for usd, _, _ in offers):.2f}" if offers else ": no price is known"
+        what += f"; the cheapest costs ${min(usd for usd, _, _ in offers):.2f}"
         raise WindfallError(what, where="--budget", fix="Raise the budget.")
     return Cluster(machines=tuple(machines), links=Links())
 

@@ -254,16 +254,13 @@ class ClusterTables(Table):
 TABLES = {"machine": MachineTable, "device": DeviceTable, "links": LinksTable, "link": ZoneLinkTable}
 
 
-def parse(
-    data: Mapping[str, Any], where: str, known: Mapping[str, Gpu] | None = None, engine: EngineName = "windfall"
-) -> Cluster:
-    """A cluster from the data of a TOML file. `known`: GPUs with the prices of a price list. `engine`: of machines that
-    name none."""
+def parse(data: Mapping[str, Any], where: str, engine: EngineName = "windfall") -> Cluster:
+    """A cluster from the data of a TOML file. `engine`: of machines that name none."""
     try:
         tables = ClusterTables.model_validate(data)
     except ValidationError as error:
         raise _explained(min(error.errors(), key=lambda e: e["type"] != "extra_forbidden"), where) from None
-    gpus = {**devices.TABLE, **(known or {}), **{row.name: _device(row, where) for row in tables.device}}
+    gpus = {**devices.TABLE, **{row.name: _device(row, where) for row in tables.device}}
     machines: list[ClusterMachine] = []
     for row in tables.machine:
         machines += _machines(row, gpus, where, len(machines), engine)
@@ -315,7 +312,7 @@ def _check_links(rows: Iterable[ZoneLinkTable], zones: set[str], where: str) -> 
             raise WindfallError(f"no machine is in the zone {zone!r}", where=f"{where}, [[link]]", fix=fix)
 
 
-def from_text(text: str, known: Mapping[str, Gpu] | None = None, engine: EngineName = "windfall") -> Cluster:
+def from_text(text: str, engine: EngineName = "windfall") -> Cluster:
     """
     >>> str(from_text("8xH100 + 6x2xH100:spot"))
     '8 H100 + 12 H100 spot'
@@ -328,7 +325,7 @@ def from_text(text: str, known: Mapping[str, Gpu] | None = None, engine: EngineN
             raise WindfallError(f"cannot parse {part.strip()!r}", where="--gpus", fix=fix)
         machines, count, gpu, lease = found.groups()
         rows.append({"gpu": gpu, "count": int(count), "machines": int(machines or 1), "lease": lease or "reserved"})
-    return parse({"machine": rows}, "--gpus", known, engine)
+    return parse({"machine": rows}, "--gpus", engine)
 
 
 def _check_size(gpus: int, where: str) -> None:

@@ -3,17 +3,17 @@
 Figures are those of data sheets: dense FLOP/s in bfloat16 without sparsity (data sheets print twice as much, with a
 footnote), and bytes per second in one direction (data sheets add both). Each has its document and date; they were
 compared with public copies and listings of these documents on 2026-11-17.
-The cost model knows what an engine reaches of them. Prices come from cost/prices.py unless a price list is given. GPUs
-of the AReaL-Hex paper have the paper's figures and prices, so that its clusters can be planned as they were. Its H800
-has the FLOP/s and bandwidth of a PCIe card and the NVLink of an SXM module, which is "H800-SXM" here (docs/plan.md).
+The cost model knows what an engine reaches of them. Prices come from cost/prices.py unless a cluster file has them.
+GPUs of the AReaL-Hex paper have the paper's figures and prices, so that its clusters can be planned as they were. Its
+H800 has the FLOP/s and bandwidth of a PCIe card and the NVLink of an SXM module, which is "H800-SXM" here
+(docs/plan.md).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from windfall.controller.cost import prices
 from windfall.errors import WindfallError, nearest
@@ -21,7 +21,6 @@ from windfall.step_time import StepTime
 
 PCIE4 = 25e9
 """Bytes per second that a PCIe x16 link reaches in one direction."""
-PRICE_COLUMNS = "Columns: cloud,gpu,on_demand_usd_per_gpu_h,spot_usd_per_gpu_h."
 CATALOG = f"{prices.SOURCE}, {prices.DATE}"
 HEX = "AReaL-Hex, arXiv 2511.00796 (2025-11)"
 
@@ -54,7 +53,7 @@ class Gpu:
         usd = self.spot_usd_per_h if spot else self.reserved_usd_per_h
         if usd is None:
             terms = "spot" if spot else "on-demand"
-            fix = "Give price_usd_per_gpu_h in the cluster file, or --prices FILE with this GPU."
+            fix = "Give price_usd_per_gpu_h in the cluster file."
             raise WindfallError(f"no {terms} price is known for {self.name}", where="prices", fix=fix)
         return usd
 
@@ -133,59 +132,3 @@ def _priced(gpu: Gpu) -> Gpu:
 
 
 Terms = Literal["reserved", "spot", "borrowed"]
-
-
-class PriceList(NamedTuple):
-    gpus: dict[str, Gpu]
-    """GPUs with the lowest price of the list, on demand and spot."""
-    unknown: tuple[str, ...]
-    """GPUs of the list whose figures are not known here, so they cannot be planned."""
-
-
-def priced(rows: Iterable[Mapping[str, str | None]], where: str) -> PriceList:
-    """The GPUs of a price list, each at its lowest price. Columns as in the public catalogs: cloud, gpu,
-    on_demand_usd_per_gpu_h, spot_usd_per_gpu_h. An empty price means that the cloud does not offer this.
-
-    >>> rows = [{"cloud": "a", "gpu": "L4", "on_demand_usd_per_gpu_h": "2", "spot_usd_per_gpu_h": "0.7"}]
-    >>> priced(rows, "p.csv").gpus["L4"].spot_usd_per_h
-    0.7
-    """
-    out: dict[str, Gpu] = {}
-    unknown: dict[str, None] = {}
-    for line, row in enumerate(rows, start=2):
-        place = f"{where}, line {line}"
-        name = (row.get("gpu") or "").strip()
-        if not name:
-            raise WindfallError("not a row of prices: no GPU", where=place, fix=PRICE_COLUMNS)
-        reserved, spot = (_price(row, key, place) for key in ("on_demand_usd_per_gpu_h", "spot_usd_per_gpu_h"))
-        found = next((g for g in TABLE.values() if g.name.upper() == name.upper()), None)
-        if found is None:
-            unknown[name] = None
-            continue
-        gpu = out.get(found.name) or replace(found, reserved_usd_per_h=None, spot_usd_per_h=None)
-        source = ", ".join(filter(None, ((row.get("cloud") or "").strip(), where.rpartition("/")[2])))
-        if reserved is not None and reserved < (gpu.reserved_usd_per_h or math.inf):
-            gpu = replace(gpu, reserved_usd_per_h=reserved, reserved_source=source)
-        if spot is not None and spot < (gpu.spot_usd_per_h or math.inf):
-            gpu = replace(gpu, spot_usd_per_h=spot, spot_source=source)
-        out[found.name] = gpu
-    if not out:
-        what = f"no GPU of this list is known: {', '.join(unknown)}" if unknown else "the price list is empty"
-        raise WindfallError(what, where=where, fix=f"Give at least one of: {', '.join(TABLE)}.")
-    return PriceList(out, tuple(unknown))
-
-
-def _price(row: Mapping[str, str | None], key: str, where: str) -> float | None:
-    if key not in row:
-        raise WindfallError(f"the column {key} is missing", where=where, fix=PRICE_COLUMNS)
-    text = (row[key] or "").strip()
-    if not text:
-        return None
-    try:
-        usd = float(text)
-    except ValueError as e:
-        raise WindfallError(f"{key} is {text!r}, not a number", where=where, fix=PRICE_COLUMNS) from e
-    if not (math.isfinite(usd) and usd > 0):
-        fix = "Give dollars per GPU and hour, or nothing if it is not offered."
-        raise WindfallError(f"{key} is {text}, which is not above 0", where=where, fix=fix)
-    return usd

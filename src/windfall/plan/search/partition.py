@@ -3,16 +3,14 @@
 GPUs are the vertices of a graph, links its edges: fast within a machine, slower between machines, and often still
 slower between zones. For given counts, FSDP is as fast as the slowest link among the training GPUs, because its rings
 pass them all. So the best partition is the one whose slowest link is the fastest; of those, the one with the largest
-bandwidth over all pairs; while every replica still fits into one machine. GPUs of a machine are alike, and so are
-machines of one size and zone, so a partition is a number of training GPUs per machine:
-
-    exact     every such vector, up to equal machines; small clusters
-    greedy    from every zone outwards, fill the largest machines first, then move GPUs while that helps; large clusters
+bandwidth over all pairs; while every replica still fits into one machine. GPUs of a machine are alike, so a partition
+is a number of training GPUs per machine: from every zone outwards whole machines are filled, then GPUs are moved while
+that helps.
 
 Replica sizes are powers of two, so placing the largest first packs them whenever they can be packed at all, whichever
 machines are preferred: those that train, which need not pull new weights, then those with the best link to them.
 
-`benchmarks/fleet/plan_partition.py` compares both with KaHyPar, a general graph partitioner.
+`benchmarks/fleet/plan_partition.py` compares it with KaHyPar, a general graph partitioner.
 """
 
 from __future__ import annotations
@@ -21,12 +19,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-EXACT_LIMIT = 20_000
-"""Largest number of vectors that are enumerated."""
 MOVES = 50
-"""Largest number of improvements of a greedy partition."""
+"""Largest number of improvements of a partition."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +78,6 @@ class Partition:
     """Bytes per second of the slowest link between two training GPUs."""
     mean: float
     """Mean bandwidth between two training GPUs, in bytes per second."""
-    exact: bool
 
 
 def pack(left: Sequence[int], sizes: Sequence[int], prefer: Sequence[float] = ()) -> tuple[tuple[int, ...], ...] | None:
@@ -112,22 +106,18 @@ def pack(left: Sequence[int], sizes: Sequence[int], prefer: Sequence[float] = ()
     return tuple(map(tuple, out))
 
 
-def partition(
-    graph: Graph, train: int, sizes: Sequence[int], *, near: Sequence[float] = (), exact: bool | None = None
-) -> Partition | None:
-    """The best partition. `near`: of every machine, bytes per second from GPUs of another kind that train. None: the
-    replicas do not fit in any."""
-    if exact is None:
-        exact = vectors(graph, train) <= EXACT_LIMIT
+def partition(graph: Graph, train: int, sizes: Sequence[int], *, near: Sequence[float] = ()) -> Partition | None:
+    """The best partition that is found. `near`: of every machine, bytes per second from GPUs of another kind that
+    train. None: the replicas do not fit in any."""
     best: Partition | None = None
-    for vector in _all(graph, train) if exact else _greedy(graph, train, sizes):
+    for vector in _vectors(graph, train, sizes):
         slowest, mean = graph.score(vector)
         if best is not None and (slowest, mean) <= (best.slowest, best.mean * (1 + 1e-12)):
             continue
         left = [m - n for m, n in zip(graph.machines, vector, strict=True)]
         placed = pack(left, sizes, _preferred(graph, vector, near))
         if placed is not None:
-            best = Partition(training=vector, replicas=placed, slowest=slowest, mean=mean, exact=exact)
+            best = Partition(training=vector, replicas=placed, slowest=slowest, mean=mean)
     return best
 
 
@@ -141,50 +131,12 @@ def _preferred(graph: Graph, training: Sequence[int], near: Sequence[float]) -> 
     return out
 
 
-def vectors(graph: Graph, train: int) -> int:
-    """Upper bound on the number of vectors, equal machines counted once."""
-    total = 1
-    for (size, _), count in Counter(zip(graph.machines, graph.zones, strict=True)).items():
-        most = min(size, train)
-        total *= math.comb(count + most, most)
-        if total > EXACT_LIMIT:
-            return total
-    return total
-
-
-def _all(graph: Graph, train: int) -> Iterator[tuple[int, ...]]:
-    """Every vector, with the numbers of equal machines in descending order."""
-    alike = list(zip(graph.machines, graph.zones, strict=True))
-    if not train:
-        yield (0,) * len(alike)
-        return
-    order = sorted(range(len(alike)), key=lambda n: (-alike[n][0], alike[n][1]))
-    room = list(accumulate((graph.machines[n] for n in reversed(order)), initial=0))[::-1]
-
-    def choose(at: int, left: int, before: int) -> Iterator[tuple[int, ...]]:
-        if at == len(order):
-            if left == 0:
-                yield ()
-            return
-        most = min(alike[order[at]][0], left)
-        if at and alike[order[at - 1]] == alike[order[at]]:
-            most = min(most, before)
-        if left > room[at]:
-            return
-        for n in range(most, -1, -1):
-            for rest in choose(at + 1, left - n, n):
-                yield (n, *rest)
-
-    for chosen in choose(0, train, train):
-        vector = [0] * len(order)
-        for n, value in zip(order, chosen, strict=True):
-            vector[n] = value
-        yield tuple(vector)
-
-
-def _greedy(graph: Graph, train: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _vectors(graph: Graph, train: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """A few vectors that fill whole machines, from every zone outwards, each repaired by moving GPUs until the replicas
     fit, and then improved by moving GPUs."""
+    if not train:
+        yield (0,) * len(graph.machines)
+        return
     for zone in sorted(set(graph.zones)):
         for largest in (True, False):
             vector = _filled(graph, train, zone, largest)

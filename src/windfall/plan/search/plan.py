@@ -304,7 +304,7 @@ def score(
     # With staleness, engines go on while new weights arrive; then the contexts of running responses are computed again.
     update_s = w.reward_s + (again_s if w.staleness else weights_s)
     bound_s = max(tail_s, weights_s) if w.staleness else tail_s
-    rate = float(steps_per_s(trained.step_s, tok_per_s, w.tokens, update_s, bound_s, w.staleness > 0))
+    rate = steps_per_s(trained.step_s, tok_per_s, w.tokens, update_s, bound_s, w.staleness > 0)
     usd = sum(p.used * request.price(p.machine.kind) for p in placed if p.used)
     traffic = traffic_usd(request, placed, trained) * 3600 * rate
     return RunPlan(

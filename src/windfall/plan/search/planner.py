@@ -1,9 +1,9 @@
 """From a cluster and a workload to a list of plans, best first. Pure.
 
     1  options   trainers and engines that fit in memory, with the cost model's times
-    2  search    counts per kind (frontier.py): the best for every trainer, and the frontier of speed and price. An
-                 engine's speed depends on its batch, and the batch on how many engines there are, so search and
-                 speeds are repeated until nothing new is found
+    2  search    counts per kind (frontier.py): every trainer with engines that are as fast as it needs. An engine's
+                 speed depends on its batch, and the batch on how many engines there are, so there are two searches:
+                 with the speeds of one engine that has all responses, and of engines on all GPUs
     3  place     individual GPUs (partition.py); engines that cannot be placed are replaced by smaller ones
     4  score     the placed plan with its true links and batches (plan.py), with the trainer's own engine and without
                  it; plans are sorted by this
@@ -43,10 +43,8 @@ from windfall.plan.search.plan import (
 
 Row = TypeVar("Row", bound=Any)
 """A plan with its figures, predicted or simulated: `tok_per_s` and `usd_per_h`."""
-ROUNDS = 3
-"""Repetitions of search with the batches of the last solution."""
-CANDIDATES, BETWEEN = 12, 16
-"""Solutions of a search that are placed and scored: the best of the best trainers, and some of the frontier."""
+CANDIDATES = 160
+"""Solutions of a search that are placed and scored."""
 OWN_GAIN = 1.01
 """The trainer's own engine is planned if it should be worth at least this factor in speed."""
 TIE = 0.02
@@ -55,7 +53,9 @@ LATE = 1.001
 """A plan that takes longer than this share of the deadline misses it."""
 MOST_ZONES = 4
 """Zones that are tried together are fewer than this."""
-IMPROVED = 2
+MOST_NEAR = 12
+"""Plans of some zones that are compared with those of all."""
+IMPROVED = 4
 """Plans that are improved."""
 CHANGES = 300
 """Changed plans that are scored, per plan that is improved."""
@@ -90,24 +90,6 @@ def ranked(request: PlanRequest, found: Iterable[Row]) -> list[Row]:
         first = min(near, key=lambda row: row.usd_per_h / row.tok_per_s)
         rows = [first, *(row for row in rows if row is not first)]
     return rows
-
-
-def fastest_by_price(rows: Sequence[tuple[float, float]], most: int) -> list[int]:
-    """Which of these pairs of tokens per second and dollars per hour are faster than every cheaper one, the cheapest
-    first: at most this many, at even distances of the logarithms of their prices.
-
-    >>> fastest_by_price([(10.0, 1.0), (30.0, 4.0), (20.0, 2.0), (5.0, 3.0)], 2)
-    [0, 1]
-    """
-    out: list[int] = []
-    for n in sorted(range(len(rows)), key=lambda n: (rows[n][1], -rows[n][0])):
-        if not out or rows[n][0] > rows[out[-1]][0] * (1 + 1e-9):
-            out.append(n)
-    if len(out) <= most:
-        return out
-    at = [math.log(max(rows[n][1], 1e-9)) for n in out]
-    wanted = [at[0] + (at[-1] - at[0]) * i / (most - 1) for i in range(most)]
-    return [out[i] for i in sorted({min(range(len(at)), key=lambda n: abs(at[n] - x)) for x in wanted})]
 
 
 def without(request: PlanRequest, machines: Sequence[ClusterMachine]) -> list[RunPlan]:
@@ -201,45 +183,38 @@ class Search:
         use only some zones."""
         found: dict[frozenset[tuple[Kind, int, int]], RunPlan] = {}
 
-        def add(counts: Iterable[Counts]) -> list[RunPlan]:
-            """The plans that are new, each also with the trainer's own engine if that should help."""
-            made = [plan for c in counts if (plan := self.place(c)) is not None]
-            new = [plan for plan in made if plan.counts not in found]
-            found.update((plan.counts, plan) for plan in new)
-            owns = [own for plan in new if (own := with_own_engine(self.request, plan, gain=OWN_GAIN))]
-            found.update((own.counts, own) for own in owns)
-            return new
+        def add(problem: Problem) -> None:
+            """The solutions as plans, each also with the trainer's own engine if that should help."""
+            for solution in solve(problem, CANDIDATES):
+                plan = self.place(solution.counts)
+                if plan is not None and plan.counts not in found:
+                    found[plan.counts] = plan
+                    if own := with_own_engine(self.request, plan, gain=OWN_GAIN):
+                        found[own.counts] = own
 
         for crowded in (False, True):
-            step_s = self._first_step_s(crowded)
-            for n in range(ROUNDS):
-                solutions = solve(self._problem(step_s), CANDIDATES, BETWEEN if n == 0 else 0)
-                new = add(s.counts for s in solutions)
-                if not new:
-                    break
-                step_s = max(step_time(g.engine, g.batch, self.request.work) for g in new[0].replicas)
-        add(self._beside_own_engine())
+            add(self._problem(crowded=crowded))
         for plan in self._near() if near else ():
             found.setdefault(plan.counts, plan)
-        if not found:  # the search's speeds are estimates: limits that it cannot meet may still be met
-            unlimited = replace(self._limits, objective="throughput", budget_usd_per_h=math.inf)
-            add(s.counts for s in solve(unlimited, CANDIDATES))
+
+        def allowed() -> list[RunPlan]:
+            return [p for p in found.values() if self._limits.allowed(1 / p.step_s, p.usd_per_h)]
+
+        # The search's speeds are estimates without the trainer's own engine: limits may be met that it cannot meet.
+        if self.request.objective == "deadline" or not allowed():
+            add(replace(self._limits, objective="throughput", budget_usd_per_h=math.inf))
         found.update((p.counts, p) for p in self._improved(list(found.values())))
-        allowed = [p for p in found.values() if self._limits.allowed(1 / p.step_s, p.usd_per_h)]
-        if not allowed:
+        if not allowed():
             raise self._nothing()
-        return allowed
+        return allowed()
 
-    def _first_step_s(self, crowded: bool) -> float:
-        """Step time of an engine to begin the search with: all GPUs share the responses, or one engine has all."""
-        w, gpus = self.request.work, self.request.cluster.gpus
-        (_, tp), engine = next(iter(self.engines.items()))
-        batch = in_flight(w) if crowded else max(1.0, 2 * in_flight(w) * tp / gpus)
-        return step_time(engine, min(batch, engine.slots), w)
-
-    def _problem(self, step_s: float) -> Problem:
-        """The search with engines that take this long for a step."""
+    def _problem(self, *, crowded: bool) -> Problem:
+        """The search with the speeds of engines that all take as long for a step: as long as one engine that has all
+        responses, or as one of engines on all GPUs."""
         r, w = self.request, self.request.work
+        (_, tp), first = next(iter(self.engines.items()))
+        batch = in_flight(w) if crowded else max(1.0, 2 * in_flight(w) * tp / r.cluster.gpus)
+        step_s = step_time(first, min(batch, first.slots), w)
         engines, tail_s = {}, math.inf
         for (k, tp), engine in self.engines.items():
             batch = max(1.0, min(batch_at(engine, step_s, w), in_flight(w)))
@@ -263,20 +238,7 @@ class Search:
 
     @cached_property
     def _limits(self) -> Problem:
-        return self._problem(self._first_step_s(True))
-
-    def _beside_own_engine(self) -> Iterator[Counts]:
-        """For trainers in one machine, whose own engines may generate: all other GPUs generate, or those of one kind.
-        The search does not know of these engines; with them, larger trainers and fewer workers are better."""
-        smallest = {k: min(tp for i, tp in self.engines if i == k) for k in {k for k, _ in self.engines}}
-        for trains, gpus in self.trainers:
-            if gpus > max(m.count for m in self.kinds[trains][1]):
-                continue
-            free = {(k, tp): (self.have[k] - gpus * (k == trains)) // tp for k, tp in smallest.items()}
-            engines = {engine: n for engine, n in free.items() if n}
-            if engines:
-                yield Counts((trains, gpus), engines)
-            yield from (Counts((trains, gpus), {engine: n}) for engine, n in engines.items())
+        return self._problem(crowded=True)
 
     def _near(self) -> Iterator[RunPlan]:
         """Plans that use only some zones: each zone alone, then with the nearest other ones. The search for the highest
@@ -294,7 +256,7 @@ class Search:
                 machines = tuple(m for m in cluster.machines if m.zone in chosen)
                 part = replace(self.request, cluster=replace(cluster, machines=machines))
                 try:
-                    made = ranked(part, Search(part).run(near=False))[:CANDIDATES]
+                    made = ranked(part, Search(part).run(near=False))[:MOST_NEAR]
                 except WindfallError:  # too few GPUs for the model, the budget or the deadline
                     continue
                 for plan in made:

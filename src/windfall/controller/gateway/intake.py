@@ -36,7 +36,7 @@ MIN_VALUES, VALUES_PER_TOKEN = 32_768, 2
 ID_BYTES = 6
 """Bytes of a token id in a body, with its comma. A body with a list of prompts may be full of them."""
 CLIENT_REQUESTS, ALL_REQUESTS = 128, 4096
-CLIENT_BYTES, ALL_BYTES = 64 << 20, 2 << 30
+CLIENT_BYTES, ALL_BYTES = 64 << 20, 512 << 20
 READ_S = 30.0
 _ALL = object()
 """Stands for all clients together."""

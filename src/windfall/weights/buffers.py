@@ -186,13 +186,15 @@ def target(buffer: Buffer, piece: Piece) -> torch.Tensor:
 class LockedPages:
     """Locks the pages that a GPU copies to, once: a copy into pageable memory is several times slower."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = False) -> None:
+        """`whole`: lock whole buffers, from which the GPU also reads."""
+        self._whole = whole
         self._locked: dict[int, tuple[list[tuple[int, int]], list[int]]] = {}  # by descriptor: ranges, addresses
 
     def lock(self, buffer: Buffer, pieces: Sequence[Piece]) -> None:
         import torch
 
-        ranges = page_ranges(pieces, buffer.nbytes)
+        ranges = [(0, buffer.nbytes)] if self._whole else page_ranges(pieces, buffer.nbytes)
         if self._locked.get(buffer.fd, ([], []))[0] == ranges:
             return
         self.unlock(buffer)

@@ -89,10 +89,11 @@ class Publisher:
         chunk_bytes: int = CHUNK_BYTES,
         ranks: PublishRanks | None = None,
         on_machine: str | None = None,
+        read_here: bool = False,
     ) -> None:
         """`dtype`: of published floating-point tensors; None: as they are. `ranks`: the processes that publish
         together, each with a publisher of its own. `on_machine`: equal for ranks that can share memory; None: find
-        out."""
+        out. `read_here`: the GPU of this process also reads what is published."""
         if dtype is not None:
             manifest.width(dtype, "all")
         self.folder = folder
@@ -109,7 +110,7 @@ class Publisher:
         self._plan: PublishPlan | None = None
         self._spare: tuple[Buffer, PublishPlan] | None = None  # the buffer that is not readable, and its layout
         self._lock = threading.Lock()
-        self._pages = buffers.LockedPages()
+        self._pages = buffers.LockedPages(whole=read_here)
         threads = min(MAX_THREADS, max(1, (os.cpu_count() or 1) // self.ranks.size))
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="publish")
         self._closed = False

@@ -16,7 +16,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.sim.calibrate import event_log
 from windfall.step_time import StepPoint, StepTime
-from windfall.types import LOCAL
+from windfall.types import LOCAL, is_local
 
 FIX = "Give events.jsonl of a run, or its folder."
 
@@ -120,6 +120,6 @@ def _lengths(steps: Sequence[Event]) -> list[str]:
 
 def _boots(steps: Sequence[Event], events: Sequence[Event]) -> list[str]:
     bill = sum((msgspec.convert(e["bill"], Totals) for e in steps if e.get("bill")), Totals())
-    joined = sum(e["name"] == "worker_joined" and e["worker"].partition("#")[0] != LOCAL for e in events)
+    joined = sum(e["name"] == "worker_joined" and not is_local(e["worker"]) for e in events)
     booting_s = sum(a.seconds.get("booting", 0.0) for h, a in bill.holders.items() if h != "trainer")
     return [f"boot_s: {booting_s / joined:.1f}, including the first pull, mean of {joined} workers"] if joined else []

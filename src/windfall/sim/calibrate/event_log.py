@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from windfall.events.log import Event
 from windfall.step_time import StepPoint, StepTime, fit
-from windfall.types import LOCAL
+from windfall.types import LOCAL, is_local
 
 FLAT = 1e-4
 """Minimum time that a response adds to a step, as a share of the fixed time."""
@@ -96,7 +96,7 @@ def pulls(events: Sequence[Event]) -> Pulls:
     """
     seen, spans = set[str](), list[tuple[float, float, float]]()
     for e in events:
-        if e["name"] == "worker_ready" and e["worker"] != LOCAL:
+        if e["name"] == "worker_ready" and not is_local(e["worker"]):
             if e["worker"] in seen and e["bytes"] and e["s"] > 0:
                 spans.append((e["t"] - e["s"], e["t"], float(e["bytes"])))
             seen.add(e["worker"])

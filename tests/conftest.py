@@ -107,7 +107,6 @@ LONGEST_FIRST = (
     *FORKED_RANKS,  # one process runs all of them
     "run",
     "trainer/test_checkpoint.py",
-    "engine/group",
     "runs/test_runs.py",
     "engine/test_contract.py",
     "engine/selftest",

@@ -147,7 +147,7 @@ async def run_trainer(folder: Path) -> int:
     if recipe.fleet.local:
         await asyncio.sleep(0.5)
         sleeping = SleepingEngine(LOCAL, LENGTHS, vocabulary=VOCABULARY)
-        shared = TrainerEngine(sleeping, host.engine.turn.engines, published=lambda: host.manifest)
+        shared = TrainerEngine(sleeping, host.engine.turn, published=lambda: host.manifest)
         host.engine.engine = shared
         agent = ControllerClient(
             address, secret, name="local", lease=Lease(kind="reserved", price_usd_per_h=TRAINER_USD_PER_H),

@@ -43,11 +43,6 @@ class Place:
         return {**base, VISIBLE: self.gpu} if self.gpu else dict(base)
 
 
-def own_place(device: str) -> Place:
-    """Where this process computes, for another process that is to compute there. `device`: as from `resolve`."""
-    return Place(device=device, gpu=os.environ.get(VISIBLE, "").partition(",")[0] if device == "cuda" else "")
-
-
 def gpu_places(device: str, environment: Mapping[str, str] | None = None, installed: int | None = None) -> list[Place]:
     """The GPUs that processes on this machine may use if `device` is "auto", "cuda" or "cuda:N". Empty on a CPU, and if
     the number of GPUs is unknown.

@@ -15,7 +15,18 @@ LeaseKind = Literal["reserved", "spot", "borrowed"]
 Prompt = str | Sequence[Mapping[str, str]]
 """Text, or a conversation: messages with "role" and "content" for the model's chat template."""
 LOCAL = "local"
-"""Name of the worker that is the trainer's own engine. No other worker has this name."""
+"""Name of the worker that is the trainer's own engine. A trainer with several ranks has one on each: `local`,
+`local-1`, ... No other worker has such a name."""
+
+
+def is_local(worker: str) -> bool:
+    """Whether a worker with this name or id is an engine of the trainer.
+
+    >>> [is_local(worker) for worker in ("local", "local#2", "local-3#2", "local.3", "localhost-1")]
+    [True, True, True, False, False]
+    """
+    name, _, rank = worker.partition("#")[0].partition("-")
+    return name == LOCAL and (not rank or rank.isdecimal())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """What every engine must do, over several architectures, in both modes. Not covered: a GPU, bfloat16, real weights.
 
-cuda/test_engine.py and group/test_engine_group.py have what is particular to these engines, vllm_engine/ that of vLLM.
+cuda/test_engine.py has what is particular to that engine, vllm_engine/ that of vLLM.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import asyncio
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,29 +89,19 @@ def test_one_process_at_a_time_allocates_memory(lock_file: Path, capfd: pytest.C
     lock_file.unlink()
 
 
-@pytest.mark.parametrize(
-    ("fails", "why"),
-    [
-        (lambda: WindfallError("too little memory", where="cuda"), "too little memory"),
-        (
-            lambda: RuntimeError("shared memory\nand more"),
-            "the trainer's own engine failed: RuntimeError: shared memory",
-        ),
-    ],
-)
-def test_trainer_ends_if_its_own_engine_fails(fails: Callable[[], Exception], why: str) -> None:
+def test_trainer_ends_if_its_own_engine_fails() -> None:
     async def scene() -> None:
         async def for_ever() -> int:
             await asyncio.Event().wait()
             return 0
 
         async def local() -> None:
-            raise fails()
+            raise WindfallError("too little memory", where="cuda")
 
         async with asyncio.timeout(60):
             await run_beside(for_ever(), local())
 
-    with pytest.raises(WindfallError, match=why):
+    with pytest.raises(WindfallError, match="too little memory"):
         asyncio.run(scene())
 
 

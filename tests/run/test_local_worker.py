@@ -74,7 +74,7 @@ class Process:
         )  # fmt: skip
         self.shared = TrainerEngine(
             engine(self.trainer.model, deterministic=True),
-            self.agent.engine.turn.engines,
+            self.agent.engine.turn,
             published=lambda: self.agent.manifest,
         )
         self.agent.engine.engine = self.shared

@@ -96,3 +96,9 @@ def wait_for_trainer(folder: Path, running: subprocess.Popen[bytes], starts: int
 
 def finish(folder: Path, running: subprocess.Popen[bytes]) -> None:
     assert running.wait(240) == 0, (folder / "out.txt").read_text()
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

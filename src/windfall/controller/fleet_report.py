@@ -124,11 +124,13 @@ class FleetReport:
     def _speeds(self) -> dict[str, list[list[float]]]:
         """For `windfall sim calibrate`: rows of [batch, seconds per engine step, windows] by kind of worker."""
         sums: dict[str, dict[int, list[float]]] = {}
+        local = sum(member.local for member in self._dispatch.members.here())
         for member in self._dispatch.members.here():
-            kind = LOCAL if member.name == LOCAL else prices.kind(member.lease)
+            kind = LOCAL if member.local else prices.kind(member.lease)
+            engines = local if member.local else 1  # those of the trainer count as one worker
             for size, (batch, step_s, windows) in self._dispatch.placement.speeds.measured(member.id).items():
                 row = sums.setdefault(kind, {}).setdefault(size, [0.0, 0.0, 0.0])
-                for n, x in enumerate((batch * windows, step_s * windows, windows)):
+                for n, x in enumerate((batch * engines * windows, step_s * windows, windows)):
                     row[n] += x
         return {kind: [[b / w, s / w, w] for b, s, w in rows.values()] for kind, rows in sums.items()}
 

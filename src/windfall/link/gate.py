@@ -17,7 +17,7 @@ import msgspec
 from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed, clip
-from windfall.types import LOCAL
+from windfall.types import is_local
 
 MAX_LOGGED_PER_S = 5  # refusals logged per second; further refusals are not logged
 MAX_REMEMBERED = 500  # refusals whose repeats are counted: more than are logged in REPEAT_S
@@ -93,9 +93,9 @@ class Gate:
             await serve(link, hello)
 
     def _worker_secret(self, hello: m.Hello) -> str:
-        """The secret that a worker must know. Only the trainer's process may use the name `local`: that worker is
-        paused and resumed with training, and billed as the trainer."""
-        return self._trainer_secret if hello.name == LOCAL else self._token
+        """The secret that a worker must know. Only the trainer's processes may use the names `local` and `local-N`:
+        these workers are paused and resumed with training, and billed as the trainer."""
+        return self._trainer_secret if is_local(hello.name) else self._token
 
     async def _authenticate(self, link: Link, role: handshake.Role, secret: Callable[[Any], str]) -> tuple[Any, bytes]:
         """The peer's hello and the proof for its welcome. The hello is None if the peer was refused or is gone."""

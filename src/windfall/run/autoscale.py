@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windfall.types import LOCAL
+from windfall.types import is_local
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class Autoscaler:
         if snapshot is None:
             self._advice.clear()
             return {}
-        rows = [w for w in snapshot.get("workers", []) if w["state"] != "gone" and _name(w) != LOCAL]
+        rows = [w for w in snapshot.get("workers", []) if w["state"] != "gone" and not is_local(w["worker"])]
         joined: dict[str, int] = {}
         for name, source in self.sources.items():
             own_rows = [w for w in rows if _name(w) in own.get(name, ())]

@@ -232,9 +232,8 @@ def _trainer(run: Path) -> None:
 
     process.tolerate_full_log()
     place = RankPlace.of(os.environ)
-    if place.rank:
-        raise typer.Exit(trainer_process.follow(run, place))
-    raise typer.Exit(trainer_process.main(run, place, local_worker.make))
+    start = trainer_process.follow if place.rank else trainer_process.main
+    raise typer.Exit(start(run, place, local_worker.LocalWorker))
 
 
 def evaluate(

@@ -1,116 +1,115 @@
-"""The trainer's own engine: the worker named `local`. It and the trainer take turns on the trainer's devices.
+"""The trainer's own engine: the worker named `local`. It and the trainer take turns on the trainer's device.
 
-    one process   ModuleWorker   runs the trainer's module, in a thread of the trainer's process
-    ranks         RanksWorker    one engine per rank, each in a child process of rank 0 on the device of its rank
+    one process   local, in a thread of the trainer's process: it runs the trainer's module
+    ranks         local, local-1, ...: one in the process of each rank, with a copy of the weights (rank_engine.py)
 
-No rank has the whole model, so the engines of a sharded trainer have copies of their own. They read the weights from
-the publisher's buffers, and give their memory back while the trainer works (engine/group/group.py). With ranks
-on several machines, only those on the machine of rank 0 have an engine. The children end with rank 0, however it ends.
+With ranks on several machines, only those on the machine of rank 0 generate. An engine that fails is built again if it
+is the only one; an engine of a rank ends its rank, and so the trainer, which is restarted from its last checkpoint.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
-from typing import Any
+import os
+import ssl
+import threading
+import traceback
 
-from windfall import devices
+from windfall import devices, errors
+from windfall import run_folder as folders
 from windfall.engine.factory import build_engine
-from windfall.engine.group.group import EngineGroup
+from windfall.errors import WindfallError
 from windfall.link import tls
-from windfall.link.messages import EngineSpec
 from windfall.trainer.derived import OWN_ENGINE_SHARE
-from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn, TrainerWeights
-from windfall.trainer.process import RankPart, cpu_threads
-from windfall.trainer.service import OwnEngine, TrainerService
+from windfall.trainer.own_engine.rank_engine import PublishedWeights, PulledCopy, RankEngine
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
+from windfall.trainer.process import RankPart, run_rank
+from windfall.trainer.ranks.ranks import RankLost
+from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService
 from windfall.types import LOCAL, Lease
+from windfall.weights.pull import Puller
 from windfall.worker.controller_client import ControllerClient
 
 
-def make(part: RankPart, secret: str, where: Callable[[], str]) -> OwnEngine:
-    return RanksWorker(part, secret, where) if part.ranks.distributed else ModuleWorker(part, secret, where)
-
-
 class LocalWorker(OwnEngine):
-    """What both kinds share: the engine's link to the controller."""
+    """The engine of one rank, and its link to the controller."""
 
-    def __init__(self, part: RankPart, secret: str, where: Callable[[], str], turn: TrainerTurn | None = None) -> None:
-        """`part`: that of rank 0, which is this process. `where` returns the address of the controller."""
-        super().__init__(turn)
-        self.part = part
-        self._secret = secret
-        self._where = where
+    def __init__(self, part: RankPart) -> None:
+        super().__init__()
+        self._part = part
+        self._slots = 0
+        self._weights: TrainerWeights | PulledCopy
 
-    async def run(self, trainer: TrainerService) -> None:
-        address, fleet, failed = self._where(), self.part.recipe.fleet, list[Exception]()
-
-        def build(spec: EngineSpec) -> tuple[Any, int]:
-            try:
-                self.engine, slots = self.build(spec, trainer)
-            except Exception as e:  # fault boundary: for some of these the worker is only refused, without the reason
-                failed.append(e)
-                raise
-            return self.engine, slots
-
-        device = devices.describe(self.part.ranks.device, len(self.part.pids))
-        lease = Lease(kind="reserved", device=device, price_usd_per_h=fleet.trainer_price_usd_per_h)
+    async def run(self, trainer: TrainerService, terms: EngineTerms) -> None:
+        part = self._part
+        await trainer.connected.wait()
+        self._weights = TrainerWeights(lambda: trainer.manifest)
         while True:
-            await trainer.connected.wait()
-            client = ControllerClient(
-                address,
-                self._secret,
-                name=LOCAL,
-                lease=lease,
-                build=build,
-                puller=TrainerWeights(lambda: trainer.manifest),
-                patience_s=math.inf,
-                address=self._where,
-                ssl=tls.client_context(address, pinned=fleet.tls_cert),
+            try:
+                await trainer.run_in_thread(part.orders.call, part.build_engine, terms)
+            except (WindfallError, RankLost):
+                raise
+            except Exception as e:  # fault boundary: the user learns how to run without it
+                traceback.print_exception(e)
+                fix = "Set fleet.local = false to run without it; trainer.log has the traceback."
+                what = f"the trainer's own engine failed: {errors.last_line(e)}"
+                raise WindfallError(what, where="fleet.local", fix=fix) from e
+            if not await self._generate(terms):
+                return
+
+    def build(self, terms: EngineTerms) -> None:
+        part, device = self._part, self._part.ranks.device
+        if part.ranks.distributed:
+            engine, self._slots = build_engine(terms.spec, device, share=OWN_ENGINE_SHARE)
+            puller = Puller(key=terms.weights_key, ssl=self._ssl(terms)) if part.several_machines else None
+            weights = PublishedWeights(part.publisher) if puller is None else PulledCopy(puller)
+            self._weights = weights
+            self.engine = RankEngine(engine, self.turn, engine.model, weights.reading)
+        else:
+            merged = part.weights.merged()
+            model = part.weights.model if merged is None else merged.module
+            engine, self._slots = build_engine(terms.spec, device, model=model, share=OWN_ENGINE_SHARE)
+            assert isinstance(self._weights, TrainerWeights)
+            self.engine = TrainerEngine(
+                engine, self.turn, published=self._weights.published, share_memory=device == "cuda", merged=merged
             )
-            code = await client.run()
-            if failed:
-                raise failed[0]
-            if code != 1:
-                return  # the run is over, or the engine was refused for good
+        if not part.ranks.first:
+            threading.Thread(target=self._generate_in_thread, args=(terms,), daemon=True).start()
 
-    def build(self, spec: EngineSpec, trainer: TrainerService) -> tuple[TrainerEngine, int]:
-        """The engine, and the number of responses that it decodes at once. Runs in the engine's thread."""
-        raise NotImplementedError
+    def _generate_in_thread(self, terms: EngineTerms) -> None:
+        """Generate beside a rank that follows rank 0. An error ends the process."""
+        part = self._part
+        code = run_rank(part.folder, part.place, lambda: int(asyncio.run(self._generate(terms))))
+        if code:
+            os._exit(code)
 
-
-class ModuleWorker(LocalWorker):
-    def build(self, spec: EngineSpec, trainer: TrainerService) -> tuple[TrainerEngine, int]:
-        device, weights = self.part.ranks.device, self.part.weights
-        with self.turn.engines:  # the engine for GPUs changes the layout of the module's weights
-            merged = weights.merged()
-            model = weights.model if merged is None else merged.module
-            built, slots = build_engine(spec, device, model=model, share=OWN_ENGINE_SHARE)
-        own = TrainerEngine(
-            built, self.turn.engines, published=lambda: trainer.manifest, share_memory=device == "cuda", merged=merged
+    async def _generate(self, terms: EngineTerms) -> bool:
+        """Generate until the run is over or does not need this engine. Returns whether the engine must be built again.
+        Raises RuntimeError if it failed and is one of several."""
+        part = self._part
+        ranks, place, fleet = part.ranks, part.place, part.recipe.fleet
+        # The engines are billed as the trainer. Each stands for its share of all ranks.
+        lease = Lease(
+            kind="reserved",
+            device=devices.describe(ranks.device, place.size // place.local_size),
+            price_usd_per_h=fleet.trainer_price_usd_per_h / place.local_size,
         )
-        return own, slots
-
-
-class RanksWorker(LocalWorker):
-    def __init__(self, part: RankPart, secret: str, where: Callable[[], str]) -> None:
-        self._group = EngineGroup(
-            part.places,
-            part.publisher,
-            folder=part.folder / "engines",
-            share=OWN_ENGINE_SHARE,
-            threads=cpu_threads(part.recipe, part.place),
-            modules=[f"windfall.run.preload:preload_run:{part.folder}"],
+        client = ControllerClient(
+            terms.url,
+            terms.secret,
+            name=f"{LOCAL}-{place.rank}" if place.rank else LOCAL,
+            lease=lease,
+            build=lambda spec: (self.engine, self._slots),
+            puller=self._weights,
+            patience_s=math.inf,
+            address=lambda: (folders.address(terms.folder) or {}).get("url", terms.url),
+            ssl=self._ssl(terms),
         )
-        super().__init__(part, secret, where, TrainerTurn(self._group.pause))
+        failed = await client.run() == 1
+        if failed and ranks.distributed:
+            raise RuntimeError("the engine of this rank failed")
+        return failed
 
-    def build(self, spec: EngineSpec, trainer: TrainerService) -> tuple[TrainerEngine, int]:
-        with self.turn.engines:
-            slots = self._group.build(spec)
-        own = TrainerEngine(self._group, self.turn.engines, published=lambda: trainer.manifest, share_memory=True)
-        return own, slots
-
-    def give_back(self) -> None:
-        self.part.orders.call(self.part.free_memory)
-
-    def close(self) -> None:
-        self._group.close()
+    def _ssl(self, terms: EngineTerms) -> ssl.SSLContext | None:
+        return tls.client_context(terms.url, pinned=self._part.recipe.fleet.tls_cert)

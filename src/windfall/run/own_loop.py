@@ -124,7 +124,7 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
         address=lambda: _MemoryDialer.url,
     )
     engine, slots = build_engine(engine_spec, device, model=model)
-    turn = service.engine.turn.engines
+    turn = service.engine.turn
     shared = TrainerEngine(engine, turn, published=lambda: service.manifest, share_memory=device == "cuda")
     service.engine.engine = shared
     weights = TrainerWeights(lambda: service.manifest)

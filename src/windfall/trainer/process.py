@@ -28,7 +28,6 @@ import torch
 
 from windfall import algorithms, devices, errors
 from windfall import run_folder as folders
-from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.link import auth, listener, network, tls
 from windfall.link import messages as m
@@ -42,7 +41,7 @@ from windfall.trainer import checkpoint, derived, trained_weights
 from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
-from windfall.trainer.service import OwnEngine, TrainerService, cannot_load, run_beside
+from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, cannot_load, run_beside
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
@@ -103,8 +102,6 @@ class RankPart:
     weights: TrainedWeights
     pids: list[int]
     """Processes of all ranks, in order."""
-    places: list[Place]
-    """Where the ranks of this machine compute."""
 
     def __init__(
         self,
@@ -124,8 +121,8 @@ class RankPart:
         self.place = place or RankPlace()
         self._loaded = loaded
         self._reference = reference
-        self.copied: Callable[[], None] = lambda: None
-        """Called when the rows of this rank are copied for a new version, so its module may be used again."""
+        self.engine = OwnEngine()
+        """The engine of this rank. The rank has its turn while it follows an order."""
         orders.add(self)
 
     def build(self, setup: Setup) -> None:
@@ -149,6 +146,7 @@ class RankPart:
             ranks=ranks.quick,
             dtype=setup.dtype if ranks.distributed else None,
             on_machine=f"machine {ranks.machine}",
+            read_here=ranks.distributed and recipe.fleet.local and not self.several_machines,
         )
         if self.place.machine and self.place.local_rank == 0:
             self.publisher.address = serve_weights(self.publisher, recipe, self.place.host)
@@ -156,28 +154,29 @@ class RankPart:
             self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         if setup.checkpoint is not None:
             self.trainer.restore_optimizer(setup.checkpoint / checkpoint.OPTIMIZER)
-        members = ranks.all_gather((os.getpid(), ranks.machine, devices.own_place(ranks.device)))
-        self.pids = [pid for pid, _, _ in members]
-        self.places = [place for _, where, place in members if where == ranks.machine]
+        self.pids = ranks.all_gather(os.getpid())
+
+    @property
+    def several_machines(self) -> bool:
+        return self.place.local_size < self.place.size
 
     def publish(self, version: int) -> Any:
         """Publish the present weights as this version. Returns their manifest."""
-        return self.weights.publish(self.publisher, version, copied=self._rows_copied)
+        return self.weights.publish(self.publisher, version, copied=self.engine.release)
 
-    def _rows_copied(self) -> None:
-        if self.ranks.distributed and self.recipe.fleet.local:  # the trainer's engines are other processes
-            torch.cuda.empty_cache()
-        self.copied()
-
-    def free_memory(self) -> None:
-        """Give the GPU memory that this process keeps for later use back to the driver, for engines in other
-        processes."""
-        torch.cuda.empty_cache()
-        self.ranks.quick.barrier()
+    def build_engine(self, terms: EngineTerms) -> None:
+        """Build the engines of the ranks on the machine of rank 0, at the same time: a rank that builds cannot train,
+        and the others would wait for it only for `rank_timeout_s`."""
+        if not self.ranks.remote:
+            self.engine.build(terms)
+        self.ranks.barrier()
 
     def collect(self) -> Any:
         """See trained_weights.collect."""
         return trained_weights.collect(self.publisher, self.ranks)
+
+
+MakeEngine = Callable[[RankPart], OwnEngine]
 
 
 def _shard(
@@ -207,15 +206,19 @@ def _tensors(model: Any) -> Mapping[str, Any]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
 
 
-def follow(folder: Path, place: RankPlace) -> int:
-    """Follow rank 0. Exit status: 0 it said stop, RANK_LOST another rank was lost, 1 or 2 this one failed."""
+def follow(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
+    """Follow rank 0. Exit status: 0 it said stop, RANK_LOST another rank was lost, 1 or 2 this one failed.
+    `make_engine`: see `main`."""
 
     def run() -> int:
         recipe = load_recipe(folder / "recipe.toml")
         device, _ = choose_device(recipe, place)
         orders = join(recipe, place, device)
-        RankPart(recipe, folder, orders, place=place)
-        orders.follow()
+        part = RankPart(recipe, folder, orders, place=place)
+        if recipe.fleet.local:
+            part.engine = make_engine(part)
+        # TorchTrainer's methods compute; those of RankPart only read the weights.
+        orders.follow(lambda kind: part.engine.trainer_works(room=kind is TorchTrainer))
         return 0
 
     return run_rank(folder, place, run)
@@ -267,12 +270,8 @@ def crashed(who: str, error: Exception, log: Path) -> WindfallError:
     return WindfallError(f"{who} failed: {line}", where=str(log), fix=fix)
 
 
-MakeEngine = Callable[[RankPart, str, Callable[[], str]], OwnEngine]
-"""From the part of rank 0, the secret of the trainer, and a function that returns the address of the controller."""
-
-
 def main(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
-    """Returns the exit status. `make_engine`: builds the trainer's own engine, if the recipe wants one."""
+    """Returns the exit status. `make_engine`: makes the engine of a rank, if the recipe wants one."""
 
     def run() -> int:
         recipe = load_recipe(folder / "recipe.toml")
@@ -303,25 +302,27 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         ssl=tls.client_context(address, pinned=f.tls_cert),
         max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
     )
-    local = make_engine(part, secret, where) if f.local else OwnEngine()
+    if f.local:
+        part.engine = make_engine(part)
+    terms = EngineTerms(
+        spec=loaded.engine, url=address, secret=secret, weights_key=auth.weights_key(token), folder=folder.resolve()
+    )
     host = TrainerService(
         trainer=part.trainer,
         state=loaded.state,
         secret=secret,
         dialer=dialer,
         hello=_hello(loaded, part, f"{'https' if f.tls_cert else 'http'}://_:{server.port}"),
-        engine=local,
+        engine=part.engine,
         publish=lambda version: orders.call(part.publish, version),
         update_bytes=lambda: part.publisher.readable[0].update_bytes,
         save=lambda now: _save(loaded, part, now),
         load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,
         address=where,
     )
-    part.copied = host.release_module
     try:
-        return await run_beside(host.run(), local.run(host))
+        return await run_beside(host.run(), part.engine.run(host, terms))
     finally:
-        local.close()
         await dialer.close()
         await server.close()
         part.publisher.close()

@@ -18,13 +18,14 @@ nothing (`invalidate`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import sys
 import time
-import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,32 +61,58 @@ class Trainer(Protocol):
 
 class OwnEngine:
     """The trainer's own engine, the worker named `local`, as the trainer sees it: they take turns on the trainer's
-    devices. run/local_worker.py builds one; this class is for a run without it."""
+    device. run/local_worker.py builds one; this class is for a run without it."""
 
-    def __init__(self, turn: TrainerTurn | None = None) -> None:
-        self.turn = turn or TrainerTurn()
-        """The trainer holds it while it uses its module and devices, and while it calls the next three methods."""
+    def __init__(self) -> None:
+        self.turn = TrainerTurn()
         self.engine: TrainerEngine | None = None
         """Set when it is built."""
+        self._working = False
+        """Whether the trainer has the turn. Used only by the one thread that does all tensor work."""
 
-    def make_room(self) -> None:
-        """Free device memory before the trainer works."""
-        if self.engine is not None:
-            self.engine.make_room()
+    @contextlib.contextmanager
+    def trainer_works(self, *, room: bool) -> Iterator[None]:
+        """The trainer has the turn in this context, or until it calls `release`. `room`: the engine frees the device
+        memory that it does not need meanwhile."""
+        self.turn.acquire()
+        self._working = True
+        try:
+            if room and self.engine is not None:
+                self.engine.make_room()
+            yield
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """End the trainer's turn early, once the current work no longer needs the module and the device."""
+        if self._working:
+            self._working = False
+            self.turn.release()
 
     def invalidate(self) -> None:
         """The weights are about to change: generate nothing before they belong to a version again."""
         if self.engine is not None:
             self.engine.invalidate()
 
-    def give_back(self) -> None:
-        """Return device memory that the trainer's processes still hold, but no longer use."""
+    def build(self, terms: EngineTerms) -> None:
+        """Build the engine of this rank. Ranks other than the first also begin to generate."""
 
-    async def run(self, trainer: TrainerService) -> None:
-        """Generate for the run. Raises an error if the engine cannot be built."""
+    async def run(self, trainer: TrainerService, terms: EngineTerms) -> None:
+        """Build the engines of all ranks, and generate for the run. Raises an error if an engine cannot be built."""
 
-    def close(self) -> None:
-        pass
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTerms:
+    """What a rank must know to generate for the run."""
+
+    spec: m.EngineSpec
+    url: str
+    """Address of the controller when the trainer started."""
+    secret: str
+    """The trainer's secret."""
+    weights_key: str
+    folder: Path
+    """The folder of the run, which ranks on the machine of rank 0 can open."""
 
 
 @dataclass(kw_only=True)
@@ -93,7 +120,7 @@ class TrainerService:
     trainer: Trainer
     state: CheckpointState
     publish: Callable[[int], Any]
-    """Publishes the trainer's weights as this version; returns their manifest. May call `release_module`."""
+    """Publishes the trainer's weights as this version; returns their manifest. May call `engine.release`."""
     save: Callable[[CheckpointState], Any]
     update_bytes: Callable[[], int] = lambda: 0
     """Returns the bytes that a worker with the previous version must pull for the one published last."""
@@ -125,8 +152,6 @@ class TrainerService:
     """Answers to the verbs since the last update, by their ids."""
     _used_answers: dict[str, object] = field(default_factory=dict, init=False)
     """Answers to the verbs before that: up to and including the last update."""
-    _holding: bool = False
-    """Whether the lock is held. Used only by the one thread that does all tensor work."""
 
     @property
     def manifest(self) -> Any:
@@ -140,7 +165,7 @@ class TrainerService:
         last_link_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
             self._threads = threads
-            self._manifest = await self._run_in_thread(self.publish, self.state.step)
+            self._manifest = await self.run_in_thread(self.publish, self.state.step)
             while time.monotonic() - last_link_s < self.patience_s:
                 self.dialer.url = self.address()
                 earlier, unwelcome = unwelcome, 0
@@ -173,7 +198,7 @@ class TrainerService:
                 self._answers = {k: v for k, v in self._answers.items() if not isinstance(v, again)}
                 if refusals >= MAX_REFUSALS:
                     return 2
-                await self._run_in_thread(self.trainer.zero_grad)
+                await self.run_in_thread(self.trainer.zero_grad)
                 wait_s = backoff.delay_s(unwelcome, first_s=self.retry_s, limit_s=25 * self.retry_s)
                 await asyncio.sleep(max(wait_s, 5 * self.retry_s) if refusals else wait_s)
         self.say(f"waited {self.patience_s:g} s for the run's controller at {self.dialer.url}")
@@ -228,15 +253,15 @@ class TrainerService:
         started = time.monotonic()
         match request:
             case m.Forward():
-                scored = await self._run_in_thread(self.trainer.forward, list(request.samples), room=True)
+                scored = await self.run_in_thread(self.trainer.forward, list(request.samples), room=True)
                 return m.LogProbs(old=tuple(np.asarray(s.old, np.float64) for s in scored))
             case m.ForwardBackward():
-                await self._run_in_thread(self.trainer.forward_backward, list(request.samples), room=True)
+                await self.run_in_thread(self.trainer.forward_backward, list(request.samples), room=True)
                 return m.GradientAdded(s=time.monotonic() - started)
             case m.OptimStep():
                 self._updates += 1  # until a version is published, the weights belong to none
                 self._early = None
-                report = await self._run_in_thread(self._update, room=True)
+                report = await self.run_in_thread(self._update, room=True)
                 if request.step is not None:
                     self._completed = CheckpointState(
                         step=request.step, next_task=request.next_task, open_tasks=request.open_tasks
@@ -245,10 +270,10 @@ class TrainerService:
             case m.Publish():
                 return await self._publish()
             case m.Save():
-                return m.Saved(path=str(await self._run_in_thread(self.save, self.state)))
+                return m.Saved(path=str(await self.run_in_thread(self.save, self.state)))
             case m.LoadCheckpoint():
                 self._updates += 1
-                self._completed = await self._run_in_thread(self.load, request.path, room=True)
+                self._completed = await self.run_in_thread(self.load, request.path, room=True)
                 return await self._publish()
 
     async def _publish(self) -> m.PublishedVersion:
@@ -257,7 +282,7 @@ class TrainerService:
             return self._early
         if self._completed is None:
             raise LinkClosed("nothing to publish: no step was completed since the last version")
-        self._manifest = await self._run_in_thread(self.publish, self._completed.step)
+        self._manifest = await self.run_in_thread(self.publish, self._completed.step)
         self.state, self._completed, self._updates = self._completed, None, 0
         return m.PublishedVersion(
             version=self._manifest.version, digest=self._manifest.digest, update_bytes=self.update_bytes()
@@ -267,45 +292,25 @@ class TrainerService:
         self.engine.invalidate()
         return self.trainer.optim_step()
 
-    async def _run_in_thread(self, work: Callable[..., Any], *args: Any, room: bool = False) -> Any:
+    async def run_in_thread(self, work: Callable[..., Any], *args: Any, room: bool = False) -> Any:
+        """The result of the work, which is done in the one thread that does all tensor work, in the trainer's turn.
+        A publish ends the turn early, so that the engine continues while a version is hashed. Nothing else overlaps:
+        the controller sends its next request after the answer to this one, which contains the digest."""
+
         def locked() -> Any:
-            self.engine.turn.acquire()
-            self._holding = True
-            try:
-                if room:
-                    self.engine.make_room()
-                result = work(*args)
-                if self._holding:
-                    self.engine.give_back()
-                return result
-            finally:
-                self.release_module()
+            with self.engine.trainer_works(room=room):
+                return work(*args)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, locked)
 
-    def release_module(self) -> None:
-        """Release the lock early. The current work may call this from its thread once it no longer needs the module, so
-        that the trainer's engine continues while a version is hashed. Nothing else overlaps: the controller sends its
-        next request after the answer to this one, which contains the digest."""
-        if self._holding:
-            self._holding = False
-            self.engine.turn.release()
-
 
 async def run_beside(trainer: Coroutine[Any, Any, int], engine: Coroutine[Any, Any, None]) -> int:
-    """The result of `trainer`. If its own engine cannot be built, this ends the process with the reason, because the
-    controller would wait for its work."""
+    """The result of `trainer`. An error of its own engine ends it, because the controller would wait for its work."""
     running, local = asyncio.create_task(trainer), asyncio.create_task(engine)
     try:
         await asyncio.wait([running, local], return_when=asyncio.FIRST_COMPLETED)
-        if local.done() and not running.done() and (error := local.exception()) is not None:
-            if isinstance(error, WindfallError):
-                raise error
-            fix = "Set fleet.local = false to run without it; trainer.log has the traceback."
-            traceback.print_exception(error)
-            raise WindfallError(
-                f"the trainer's own engine failed: {errors.last_line(error)}", where="fleet.local", fix=fix
-            )
+        if local.done() and not running.done():
+            local.result()
         return await running
     finally:
         running.cancel()

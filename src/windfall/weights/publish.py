@@ -87,10 +87,11 @@ class Publisher:
         chunk_bytes: int = CHUNK_BYTES,
         ranks: PublishRanks | None = None,
         on_machine: str | None = None,
+        read_here: bool = False,
     ) -> None:
         """`dtype`: of published floating-point tensors; None: as they are. `ranks`: the processes that publish
         together, each with a publisher of its own. `on_machine`: equal for ranks that can share memory; None: find
-        out."""
+        out. `read_here`: the GPU of this process also reads what other ranks publish."""
         if dtype is not None:
             manifest.width(dtype, "all")
         self.folder = folder
@@ -103,6 +104,7 @@ class Publisher:
         self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
         self.base: Published | None = None  # of adapters
         self._machine = machine() if on_machine is None else on_machine
+        self._read_here = read_here
         self._planned: tuple[list[RankOffer], PublishPlan] | None = None  # the last plan, and what it was made from
         self._spare: tuple[Buffer, PublishPlan] | None = None  # the buffer that is not readable, and its layout
         self._lock = threading.Lock()
@@ -251,6 +253,8 @@ class Publisher:
                 self._drop_spare()
                 self._spare = Buffer.map(handle), plan
             buffer = self._spare[0]
+            if self._read_here and any(value.is_cuda for value in values.values()):
+                buffer.lock([(0, buffer.nbytes)])
             changes = row_writer.write(buffer, values, old.buffer if old else None, written)
             if copied:
                 copied()

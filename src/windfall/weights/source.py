@@ -1,7 +1,7 @@
 """The Source interface: whoever can serve the bytes of a version of the weights.
 
-A trainer's Publisher is one. serve.py offers the bytes of a source over HTTP, and shared.py to other processes of its
-machine. A reader trusts no source: it checks every byte against the manifest whose digest it received over its link.
+A trainer's Publisher is one. serve.py offers the bytes of a source over HTTP. A reader trusts no source: it checks
+every byte against the manifest whose digest it received over its link.
 """
 
 from __future__ import annotations

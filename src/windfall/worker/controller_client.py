@@ -56,7 +56,8 @@ REFUSED_FAILURES = 2
 class WeightPuller(Protocol):
     """Where the weights come from: a weights.pull.Puller, or the trainer of this process."""
 
-    bytes_received: int
+    @property
+    def bytes_received(self) -> int: ...
 
     def pull(self, url: str, version: int, digest: str, *, stop: threading.Event) -> Manifest:
         """Get this version. Raises any error if that fails."""

@@ -183,6 +183,52 @@ def test_engine_is_paused_after_local_time_and_its_responses_continue_elsewhere(
     play(main())
 
 
+def test_engines_of_several_ranks_are_paused_and_resumed_together(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, 0.1, (LOCAL, 0.01), (f"{LOCAL}-1", 0.01)) as w:
+            names = (LOCAL, f"{LOCAL}-1")
+            async with worker(w.dispatch, 0.01, name="w"):
+                await w.until(lambda: w.state("w") is WorkerState.READY)
+                step = asyncio.create_task(w.step())
+                await w.until(lambda: all(w.generated(name) for name in names))
+                assert not w.local_generation.may_train.is_set()
+                await w.until(w.local_generation.may_train.is_set)
+                assert [w.state(name) for name in names] == [WorkerState.PAUSED] * 2
+                assert w.policy.planned[0][1].workers == 1
+            await w.until(lambda: [w.state(name) for name in names] == [WorkerState.READY] * 2)
+            assert not w.local_generation.may_train.is_set(), "no other worker can continue"
+            await step
+            last = w.local_generation.last
+            assert last is not None
+            assert last.local_tokens == sum(map(w.generated, names))
+            assert last.local_tokens + w.generated("w") == 12 * 21
+
+    play(main())
+
+
+def test_training_waits_for_an_engine_that_still_loads(tmp_path: Path) -> None:
+    """Otherwise it would get work when it is ready, while its rank trains."""
+
+    async def main() -> None:
+        async with world(tmp_path, 0.0, (LOCAL, 0.01), ("w", 0.01)) as w:
+            ours, theirs = pair("controller", "loads")
+            hello = messages.Hello(
+                protocol=messages.PROTOCOL, nonce=b"", proof=b"", name=f"{LOCAL}-1", lease=Lease(device="here")
+            )
+            loads = asyncio.create_task(w.dispatch.attend(ours, hello))
+            await w.until(lambda: w.state(f"{LOCAL}-1") is WorkerState.PULLING)
+            step = asyncio.create_task(w.step())
+            await asyncio.sleep(0.1)
+            assert not w.local_generation.may_train.is_set()
+            await theirs.close("it is gone")
+            await w.until(w.local_generation.may_train.is_set)
+            assert w.state() is WorkerState.PAUSED
+            await step
+            await asyncio.gather(loads, return_exceptions=True)
+
+    play(main())
+
+
 def test_plan_is_reviewed_when_the_speed_of_the_fleet_becomes_known(tmp_path: Path) -> None:
     """The plan was made when the worker's speed was unknown. It is reviewed while the trainer's engine still
     generates."""

@@ -150,7 +150,7 @@ def test_trainer_refuses_before_anything_is_started(bloom: Path, here: Path) -> 
     (here / "run").mkdir()
     recipe = load_recipe(here / "small.toml", [f"model.path={json.dumps(str(bloom))}"])
     folders.write_recipe(recipe, here / "run")
-    assert trainer.main(here / "run", RankPlace(), local_worker.make) == 2
+    assert trainer.main(here / "run", RankPlace(), local_worker.LocalWorker) == 2
     said = next((here / "run").glob(".*.failure")).read_text()
     assert "does not compute" in said
     assert "nats" in said

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-import pytest
-
 from windfall.trainer.own_engine.trainer_engine import TrainerTurn
 
 WAIT_S = 20.0
@@ -20,9 +18,9 @@ def test_trainer_goes_before_an_engine_that_never_waits() -> None:
     def step() -> None:
         nonlocal turns
         while not stop.is_set():
-            if turn.engines.acquire(timeout=0.001):
+            if turn.acquire_for_engine(0.001):
                 turns += 1
-                turn.engines.release()
+                turn.release()
 
     engine = threading.Thread(target=step, daemon=True)
     engine.start()
@@ -38,29 +36,16 @@ def test_trainer_goes_before_an_engine_that_never_waits() -> None:
     assert turns > 0
 
 
-def test_trainer_waits_for_the_call_and_then_for_the_pause() -> None:
-    seen: list[str] = []
-    turn = TrainerTurn(lambda: seen.append("paused"))
-    assert turn.engines.acquire()
-    trainer = threading.Thread(target=lambda: (turn.acquire(), seen.append("trains")), daemon=True)
+def test_trainer_waits_for_the_end_of_a_step() -> None:
+    turn = TrainerTurn()
+    assert turn.acquire_for_engine()
+    trainer = threading.Thread(target=turn.acquire, daemon=True)
     trainer.start()
     while not turn._waiting:
         time.sleep(0.001)
-    assert seen == []
-    turn.engines.release()
-    trainer.join(WAIT_S)
-    assert seen == ["paused", "trains"]
-    assert not turn.engines.acquire(timeout=0.01)
     turn.release()
-    with turn.engines:
-        pass
-
-
-def test_lock_is_free_again_if_the_pause_fails() -> None:
-    def fail() -> None:
-        raise RuntimeError("device lost")
-
-    turn = TrainerTurn(fail)
-    with pytest.raises(RuntimeError, match="device lost"):
-        turn.acquire()
-    assert turn.engines.acquire(timeout=0.01)
+    trainer.join(WAIT_S)
+    assert not trainer.is_alive()
+    assert not turn.acquire_for_engine(0.01)
+    turn.release()
+    assert turn.acquire_for_engine()

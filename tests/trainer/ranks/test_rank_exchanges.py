@@ -1,5 +1,4 @@
-"""Ranks built as in a run: a rank that hangs outside the collectives of tensors is noticed soon, and all ranks give GPU
-memory back for the trainer's engines, which are other processes."""
+"""Ranks built as in a run: a rank that hangs outside the collectives of tensors is noticed soon."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.support.rank_processes import run_ranks
 from windfall.models import load
@@ -52,9 +50,9 @@ def stop_at(ranks: TrainerRanks, folder: Path, moment: str) -> tuple[str, float]
 
     if not ranks.first and moment == "finish":
         trainer_module.peak_bytes = freeze
-    if not ranks.first and moment == "publish":
-        torch.cuda.empty_cache = freeze
     part = build(ranks, folder)
+    if not ranks.first and moment == "publish":
+        part.engine.release = freeze
     trainer = part.trainer
     if not ranks.first:
         trainer.orders.follow()
@@ -74,36 +72,3 @@ def test_frozen_rank_is_noticed_after_the_limit_of_collectives(tmp_path: Path, m
     assert "waited" in error
     assert ("to write their rows" in error) == (moment == "publish")
     assert took_s < 20
-
-
-def give_back(ranks: TrainerRanks, folder: Path) -> list[int] | None:
-    """How often each rank has emptied its cache: before, after publishing, and after the order to free memory, at the
-    moment when it has ended on rank 0."""
-    calls, seen = folder / f"calls-{ranks.rank}", []
-
-    def count() -> None:
-        time.sleep(0.3 * ranks.rank)  # rank 0 must wait for the others
-        calls.write_bytes(calls.read_bytes() + b".")
-
-    calls.touch()
-    torch.cuda.empty_cache = count
-    part = build(ranks, folder)
-    orders = part.orders
-    if not ranks.first:
-        orders.follow()
-        return None
-
-    def look() -> None:
-        seen.append([len((folder / f"calls-{r}").read_bytes()) for r in range(ranks.size)])
-
-    look()
-    orders.call(part.publish, 1)
-    look()
-    orders.call(part.free_memory)
-    look()
-    orders.stop()
-    return seen
-
-
-def test_all_ranks_give_memory_back(tmp_path: Path) -> None:
-    assert run_ranks(3, give_back, tmp_path)[0] == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]

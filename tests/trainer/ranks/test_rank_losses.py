@@ -17,8 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine_groups import cpu_s
-from tests.support.rank_runs import events, finish, run_windfall, trained_steps, wait_for_trainer, wait_until, weights
+from tests.support.rank_runs import (
+    cpu_s,
+    events,
+    finish,
+    run_windfall,
+    trained_steps,
+    wait_for_trainer,
+    wait_until,
+    weights,
+)
 
 SHORT = ("run.steps=2",)
 TIMEOUT_S = 4

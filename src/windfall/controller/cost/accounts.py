@@ -45,7 +45,7 @@ from typing import Literal, NamedTuple
 
 from windfall.controller.cost.activity import Activity
 from windfall.controller.cost.bill import Account, Bucket, Holder, Totals, add, priced
-from windfall.types import LOCAL, LeaseKind
+from windfall.types import LeaseKind, is_local
 
 SAME_START_S = 1.0
 """Workers of the same name whose start times differ by less than this are one process that reported its age twice."""
@@ -171,7 +171,7 @@ class Accounts:
             usd_per_h=usd_per_h,
             start_s=start_s,
             counted_s=start_s,
-            activity=Activity() if trainer and name != LOCAL else self.activity,
+            activity=Activity() if trainer and not is_local(name) else self.activity,
         )
         self._newest[name] = worker
         if before is not None and abs(before.start_s - start_s) < SAME_START_S:  # reconnected before its old link ended
@@ -239,19 +239,21 @@ class Accounts:
         return self._correct_trainer(now_s, s, "generating", "paused")
 
     def _correct_trainer(self, now_s: float, s: float, counted: Bucket, correct: Bucket) -> float:
-        """Move at most `s` seconds of the trainer since the last `step()` from one bucket to another."""
+        """Move at most `s` seconds of each engine of the trainer since the last `step()` to another bucket."""
         closed_s, gone_s = (
             t.holders.get("trainer", Account()).seconds.get(counted, 0.0) for t in (self._closed, self._gone)
         )
-        for worker, w in self._here.items():
-            if w.holder == "trainer":
-                self._advance(now_s, worker).settle()
-                counted_s = w.settled.get(counted, 0.0)
-                moved_s = min(s, counted_s, max(0.0, gone_s + counted_s - closed_s))
-                w.settled[counted] = counted_s - moved_s
-                w.settled[correct] = w.settled.get(correct, 0.0) + moved_s
-                return moved_s
-        return 0.0
+        engines = [self._advance(now_s, worker) for worker, w in self._here.items() if w.holder == "trainer"]
+        for w in engines:
+            w.settle()
+        left_s = total_s = max(0.0, gone_s + sum(w.settled.get(counted, 0.0) for w in engines) - closed_s)
+        for w in engines:
+            counted_s = w.settled.get(counted, 0.0)
+            moved_s = min(s, counted_s, left_s)
+            left_s -= moved_s
+            w.settled[counted] = counted_s - moved_s
+            w.settled[correct] = w.settled.get(correct, 0.0) + moved_s
+        return total_s - left_s
 
     def resumed(self, now_s: float, worker: str) -> None:
         if self._here[worker].phase == "paused":

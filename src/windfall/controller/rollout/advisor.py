@@ -17,7 +17,6 @@ from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.local_time import StepMeasurement
 from windfall.controller.scheduling.members import Member, WorkerState
 from windfall.controller.scheduling.worker_value import RunMeasurements, WorkerAdvice, WorkerKind, advise
-from windfall.types import LOCAL
 
 KINDS = 16
 """Number of kinds that are remembered, unless workers of more kinds are here."""
@@ -81,14 +80,17 @@ class Advisor:
             run.train_tok_per_s = _average(run.train_tok_per_s, last.tokens / last.train_s)
         if last.local_s > 0 and last.local_tokens:
             run.local_tok_per_s = _average(run.local_tok_per_s, last.local_tokens / last.local_s)
-        for local in (m for m in self._dispatch.members.here() if m.name == LOCAL):
-            run.trainer_usd_per_h = run.trainer_usd_per_h or prices.of(local.lease).if_known
+        engines = [m for m in self._dispatch.members.here() if m.local]
+        run.trainer_usd_per_h = (
+            run.trainer_usd_per_h or sum(prices.of(m.lease).if_known or 0.0 for m in engines) or None
+        )
+        for local in engines:
             run.local_profile = self._dispatch.placement.speeds.profile(local.id)
 
     def _learn_kinds(self, last: StepMeasurement, now_s: float) -> None:
         d, members = self._dispatch, list(self._dispatch.members.here())
-        here = [m for m in members if m.name != LOCAL and m.booted and self._counts(m)]
-        sharing = len(here) + sum(m.name == LOCAL for m in members)
+        here = [m for m in members if not m.local and m.booted and self._counts(m)]
+        sharing = len(here) + sum(m.local for m in members)
         step_s = max(last.remote_s, last.local_s, 1e-9)
         # In asynchronous training, workers go on generating while they pull.
         pulling_factor = 1.0 if self._run.asynchronous else max(0.0, 1 - d.members.pull_s / step_s)
@@ -112,7 +114,7 @@ class Advisor:
 
     def _count(self, kind: WorkerKind, now_s: float) -> None:
         """The loss rate is the preemptions of the workers that `members` remembers, per hour of their presence."""
-        alike = [m for m in self._dispatch.members.all.values() if m.name != LOCAL and _name(m) == kind.name]
+        alike = [m for m in self._dispatch.members.all.values() if not m.local and _name(m) == kind.name]
         staying = [m for m in alike if m.state is not WorkerState.GONE]
         present_s = sum((m.seen_s if m.state is WorkerState.GONE else now_s) - m.joined_s for m in alike)
         kind.now = sum(map(self._counts, staying))

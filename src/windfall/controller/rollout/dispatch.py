@@ -33,7 +33,7 @@ from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
 from windfall.recipe.sections import Techniques
-from windfall.types import LOCAL, Capabilities
+from windfall.types import Capabilities
 
 NO_ROOM_S = 60.0
 """Seconds for which a queued response may fit on no worker. Then it is rejected, if every worker has booted, so that
@@ -190,9 +190,8 @@ class Dispatch:
         self.placement.speeds.join(id, f"{lease.device} that serves" if hello.lends else lease.device)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
         usd_per_h = price.if_known
-        trainer = hello.name == LOCAL
         self.accounts.join(
-            now, id, kind=lease.kind, usd_per_h=usd_per_h, trainer=trainer, started_s=started, name=hello.name
+            now, id, kind=lease.kind, usd_per_h=usd_per_h, trainer=member.local, started_s=started, name=hello.name
         )
         shown = {"device": lease.device, "usd_per_h": usd_per_h, "price_from": price.label, "age_s": now - started}
         self._events.instant("worker_joined", worker=id, lease=lease.kind, **shown)

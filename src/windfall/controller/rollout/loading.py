@@ -28,7 +28,6 @@ from windfall.controller.scheduling.members import Member, Members, VersionWindo
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
-from windfall.types import LOCAL
 
 LOAD_TRIES = 12
 MAX_CHARS = 300
@@ -73,7 +72,7 @@ class Loading:
             if member.lends and member.state is not WorkerState.PULLING and member.id not in usable:
                 continue
             busy = ledger.running(member.id) > 0
-            if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:
+            if self._finish and busy and member.state is WorkerState.READY and not member.local:
                 continue
             if busy and self.window.allows(member.version, member.digest):
                 member.progress_s = now  # it goes on generating while it pulls

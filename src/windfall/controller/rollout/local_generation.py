@@ -1,4 +1,5 @@
 """The trainer's own engine ("local") generates at the start of a step, then it is paused so that the GPU can train.
+The engines of a trainer with several ranks ("local", "local-1", ...) are paused and resumed together.
 
 scheduling/local_time.py decides how long it generates, the local time; this module acts on the decision.
 
@@ -50,7 +51,6 @@ from windfall.controller.scheduling.local_time import (
 )
 from windfall.controller.scheduling.members import Member, WorkerState
 from windfall.events.log import EventLog
-from windfall.types import LOCAL
 
 RETRY_S = 0.05
 """Seconds between two checks for another worker after the local time has passed."""
@@ -162,9 +162,9 @@ class LocalGeneration:
         now = self._now()
         self._step.stop_generating(now)
         self._enter(Phase.TRAINING)
-        local = self._local()
-        if local is not None and local.state is WorkerState.READY:
-            self._dispatch.accounts.paused(now, local.id)
+        for local in self._engines():
+            if local.state is WorkerState.READY:
+                self._dispatch.accounts.paused(now, local.id)
 
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
         """The step is complete. Its measurements become `last`."""
@@ -172,8 +172,8 @@ class LocalGeneration:
         self._observe(now)
         step.stop_generating(now)
         members = self._dispatch.members.all.values()
-        local_tokens = sum(m.generated - step.generated_before.get(m.id, 0) for m in members if m.name == LOCAL)
-        ends = [m.last_tokens_s for m in members if m.name != LOCAL and m.last_tokens_s > step.began_s]
+        local_tokens = sum(m.generated - step.generated_before.get(m.id, 0) for m in members if m.local)
+        ends = [m.last_tokens_s for m in members if not m.local and m.last_tokens_s > step.began_s]
         self.last = StepMeasurement(
             tokens=tokens,
             local_s=step.local_s,
@@ -200,30 +200,28 @@ class LocalGeneration:
     def _start(self) -> None:
         """GENERATING if the trainer has an engine, else NO_ENGINE."""
         self._set_timer(math.inf)
-        step, local = self._step, self._local()
+        step, engines = self._step, self._engines()
         step.generating = Phase.GENERATING
-        if local is None:
+        if not engines:
             self._enter(Phase.NO_ENGINE)
             return
         self._enter(Phase.GENERATING)
         if step.plan.local_s > 0 or step.plan.hold:
-            self._resume(local)
+            self._resume(engines)
         self._set_timer(step.plan.local_s)
 
     def _local_time_passed(self) -> None:
         """DUE if the plan waits for something trainable; TRAINING if another worker can continue; else check again."""
-        local, step = self._local(), self._step
-        if local is None or self._phase is Phase.NO_ENGINE:
+        engines, step = self._engines(), self._step
+        if not engines or self._phase is Phase.NO_ENGINE:
             self._enter(Phase.NO_ENGINE)
         elif step.plan.hold and not step.trainable:
             step.generating = Phase.DUE
             self._enter(Phase.DUE)
-        elif local.state in (WorkerState.READY, WorkerState.PAUSED) and self._others():
-            if local.state is WorkerState.READY:
-                step.stop_generating(self._now())
-                self._dispatch.pause(local.id)
+        elif all(e.state in (WorkerState.READY, WorkerState.PAUSED) for e in engines) and self._others():
+            self._pause(engines)
             self._enter(Phase.TRAINING)
-        elif len(self._dispatch.ledger) or local.state is WorkerState.PULLING:
+        elif len(self._dispatch.ledger) or any(e.state is WorkerState.PULLING for e in engines):
             self._set_timer(RETRY_S)
         else:
             self._enter(Phase.TRAINING)
@@ -233,16 +231,16 @@ class LocalGeneration:
         now = self._now()
         self._observe(now)
         self._replan(now)
-        local = self._local()
-        if local is None:
+        engines = self._engines()
+        if not engines:
             self._enter(Phase.NO_ENGINE)
         elif self._phase is Phase.NO_ENGINE:
             if len(self._dispatch.ledger):
                 self._start()
-        elif local.state is WorkerState.PAUSED and self._dispatch.ledger.queue and (why := self._why_alone()):
+        elif _paused(engines) and self._dispatch.ledger.queue and (why := self._why_alone()):
             self._events.instant("local_resumed", why=why)
             self._enter(self._step.generating)
-            self._resume(local)
+            self._resume(engines)
 
     def _replan(self, now: float) -> None:
         """While GENERATING: plan the local time again if the fleet has changed, or its measured speed by more than
@@ -266,11 +264,18 @@ class LocalGeneration:
             if changed or plan.local_s != before.local_s:
                 self._log_plan(plan, new)
 
-    def _resume(self, local: Member) -> None:
+    def _pause(self, engines: list[Member]) -> None:
+        for local in engines:
+            if local.state is WorkerState.READY:
+                self._step.stop_generating(self._now())
+                self._dispatch.pause(local.id)
+
+    def _resume(self, engines: list[Member]) -> None:
         now = self._now()
-        self._dispatch.accounts.resumed(now, local.id)
-        if local.state is WorkerState.PAUSED:
-            self._dispatch.resume(local.id)
+        for local in engines:
+            self._dispatch.accounts.resumed(now, local.id)
+            if local.state is WorkerState.PAUSED:
+                self._dispatch.resume(local.id)
         if self._step.generating_since_s is None:
             self._step.generating_since_s = now
 
@@ -293,14 +298,15 @@ class LocalGeneration:
         step = self._step.number
         self._events.instant("plan", step=step, seed_s=plan.local_s, others=fleet.workers, why=plan.why)
 
-    def _local(self) -> Member | None:
-        return next((m for m in self._dispatch.members.here() if m.name == LOCAL), None)
+    def _engines(self) -> list[Member]:
+        """The trainer's engines."""
+        return [m for m in self._dispatch.members.here() if m.local]
 
     def _others(self) -> list[Member]:
         """The other workers that can take part in this step, now or as soon as their pull ends."""
         members = self._dispatch.members
         ready = [m for m in members.here() if m.state is WorkerState.READY and not m.suspect]
-        others = [m for m in (*ready, *members.nearly_ready(self._now())) if m.name != LOCAL]
+        others = [m for m in (*ready, *members.nearly_ready(self._now())) if not m.local]
         return self._dispatch.borrowing.usable(others, self._now())
 
     def _generators(self) -> list[Member]:
@@ -316,14 +322,15 @@ class LocalGeneration:
         return "no other worker has room for a queued response" if too_long else ""
 
     def _remote_fleet(self) -> RemoteFleet:
-        others, placement, local = self._others(), self._dispatch.placement, self._local()
+        others, placement, engines = self._others(), self._dispatch.placement, self._engines()
+        sharing = len(others) + max(1, len(engines))
         return RemoteFleet(
             workers=len(others),
             responses=self._responses,
-            pull_s=0.0 if any(m.name != LOCAL for m in self._generators()) else self._dispatch.members.pull_s,
-            tok_per_s=sum(placement.rate(member, self._responses, len(others) + 1) for member in others),
+            pull_s=0.0 if any(not m.local for m in self._generators()) else self._dispatch.members.pull_s,
+            tok_per_s=sum(placement.rate(member, self._responses, sharing) for member in others),
             speed=placement.fleet_speed(others),
-            local_speed=placement.fleet_speed([local]) if local is not None else None,
+            local_speed=placement.fleet_speed(engines) if engines else None,
         )
 
     def _observe(self, now: float) -> None:
@@ -394,15 +401,15 @@ class IdleGeneration(LocalGeneration):
 
     def _apply(self) -> None:
         """Pause or resume the trainer's engine, unless it is the only one that can generate."""
-        local = self._local()
-        if local is None:
-            return
-        if local.state is WorkerState.PAUSED:
-            queued = bool(self._dispatch.ledger.queue)
-            if self.generates or (queued and self._why_alone()):
-                self._resume(local)
-        elif local.state is WorkerState.READY and not self.generates and not self._why_alone():
-            self._step.stop_generating(self._now())
-            self._dispatch.pause(local.id)
-        elif local.state is WorkerState.READY and self._step.generating_since_s is None:
+        engines, queued = self._engines(), bool(self._dispatch.ledger.queue)
+        ready = any(e.state is WorkerState.READY for e in engines)
+        if _paused(engines) and (self.generates or (queued and self._why_alone())):
+            self._resume(engines)
+        elif ready and not self.generates and not self._why_alone():
+            self._pause(engines)
+        elif ready and self._step.generating_since_s is None:
             self._step.generating_since_s = self._now()
+
+
+def _paused(engines: list[Member]) -> bool:
+    return any(e.state is WorkerState.PAUSED for e in engines)

@@ -30,7 +30,7 @@ from enum import StrEnum
 from typing import Literal
 
 from windfall.link.messages import Capacity, Stats
-from windfall.types import LOCAL, Capabilities, Lease
+from windfall.types import Capabilities, Lease, is_local
 
 LOADING_S = {"build": 960.0, "swap": 150.0}
 """Maximum seconds in these parts of a load: a little more than the worker's own limits (worker/worker_link.py)."""
@@ -182,6 +182,11 @@ class Member:
     _rate_from: tuple[float, int] = field(default=(0.0, 0))
 
     @property
+    def local(self) -> bool:
+        """Whether it is an engine of the trainer."""
+        return is_local(self.name)
+
+    @property
     def booted(self) -> bool:
         """Whether it has ever been ready."""
         return self.slots > 0
@@ -280,7 +285,7 @@ class Members:
         """A worker has loaded a version in `s` seconds. The first load includes building the engine, and local has the
         weights already; neither is used as a pull time."""
         member = self.all[id]
-        if member.booted and member.name != LOCAL and 0 <= s < math.inf:
+        if member.booted and not member.local and 0 <= s < math.inf:
             self.pull_s = s
         member.version, member.digest, member.slots, member.failed = version, digest, slots, 0
         if member.state is WorkerState.PULLING:
@@ -344,7 +349,7 @@ class Members:
 
     def _stuck(self, member: Member, now_s: float) -> str:
         """Why the member's load is given up; empty if it may still complete."""
-        if not member.loading or member.name == LOCAL:  # local gets its weights from the trainer
+        if not member.loading or member.local:  # local gets its weights from the trainer
             return ""
         part = _part(member.stats) if member.stats is not None else ""
         still_s = now_s - member.progress_s

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from windfall.step_time import StepPoint, StepTime, fit, non_negative
-from windfall.types import LOCAL
+from windfall.types import is_local
 
 WINDOW_FRAMES, WINDOW_MIN_S, WINDOW_MAX_S = 8, 0.1, 2.0
 """A window has 8 frames and at least 0.1 s, or all frames of 2 s; shorter windows are mostly noise."""
@@ -195,8 +195,7 @@ class WorkerSpeeds:
         """Seconds to prefill one token, by device."""
 
     def join(self, worker: str, device: str) -> None:
-        local = worker.partition("#")[0] == LOCAL  # the trainer may have several engines
-        name = f"{device} of the trainer" if local else device
+        name = f"{device} of the trainer" if is_local(worker) else device
         self._workers[worker] = _Worker(device, self._devices.setdefault(name, _Device()))
 
     def forget(self, worker: str) -> None:

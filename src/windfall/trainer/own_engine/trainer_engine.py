@@ -1,29 +1,27 @@
-"""The trainer's own engine, used by the worker named `local`. It shares the trainer's module and device, so new weights
-cost nothing. At any moment either the engine steps or the trainer works, never both.
+"""The trainer's own engine, used by the worker named `local`. It is in the trainer's process and on its device. At any
+moment either the engine steps or the trainer works, never both.
+
+    trainer's thread   acquire() ── waits for the end of a step or swap ──▶ work ──▶ release()
+    engine's thread    acquire_for_engine(timeout) ──▶ step or swap ──▶ release()
+
+The trainer goes first: the engine's thread takes the turn again and again, and would win every race. While the engine
+waits for the trainer, other orders still take effect: `step` returns after at most WAIT_S.
+
+A trainer with one process has a TrainerEngine, which shares the trainer's module, so new weights cost nothing:
 
     valid ── invalidate(): an update begins ──▶ stale: no steps ── swap(): the controller's Load ──▶ valid
 
-Rules:
 - Weights that belong to no version, or to a version that the controller has not asked this engine to load, generate no
   token. The trainer calls `invalidate` before it changes the weights; the engine steps again after `swap`.
 - `swap` refuses a version that the trainer does not hold: a Load may be overtaken by the next update.
-- While the engine waits for the trainer, other orders still take effect: `step` returns after at most WAIT_S.
+- If the run trains adapters, the engine has merged copies of the adapted matrices and shares the rest (merged_model.py
+  explains why). `swap` computes them anew.
 
-If the run trains adapters, the engine has merged copies of the adapted matrices and shares the rest (merged_model.py
-explains why). `swap` computes them anew.
+A rank of a sharded trainer has a RankEngine (rank_engine.py).
 
-Engine and trainer may also share the device's memory. Then the trainer calls `make_room` before it trains, while it
-holds the lock, and the engine frees its KV cache until its next step. Orders to the engine and `make_room` are called
-from different threads, so a second lock, held only for short moments, keeps them apart.
-
-With an EngineGroup, which has its own copies of the weights in other processes, everything above holds as well. Its
-engines go on when `step` has returned, so the trainer pauses them once it has the lock, and `make_room` frees the
-group's weights, too. The group merges adapters by itself.
-
-    trainer's thread   acquire() ── waits for the end of a call ──▶ pause() ──▶ work ──▶ release()
-    engine's thread    engines.acquire(timeout) ──▶ step or swap ──▶ engines.release()
-
-The trainer goes first: the engine's thread takes the lock again and again, and would win every race.
+Engine and trainer may also share the device's memory. Then the trainer calls `make_room` before it trains, while it has
+the turn, and the engine frees its KV cache until its next step. Orders to the engine and `make_room` are called from
+different threads, so a lock, held only for short moments, keeps them apart.
 """
 
 from __future__ import annotations
@@ -42,18 +40,15 @@ WAIT_S = 0.005
 
 
 class TrainerTurn:
-    """The trainer's side, a lock. `engines` is the other side, the lock of a TrainerEngine."""
+    """The lock between trainer and engine. As a context manager it is the trainer's."""
 
-    def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
-        """`pause` returns when the engines do not compute any more. They go on at their next step or swap."""
-        self.pause = pause
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._taken = False
         self._waiting = 0
-        """Number of threads of the trainer that want the lock."""
-        self.engines = EnginesTurn(self)
+        """Number of threads of the trainer that want the turn."""
 
-    def acquire(self) -> bool:
+    def acquire(self) -> None:
         with self._changed:
             self._waiting += 1
             try:
@@ -61,57 +56,32 @@ class TrainerTurn:
                 self._taken = True
             finally:
                 self._waiting -= 1
-        try:
-            self.pause()
-        except BaseException:  # raised again, without the lock
-            self.release()
-            raise
-        return True
+
+    def acquire_for_engine(self, timeout_s: float | None = None) -> bool:
+        with self._changed:
+            free = self._changed.wait_for(lambda: not self._taken and not self._waiting, timeout_s)
+            self._taken = self._taken or free
+            return free
 
     def release(self) -> None:
         with self._changed:
             self._taken = False
             self._changed.notify_all()
 
-    def acquire_for_engines(self, timeout_s: float | None) -> bool:
-        with self._changed:
-            free = self._changed.wait_for(lambda: not self._taken and not self._waiting, timeout_s)
-            self._taken = self._taken or free
-            return free
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class EnginesTurn:
-    """The same lock for the engine's thread."""
-
-    def __init__(self, turn: TrainerTurn) -> None:
-        self._turn = turn
-
-    def acquire(self, timeout: float = -1) -> bool:
-        return self._turn.acquire_for_engines(None if timeout < 0 else timeout)
-
-    def release(self) -> None:
-        self._turn.release()
-
-    def __enter__(self) -> bool:
-        return self.acquire()
+    def __enter__(self) -> None:
+        self.acquire()
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
 
 class TrainerEngine(Engine):
-    """An engine whose module is changed by the trainer, which holds `lock` while it does so."""
+    """An engine whose module is changed by the trainer while it has the turn."""
 
     def __init__(
         self,
         engine: Engine,
-        lock: threading.Lock | EnginesTurn,
+        turn: TrainerTurn,
         *,
         published: Callable[[], Any] | None = None,
         share_memory: bool = False,
@@ -121,7 +91,7 @@ class TrainerEngine(Engine):
         no version. Without it, every swap is accepted. `merged`: the MergedModel whose module the engine runs; None if
         it runs the trainer's own."""
         self._engine = engine
-        self._lock = lock
+        self._turn = turn
         self._orders_lock = threading.Lock()
         self._published = published
         self._merged = merged
@@ -166,57 +136,64 @@ class TrainerEngine(Engine):
         if self._stale:
             time.sleep(WAIT_S)
             return []
-        if not self._lock.acquire(timeout=WAIT_S):
+        if not self._turn.acquire_for_engine(WAIT_S):
             return []
         try:
-            if self._stale:  # the trainer had the lock, and has changed the weights
+            if self._stale or not self._wake():  # the trainer had the turn, and has changed the weights
                 return []
             self.waiting = False
             return self._engine.step()
         finally:
-            self._lock.release()
-
-    def invalidate(self) -> None:
-        """The weights are about to change: generate nothing until the next `swap`. The caller must hold `lock`."""
-        self._stale = self.waiting = True
+            self._turn.release()
 
     def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         assert weights is None, "the engine uses the weights of the trainer"
         self.waiting = True
-        with self._lock:
-            self._check_published(version)
-            self.waiting = False
-            if self._merged is not None:
-                self._merged.merge()
-            self._engine.swap(version)
+        self._turn.acquire_for_engine()
+        try:
+            self._load(version)
             self._stale = False
+        finally:
+            self._turn.release()
 
-    def _check_published(self, version: int) -> None:
-        if self._published is None:
-            return
-        manifest = self._published()
-        if manifest is None or manifest.version != version:
-            raise WindfallError(f"the trainer is no longer at version {version}")
+    def _load(self, version: int) -> None:
+        """Use this version from now on. Raises WindfallError if the trainer does not have it."""
+        if self._published is not None:
+            manifest = self._published()
+            if manifest is None or manifest.version != version:
+                raise WindfallError(f"the trainer is no longer at version {version}")
+        self.waiting = False
+        if self._merged is not None:
+            self._merged.merge()
+        self._engine.swap(version)
+
+    def _wake(self) -> bool:
+        """Whether the engine has its weights."""
+        return True
+
+    def invalidate(self) -> None:
+        """The weights are about to change: generate nothing until the next `swap`. The caller must have the turn."""
+        self._stale = self.waiting = True
 
     def make_room(self) -> None:
-        """Free the memory that the engine does not need during training. The caller must hold `lock`."""
+        """Free the memory that the engine does not need during training. The caller must have the turn."""
         if self._share_memory:
             with self._orders_lock:
                 self._engine.sleep()
 
 
 class TrainerWeights:
-    """Takes the place of a Puller: the weights are already here if they are the published version. `published` returns
-    its manifest, or None while the weights belong to no version."""
+    """Takes the place of a Puller: the engine itself has or reads the weights of the published version. `published`
+    returns its manifest, or None while the weights belong to no version."""
 
     bytes_received = 0
 
     def __init__(self, published: Callable[[], Any]) -> None:
-        self._published = published
+        self.published = published
 
     def pull(self, url: str, version: int, digest: str, *, stop: threading.Event | None = None) -> Any:
         del url, stop
-        manifest = self._published()
+        manifest = self.published()
         if manifest is None or (manifest.version, manifest.digest) != (version, digest):
             raise ValueError(f"the trainer is not at version {version}")
         return manifest
@@ -225,4 +202,4 @@ class TrainerWeights:
         return None
 
     def base_tensors(self) -> Mapping[str, Any]:
-        raise NotImplementedError("the engine merges the trainer's adapter by itself")
+        raise NotImplementedError("the engine merges the adapter by itself")

@@ -27,6 +27,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MethodType
@@ -221,15 +222,16 @@ class Orders:
         with self._noticing_losses(method):
             return method(*(args if each is None else each[0]))
 
-    def follow(self) -> None:
-        """Run the orders of rank 0 until it says `stop`."""
+    def follow(self, around: Callable[[type], AbstractContextManager[None]] = lambda kind: nullcontext()) -> None:
+        """Run the orders of rank 0 until it says `stop`. `around`: makes the context of an order to an object of this
+        class."""
         while not self._stopped:
             box: list[Any] = [None]
             with self.ranks._noticing("for an order of rank 0", FOREVER.total_seconds()):
                 dist.recv(torch.zeros(1), 0, group=self.ranks.orders)
                 dist.scatter_object_list(box, None, src=0, group=self.ranks.quick_control)
             kind, function, args = box[0]
-            with self._noticing_losses(function):
+            with around(kind), self._noticing_losses(function):
                 function(self._objects[kind], *args)
 
     def _announce(self) -> None:

@@ -110,6 +110,8 @@ async def command(
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            # Close the pipes, too: a child of the program may hold them, and the event loop may end before the program.
+            process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
     if process.returncode:
         said = (err or out).decode(errors="replace").strip().splitlines()
         raise OSError(f"{argv[0]} failed with status {process.returncode}: {said[-1] if said else 'no message'}")

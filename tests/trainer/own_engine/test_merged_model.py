@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from windfall.models import attention
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.own_engine.merged_model import MergedModel
-from windfall.trainer.own_engine.trainer_engine import TrainerEngine
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
 from windfall.weights.merged import MergedWeights
 
 TARGETS = {"all": "all", "q and v, up": ["q_proj", "v_proj", "up_proj"]}
@@ -104,9 +103,9 @@ def test_joining_engine_leaves_the_weights_of_the_trainer(base: Any, targets: st
 
 def test_engine_of_the_trainer_follows_at_the_swap_and_wakes_with_the_right_weights(base: Any) -> None:
     adapters = attach(copy.deepcopy(base))
-    merged, lock = MergedModel(adapters.model), threading.Lock()
+    merged, turn = MergedModel(adapters.model), TrainerTurn()
     version = SimpleNamespace(version=0)
-    runs = TrainerEngine(graph_engine(merged.module), lock, published=lambda: version, share_memory=True, merged=merged)
+    runs = TrainerEngine(graph_engine(merged.module), turn, published=lambda: version, share_memory=True, merged=merged)
 
     def generate() -> dict[str, list[Any]]:
         out: dict[str, list[Any]] = {}
@@ -119,13 +118,13 @@ def test_engine_of_the_trainer_follows_at_the_swap_and_wakes_with_the_right_weig
 
     asked = requests(3)
     for version.version in (0, 1, 2):
-        with lock:
+        with turn:
             runs.invalidate()
             update(adapters, seed=10 + version.version)
         runs.swap(version.version)
         expected = drain(graph_engine(MergedModel(adapters.model).module), asked)
         for _ in range(2):
-            with lock:
+            with turn:
                 runs.make_room()  # the trainer trains on something
             made = generate()
             assert all(tokens(made[r.id]) == tokens(expected[r.id]) for r in asked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from tests.support.continuation import change, check_continuation, of_chunks, ve
 from tests.support.gpu_case import graph_engine
 from tests.support.small_models import engine, requests
 from windfall.errors import WindfallError
-from windfall.trainer.own_engine.trainer_engine import TrainerEngine
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
 from windfall.types import Chunk, Request
 
 SIZES: dict[str, Any] = {"max_running": 4, "max_rows": 24}  # some responses wait, and prompts are prefilled in chunks
@@ -135,7 +134,7 @@ def test_response_cancelled_at_a_swap_is_gone(models: list[Any], kind: str) -> N
 def test_trainers_engine_generates_nothing_between_an_update_and_its_load(models: list[Any], kind: str) -> None:
     """The module is changed in place, by two updates that belong to one version."""
     make, tolerance = ENGINES[kind]
-    module, lock = copy.deepcopy(models[0]), threading.Lock()
+    module, lock = copy.deepcopy(models[0]), TrainerTurn()
     inner = make(module)
     e, made, wanted = TrainerEngine(inner, lock), Made(), asked()
     e.swap(0)

@@ -18,7 +18,7 @@ from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
-from windfall.trainer.own_engine.trainer_engine import TrainerEngine
+from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
 from windfall.types import Request, Sampling
 from windfall.worker.worker_link import MAX_QUEUED_FRAMES, PulledWeights, Stalled, WorkerLink
 
@@ -394,7 +394,7 @@ def test_swap_that_waits_for_the_trainer_is_not_stuck(monkeypatch: pytest.Monkey
 
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
-        lock = threading.Lock()
+        lock = TrainerTurn()
         host = EngineThread(TrainerEngine(Small(), lock), slots=4)
         host.start()
         pulls = Pulls()

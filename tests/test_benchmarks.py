@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import math
 import sys
 from argparse import Namespace
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from benchmarks.engine import calibrate_gpu
 from benchmarks.fleet import agents, intake, plan_fit
 from benchmarks.papers import rose_table as table
+from benchmarks.papers import seer_table
 from benchmarks.serve import beside_vllm as bench
 from benchmarks.serve import coserve
 from benchmarks.support import coserve_load as load_of
@@ -261,3 +263,15 @@ def test_small_market_of_roses_table_has_as_large_a_share_up() -> None:
         quarter = table.mean_up(trace.slots(table.thinned(changes, 4), 4), 2000.0)
         assert quarter == pytest.approx(up / 4, rel=0.25), "the machines that are up first would be 3.3 to 4 of 4"
         assert table.thinned(changes, 1) == changes
+
+
+def test_seers_table_in_a_small_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert seer_table.median_tokens(22_000, 0.9, 10**9) == pytest.approx(22_000 / math.exp(0.9**2 / 2), rel=1e-6)
+    small = replace(seer_table.SETTINGS["Moonlight"], engines=3, groups=15, size=4, mean_tokens=4000, max_tokens=12_000)
+    rows = [("baseline", 1.0), ("divided", 1.41), ("speculation", 1.9)]
+    seer_table.report("Moonlight", small, rows, alike=0.7, sigma=0.9, steps=2, seeds=1)
+    baseline, divided, speculation = (line.split() for line in capsys.readouterr().out.splitlines())
+    times = [float(row[-7].removesuffix("x")) for row in (baseline, divided, speculation)]
+    assert times[0] == 1.0
+    assert times[1] > 0.95
+    assert times[2] > 1.4 * times[1]

@@ -238,7 +238,9 @@ def sample(s: Shape, batch: int) -> Case:
 
 def decode_inputs(s: Shape, batch: int) -> Case:
     state, _, rows = scene(s, batch, 16, 1)
-    return Case(name="inputs", batch=batch, calls=[lambda: kernels.decode_inputs(state, rows)] * 20, nbytes=20 * batch)
+    return Case(
+        name="inputs", batch=batch, calls=[lambda: kernels.decode_inputs(state, rows, None, 1)] * 20, nbytes=20 * batch
+    )
 
 
 def prefill(s: Shape, prompts: int, count: int, start: int) -> Case:

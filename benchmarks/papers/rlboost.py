@@ -26,6 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from windfall.controller.assembly import Policies
 from windfall.controller.ledger.ledger import Ledger
@@ -158,8 +159,8 @@ def _moves(source: WorkerLoad, target: WorkerLoad, chosen: Sequence[Running]) ->
 
 
 class Algorithm2(Placement):
-    def __init__(self, ledger: Ledger, *, balancing: bool = True, affinity: bool = True) -> None:
-        del affinity  # the algorithm knows neither prefix caches nor turns
+    def __init__(self, ledger: Ledger, *, balancing: bool = True, affinity: bool = True, **options: Any) -> None:
+        del affinity, options  # the algorithm knows neither prefix caches nor turns nor lengths
         super().__init__(ledger, balancing=balancing, affinity=False)
 
     def choose(

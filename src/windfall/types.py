@@ -54,6 +54,8 @@ class Capabilities:
     """It takes new responses while others are running. Otherwise it gets work only when it is idle."""
     tensor_parallel: int = 1
     """Number of GPUs that share every layer."""
+    drafts: bool = False
+    """It drafts tokens from the texts of other responses (`Engine.remember`)."""
 
     @property
     def label(self) -> str:
@@ -137,6 +139,9 @@ class Request:
     position: int = 0
     sampling: Sampling = Sampling()
     stop: frozenset[int] = frozenset()
+    group: str = ""
+    """Responses of one group have the same prompt. An engine may draft tokens of one from the others' texts; that never
+    changes which tokens are sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from windfall.controller.fleet_report import FleetReport, read_history
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.events.log import Clock, EventLog
-from windfall.link.messages import Capacity
+from windfall.link.messages import Capacity, Stats
 from windfall.recipe.file import parse_recipe
 from windfall.run.views import top
 from windfall.types import Lease
@@ -95,6 +96,25 @@ def test_top_reads_the_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[st
     top.show(tmp_path, once=True)
     line = "stale 0.4 (max 1, bound 2); too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
     assert f"last step: {line}" in capsys.readouterr().out
+
+
+def test_drafts_are_shown_if_there_were_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with report(tmp_path, staleness=0) as fleet:
+        members = fleet._dispatch.members
+        members.join("a", Lease(), 0.0)
+        stats = Stats(running=1, made=0, steps=0, idle_s=0.0)
+        members.seen("a", 0.0, stats)
+        members.seen("a", 1.0, msgspec.structs.replace(stats, made=100))
+        quiet = fleet.counters(None, 1.0, {"train_wait_s": 0.0})
+        assert "drafted" not in quiet
+        assert written(fleet)["drafts"] == {}
+        members.seen("a", 2.0, msgspec.structs.replace(stats, made=242, drafted=100, accepted=42))
+        step = fleet.counters(None, 2.0, {"train_wait_s": 0.0})
+        assert [step[key] for key in ("drafted", "drafts_accepted", "tokens_per_step")] == [100, 42, 1.42]
+        assert "drafted" not in fleet.counters(None, 3.0, {"train_wait_s": 0.0}), "nothing since"
+        (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
+    top.show(tmp_path, once=True)
+    assert "drafts: 1.21 tokens per step, 42% accepted" in capsys.readouterr().out
 
 
 def test_snapshot_has_what_lenders_reported(tmp_path: Path) -> None:

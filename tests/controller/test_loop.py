@@ -153,6 +153,9 @@ class World:
         self.version = published.version
 
     def before_update(self, step: int, tasks: Sequence[int]) -> None: ...
+    def leave_fp8(self, step: int, gap: float) -> None:
+        self.done.append(("bf16", step, gap))
+
     def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
         return {}
 
@@ -249,6 +252,14 @@ def test_gap_between_engine_and_trainer_is_logged(tmp_path: Path, gap: float, al
     world.run(tmp_path)
     events = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "engine_gap"]
     assert [(e["step"], e["mean"], e["alarm"]) for e in events] == [(n + 1, gap, 0.05) for n in range(alarms)]
+
+
+@pytest.mark.parametrize(("kv_dtype", "gap", "steps"), [("fp8", 0.04, []), ("fp8", 0.06, [2]), ("auto", 0.06, [])])
+def test_gap_with_an_fp8_cache_ends_its_use(tmp_path: Path, kv_dtype: str, gap: float, steps: list[int]) -> None:
+    world = World(mixed)
+    world.gaps = {1: gap}
+    world.run(tmp_path, engine={"kv_dtype": kv_dtype})
+    assert world.only("bf16") == [("bf16", step, gap) for step in steps]
 
 
 @pytest.mark.parametrize(("gap", "mean"), [(0.06, 0.06), (float("nan"), None)])

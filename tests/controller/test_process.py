@@ -14,10 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.hostile.files import DAMAGES, FOREIGN_LINES, damage
-from tests.support.listening_controller import Pulling
+from tests.support.listening_controller import SPEC, Pulling
 from windfall import errors
 from windfall import run_folder as folders
 from windfall.controller import process as controller
@@ -28,7 +29,7 @@ from windfall.controller.scheduling.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.link import auth
-from windfall.recipe.file import load_recipe
+from windfall.recipe.file import load_recipe, parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.training import CheckpointState, TrainerLost
 from windfall.types import Lease
@@ -270,6 +271,37 @@ def test_long_journal_is_read_without_blocking_the_loop(
         it.events.close()
 
     asyncio.run(main())
+
+
+def test_run_goes_back_from_fp8_once_and_for_good(tmp_path: Path) -> None:
+    """Workers that join later get the new spec, and so do those of the next controller."""
+    auth.make_token(tmp_path / "token")
+    recipe = parse_recipe({"engine": {"kv_dtype": "fp8"}}, where="here")
+    hello: Any = SimpleNamespace(model="m", engine=msgspec.structs.replace(SPEC, kv_dtype="fp8"))
+    kinds: list[str] = []
+
+    async def main() -> None:
+        for resumed in (False, True):
+            log = EventLog(tmp_path / "events.jsonl")
+            it = ControllerProcess(recipe, tmp_path, log, resumed=resumed)
+            it.trainer.hello = hello
+            it.dispatch.members.join("w", Lease(), 0.0)
+            it.dispatch.accounts.join(0.0, "w", kind="spot", usd_per_h=None, trainer=False)
+            it.dispatch.members.join("lender", Lease(kind="borrowed"), 0.0, lends=True)
+            it._set_terms(hello)
+            for step in (1, 2):
+                kinds.append(it.gate.terms.engine.kv_dtype)  # pyright: ignore
+                it.life.leave_fp8(step, 0.07)
+            states = [w.state for w in it.dispatch.members.here()]
+            assert (WorkerState.DRAINING in states) == (not resumed)
+            assert WorkerState.JOINING in states, "a lender's memory is its own"
+            it.journal.close()
+            log.close()
+
+    asyncio.run(main())
+    assert kinds == ["fp8", "bf16", "bf16", "bf16"]
+    (event,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "kv_dtype"]
+    assert (event["step"], event["kv_dtype"], event["gap"]) == (1, "bf16", 0.07)
 
 
 @pytest.mark.parametrize(("logged", "gap"), [([], (1, 3)), ([1], (2, 3)), ([1, 2, 3], None)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tests.support import reference_kernels  # noqa: F401  # GraphEngine also runs on a CPU
 from tests.support.small_models import MODELS, build
 from windfall import devices
+from windfall.engine.draft_length import WIDTHS, DraftLength
 from windfall.models import attention
 
 
@@ -29,3 +31,14 @@ def model(plain: Any) -> Any:
     twin.load_state_dict(plain.state_dict())
     twin.set_attn_implementation(attention.NAME)
     return twin
+
+
+@pytest.fixture
+def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that speculate choose the width of every launch at random, whatever is faster."""
+    rng = random.Random(3)
+
+    def choose(self: DraftLength, batch: int, widest: int) -> int:
+        return rng.choice([width for width in WIDTHS if width <= widest])
+
+    monkeypatch.setattr(DraftLength, "choose", choose)

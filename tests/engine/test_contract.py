@@ -1,6 +1,8 @@
-"""What every engine must do, over several architectures, in both modes. Not covered: a GPU, bfloat16, real weights.
+"""What every engine must do, over several architectures, in both modes, and with speculation: then drafts of random
+length are verified in every step. Not covered: a GPU, bfloat16, real weights.
 
-cuda/test_engine.py has what is particular to that engine, vllm_engine/ that of vLLM.
+cuda/test_engine.py has what is particular to that engine, vllm_engine/ that of vLLM; test_speculation.py has responses
+whose drafts are mostly right.
 """
 
 from __future__ import annotations
@@ -20,6 +22,13 @@ from windfall.errors import WindfallError
 from windfall.types import Request, Sampling
 
 MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+MODES_AND_SPECULATION = pytest.mark.parametrize(
+    ("deterministic", "speculation"),
+    [(False, False), (True, False), (True, True)],
+    ids=["fast", "deterministic", "speculation"],
+)
+SPECULATION = pytest.mark.parametrize("speculation", [False, True], ids=["plain", "speculation"])
+pytestmark = pytest.mark.usefixtures("any_width")
 TWO_MODELS = pytest.mark.parametrize(
     "plain", [pytest.param(n, marks=[pytest.mark.slow] if n == "qwen3" else []) for n in MODELS], indirect=True
 )
@@ -59,18 +68,26 @@ def check_every_method(e: Engine, expected: dict[str, list[int]]) -> None:
     assert (len(e), e.step()) == (0, [])
 
 
-@pytest.mark.parametrize("make", [engine, lambda model: graph_engine(copy.deepcopy(model))], ids=["torch", "cuda"])
-def test_every_method(model: Any, make: Any) -> None:
+def graph_engine_of_copy(model: Any, **options: Any) -> Engine:
+    return graph_engine(copy.deepcopy(model), **options)
+
+
+@SPECULATION
+@pytest.mark.parametrize("make", [engine, graph_engine_of_copy], ids=["torch", "cuda"])
+def test_every_method(model: Any, make: Any, speculation: bool) -> None:
     expected = {id: tokens(chunks) for id, chunks in drain(engine(model), requests(3, longest=20)).items()}
-    e = make(model)
+    e = make(model, speculation=speculation)
+    for group, id in (("g0", "0"), ("g0", "elsewhere"), ("", "alone")):
+        e.remember(group, id, 0, expected["2"])
+        e.remember(group, id, len(expected["2"]), (5, 6))
     check_every_method(e, expected)
     e.close()
 
 
-@MODES
-def test_greedy_equals_transformers_generate(plain: Any, model: Any, deterministic: bool) -> None:
+@MODES_AND_SPECULATION
+def test_greedy_equals_transformers_generate(plain: Any, model: Any, deterministic: bool, speculation: bool) -> None:
     asked = requests(10, temperature=0.0, longest=20)
-    made = drain(engine(model, deterministic=deterministic), asked)
+    made = drain(engine(model, deterministic=deterministic, speculation=speculation), asked)
     for r in asked:
         ids = torch.tensor([r.prompt])
         oracle = plain.generate(
@@ -100,9 +117,10 @@ def test_deterministic_results_do_not_depend_on_batch_or_order(model: Any) -> No
     random.Random(1).shuffle(shuffled)
     # Fewer at once, smaller steps and other pages give other chunks, neighbors and tiles.
     otherwise = drain(engine(model, deterministic=True, max_running=5, max_rows=23, page_size=16), shuffled)
+    drafted = drain(engine(model, deterministic=True, max_running=5, speculation=True), shuffled)
     for r in asked:
         alone = drain(engine(model, deterministic=True), [r])[r.id]
-        for other in (together[r.id], otherwise[r.id]):
+        for other in (together[r.id], otherwise[r.id], drafted[r.id]):
             assert tokens(other) == tokens(alone)
             assert logprobs(other) == logprobs(alone)  # bit for bit
 
@@ -116,7 +134,9 @@ def test_deterministic_response_resumes_from_any_token_bit_for_bit(model: Any) -
         so_far = tuple(tokens(whole)[:cut])
         rest = replace(request, prompt=request.prompt + so_far, position=cut, max_tokens=end - cut)
         neighbors = [replace(r, id=f"n{r.id}") for r in requests(cut % 5, seed=cut, longest=end - cut)]
-        resumed = drain(engine(model, deterministic=True), [*neighbors, rest])[request.id]
+        e = engine(model, deterministic=True, speculation=cut % 2 == 0)
+        e.remember(request.group, request.id, 0, tokens(whole))
+        resumed = drain(e, [*neighbors, rest])[request.id]
         assert resumed[0].position == cut
         assert tokens(resumed) == tokens(whole)[cut:end]
         assert logprobs(resumed) == logprobs(whole)[cut:end]
@@ -139,12 +159,12 @@ def test_fast_mode_differs_only_by_rounding(model: Any, record_property: Any) ->
     assert changed <= 1
 
 
-@MODES
+@MODES_AND_SPECULATION
 @TWO_MODELS
-def test_evicted_requests_generate_the_same_tokens(model: Any, deterministic: bool) -> None:
+def test_evicted_requests_generate_the_same_tokens(model: Any, deterministic: bool, speculation: bool) -> None:
     asked = [replace(r, prompt=r.prompt[:6], max_tokens=60) for r in requests(10)]  # small at first, then they grow
     roomy = drain(engine(model, deterministic=deterministic), asked)
-    tight = engine(model, deterministic=deterministic, kv_tokens=224, max_rows=40)
+    tight = engine(model, deterministic=deterministic, kv_tokens=224, max_rows=40, speculation=speculation)
     crowded = drain(tight, asked)
     assert tight.counters.evictions > 0
     assert [tokens(crowded[r.id]) for r in asked] == [tokens(roomy[r.id]) for r in asked]
@@ -161,14 +181,16 @@ def test_siblings_share_the_pages_of_their_prompt(model: Any) -> None:
         assert tokens(made[str(i)]) == tokens(alone)
 
 
-@MODES
+@MODES_AND_SPECULATION
 @TWO_MODELS
-def test_cancel_at_any_token_frees_pages_and_does_not_affect_others(model: Any, deterministic: bool) -> None:
+def test_cancel_at_any_token_frees_pages_and_does_not_affect_others(
+    model: Any, deterministic: bool, speculation: bool
+) -> None:
     first, second = requests(2, seed=9)
     first, second = replace(first, max_tokens=20), replace(second, max_tokens=20)
     oracle = tokens(drain(engine(model, deterministic=deterministic), [second])[second.id])
     for when in range(12):
-        e = engine(model, deterministic=deterministic, max_rows=8)
+        e = engine(model, deterministic=deterministic, max_rows=8, speculation=speculation)
         e.add(first)
         e.add(second)
         out = []
@@ -181,7 +203,8 @@ def test_cancel_at_any_token_frees_pages_and_does_not_affect_others(model: Any, 
     e.cancel("never heard of")
 
 
-def test_swap_between_two_steps(plain: Any, model: Any) -> None:
+@SPECULATION
+def test_swap_between_two_steps(plain: Any, model: Any, speculation: bool) -> None:
     """Running responses keep their tokens and continue with the new weights like a new engine."""
     other = type(plain)(copy.deepcopy(plain.config)).eval()
     torch.manual_seed(11)
@@ -194,15 +217,17 @@ def test_swap_between_two_steps(plain: Any, model: Any) -> None:
     mine.load_state_dict(plain.state_dict())
     mine.set_attn_implementation("windfall")
     request = replace(requests(1, seed=2)[0], max_tokens=30)
-    e = engine(mine, deterministic=True)
+    e = engine(mine, deterministic=True, speculation=speculation)
     e.add(request)
     before = [c for _ in range(7) for c in e.step()]
+    count = len(tokens(before))
     e.swap(3, new)
     e.check()
     after = drain(e)[request.id]
     assert {c.version for c in before} == {0}
     assert {c.version for c in after} == {3}
-    rest = replace(request, prompt=request.prompt + tuple(tokens(before)), position=7, max_tokens=23)
+    prompt = request.prompt + tuple(tokens(before))
+    rest = replace(request, prompt=prompt, position=count, max_tokens=30 - count)
     assert tokens(after) == tokens(drain(engine(other, deterministic=True), [rest])[request.id])
     with pytest.raises(WindfallError, match="does not fit"):
         e.swap(4, {"no.such.weight": torch.zeros(1)})
@@ -213,11 +238,14 @@ def test_swap_between_two_steps(plain: Any, model: Any) -> None:
     assert all(torch.equal(v, held[k]) for k, v in mine.state_dict().items())  # nothing was copied
 
 
-def test_response_ends_with_its_stop_token(model: Any) -> None:
+@SPECULATION
+def test_response_ends_with_its_stop_token(model: Any, speculation: bool) -> None:
     request = replace(requests(1, temperature=0.0)[0], max_tokens=30)
     whole = tokens(drain(engine(model), [request])[request.id])
     stop = whole[7]
-    chunks = drain(engine(model), [replace(request, stop=frozenset({stop}))])[request.id]
+    e = engine(model, speculation=speculation)
+    e.remember(request.group, "sibling", 0, whole)
+    chunks = drain(e, [replace(request, stop=frozenset({stop}))])[request.id]
     assert tokens(chunks) == whole[: whole.index(stop) + 1]
     assert chunks[-1].finish == "stop"
     assert [c.finish for c in chunks[:-1]] == [None] * (len(chunks) - 1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -70,6 +71,51 @@ def test_prompt_longer_than_those_of_the_first_tasks_fits(monkeypatch: pytest.Mo
     for kv_tokens, limit in ((2048, 2047), (65_536, 4111)):
         how = {"kv_tokens": kv_tokens, "page_size": 16, "max_running": 4, "max_rows": 64, "version": 0}
         assert factory.make_engine(spec(), "cuda", model, **how).limit == limit
+
+
+@pytest.mark.parametrize("speculation", ["auto", "off"])
+def test_engine_drafts_unless_speculation_is_off(monkeypatch: pytest.MonkeyPatch, speculation: str) -> None:
+    monkeypatch.setattr(factory, "cuda_engine_disabled", lambda spec: None)
+    model = factory.build_full_model(CONFIG.to_dict(), "float32", "cpu")
+    how = {"kv_tokens": 256, "page_size": 16, "max_running": 4, "max_rows": 64, "version": 0}
+    made = factory.make_engine(spec(speculation=speculation, kv_dtype="fp8"), "cuda", model, **how)
+    assert made.capabilities.drafts == (speculation == "auto")
+    assert made._device.pool.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("changed", "device", "capability", "why"),
+    [
+        ({"deterministic": True}, "cuda", (9, 0), "run.deterministic is set"),
+        ({}, "cpu", (9, 0), "it needs a GPU, and this worker runs on cpu"),
+        ({}, "cuda", (8, 0), "compute capability 8.9 or higher, and A100 has 8.0"),
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], device: str, capability: tuple[int, int], why: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    asked = msgspec.structs.replace(spec(kv_dtype="fp8"), **changed)
+    with pytest.raises(WindfallError, match=why) as e:
+        factory.build_engine(asked, device)
+    assert e.value.where == "engine.kv_dtype"
+    factory.check_kv_dtype(msgspec.structs.replace(asked, kv_dtype="bf16"), device)
+    if not changed and device == "cuda":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+        factory.check_kv_dtype(asked, device)
+
+
+def test_model_without_the_gpu_engine_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "cuda_engine_refusal", lambda spec, model: "it has a new kind of layer")
+    with pytest.raises(WindfallError, match="it has a new kind of layer") as e:
+        factory.make_engine(spec(kv_dtype="fp8"), "cuda", None)
+    assert e.value.where == "engine.kv_dtype"
+
+
+def test_token_in_fp8_has_one_byte_per_value() -> None:
+    model = factory.build_full_model(CONFIG.to_dict(), "float32", "cpu")
+    assert [factory.token_bytes(model, name) for name in ("auto", "bf16", "fp8")] == [256, 256, 64]
 
 
 @pytest.fixture

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from windfall.engine.draft_length import WIDTHS
 from windfall.engine.pages import ROOT, Pages, key_of
-from windfall.engine.scheduler import ScheduledRows, Scheduler, Sequence
+from windfall.engine.scheduler import Launch, ScheduledRows, Scheduler, Sequence
 from windfall.types import Request
 
 PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 4, 9, 17)] + [(9,) * 12]
@@ -35,7 +37,7 @@ def test_random_schedules_keep_the_rules(data: st.DataObject, pages: int, runnin
             s.remove(live.pop(data.draw(st.integers(0, len(live) - 1))))
         elif data.draw(st.integers(0, 19)) == 0:
             s.restart_all()
-        finished += one_step(s, live)
+        finished += one_step(s, live, data.draw(st.sampled_from(WIDTHS)))
         s.check()
     for _ in range(10_000):  # all remaining sequences must finish
         if not live:
@@ -55,36 +57,79 @@ def one_batch(pages: Pages, running: int, rows: int) -> Scheduler:
 def plan(s: Scheduler, **limits: Any) -> list[ScheduledRows]:
     """All rows of the next launch."""
     work = s.next(**limits)
-    if work is None:
-        return []
+    return [] if work is None else [*decode_rows(work), *work.prefill]
+
+
+def decode_rows(work: Launch) -> list[ScheduledRows]:
     assert work.steps <= 1
-    return [*(ScheduledRows(x, len(x.tokens) - 1, len(x.tokens), True) for x in work.rows), *work.prefill]
+    left = {x: x.request.max_tokens - x.generated for x in work.rows}
+    drafts = {x: (1,) * (min(work.width, left[x]) - 1) for x in work.rows}
+    return [ScheduledRows(x, len(x.tokens) - 1, len(x.tokens) + len(d), True, d) for x, d in drafts.items()]
 
 
-def one_step(s: Scheduler, live: list[Sequence]) -> int:
+def one_step(s: Scheduler, live: list[Sequence], width: int = 1) -> int:
+    """A step in which the first sequence gets one token of its row, the next one two, and so on, as far as drafted."""
     before, evictions = {x: x.prefilled for x in s.running}, s.counters.evictions
-    planned = plan(s)
+    work = s.next(width=min(width, s.widest))
+    if work is None:
+        assert not len(s), "there is work but nothing was planned"
+        return 0
+    decode = decode_rows(work)
+    planned = [*decode, *work.prefill]
     assert sum(r.stop - r.start for r in planned) <= s.max_rows
     assert len({id(r.sequence) for r in planned}) == len(planned)
-    assert planned or not len(s), "there is work but nothing was planned"
     assert len(s.running) <= s.slots
     for r in planned:
-        if r.stop - r.start > 1 or r.sequence not in before:
-            assert r.stop == r.sequence.prefilled
-            if r.sequence in before and s.counters.evictions == evictions:
-                assert r.start == before[r.sequence], "a token is computed twice, or not at all"
         assert len(r.sequence.pages) * s.pages.size >= r.stop
+    for r in work.prefill:
+        assert r.stop == r.sequence.prefilled
+        if r.sequence in before and s.counters.evictions == evictions:
+            assert r.start == before[r.sequence], "a token is computed twice, or not at all"
         assert r.samples == (r.stop == len(r.sequence.tokens))
     ended = 0
-    for r in planned:
-        if r.samples:
+    counts = np.array([min(n % 3 + 1, len(r.drafts) + 1) for n, r in enumerate(decode)], np.int64)
+    for r, count in zip(
+        [*decode, *(p for p in work.prefill if p.samples)], [*counts, *[1] * len(planned)], strict=False
+    ):
+        for _ in range(count):
             r.sequence.tokens.append(len(r.sequence.tokens) % 50)
-            r.sequence.generated += 1
-            if r.sequence.generated == r.sequence.request.max_tokens:
-                s.remove(r.sequence)
-                live.remove(r.sequence)
-                ended += 1
+        r.sequence.generated += int(count)
+        if r.sequence.generated == r.sequence.request.max_tokens:
+            s.remove(r.sequence)
+            live.remove(r.sequence)
+            ended += 1
+    s.collected(work, counts)
     return ended
+
+
+def test_drafts_evict_nothing() -> None:
+    s = one_batch(Pages(5, 4), 2, 16)
+    live = [Sequence(Request(id=str(n), prompt=(n,) * 6, seed=n, max_tokens=9), [n] * 6) for n in (3, 4)]
+    for x in live:
+        s.add(x)
+    one_step(s, live)
+    work = s.next(width=4)
+    assert work is not None
+    assert (work.width, work.shape[0], s.counters.evictions) == (1, 2, 0), "one page is free, and drafts need two"
+
+
+def test_drafts_leave_rows_to_prompts() -> None:
+    s = one_batch(Pages(20, 4), 4, 16)
+    live = [Sequence(Request(id=str(n), prompt=(n,) * n, seed=n, max_tokens=9), [n] * n) for n in (6, 20)]
+    s.add(live[0])
+    one_step(s, live)
+    s.add(live[1])
+    assert s.widest == 8
+    work = s.next(width=8)
+    assert work is not None
+    assert (work.width, [p.stop - p.start for p in work.prefill], work.shape[0]) == (8, [8], 16)
+    s.collected(work, np.array([3]))
+    live[0].tokens += [7] * 3
+    live[0].generated += 3
+    s.check()
+    one_step(s, live)
+    one_step(s, live)
+    assert (s.decoding, s.widest) == (2, 4)
 
 
 def test_freed_page_stays_cached_until_it_is_allocated() -> None:

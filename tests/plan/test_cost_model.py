@@ -11,6 +11,8 @@ from windfall.errors import WindfallError
 from windfall.plan.model import cluster, cost_model, devices
 from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.workload import MODELS, Workload, model
+from windfall.plan.run.recipe import recipe_workload
+from windfall.recipe.file import parse_recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"])
 FITTED = Efficiency()
@@ -46,6 +48,14 @@ def test_reading_the_kv_cache_costs_time() -> None:
     short_engine, long_engine = (cost_model.replica(w, h200, 1, FITTED) for w in (WORK, long))
     assert long_engine.tok_per_s(64, long) < 0.8 * short_engine.tok_per_s(64, WORK)
     assert long_engine.slots < short_engine.slots
+
+
+def test_kv_cache_in_fp8_has_twice_the_tokens_and_is_read_in_half_the_time() -> None:
+    narrow, h200 = replace(WORK, kv_value_bytes=1), devices.find("H200")
+    wide, half = (cost_model.replica(w, h200, 1, FITTED) for w in (WORK, narrow))
+    assert half.kv_tokens == pytest.approx(2 * wide.kv_tokens, abs=1)
+    assert half.service.context_s == pytest.approx(wide.service.context_s / 2)
+    assert recipe_workload(parse_recipe({"engine": {"kv_dtype": "fp8"}}, where="here")).kv_value_bytes == 1
 
 
 def test_fast_links_matter_only_between_machines() -> None:

@@ -101,6 +101,7 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("[rollout]\non_new_weights = 'stop'", "'rollout.on_new_weights' = 'stop': Input should be 'interrupt' or "),
         (ASYNC_AND_DETERMINISTIC, "the order in which responses finish decides what each step is trained on"),
         (ASYNC_AND_DETERMINISTIC, "run.deterministic = true excludes rollout.staleness = 2"),
+        ("[run]\ndeterministic = true\n[engine]\nkv_dtype = 'fp8'", "excludes engine.kv_dtype = 'fp8'"),
         (ASYNC_AND_DETERMINISTIC, "Set rollout.staleness = 0, or run.deterministic = false."),
     ],
 )

@@ -8,19 +8,26 @@ import copy
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.continuation import Token, change, check_continuation, versions
+from tests.support.listening_controller import SPEC
 from tests.support.small_models import engine
 from windfall.engine.engine_thread import EngineThread
 from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
+from windfall.recipe.sections import Recipe
+from windfall.run import local_worker
+from windfall.run.local_worker import LocalWorker
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
-from windfall.trainer.service import TrainerService
+from windfall.trainer.ranks.rank_place import RankPlace
+from windfall.trainer.service import EngineTerms, TrainerService
 from windfall.training import CheckpointState, Report
 from windfall.types import Request, Sampling
 from windfall.worker.worker_link import PulledWeights, WorkerLink
@@ -245,3 +252,48 @@ def test_link_that_ends_after_the_last_update(model: Any, monkeypatch: pytest.Mo
             p.check()
 
     asyncio.run(main())
+
+
+def test_engine_is_built_again_when_the_run_leaves_fp8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = {name: msgspec.structs.replace(SPEC, kv_dtype=name) for name in ("fp8", "bf16")}
+    built: list[str] = []
+    joined = [["fp8", "bf16"], ["bf16"]]  # by client: what each Welcome asks for
+
+    class Client:
+        def __init__(self, *_: Any, build: Callable[[m.EngineSpec], Any], **__: Any) -> None:
+            self.build = build
+
+        async def run(self) -> int:
+            for name in joined.pop(0):
+                self.build(spec[name])
+            return 0
+
+    ranks = SimpleNamespace(distributed=False, first=True, device="cpu")
+    model = SimpleNamespace(merged=lambda: None, model=None)
+    part: Any = SimpleNamespace(
+        ranks=ranks, place=RankPlace(), recipe=Recipe(), weights=model, orders=SimpleNamespace(call=lambda f, *a: f(*a))
+    )
+    local = LocalWorker(part)
+    part.build_engine = local.build
+    monkeypatch.setattr(local_worker, "ControllerClient", Client)
+
+    def build_engine(spec: m.EngineSpec, device: str, **_: Any) -> tuple[Any, int]:
+        assert local.engine is None, "the memory of the first one is free"
+        built.append(spec.kv_dtype)
+        return object(), 4
+
+    monkeypatch.setattr(local_worker, "build_engine", build_engine)
+
+    async def main() -> None:
+        connected = asyncio.Event()
+        connected.set()
+
+        async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+            return function(*arguments)
+
+        trainer: Any = SimpleNamespace(connected=connected, manifest=None, run_in_thread=run_in_thread)
+        terms = EngineTerms(spec=spec["fp8"], url="http://x", secret="s", weights_key="k", folder=tmp_path)
+        await local.run(trainer, terms)
+
+    asyncio.run(main())
+    assert (built, joined) == (["fp8", "bf16"], [])

@@ -6,7 +6,8 @@ Rules:
   dtype, because transformers rounds them before use;
 - a row's keys and values are written to the page that its slot's page table lists for the row's position, or to the
   scratch page if the slot is inactive;
-- tokens are sampled as in `windfall.engine.torch.sampler`: from (seed, position, logits) and nothing else.
+- tokens are sampled as in `windfall.engine.torch.sampler`: from (seed, position, logits) and nothing else;
+- tokens are drafted and verified as in `windfall.engine.drafts`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,12 @@ from torch.nn import functional as F
 from windfall.engine.cuda import decoder
 from windfall.engine.cuda.sampling import sample
 from windfall.engine.cuda.splits import min_split_tokens, splits_for
-from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans
+from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans, Texts
+from windfall.engine.drafts import KNOWN, MOST, count_run, longest_match, verify
 
 __all__ = ["min_split_tokens", "sample", "splits_for"]
 
 decoder.KERNELS["cpu"] = __name__
-
-
-def decode_inputs(state: DeviceState, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The input tokens (B,) int64 and positions (B,) int32 of a decode step."""
-    at = rows.long()
-    return state.last[at].long(), state.length[at]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -57,6 +53,7 @@ def rope_and_store(
     eps: float,
     heads: int,
     kv_heads: int,
+    width: int = 1,
 ) -> Tensor:
     """Normalize queries and keys if norm weights are given, rotate them, and store keys and values in the pool. Returns
     the queries (T, heads, head)."""
@@ -65,14 +62,15 @@ def rope_and_store(
     q = q if q_weight is None else _rms_norm(q, q_weight, eps)
     k = k if k_weight is None else _rms_norm(k, k_weight, eps)
     c, s = cos[positions.long()][:, None], sin[positions.long()][:, None]
-    at = slots.long()
-    # A finished slot may be one token past the end of its page table.
+    at = slots.long().repeat_interleave(width)
+    ahead = torch.arange(width, device=slots.device).repeat(len(slots))
+    # A finished slot may be one token past the end of its page table, and a draft further.
     column = (positions.long() // pool.page_size).clamp_max(state.table.shape[1] - 1)
-    page = torch.where(state.left[at] > 0, state.table[at, column], pool.scratch).long()
+    page = torch.where(state.left[at] > ahead, state.table[at, column], pool.scratch).long()
     row = positions.long() % pool.page_size
     data = _data(pool)[layer]
-    data[0][page, :, row] = _rotate(k, c, s)
-    data[1][page, :, row] = v
+    data[0][page, :, row] = _rotate(k, c, s).to(pool.dtype)
+    data[1][page, :, row] = v.to(pool.dtype)
     return _rotate(q, c, s)
 
 
@@ -96,16 +94,20 @@ def decode_attention(
     window: int | None,
     splits: int,
     prefix_groups: PrefixGroups | None = None,
+    width: int = 1,
 ) -> Tensor:
-    """Attend one query per row to tokens 0 to `length` of its slot. The result is zero for rows of inactive slots.
-    Without a window, the rows of a prefix group read the shared prefix from the pages of the group's first row."""
+    """Attend `width` queries per row: the first to tokens 0 to `length` of its slot, the next to one token more. The
+    result is zero for rows of inactive slots. Without a window, the rows of a prefix group read the shared prefix from
+    the pages of the group's first row."""
     del splits  # they do not change the sum
     at = rows.long()
-    length, active = state.length[at], state.left[at] > 0
-    pages = int(torch.where(active, length, 0).max()) // pool.page_size + 1
+    active = (state.left[at] > 0).repeat_interleave(width)
+    length = state.length[at].repeat_interleave(width) + torch.arange(width, device=rows.device).repeat(len(rows))
+    pages = min(int(torch.where(active, length, 0).max()) // pool.page_size + 1, state.table.shape[1])
     table = state.table[at, :pages].long()
     if prefix_groups is not None and window is None:
         _use_shared_prefix(table, prefix_groups, pool.page_size)
+    table = table.repeat_interleave(width, 0)
     # (B, kv_heads, tokens, head)
     k, v = (_data(pool)[layer][i][table].transpose(1, 2).flatten(2, 3).float() for i in (0, 1))
     token = torch.arange(k.shape[2], device=q.device)
@@ -143,12 +145,13 @@ def rope_store_and_decode(
     window: int | None,
     splits: int,
     prefix_groups: PrefixGroups | None = None,
+    width: int = 1,
 ) -> Tensor:
     """`rope_and_store`, then `decode_attention`. `positions` come from `decode_inputs`."""
     q = rope_and_store(
-        qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.kv_heads
+        qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.kv_heads, width
     )
-    return decode_attention(q, rows, state, pool, layer, scale, window, splits, prefix_groups)
+    return decode_attention(q, rows, state, pool, layer, scale, window, splits, prefix_groups, width)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -182,3 +185,84 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(first half) * second half."""
     left, right = gate_up.chunk(2, -1)
     return F.silu(left) * right
+
+
+def decode_inputs(state: DeviceState, rows: Tensor, texts: Texts | None, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The input tokens (B * width) int64 and positions int32 of a decode step: the newest token of every row's slot,
+    then the tokens drafted for it. Also the tokens that are expected to be sampled, -1 where there are none."""
+    ids, positions, expected = [], [], []
+    for slot in rows.tolist():
+        following = _following(state, texts, slot, width)
+        ids += [int(state.last[slot]), *(max(t, 0) for t in following[: width - 1])]
+        positions += [int(state.length[slot]) + w for w in range(width)]
+        expected += following
+    int32 = {"dtype": torch.int32, "device": rows.device}
+    return torch.tensor(ids, device=rows.device), torch.tensor(positions, **int32), torch.tensor(expected, **int32)
+
+
+def _following(state: DeviceState, texts: Texts | None, slot: int, width: int) -> list[int]:
+    """The next `width` tokens at the place that a slot follows."""
+    place = int(state.match[slot])
+    if texts is None or not place:
+        return [-1] * width
+    row, at = divmod(place & ((1 << 40) - 1), texts.tokens.shape[1])
+    known = texts.tokens[row, at : min(int(texts.length[row]), at + width)].tolist()
+    return known + [-1] * (width - len(known))
+
+
+def accept(
+    rows: Tensor,
+    state: DeviceState,
+    texts: Texts | None,
+    tokens: Tensor,
+    logprobs: Tensor,
+    expected: Tensor | None,
+    out: Tensor,
+    out_row: Tensor,
+    width: int,
+) -> None:
+    """Write the accepted tokens and log-probs of every row's slot to `width` rows of `out`, beginning at `out_row`, and
+    -1 for the others; update the slots and their texts."""
+    first = int(out_row)
+    for n, slot in enumerate(rows.tolist()):
+        left = int(state.left[slot])
+        drawn = tokens[n * width : (n + 1) * width].tolist()
+        guesses = [] if expected is None else expected[n * width : (n + 1) * width].tolist()
+        stop = set(state.stop[slot].tolist())
+        count, right = verify(drawn, guesses, left, stop)
+        for w in range(width):
+            out[first + w, 0, n] = drawn[w] if w < count else -1
+            out[first + w, 1, n] = logprobs.view(torch.int32)[n * width + w] if w < count else 0
+        if not count:
+            continue
+        state.last[slot] = drawn[count - 1]
+        state.length[slot] += count
+        state.position[slot] += count
+        state.left[slot] = 0 if drawn[count - 1] in stop else left - count
+        row = int(state.text_row[slot])
+        if texts is None or row < 0:
+            continue
+        known = int(texts.length[row])
+        end = min(known + count, texts.tokens.shape[1] - 1)
+        texts.tokens[row, known:end] = torch.tensor(drawn[: end - known], dtype=torch.int32)
+        texts.length[row] = end
+        state.run[slot] = count_run(texts.runs, int(state.run[slot]), right, width)
+        state.search[slot] = int(right < width)
+        state.match[slot] = state.match[slot] + width if right == width else 0
+
+
+def find_matches(rows: Tensor, state: DeviceState, texts: Texts) -> None:
+    """Let every row's slot that follows no place follow the one with the longest agreement, if there is one."""
+    size = texts.tokens.shape[1]
+    for slot in rows.tolist():
+        own = int(state.text_row[slot])
+        if int(state.left[slot]) <= 0 or own < 0 or not int(state.search[slot]):
+            continue
+        mine = texts.tokens[own, : int(texts.length[own])].cpu().numpy()
+        family = texts.families[int(state.text_family[slot])]
+        family = family[family >= 0].sort().values.long()
+        lengths = texts.length[family].cpu().numpy()
+        found = longest_match(texts.tokens[family].cpu().numpy(), lengths, mine[-MOST:])
+        if found is not None:
+            rank = found.agreed * (KNOWN + 1) + min(int(lengths[found.row]) - found.at, KNOWN)
+            state.match[slot] = rank << 40 | int(family[found.row]) * size + found.at

@@ -51,7 +51,7 @@ def requests(count: int, *, temperature: float = 1.0, seed: int = 0, longest: in
             prompt = out[-1].prompt
         out.append(
             Request(id=str(i), prompt=prompt, seed=1000 + i, max_tokens=rng.randint(1, longest),
-                    sampling=Sampling(temperature=temperature))
+                    sampling=Sampling(temperature=temperature), group=f"g{i - (i % 3 == 1)}")
         )  # fmt: skip
     return out
 

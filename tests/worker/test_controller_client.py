@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.listening_controller import SPEC, Site, episode, expected, opened
@@ -55,6 +56,33 @@ def test_lost_link_costs_only_a_reconnect(tmp_path: Path) -> None:
             again = sum(w.engine.made.values()) - len(e.tokens)
             assert again <= made - before + 20, "only what was on its way is made again"
             assert len(s.named("worker_lost")) == 1
+
+    asyncio.run(main())
+
+
+def test_worker_builds_another_engine_if_the_run_asks_for_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            assert s.gate.terms is not None
+            first = msgspec.structs.replace(SPEC, kv_dtype="fp8")
+            s.gate.terms = msgspec.structs.replace(s.gate.terms, engine=first)
+            w, e = start(), episode("1/0", max_tokens=200)
+            s.dispatch.open(e, s.listener)
+            await s.until(lambda: len(e.tokens) > 20, "it is under way")
+            before, host = len(e.tokens), w.client._host
+            second = msgspec.structs.replace(SPEC, kv_dtype="bf16")
+            s.gate.terms = msgspec.structs.replace(s.gate.terms, engine=second)
+            s.dispatch.rebuild_engines("fp8 is too coarse")
+            await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is back")
+            assert w.builds == [first, second]
+            assert w.client._host is not host
+            await s.until(lambda: "1/0" in s.ended, "the response has ended")
+            assert e.tokens.tolist() == expected(e)
+            assert [event["kept_tokens"] >= before for event in s.named("worker_left")] == [True]
+            assert not s.named("worker_lost")
+            assert w.puller.bytes_received == 100, "the weights are not pulled again"
+            s.dispatch.drain("w#2", "the run is over")
+            assert await w.ends() == 0
 
     asyncio.run(main())
 

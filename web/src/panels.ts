@@ -14,13 +14,13 @@ export function now(run: Run): [HTMLElement, HTMLElement] {
   const workers = (snapshot?.leases ?? []).reduce((sum, [, , count]) => sum + count, 0);
   const last = history.evals.at(-1), wait = run.last("train_wait_s"), step_s = run.last("s"), money = history.money;
   const bound = run.last("staleness_bound"); // null: synchronous, or the log of an older version
-  const busy = trainer(run);
+  const busy = trainer(run), drafts = run.last("tokens_per_step"); // null: nothing was drafted
   const { lost } = history, moved = running ? snapshot?.moved ?? 0 : run.sum("moved");
   return [
     h("div", { class: "cards" },
       card("step", `${history.step}${steps ? ` / ${steps}` : ""}`, steps ? progress(history.step / steps) : ""),
       card("reward", number(run.last("reward")), last ? `held-out: ${number(last[2])} after step ${last[0]}${graded(last)}` : ""),
-      card("tokens/s", number(run.last("tok_per_s")), `${number(run.sum("made"))} generated so far`),
+      card("tokens/s", number(run.last("tok_per_s")), `${number(run.sum("made"))} generated so far${drafts === null ? "" : `; drafts: ${drafts.toFixed(2)} tokens per step`}`),
       card("cost so far", dollars(money.usd || null), money.usd_per_million !== null ? `${dollars(money.usd_per_million)} per million trained tokens` : "no prices are known"),
       card(running ? "workers" : "workers at the end", running ? workers : run.last("workers") ?? 0, `${number(lost)} lost so far`),
       card("responses open", running ? snapshot?.open ?? "–" : 0, `${running ? `${snapshot?.queued ?? 0} queued; ` : ""}${number(moved)} moved so far`),

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import msgspec
+
 from windfall import algorithms
 from windfall.controller.cost import prices
 from windfall.controller.cost.accounts import Accounts
@@ -85,11 +87,13 @@ class ControllerLife:
 
         history = read_history(events, [self._recovery.observe, *observe])
         self._evaluated, self._last_logged = history.evaluated, history.step
+        self._left_fp8 = history.left_fp8
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t,
             staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
             borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=policies.placement,
+            order=recipe.rollout.order, step_groups=recipe.rollout.groups,
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
@@ -247,6 +251,22 @@ class ControllerLife:
             yield
         finally:
             accounts.gone(loop.time(), id, heard_s=loop.time())
+
+    def engine_spec(self, hello: m.TrainerHello) -> m.EngineSpec:
+        """The engine that workers must build."""
+        if self._left_fp8 and hello.engine.kv_dtype == "fp8":
+            return msgspec.structs.replace(hello.engine, kv_dtype="bf16")
+        return hello.engine
+
+    def leave_fp8(self, step: int, gap: float) -> None:
+        if self._left_fp8:
+            return
+        self._left_fp8, limit = True, self.recipe.train.engine_gap_alarm
+        why = f"in fp8, log-probs of engine and trainer differed by {gap:.3g} nats on average, which is above {limit:g}"
+        self.events.instant("kv_dtype", step=step, kv_dtype="bf16", gap=gap, why=f"{why} (train.engine_gap_alarm)")
+        if self.trainer.hello is not None:  # otherwise the next trainer's spec is changed
+            self.on_trainer(self.trainer.hello)
+        self.dispatch.rebuild_engines("the KV cache goes back from fp8 to bf16")
 
     def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
         now_s = asyncio.get_running_loop().time()

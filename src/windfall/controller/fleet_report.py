@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +15,7 @@ from windfall.controller.cost import prices
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.local_time import StepMeasurement
-from windfall.controller.scheduling.members import Member, WorkerState
+from windfall.controller.scheduling.members import DraftCounts, Member, WorkerState
 from windfall.events.log import Event, EventLog, scan
 from windfall.events.steady_time import SteadyTime
 from windfall.recipe.sections import Recipe
@@ -43,6 +43,8 @@ class LogHistory:
     """Steps with a valid evaluation."""
     step: int = 0
     """The last step in the log."""
+    left_fp8: bool = False
+    """The run has gone back from a KV cache in fp8 to one in bf16."""
 
 
 def read_history(events: EventLog, observe: Sequence[Callable[[Event], None]] = ()) -> LogHistory:
@@ -59,6 +61,8 @@ def read_history(events: EventLog, observe: Sequence[Callable[[Event], None]] = 
             history.evaluated.add(e.get("step", 0))
         elif (e["kind"], e["name"]) == ("scalar", "step"):
             history.step = e.get("step", 0)
+        elif e["name"] == "kv_dtype":
+            history.left_fp8 = True
         elif e["name"] == "resumed":
             history.evaluated = {step for step in history.evaluated if step <= e["step"]}
             history.step = min(history.step, e["step"])
@@ -80,6 +84,7 @@ class FleetReport:
         f, o = recipe.fleet, recipe.rollout
         self._recipe, self._dispatch, self._events = recipe, dispatch, events
         self._counted: dict[str, int] = {}
+        self._drafts_counted = DraftCounts()
         self._staleness: dict[str, Any] | None = None
         """`staleness` of the snapshot."""
         self._advisor = advisor(
@@ -94,6 +99,7 @@ class FleetReport:
         c, p = self._dispatch.ledger.counts, self._dispatch.members.prefill
         now = {
             "prefilled": p.prefilled, "prefill_saved": p.reused, "prefix_lookups": p.lookups, "prefix_hits": p.hits,
+            "evictions": p.evictions,
             "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
             "stale": c.stale, "gaps": c.gaps, "discarded": c.discarded,
             "lost_tokens": self._dispatch.ledger.lost_tokens(), "workers_lost": self._dispatch.members.lost,
@@ -108,11 +114,19 @@ class FleetReport:
                 accounts.trainer_waited(now_s, last.train_wait_s)
         return {
             **differences,
+            **self._drafts(),
             **self._sessions(),
+            **self._predicted(),
+            **self._gathered(),
             "workers": sum(1 for _ in self._dispatch.members.here()),
             "speeds": self._speeds(),
             "bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s)),
         }
+
+    def _drafts(self) -> dict[str, float]:
+        """What engines drafted in this step."""
+        before, self._drafts_counted = self._drafts_counted, replace(self._dispatch.members.drafts)
+        return self._drafts_counted.since(before).describe()
 
     def _sessions(self) -> dict[str, Any]:
         """The turns of this step, if responses have several."""
@@ -120,6 +134,20 @@ class FleetReport:
             return {}
         t = self._dispatch.turns.take_counts()
         return {"sessions": {"ended": t.sessions, "turns": t.turns, "routed": t.routed, "to_holder": t.to_holder}}
+
+    def _predicted(self) -> dict[str, Any]:
+        """How well lengths are predicted, once any response was."""
+        described = self._dispatch.placement.lengths.describe()
+        return {"predicted": described} if described else {}
+
+    def _gathered(self) -> dict[str, Any]:
+        """What moving the last responses of the step was worth: the whole fleet and the trainer wait for them."""
+        gathered = self._dispatch.placement.take_gathered()
+        if not gathered.moves:
+            return {}
+        here = [prices.of(w.lease).if_known or 0.0 for w in self._dispatch.members.here()]
+        usd_per_h = sum(here) + (0.0 if self._recipe.fleet.local else self._recipe.fleet.trainer_price_usd_per_h)
+        return {"gathered": {**gathered._asdict(), "usd": gathered.s * usd_per_h / 3600}}
 
     def _speeds(self) -> dict[str, list[list[float]]]:
         """For `windfall sim calibrate`: rows of [batch, seconds per engine step, windows] by kind of worker."""
@@ -185,7 +213,7 @@ class FleetReport:
             "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
             "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
             "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers,
-            "staleness": self._staleness, "graders": graders,
+            "staleness": self._staleness, "graders": graders, "drafts": self._dispatch.members.drafts.describe(),
             "advice": [
                 {"lease": kind, "now": a.now, "count": a.count, "why": a.why}
                 for kind, a in self._advisor.advice.items()

@@ -66,6 +66,11 @@ class Run(Protocol):
         """A checkpoint of this state is on disk."""
         ...
 
+    def leave_fp8(self, step: int, gap: float) -> None:
+        """Log-probs of engine and trainer differ by more than the alarm: have workers use a KV cache in bf16 from now
+        on. Does nothing if they do."""
+        ...
+
     def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
         """What happened to the fleet since the last call. `staleness`: the fields of the step's event about it."""
         ...
@@ -277,6 +282,8 @@ class Loop:
                 "engine_gap", step=step, mean=worst.engine_gap, max=worst.engine_gap_max, alarm=alarm,
                 engines=worst.engine_gaps,
             )  # fmt: skip
+            if self.recipe.engine.kv_dtype == "fp8":
+                self._run.leave_fp8(step, worst.engine_gap)
 
 
 def _nothing_learned(updates: int) -> WindfallError:

@@ -78,7 +78,7 @@ class FleetPolicy(RemoteTrainer):
         finally:
             for episode in episodes:
                 self._waiting.pop(episode.id, None)
-            self._dispatch.placement.done_with(id, n)
+            self._dispatch.group_done(id, n)
         for episode in episodes:
             self._dispatch.close(episode.id)
         return [episode.close(None) for episode in episodes]

@@ -193,7 +193,7 @@ class ControllerProcess:
     def _set_terms(self, hello: m.TrainerHello) -> None:
         f = self.recipe.fleet
         self.gate.terms = Terms(
-            model=hello.model, engine=hello.engine, heartbeat_s=f.heartbeat_s, stalled_s=f.stalled_s
+            model=hello.model, engine=self.life.engine_spec(hello), heartbeat_s=f.heartbeat_s, stalled_s=f.stalled_s
         )
 
     async def _attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:

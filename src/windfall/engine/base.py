@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,8 @@ class Counters:
     hits: int = 0  # those of them that found tokens in the prefix cache
     evictions: int = 0  # times that a running response lost its pages to others, since the start
     waiting: int = 0  # responses that are waiting for room now
+    drafted: int = 0  # tokens drafted and verified since the start
+    accepted: int = 0  # those of them that were right
 
 
 class Engine(Protocol):
@@ -36,6 +38,8 @@ class Engine(Protocol):
     """Version of the weights. They are unset until the first swap, unless the engine was built with a model."""
     limit = 0
     """Tokens of the longest sequence, prompt included, that fits. 0: unknown."""
+    kv_tokens = 0
+    """Tokens of all sequences together for which the KV cache has room. 0: unknown, or it changes."""
     waiting = False
     """Whether the engine waits for a trainer that shares its weights. This is not a fault."""
 
@@ -54,6 +58,10 @@ class Engine(Protocol):
     @abstractmethod
     def cancel(self, id: str) -> None:
         """Stop a response and return no more chunks of it. An unknown id is not an error: it may just have finished."""
+
+    def remember(self, group: str, id: str, position: int, tokens: Sequence[int]) -> None:
+        """Tokens of a response of this group that was generated elsewhere; the first is at `position`. An engine may
+        draft from them, and may forget them."""
 
     @abstractmethod
     def step(self) -> list[Chunk]:

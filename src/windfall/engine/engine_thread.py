@@ -22,7 +22,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
-from windfall.link.messages import Rejected, Released, Stats, Tokens, Work
+from windfall.link.messages import Rejected, Released, SiblingTokens, Stats, Tokens, Work
 from windfall.types import Capabilities, Chunk, Request
 
 Emit = Callable[[object], None]
@@ -83,6 +83,11 @@ class EngineThread:
         return 0 if self._engine is None else self._engine.limit
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens for which the KV cache has room, over all responses; 0 if unknown."""
+        return 0 if self._engine is None else self._engine.kv_tokens
+
+    @property
     def capabilities(self) -> Capabilities:
         """What the engine can do. Nothing is known of it until it is built."""
         return Capabilities() if self._engine is None else self._engine.capabilities
@@ -113,6 +118,10 @@ class EngineThread:
     @order
     def cancel(self, handles: Iterable[int]) -> None:
         self._drop(handles)
+
+    @order
+    def remember(self, siblings: SiblingTokens) -> None:
+        self.engine.remember(siblings.group, siblings.id, siblings.position, array("I", siblings.tokens))
 
     @order
     def release(self, handles: tuple[int, ...]) -> None:
@@ -167,6 +176,8 @@ class EngineThread:
             prefilled=counters.prefilled,
             lookups=counters.lookups,
             hits=counters.hits,
+            drafted=counters.drafted,
+            accepted=counters.accepted,
         )
 
     # The methods below run in the thread.
@@ -238,6 +249,7 @@ def request_of(work: Work) -> Request:
         max_tokens=work.max_tokens,
         sampling=work.sampling,
         stop=frozenset(work.stop),
+        group=work.group,
     )
 
 

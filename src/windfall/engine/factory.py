@@ -11,8 +11,11 @@ import functools
 import importlib.util
 import json
 import sys
+import threading
 import time
 from typing import Any
+
+import msgspec
 
 from windfall.devices import choose_matmul_library, gpu_memory_lock
 from windfall.engine.selftest import shrink, verdict
@@ -20,6 +23,13 @@ from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec, LoadTimes
 from windfall.models import load
+
+_building = threading.Lock()
+"""While one thread builds a model without random weights, another must not: transformers replaces functions of torch,
+and two threads that do so at the same time leave them replaced."""
+
+FP8_CAPABILITY = (8, 9)
+"""Least compute capability (Ada, Hopper) of GPUs that convert fp8 in hardware."""
 
 
 def build_model(spec: EngineSpec, device: str) -> Any:
@@ -47,7 +57,7 @@ def build_full_model(fields: dict[str, Any], dtype: str, device: str) -> Any:
 
     how: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention.NAME}
     try:
-        with no_init_weights(), torch.device(device):
+        with _building, no_init_weights(), torch.device(device):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), **how)
         model.tie_weights()
     except ValueError as e:
@@ -63,16 +73,16 @@ def model_bytes(fields: dict[str, Any], dtype: str) -> int:
     return sum(p.numel() * p.element_size() for p in build_full_model(fields, dtype, "meta").parameters())
 
 
-def token_bytes(model: Any) -> int:
-    """Bytes of KV cache per token."""
+def token_bytes(model: Any, kv_dtype: str = "auto") -> int:
+    """Bytes of KV cache per token. `kv_dtype`: as in EngineSpec."""
     from windfall.engine.cuda import skeleton
 
-    config = model.config
+    config, item_bytes = model.config, 1 if kv_dtype == "fp8" else model.dtype.itemsize
     if isinstance(model, skeleton.ModelSkeleton):
-        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item_bytes
     from windfall.models.attention import cache_shapes
 
-    return sum(s.elements for s in cache_shapes(model)) * model.dtype.itemsize
+    return sum(s.elements for s in cache_shapes(model)) * item_bytes
 
 
 def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) -> tuple[int, int]:
@@ -117,13 +127,14 @@ def build_engine_timed(
 
 def _build_engine(spec: EngineSpec, device: str, model: Any, share: float, version: int) -> tuple[Any, int, LoadTimes]:
     began_s = time.monotonic()
+    check_kv_dtype(spec, device)
     model = build_model(spec, device) if model is None else model
     self_test(spec, device, model)
     if device == "cpu":
         choose_matmul_library()
     # Only one process at a time may measure the free memory and allocate its share.
     with gpu_memory_lock(device):
-        running, kv_tokens = engine_sizes(spec, token_bytes(model), device, share)
+        running, kv_tokens = engine_sizes(spec, token_bytes(model, spec.kv_dtype), device, share)
         engine = make_engine(
             spec,
             device,
@@ -146,23 +157,57 @@ def make_engine(spec: EngineSpec, device: str, model: Any, **how: Any) -> Any:
     if device.startswith("cuda"):
         why = cuda_engine_refusal(spec, model)
         if why is None:
+            import torch
+
             from windfall.engine.cuda.engine import GraphEngine
 
             # `spec.longest` covers only the first tasks: tables have room for as much as cache and model allow.
             positions = getattr(model.config, "max_position_embeddings", None) or how["kv_tokens"]
-            return GraphEngine(model, **how, longest=min(how["kv_tokens"], max(positions, 2 * spec.longest)))
+            return GraphEngine(
+                model,
+                **how,
+                longest=min(how["kv_tokens"], max(positions, 2 * spec.longest)),
+                speculation=spec.speculation != "off",
+                kv_dtype=torch.float8_e4m3fn if spec.kv_dtype == "fp8" else None,
+            )
+        if spec.kv_dtype == "fp8":
+            raise no_fp8(f"windfall's GPU engine cannot run this model ({why}), and plain torch has no fp8 cache")
         print(f"using the slower engine for this model: {why}", file=sys.stderr, flush=True)
     from windfall.engine.torch.engine import TorchEngine
 
     return TorchEngine(model, **how, deterministic=spec.deterministic)
 
 
+def check_kv_dtype(spec: EngineSpec, device: str) -> None:
+    """Raise WindfallError if the spec asks for a KV cache in fp8 that this device cannot have."""
+    if spec.kv_dtype != "fp8":
+        return
+    if spec.deterministic:
+        raise no_fp8("run.deterministic is set, which needs plain torch")
+    if not device.startswith("cuda"):
+        raise no_fp8(f"it needs a GPU, and this worker runs on {device}")
+    import torch
+
+    have = torch.cuda.get_device_capability(device)
+    if have < FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        need, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, have))
+        raise no_fp8(f"it needs a GPU of compute capability {need} or higher, and {name} has {has}")
+
+
+def no_fp8(why: str) -> WindfallError:
+    what = f"the KV cache cannot be in fp8 here: {why}"
+    return WindfallError(what, where="engine.kv_dtype", fix="Set engine.kv_dtype = 'auto', or use other GPUs.")
+
+
 def self_test(spec: EngineSpec, device: str, model: Any) -> str:
     """Raise WindfallError unless the engine for this model and device computes the same as transformers (see selftest).
-    Returns a record for the workers: those with the same code and device need not repeat the test."""
+    Returns a record for the workers: those with the same code and device need not repeat the test. The test is about
+    the model: it drafts nothing, and its KV cache has the dtype of the model."""
+    tested = msgspec.structs.replace(spec, speculation="off", kv_dtype="auto")
     return verdict.check_engine(
         json.loads(spec.model_config),
-        functools.partial(make_engine, spec, device),
+        functools.partial(make_engine, tested, device),
         device=device,
         longest=spec.longest,
         deterministic=spec.deterministic,

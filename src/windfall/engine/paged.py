@@ -57,6 +57,7 @@ class PagedEngine(Engine):
         self.model = model
         self.version = version
         self.limit = limit
+        self.kv_tokens = 0 if kv is not None else scheduler.pages.count * scheduler.pages.size
         self.kv = kv
         self._scheduler = scheduler
         self._vocabulary = model.get_input_embeddings().num_embeddings

@@ -2,7 +2,8 @@
 
 A sequence is WAITING (no slot, no pages) or RUNNING. A running one is first prefilled, in chunks, and then decodes: it
 has a row in every burst of steps until all tokens that it may generate have been launched. The host plans ahead:
-`_planned` tokens of a slot will be in the KV cache when all launches have run, and it has pages for all of them.
+at most `_planned` tokens of a slot will be in the KV cache when all launches have run, and it has pages for all of
+them. How many there will be is known when a launch is collected, because drafted tokens may be wrong.
 
 - a burst has `burst` steps, but only one while prompts wait for room in a launch, and fewer if pages run out;
 - with `one_batch`, prefill and decode are one forward pass: a launch has one step, a prefilled sequence decodes in the
@@ -17,8 +18,8 @@ has a row in every burst of steps until all tokens that it may generate have bee
   registered when their sequence releases them;
 - rows that share the pages of their prompt are adjacent, and form prefix groups where that pays off (cuda/splits.py).
 
-Rules (`check()`): a running sequence holds exactly the pages that its planned tokens need; a waiting one holds none; a
-slot has one sequence; the host state has the pages of every slot.
+Rules (`check()`): a running sequence holds the pages that its planned tokens need; a waiting one holds none; a slot
+has one sequence; the host state has the pages of every slot.
 """
 
 from __future__ import annotations
@@ -66,22 +67,34 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRows:
-    """Tokens `start` to `stop` of a sequence run in a launch. `samples`: the last one's logits give a new token."""
+    """Tokens `start` to `stop` of a sequence run in a launch. `samples`: the logits of the last known token give a new
+    one, and those of every drafted token the one after it."""
 
     sequence: Sequence
     start: int
     stop: int
     samples: bool
+    drafts: tuple[int, ...] = ()  # the last tokens, which are expected but not known
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.sequence.tokens[self.start : self.stop], *self.drafts]
+
+    @property
+    def sampling(self) -> range:
+        """Indices of the tokens whose logits give a token."""
+        return range(self.stop - 1 - len(self.drafts), self.stop) if self.samples else range(0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One launch: a prefill of all chunks in one flat batch, then `steps` decode steps with one row per sequence."""
+    """One launch: a prefill of all chunks in one flat batch, then `steps` decode steps."""
 
     prefill: list[ScheduledRows]
     rows: list[Sequence]  # The decoding sequences. Siblings are adjacent.
     slots: np.ndarray  # the slots of `rows`
     steps: int
+    width: int  # rows of every sequence in a step: its newest token, and drafted tokens
     longest: int  # upper limit for the tokens that a row reads by itself, without the shared prefix of its group
     prefix_groups: np.ndarray  # (G, 3): first row, number of rows and shared tokens of each group
     shape: tuple[int, int, bool]  # rows of a step, prefill included; tokens that they attend to; whether it prefills
@@ -146,24 +159,26 @@ class Scheduler:
         most_rows: int | None = None,
         most_steps: int | None = None,
         may_prefill: bool = True,
+        width: int = 1,
     ) -> Launch | None:
         """The next launch; None if a launch in flight must be collected first, or if there is no work. `most_rows`:
-        upper limit for the rows of a step and of the prefill together; if fewer than decode, the oldest do."""
+        upper limit for the rows of a step and of the prefill together; if fewer than decode, the oldest do. `width`:
+        rows of every sequence in a step; only one if the pages for more are missing."""
         room = self.max_rows if most_rows is None else min(most_rows, self.max_rows)
         prefill: list[ScheduledRows] = []
         if self._one_batch:
-            slots, steps = self._plan_burst(1, may_evict=True, most_rows=most_rows)
+            slots, steps, width = self._plan_burst(1, width, may_evict=True, most_rows=most_rows)
             if may_prefill:
-                prefill, _ = self._plan_prefill(room - len(slots))
+                prefill, _ = self._plan_prefill(room - len(slots) * width)
         else:
             crowded = False
             if may_prefill:
-                decoding = int((self._decoding & (self._planned < self._end)).sum())
-                prefill, crowded = self._plan_prefill(room - decoding)
+                prefill, crowded = self._plan_prefill(room - self.decoding * width)
             steps = self.burst if most_steps is None else min(self.burst, most_steps)
             if crowded or (prefill and self.single_step_with_prefill):
                 steps = 1
-            slots, steps = self._plan_burst(steps, may_evict=not in_flight and not prefill, most_rows=most_rows)
+            may_evict = not in_flight and not prefill
+            slots, steps, width = self._plan_burst(steps, width, may_evict=may_evict, most_rows=most_rows)
         if not prefill and not steps:
             return None
         rows = [s for n in slots.tolist() if (s := self._by_slot[n])]
@@ -172,17 +187,24 @@ class Scheduler:
         for first, count, tokens in prefix_groups.tolist():
             alone[first : first + count] -= tokens
         longest = int(alone.max()) if steps else 0
-        count = len(slots) + sum(p.stop - p.start for p in prefill)
+        count = len(slots) * width + sum(p.stop - p.start for p in prefill)
         context = int(self._planned[slots].sum()) + sum(p.stop for p in prefill)
         return Launch(
             prefill=prefill,
             rows=rows,
             slots=slots,
             steps=steps,
+            width=width,
             longest=longest,
             prefix_groups=prefix_groups,
             shape=(count, context, bool(prefill)),
         )
+
+    def collected(self, launch: Launch, counts: np.ndarray) -> None:
+        """The launch has run and has given this number of tokens to each of its rows: fewer than planned if drafts were
+        wrong. Responses that have ended meanwhile have no slot any more."""
+        running = np.array([s.slot == slot for s, slot in zip(launch.rows, launch.slots.tolist(), strict=True)], bool)
+        self._planned[launch.slots[running]] -= launch.steps * launch.width - counts[running]
 
     def restart_all(self) -> None:
         """Send every running sequence back to the waiting queue, oldest first, because its pages are no longer valid.
@@ -197,6 +219,16 @@ class Scheduler:
     def prefilling(self) -> int:
         """Running sequences that are being prefilled."""
         return len(self._prefilling)
+
+    @property
+    def decoding(self) -> int:
+        """Running sequences that may generate more tokens than were launched."""
+        return int((self._decoding & (self._planned < self._end)).sum())
+
+    @property
+    def widest(self) -> int:
+        """Upper limit for the rows of a sequence in a step: drafts leave half of a launch's rows to prompts."""
+        return max(1, self.max_rows // (2 * max(1, self.decoding)))
 
     @property
     def prefill_rows(self) -> int:
@@ -258,7 +290,7 @@ class Scheduler:
         self._prompt_pages[s.slot] = shared
         self._prefix_id[s.slot] = s.pages[shared - 1] if shared else self.pages.count + s.slot
         if self.host_state is not None:
-            self.host_state.assign(s.slot, s.request, length=have - 1, left=left, position=s.position)
+            self.host_state.assign(s.slot, s.request, s.tokens, left=left, position=s.position)
             self.host_state.set_pages(s.slot, 0, s.pages)
         return True
 
@@ -266,27 +298,34 @@ class Scheduler:
         """Pages, after a check that there are enough."""
         return [p for _ in range(count) if (p := self.pages.allocate()) is not None]
 
-    def _plan_burst(self, most: int, *, may_evict: bool, most_rows: int | None) -> tuple[np.ndarray, int]:
-        """Slots and number of steps, after allocating the pages for them. 0 steps: there are no pages or no rows."""
+    def _plan_burst(
+        self, most: int, width: int, *, may_evict: bool, most_rows: int | None
+    ) -> tuple[np.ndarray, int, int]:
+        """Slots, number of steps and rows of every slot, after allocating the pages for them. 0 steps: there are no
+        pages or no rows. Nothing is evicted for the sake of drafts."""
         while True:
             slots = np.flatnonzero(self._decoding & (self._planned < self._end))
             if not len(slots):
-                return slots, 0
-            if most_rows is not None and len(slots) > most_rows:
+                return slots, 0, width
+            if most_rows is not None and len(slots) * width > most_rows:
+                width = 1
                 able = set(slots.tolist())
                 slots = np.array([s.slot for s in self.running if s.slot in able][:most_rows], np.int64)
             planned, end, held = self._planned[slots], self._end[slots], self._page_count[slots]
-            steps = min(most, int((end - planned).max()))
+            steps = min(most, -(-int((end - planned).max()) // width))
             while steps:
-                after = np.minimum(planned + steps, end)
-                more = -(-after // self.pages.size) - held
+                after = planned + steps * width
+                more = np.maximum(-(-np.minimum(after, end) // self.pages.size) - held, 0)
                 if int(more.sum()) <= self.pages.free:
                     self._planned[slots] = after
                     self._extend(slots[more > 0].tolist(), more[more > 0].tolist())
-                    return slots[np.argsort(self._prefix_id[slots], kind="stable")], steps
+                    return slots[np.argsort(self._prefix_id[slots], kind="stable")], steps, width
                 steps //= 2
+            if width > 1:
+                width = 1
+                continue
             if not may_evict:
-                return slots[:0], 0
+                return slots[:0], 0, width
             victim = next(reversed(self.running))
             del self.running[victim]
             self._release(victim)
@@ -329,9 +368,10 @@ class Scheduler:
         size = self.pages.size
         for s in self.running:
             assert self._by_slot[s.slot] is s, f"{s.request.id} is not in its slot"
-            pages = -(-self._planned[s.slot] // size)
-            assert len(s.pages) == self._page_count[s.slot] == pages, f"{s.request.id} has a wrong number of pages"
-            assert len(s.tokens) - 1 <= self._planned[s.slot] <= self._end[s.slot], f"{s.request.id}: wrong plan"
+            planned = self._planned[s.slot]
+            pages = -(-min(planned, self._end[s.slot]) // size)
+            assert len(s.pages) == self._page_count[s.slot] >= pages, f"{s.request.id} has a wrong number of pages"
+            assert len(s.tokens) - 1 <= planned, f"{s.request.id}: wrong plan"
             assert (s in self._prefilling) == (not self._decoding[s.slot]), f"{s.request.id} must prefill or decode"
             if self.host_state is not None:
                 table = self.host_state.page_tables(np.array([s.slot]), len(s.pages))[0]

@@ -1,7 +1,7 @@
 """The messages on a link: typed msgspec structs, encoded as msgpack arrays. Any change to them must change PROTOCOL.
 
     controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Load, Pause, Resume,
-                              Drain
+                              SiblingTokens, Drain
     worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity, Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Forward, ForwardBackward, OptimStep, Publish, Save
     trainer ──▶ controller    TrainerHello;  LogProbs, GradientAdded, Optimized, PublishedVersion, Saved, Failed
@@ -26,7 +26,7 @@ import numpy as np
 from windfall.training import Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 13
+PROTOCOL = 14
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -73,6 +73,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     wanted: int  # Responses of one training step. No worker needs room for more.
     engine: Literal["auto", "windfall", "vllm"] = "auto"  # which engine; a worker's own option comes first
     samplings: tuple[Sampling, ...] = ()  # how the run samples, in training and in evaluations
+    speculation: Literal["auto", "off"] = "auto"  # whether the engine may draft tokens, which it then verifies
+    kv_dtype: Literal["auto", "bf16", "fp8"] = "auto"  # dtype of the KV cache; "auto" and "bf16": that of the model
     checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see engine/selftest/verdict.py
 
 
@@ -104,6 +106,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     max_tokens: int  # upper limit for the tokens to generate, from `position` on
     sampling: Sampling
     stop: tuple[int, ...]  # token ids that end the response
+    group: str = ""  # its group, within which an engine may draft from other responses; "": none
 
 
 class Assign(Message, frozen=True, tag=5):
@@ -138,6 +141,17 @@ class Drain(Message, frozen=True, tag=10):
     """Controller to worker: stop after the current engine step, send the remaining tokens, send Left, and exit."""
 
     why: str
+    again: bool = False  # Do not exit but join again: the next Welcome describes another engine.
+
+
+class SiblingTokens(Message, frozen=True, tag=54):
+    """Controller to worker: tokens of a response that this worker does not generate, to draft from. They change no
+    token that is sampled, and a worker may ignore them."""
+
+    group: str  # the responses that may draft from them are those with this `Work.group`
+    id: str  # names the text; a later message with the same id continues it
+    position: int  # position of the first token within the text
+    tokens: bytes  # consecutive uint32
 
 
 class Release(Message, frozen=True, tag=29):
@@ -190,6 +204,7 @@ class Loaded(Message, frozen=True, tag=12):
     parts: LoadTimes = LoadTimes()
     longest: int = 0  # tokens of the longest sequence, prompt included, that fits into the engine; 0 if unknown
     engine: Capabilities = Capabilities()  # what the engine can do
+    kv_tokens: int = 0  # tokens for which its KV cache has room, over all responses; 0 if unknown
 
 
 class LoadFailed(Message, frozen=True, tag=13):
@@ -230,6 +245,8 @@ class Stats(Message, frozen=True, tag=16):
     prefilled: int = 0  # tokens that were prefilled
     lookups: int = 0  # responses and turns that were looked up in the prefix cache
     hits: int = 0  # those of them that found tokens there
+    drafted: int = 0  # tokens that were drafted and verified
+    accepted: int = 0  # those of them that were right
 
 
 class Capacity(Message, frozen=True, tag=40):
@@ -409,7 +426,7 @@ class RunEnded(Message, frozen=True, tag=38):
 
 
 FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Capacity | Left
-ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Pause | Resume | Drain
+ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Pause | Resume | Drain | SiblingTokens
 FromTrainer = TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVersion | Saved | Failed
 Verb = Forward | ForwardBackward | OptimStep | Publish | Save | LoadCheckpoint
 ToTrainer = Challenge | TrainerWelcome | Refused | Verb

@@ -30,7 +30,7 @@ Event = dict[str, Any]
 SERIES = (
     "step", "t", "reward", "length", "entropy", "grad_norm", "engine_gap", "staleness_mean", "staleness_max",
     "staleness_bound", "tok_per_s", "trained", "made", "s", "train_s", "train_wait_s", "workers", "workers_lost",
-    "moved", "prefilled_again", "cut", "kl", "lr", "drift", "usd",
+    "moved", "prefilled_again", "cut", "kl", "lr", "drift", "usd", "tokens_per_step",
 )  # fmt: skip
 """Columns of the series. `t` is in seconds since the start, `usd` the cost of the step."""
 SUMS = {"trained", "made", "s", "train_s", "train_wait_s", "workers_lost", "moved", "prefilled_again", "usd"}
@@ -41,7 +41,7 @@ MAX_POINTS = 2048
 MAX_PROBLEMS, MAX_MOVES, MAX_EVALS, MAX_STALENESS = 200, 20_000, 512, 64
 PROBLEMS = {
     "worker_lost", "worker_stuck", "worker_suspect", "trainer_lost", "trainer_frozen", "load_failed", "no_workers",
-    "no_room", "work_rejected", "engine_gap", "reward_missing", "task_skipped", "update_skipped", "refused",
+    "no_room", "work_rejected", "engine_gap", "kv_dtype", "reward_missing", "task_skipped", "update_skipped", "refused",
     "checkpoint_damaged", "journal_lost", "log_gap", "eval_warning", "sink_dropped",
 }  # fmt: skip
 ALIVE = {

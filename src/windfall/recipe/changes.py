@@ -59,6 +59,7 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "train.rank_timeout_s": ("free", ""),
     "train.engine_gap_alarm": ("free", ""),
     "train.engine_gap_limit": ("free", ""),
+    "engine.kv_dtype": ("noted", "Log-probs before and after are rounded differently."),
     "eval": ("noted", "Rewards on held-out tasks before and after are not comparable."),
     "eval.every": ("free", ""),
 }

@@ -147,6 +147,11 @@ class RolloutSection(Section):
     swaps the weights between two engine steps: the responses keep their tokens, are prefilled again and continue.
     "finish" completes them with the old weights, accepts no new work until then, and swaps afterwards."""
 
+    order: Literal["context", "fifo"] = "fifo"
+    """Order in which responses begin when workers do not have room for all of them. "context" begins with one response
+    of every task, then takes those that are expected to be longest, by their siblings and by earlier epochs of the
+    task. "fifo" takes them as they were drawn."""
+
     def sampling(self, temperature: float | None = None) -> Sampling:
         """Sampling parameters; `temperature`, if given, replaces that of the recipe."""
         chosen = self.temperature if temperature is None else temperature
@@ -257,6 +262,14 @@ class EngineSection(Section):
     """Upper limit for the responses in one engine step. 0 derives it from the device and the responses per step."""
     max_rows: Count = 2048
     """Upper limit for the tokens in one engine step, including prefill."""
+    speculation: Literal["auto", "off"] = "auto"
+    """Whether windfall's engines draft tokens from the responses of the same group, and verify several in one step.
+    Sampled tokens do not change. "auto" drafts where measured times and hits say that it is faster; "off" never."""
+    kv_dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    """Values of the workers' KV cache. "fp8" has room for twice as many tokens and reads half as many bytes. It needs
+    GPUs of compute capability 8.9 or higher. If the log-probs of engine and trainer then differ by more than
+    `train.engine_gap_alarm`, the run goes back to "bf16". "auto" and "bf16" use the dtype of the model. Lenders, and
+    the engines of a trainer with several ranks, always do."""
 
 
 class Techniques(Section):
@@ -366,5 +379,10 @@ class Recipe(Section):
                 f"run.deterministic = true excludes rollout.staleness = {self.rollout.staleness}: in asynchronous "
                 "training, the order in which responses finish decides what each step is trained on, so the run cannot "
                 "be repeated bit for bit. Set rollout.staleness = 0, or run.deterministic = false."
+            )
+        if self.run.deterministic and self.engine.kv_dtype == "fp8":
+            raise ValueError(
+                "run.deterministic = true excludes engine.kv_dtype = 'fp8', which plain torch does not have. "
+                "Set engine.kv_dtype = 'auto', or run.deterministic = false."
             )
         return self

@@ -10,16 +10,22 @@ is the only one; an engine of a rank ends its rank, and so the trainer, which is
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import ssl
 import threading
 import traceback
+from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from windfall import devices, errors
 from windfall import run_folder as folders
 from windfall.engine.factory import build_engine
 from windfall.errors import WindfallError
+from windfall.link import messages as m
 from windfall.link import tls
 from windfall.trainer.derived import OWN_ENGINE_SHARE
 from windfall.trainer.own_engine.rank_engine import PublishedWeights, PulledCopy, RankEngine
@@ -32,6 +38,10 @@ from windfall.weights.pull import Puller
 from windfall.worker.controller_client import ControllerClient
 
 
+class EngineOutdated(Exception):
+    """The run wants a KV cache of another dtype than that of this engine."""
+
+
 class LocalWorker(OwnEngine):
     """The engine of one rank, and its link to the controller."""
 
@@ -39,6 +49,8 @@ class LocalWorker(OwnEngine):
         super().__init__()
         self._part = part
         self._slots = 0
+        self._kv_dtype: Any = "auto"
+        """That of the engine, or of the one that the run wants instead."""
         self._weights: TrainerWeights | PulledCopy
 
     async def run(self, trainer: TrainerService, terms: EngineTerms) -> None:
@@ -57,11 +69,17 @@ class LocalWorker(OwnEngine):
                 raise WindfallError(what, where="fleet.local", fix=fix) from e
             if not await self._generate(terms):
                 return
+            terms = replace(terms, spec=msgspec.structs.replace(terms.spec, kv_dtype=self._kv_dtype))
 
     def build(self, terms: EngineTerms) -> None:
         part, device = self._part, self._part.ranks.device
+        if self.engine is not None:  # the next one needs its memory
+            self.engine = None
+            gc.collect()
+        self._kv_dtype = "auto" if part.ranks.distributed else terms.spec.kv_dtype
         if part.ranks.distributed:
-            engine, self._slots = build_engine(terms.spec, device, share=OWN_ENGINE_SHARE)
+            spec = msgspec.structs.replace(terms.spec, kv_dtype=self._kv_dtype)
+            engine, self._slots = build_engine(spec, device, share=OWN_ENGINE_SHARE)
             puller = Puller(key=terms.weights_key, ssl=self._ssl(terms)) if part.several_machines else None
             weights = PublishedWeights(part.publisher) if puller is None else PulledCopy(puller)
             self._weights = weights
@@ -100,16 +118,26 @@ class LocalWorker(OwnEngine):
             terms.secret,
             name=f"{LOCAL}-{place.rank}" if place.rank else LOCAL,
             lease=lease,
-            build=lambda spec: (self.engine, self._slots),
+            build=self._built,
             puller=self._weights,
             patience_s=math.inf,
             address=lambda: (folders.address(terms.folder) or {}).get("url", terms.url),
             ssl=self._ssl(terms),
         )
-        failed = await client.run() == 1
+        try:
+            failed = await client.run() == 1
+        except EngineOutdated:
+            return True
         if failed and ranks.distributed:
             raise RuntimeError("the engine of this rank failed")
         return failed
+
+    def _built(self, spec: m.EngineSpec) -> tuple[Any, int]:
+        """The engine, unless the run has gone back from fp8."""
+        if self._kv_dtype == "fp8" and spec.kv_dtype != "fp8":
+            self._kv_dtype = spec.kv_dtype
+            raise EngineOutdated
+        return self.engine, self._slots
 
     def _ssl(self, terms: EngineTerms) -> ssl.SSLContext | None:
         return tls.client_context(terms.url, pinned=self._part.recipe.fleet.tls_cert)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from windfall.recipe.section import Count, FilePath, Section
+
+NotNegative = Annotated[float, Field(ge=0)]
 
 
 class SimKind(Section):
@@ -75,6 +79,13 @@ class Sim(Section):
     """Median length of an observation, the environment's answer to a turn, in tokens. Lengths are log-normal."""
     observation_sigma: float = Field(default=0.0, ge=0)
     """Standard deviation of the logarithm of that length."""
+    acceptance: list[Annotated[tuple[NotNegative, Annotated[float, Field(ge=1)]], Field(strict=False)]] = Field(
+        default=[]
+    )
+    """Speculative decoding: tokens per step by the number of siblings to draft from, as pairs of both, such as
+    [[0, 1.7], [1, 2.04], [5, 2.32], [15, 2.53]]. Empty simulates engines that do not draft; see docs/sim.md."""
+    verify_rows: Count = 4
+    """Rows that each response has in a step that verifies drafts. An engine drafts only while that is faster."""
     lengths_file: FilePath | None = None
     """File to draw response lengths from, instead of a log-normal: one number per line, or the event log of a run."""
     reward_mean: float = Field(default=0.5, ge=0, le=1)

@@ -72,6 +72,8 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
         longest=longest,
         wanted=o.groups * o.group_size,
         engine=e.name,
+        speculation=e.speculation,
+        kv_dtype=e.kv_dtype,
         samplings=tuple(dict.fromkeys((o.sampling(), o.sampling(recipe.eval.temperature)))),
     )
 

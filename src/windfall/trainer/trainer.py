@@ -297,9 +297,9 @@ def gap_error(gap: float, gap_max: float, limit: float, engines: Mapping[str, fl
         f"engine and trainer disagree on this model: their log-probs for the same tokens {how}; the update was skipped",
         where="train.engine_gap_limit",
         fix="Likely causes: the engine does not compute this architecture as transformers does, a different version of "
-        "transformers or torch on a worker, damaged weights, or a dtype too narrow for this model. Try model.dtype = "
-        "'float32', or workers on a CPU, to find which. `windfall resume` continues from the last checkpoint. Raise "
-        "the limit only if you know the cause of the gap.",
+        "transformers or torch on a worker, damaged weights, or a dtype too narrow for this model or for its KV cache "
+        "(engine.kv_dtype). Try model.dtype = 'float32', or workers on a CPU, to find which. `windfall resume` goes on "
+        "from the last checkpoint. Raise the limit only if you know the cause of the gap.",
     )
 
 

@@ -4,6 +4,8 @@
                               │          └─ once ─▶ build the engine ──▶┘
                               └───▶ Refused: exit (or retry later)
 
+If a Welcome describes a KV cache of another dtype than the last one, the worker builds its engine anew.
+
 A worker exits when the controller drains or refuses it, when its machine is about to be preempted (Notice), or when no
 controller has answered for `patience_s`. Weights and engine outlive a link, so after a short outage the worker is ready
 immediately. That also holds after a preemption notice: the worker runs until its last seconds, and reports to every
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import math
 import random
 import ssl as tls
@@ -43,7 +46,7 @@ from windfall.types import Capabilities, Lease
 from windfall.weights.manifest import Manifest
 from windfall.weights.merged import MergedWeights
 from windfall.worker import preemption
-from windfall.worker.worker_link import PulledWeights, Stalled, WorkerLink
+from windfall.worker.worker_link import BUILD_S, PulledWeights, Stalled, WorkerLink
 
 REFUSAL_REPORT_S = 0.5
 """Seconds in which to report to the controller that this worker cannot run the model."""
@@ -96,6 +99,8 @@ class ControllerClient:
     def __post_init__(self) -> None:
         self._dialer = Dialer(self.url, "/worker", m.ToWorker, ssl=self.ssl)
         self._host: EngineThread | None = None
+        self._kv_dtype = ""
+        """`kv_dtype` of the spec for which the engine was built."""
         self._boot_reported = False
         self._held: tuple[int, str] = (-1, "")
         self._last_pull = ("", "")
@@ -221,6 +226,8 @@ class ControllerClient:
 
     async def _serve_link(self, link: SocketLink, welcome: m.Welcome) -> str:
         """Serve one link until it ends. Returns why the controller drained this worker."""
+        if self._host is not None and welcome.engine.kv_dtype != self._kv_dtype:
+            await self._drop_engine()
         host = self._host or self._make_host(welcome)
         worker_link = self._worker_link = WorkerLink(
             link,
@@ -242,9 +249,19 @@ class ControllerClient:
             self._held = worker_link.held
             self._worker_link = None
 
+    async def _drop_engine(self) -> None:
+        """The run wants another engine: free the memory of this one."""
+        assert self._host is not None
+        self.say("the run wants another engine")
+        await asyncio.to_thread(self._host.close, BUILD_S)  # it may still be building this one
+        if self._host.built:
+            self._host.engine.close()
+        self._host, self._held = None, (-1, "")
+        gc.collect()  # engines have cycles of references
+
     def _make_host(self, welcome: m.Welcome) -> EngineThread:
         """Start building the engine. This continues if the link ends; meanwhile the link pulls the weights."""
-        self.model = welcome.model
+        self.model, self._kv_dtype = welcome.model, welcome.engine.kv_dtype
         host = self._host = self.host(lambda: self.build(welcome.engine))
         loop = asyncio.get_running_loop()
         host.start(lambda: loop.call_soon_threadsafe(self._engine_failed) and None)

@@ -165,6 +165,8 @@ class WorkerLink:
                     self.host.add(message.work)
                 case m.Cancel():
                     self.host.cancel(message.handles)
+                case m.SiblingTokens():
+                    self.host.remember(message)
                 case m.Release():
                     self.host.release(message.handles)
                 case m.Load():
@@ -175,6 +177,8 @@ class WorkerLink:
                     self.host.pause(False)
                 case m.Drain():
                     await self._leave(message.why)
+                    if message.again:
+                        raise LinkClosed(f"{self.link.peer}: the run asks to join again: {message.why}")
                     return message.why
                 case m.Refused():
                     return message.why
@@ -265,6 +269,7 @@ class WorkerLink:
                     parts=parts,
                     longest=self.host.longest,
                     engine=self.host.capabilities,
+                    kv_tokens=self.host.kv_tokens,
                 )
             )
             done.set_result(None)

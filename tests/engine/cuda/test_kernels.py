@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 
 from tests.support import reference_kernels as reference
 from windfall.engine.cuda import sampling
-from windfall.engine.cuda.state import DeviceState, KVPool, Spans
+from windfall.engine.cuda.state import DeviceState, KVPool, Spans, Texts
+from windfall.engine.drafts import FAMILY, RUNS
 from windfall.engine.torch import sampler
 from windfall.types import Sampling
 
@@ -44,13 +45,13 @@ def kernels() -> ModuleType:
 
 def scene(
     lengths: list[int], *, kv_heads: int, head: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
-    layers: int = 2, inactive: tuple[int, ...] = (),
+    layers: int = 2, inactive: tuple[int, ...] = (), width: int = 1, kv_dtype: torch.dtype | None = None,
 ) -> SimpleNamespace:  # fmt: skip
-    """One slot per length, on shuffled pages of random keys and values."""
+    """One slot per length, on shuffled pages of random keys and values, with room for `width` more tokens."""
     torch.manual_seed(len(lengths) * 1000 + sum(lengths))
-    each = max(lengths) // PAGE + 1
-    pool = KVPool(layers=layers, pages=len(lengths) * each, page_size=PAGE, kv_heads=kv_heads, head=head, dtype=dtype,
-                device=device)  # fmt: skip
+    each = (max(lengths) + width - 1) // PAGE + 1
+    pool = KVPool(layers=layers, pages=len(lengths) * each, page_size=PAGE, kv_heads=kv_heads, head=head,
+                dtype=kv_dtype or dtype, device=device)  # fmt: skip
     assert pool.data is not None
     pool.data.copy_(torch.randn(pool.shape))
     state = DeviceState.new(len(lengths), each, device)
@@ -81,7 +82,7 @@ def history(s: SimpleNamespace, slot: int, layer: int, count: int) -> tuple[Tens
 
 def copy(s: SimpleNamespace) -> SimpleNamespace:
     pool = KVPool(layers=s.pool.shape[0], pages=s.pool.scratch, page_size=PAGE, kv_heads=s.pool.shape[3],
-                head=s.pool.shape[5], dtype=s.dtype, device=s.device)  # fmt: skip
+                head=s.pool.shape[5], dtype=s.pool.dtype, device=s.device)  # fmt: skip
     assert pool.data is not None
     pool.data.copy_(s.pool.data)
     state = DeviceState(**{name: getattr(s.state, name).clone() for name in DeviceState.__slots__})
@@ -203,49 +204,125 @@ SAMPLINGS = [
 ]  # fmt: skip
 
 
-def sampled(count: int, vocabulary: int, *, cut: bool, device: str = "cpu") -> SimpleNamespace:
-    """Rows of random logits, and slots with all kinds of sampling."""
+def sampled(count: int, vocabulary: int, *, cut: bool, device: str = "cpu", width: int = 1) -> SimpleNamespace:
+    """`width` rows of random logits for each of these slots, with all kinds of sampling, and for the padding slot."""
     s = scene([20 + i for i in range(count)], kv_heads=1, head=16, device=device, inactive=(1, 3))
     s.how = [SAMPLINGS[i % (len(SAMPLINGS) if cut else 3)] for i in range(count)]
     for i, how in enumerate(s.how):
         s.state.temperature[i], s.state.top_k[i], s.state.top_p[i] = how.temperature, how.top_k, how.top_p
+    s.state.left[2] = 2
     s.order = [*range(count - 1, -1, -1), count, count]
     s.rows = rows_of(*s.order, device=device)
-    s.logits = 3 * torch.randn(count + 2, vocabulary, device=device)
-    s.tokens, s.logprobs = torch.full((count + 2,), 7, dtype=torch.int32, device=device), s.logits.new_zeros(count + 2)
+    s.slots = [(slot, ahead) for slot in s.order for ahead in range(width)]
+    """Slot of every row of logits, and how many positions it is ahead."""
+    s.logits = 3 * torch.randn(len(s.slots), vocabulary, device=device)
+    s.tokens = torch.full((len(s.slots),), 7, dtype=torch.int32, device=device)
+    s.logprobs = s.logits.new_zeros(len(s.slots))
     return s
 
 
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("cut", [False, True])
-def test_reference_samples_like_the_sampler(cut: bool) -> None:
-    s = sampled(30, 160, cut=cut)
+def test_reference_samples_like_the_sampler(cut: bool, width: int) -> None:
+    s = sampled(30, 160, cut=cut, width=width)
     before = copy(s)
-    live = [i for i, slot in enumerate(s.order) if slot < 30 and slot not in (1, 3)]
-    slots = [s.order[i] for i in live]
-    seeds, positions = ([getattr(s.state, name)[slot].item() for slot in slots] for name in ("seed", "position"))
-    want, logp = sampler.sample(s.logits[live], seeds, positions, [s.how[slot] for slot in slots])
-    s.state.stop[slots[0], 3] = want[0].int()
-    s.state.left[slots[1]] = 1
-    reference.sample(s.logits, s.rows, s.state, s.tokens, s.logprobs, cut)
+    live = [i for i, (slot, ahead) in enumerate(s.slots) if int(s.state.left[slot]) > ahead]
+    assert len(live) == 27 * width + min(width, 2)
+    slots, ahead = [s.slots[i][0] for i in live], torch.tensor([s.slots[i][1] for i in live])
+    positions = (s.state.position[slots] + ahead).tolist()
+    want, logp = sampler.sample(s.logits[live], s.state.seed[slots].tolist(), positions, [s.how[n] for n in slots])
+    reference.sample(s.logits, s.rows, s.state, s.tokens, s.logprobs, cut, width)
     assert s.tokens[live].tolist() == want.tolist()
     torch.testing.assert_close(s.logprobs[live], logp, atol=1e-6, rtol=1e-6)
-    assert {s.tokens[i].item() for i in range(32) if i not in live} == {-1}
-    at = torch.tensor(slots)
-    assert s.state.last[at].tolist() == want.tolist()
-    assert torch.equal(s.state.length[at], before.state.length[at] + 1)
-    assert torch.equal(s.state.position[at], before.state.position[at] + 1)
-    assert s.state.left[at].tolist() == [0, 0, *[4] * (len(live) - 2)]
-    for slot in (1, 3, 30):
-        for name in ("last", "length", "left", "position"):
-            assert getattr(s.state, name)[slot] == getattr(before.state, name)[slot]
+    assert {s.tokens[i].item() for i in range(len(s.slots)) if i not in live} == {-1}
+    same_state(s.state, before.state)
 
 
 def test_reference_decode_inputs_are_the_newest_tokens() -> None:
     s = scene([4, 9], kv_heads=1, head=16)
     s.state.last[:] = rows_of(11, 12, 13)
-    ids, positions = reference.decode_inputs(s.state, rows_of(1, 0, 2))
+    ids, positions, expected = reference.decode_inputs(s.state, rows_of(1, 0, 2), None, 1)
     assert (ids.dtype, ids.tolist()) == (torch.int64, [12, 11, 13])
     assert (positions.dtype, positions.tolist()) == (torch.int32, [9, 4, 0])
+    assert (expected.dtype, expected.tolist()) == (torch.int32, [-1, -1, -1])
+
+
+def drafting(texts: list[list[int]], families: list[list[int]], device: str = "cpu", size: int = 48) -> Texts:
+    rows = len(texts)
+    tokens = torch.tensor([[*t, *[0] * (size - len(t))] for t in texts], dtype=torch.int32, device=device)
+    padded = [[*f, *[-1] * (FAMILY - len(f))] for f in families] + [[-1] * FAMILY] * (rows - len(families))
+    return Texts(
+        data=tokens,  # the kernels use the parts
+        length=rows_of(*map(len, texts), device=device),
+        families=torch.tensor(padded, dtype=torch.int32, device=device),
+        tokens=tokens,
+        runs=torch.zeros(RUNS, dtype=torch.int32, device=device),
+    )
+
+
+def following(s: SimpleNamespace, slot: int, row: int, family: int) -> None:
+    """Let a slot have this text and draft from this family."""
+    s.state.text_row[slot], s.state.text_family[slot], s.state.search[slot] = row, family, 1
+
+
+def test_reference_drafts_what_follows_the_longest_agreement() -> None:
+    s = scene([6, 9, 4], kv_heads=1, head=16)
+    texts = drafting([[7, 1, 2, 3, 4, 5], [9, 9, 1, 2, 3], [1, 2, 3, 8, 8], [6, 6]], [[0, 1, 2], [3]])
+    s.state.last[:] = rows_of(5, 3, 6, 0)
+    following(s, 1, 1, 0)  # its text is row 1: "1 2 3" is followed by "4 5" in row 0 and by "8 8" in row 2
+    following(s, 2, 3, 1)  # two tokens, which never agree with anything
+    rows = rows_of(2, 1, 0, 3)
+    reference.find_matches(rows, s.state, texts)
+    assert s.state.match.tolist() == [0, (3 * 16 + 2) << 40 | 2 * 48 + 3, 0, 0]
+    ids, positions, expected = reference.decode_inputs(s.state, rows, texts, 4)
+    assert ids.view(4, 4).tolist() == [[6, 0, 0, 0], [3, 8, 8, 0], [5, 0, 0, 0], [0, 0, 0, 0]]
+    assert positions.view(4, 4)[1].tolist() == [9, 10, 11, 12]
+    assert expected.view(4, 4).tolist() == [[-1] * 4, [8, 8, -1, -1], [-1] * 4, [-1] * 4]
+    s.state.search[1] = 0  # it follows a place already
+    texts.tokens[1, 4] = 7
+    reference.find_matches(rows, s.state, texts)
+    assert s.state.match[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("drawn", "left", "stop", "accepted", "match", "runs"),
+    [
+        ([4, 5, 6], 5, 9, [4, 5, 6], 3, {}),  # all as expected: it goes on after them
+        ([4, 5, 9], 5, 8, [4, 5, 9], None, {2: 1}),  # wrong tokens count, because they were drawn
+        ([4, 0, 6], 5, 9, [4, 0], None, {1: 1}),
+        ([0, 5, 6], 5, 9, [0], None, {0: 1}),
+        ([4, 5, 6], 2, 9, [4, 5], None, {2: 1}),  # no more tokens may be generated
+        ([4, 5, 6], 5, 5, [4, 5], 3, {}),  # a stop token
+        ([4, 5, 6], 0, 9, [], 0, {}),  # inactive
+    ],
+)
+def test_reference_accepts_tokens_up_to_the_first_unexpected_one(
+    drawn: list[int], left: int, stop: int, accepted: list[int], match: int | None, runs: dict[int, int]
+) -> None:
+    s = scene([8, 20], kv_heads=1, head=16)
+    texts = drafting([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3]], [[0, 1]])
+    s.state.last[0], s.state.left[0], s.state.stop[0, 2] = 3, left, stop
+    following(s, 0, 1, 0)
+    reference.find_matches(rows_of(0), s.state, texts)
+    expected = reference.decode_inputs(s.state, rows_of(0), texts, 3)[2]
+    before, place = copy(s), (3 * 16 + 4) << 40 | 3
+    out = torch.full((5, 2, 2), 99, dtype=torch.int32)
+    logprobs = torch.tensor([-1.0, -2.0, -3.0])
+    reference.accept(rows_of(0), s.state, texts, rows_of(*drawn), logprobs, expected, out, torch.tensor([1]), 3)
+    count = len(accepted)
+    assert out[1:4, 0, 0].tolist() == accepted + [-1] * (3 - count)
+    assert out[1:4, 1, 0].view(torch.float32).tolist() == [-1.0, -2.0, -3.0][:count] + [0.0] * (3 - count)
+    assert (out[[0, 4]] == 99).all()
+    assert (out[:, :, 1] == 99).all()
+    if not count:
+        same_state(s.state, before.state)
+        return
+    assert (int(s.state.last[0]), int(s.state.length[0])) == (accepted[-1], 8 + count)
+    assert s.state.position[0] == before.state.position[0] + count
+    assert s.state.left[0] == (0 if stop in accepted else left - count)
+    assert texts.tokens[1, : texts.length[1]].tolist() == [1, 2, 3, *accepted]
+    assert (int(s.state.match[0]), int(s.state.search[0])) == ((0, 1) if match is None else (place + match, 0))
+    assert {n: c for n, c in enumerate(texts.runs.tolist()) if c} == runs
 
 
 def test_splits_never_exceed_the_context() -> None:
@@ -304,40 +381,90 @@ LENGTHS = [0, 1, 14, 15, 16, 31, 63, 64, 65, 127, 128, 200, 255, 256, 299]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("window", "splits"), [(None, 1), (None, 2), (24, 1), (150, 8), (None, 8)])
+@pytest.mark.parametrize(
+    ("window", "splits", "width"),
+    [
+        (None, 1, 1),
+        (None, 2, 1),
+        (24, 1, 1),
+        (150, 8, 1),
+        (None, 8, 1),
+        (None, 1, 2),
+        (None, 8, 3),
+        (24, 2, 4),
+        (None, 2, 8),
+    ],
+)
 def test_decode_attention(
-    kernels: ModuleType, shape: tuple[int, int, int], window: int | None, splits: int, dtype: torch.dtype
-) -> None:
+    kernels: ModuleType, shape: tuple[int, int, int], window: int | None, splits: int, width: int, dtype: torch.dtype
+) -> None:  # fmt: skip
     heads, kv_heads, head = shape
     lengths = [*(LENGTHS if CUDA else LENGTHS[::3]), 1500]
-    s = scene(lengths, kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(1,))
+    s = scene(lengths, kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(1,), width=width)
     rows = rows_of(*reversed(range(len(lengths))), len(lengths), len(lengths), device=DEVICE)
-    q = numbers(len(rows), heads, head, like=s)
-    want = reference.decode_attention(q, rows, s.state, s.pool, 1, head**-0.5, window, splits)
+    q = numbers(len(rows) * width, heads, head, like=s)
+    rest = (rows, s.state, s.pool, 1, head**-0.5, window, splits, None, width)
+    want = reference.decode_attention(q, *rest)
     for _ in range(2):  # twice: the counters must be zero again
-        close(kernels.decode_attention(q, rows, s.state, s.pool, 1, head**-0.5, window, splits), want)
+        close(kernels.decode_attention(q, *rest), want)
+
+
+FP8_GPU = CUDA and torch.cuda.get_device_capability() >= (8, 9)
+
+
+@pytest.mark.skipif(not FP8_GPU, reason="needs a GPU that has fp8")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("window", "splits", "width"), [(None, 1, 1), (None, 8, 1), (None, 2, 3), (24, 1, 4)])
+def test_attention_reads_and_writes_fp8(
+    kernels: ModuleType, shape: tuple[int, int, int], window: int | None, splits: int, width: int
+) -> None:
+    heads, kv_heads, head = shape
+    fp8 = {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "device": DEVICE, "inactive": (1,)}
+    a = scene([0, 5, 15, 16, 130, 291], kv_heads=kv_heads, head=head, width=width, **fp8)
+    b = copy(a)
+    rows = rows_of(5, 1, 4, 6, 0, 2, 3, device=DEVICE)
+    positions = reference.decode_inputs(a.state, rows, None, width)[1]
+    qkv = numbers(len(rows) * width, (heads + 2 * kv_heads) * head, like=a)
+    cos, sin = numbers(320, head, like=a), numbers(320, head, like=a)
+    rest = (cos, sin, None, None, 1e-6, heads, head**-0.5, window, splits, None, width)
+    out = [
+        how.rope_store_and_decode(qkv, rows, positions, s.state, s.pool, 1, *rest)
+        for s, how in ((a, kernels), (b, reference))
+    ]
+    close(out[0], out[1], rounded=4e-2)
+    real = slice(0, a.pool.scratch)
+    stored = [s.pool.data[:, :, real].float() for s in (a, b)]
+    assert ((stored[0] - stored[1]).abs() <= 0.13 * stored[1].abs() + 2e-3).all(), "more than one step of fp8 apart"
+
+    spans = spans_of([(0, 0, 1), (4, 100, 30), (5, 16, 9)], DEVICE)
+    q = numbers(len(spans.row_slot), heads, head, like=a)
+    want = reference.prefill_attention(q, spans, b.state, b.pool, 1, head**-0.5, window)
+    close(kernels.prefill_attention(q, spans, b.state, b.pool, 1, head**-0.5, window), want, rounded=4e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("window", "splits", "pairs"), [(None, 1, 1024), (40, 4, 1024), (None, 1, 0)])
+@pytest.mark.parametrize(
+    ("window", "splits", "pairs", "width"), [(None, 1, 1024, 1), (40, 4, 1024, 1), (None, 1, 0, 1), (None, 2, 1024, 3)]
+)
 def test_rope_store_and_decode(
     kernels: ModuleType, shape: tuple[int, int, int], normed: bool, window: int | None, splits: int, pairs: int,
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("windfall.engine.cuda.kernels.decode._MAX_FUSED_PAIRS", pairs)  # up to these: one launch
     heads, kv_heads, head = shape
     lengths = [0, 5, 15, 16, 130, 291, 47]
-    a = scene(lengths, kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(1,))
+    a = scene(lengths, kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(1,), width=width)
     a.state.length[1] = 19 * PAGE  # behind the end of its table
+    a.state.left[4] = 2
     b, before = copy(a), copy(a)
     rows = rows_of(6, 1, 5, 7, 4, 0, 2, 3, 7, device=DEVICE)
-    positions = reference.decode_inputs(a.state, rows)[1]
-    qkv = numbers(9, (heads + 2 * kv_heads) * head, like=a)
+    positions = reference.decode_inputs(a.state, rows, None, width)[1]
+    qkv = numbers(9 * width, (heads + 2 * kv_heads) * head, like=a)
     cos, sin = numbers(320, head, like=a), numbers(320, head, like=a)
     weights = [numbers(head, like=a), numbers(head, like=a)] if normed else [None, None]
-    rest = (cos, sin, *weights, 1e-6, heads, head**-0.5, window, splits)
+    rest = (cos, sin, *weights, 1e-6, heads, head**-0.5, window, splits, None, width)
     out = [
         how.rope_store_and_decode(qkv, rows, positions, s.state, s.pool, 1, *rest)
         for s, how in ((a, kernels), (b, reference))
@@ -346,7 +473,8 @@ def test_rope_store_and_decode(
     real = slice(0, a.pool.scratch)
     close(a.pool.data[:, :, real], b.pool.data[:, :, real], rounded=2**-7)
     changed = (a.pool.data != before.pool.data).any(-1).any(-2).any(1)  # (layers, pages, rows of a page)
-    assert changed[:, real].sum(dim=(1, 2)).tolist() == [0, 6]  # one token of each active row, in layer 1
+    written = 5 * width + min(width, 2)  # `width` tokens of each active slot, if they may be generated, in layer 1
+    assert changed[:, real].sum(dim=(1, 2)).tolist() == [0, written]
     same_state(a.state, before.state)
 
 
@@ -371,42 +499,26 @@ def test_prefill_attention(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [50, 9001, 12288])
-@pytest.mark.parametrize("cut", [False, True])
-def test_sample(kernels: ModuleType, vocabulary: int, cut: bool, dtype: torch.dtype) -> None:
-    a = sampled(40, vocabulary, cut=cut, device=DEVICE)
+@pytest.mark.parametrize(("cut", "width"), [(False, 1), (True, 1), (False, 3), (True, 3)])
+def test_sample(kernels: ModuleType, vocabulary: int, cut: bool, width: int, dtype: torch.dtype) -> None:
+    a = sampled(40, vocabulary, cut=cut, device=DEVICE, width=width)
     a.logits = a.logits.to(dtype)
     a.logits[:, vocabulary // 2] = -float("inf")
-    b = copy(a)
-    kernels.sample(a.logits, a.rows, a.state, a.tokens, a.logprobs, cut)
+    before = copy(a)
+    kernels.sample(a.logits, a.rows, a.state, a.tokens, a.logprobs, cut, width)
     tokens, logprobs = a.tokens.clone(), a.logprobs.clone()
-    reference.sample(a.logits, a.rows, b.state, tokens, logprobs, cut)
+    reference.sample(a.logits, a.rows, a.state, tokens, logprobs, cut, width)
     for i in (a.tokens != tokens).nonzero().flatten().tolist():  # only at a boundary, to within rounding
-        slot, (low, high) = a.order[i], sorted((int(a.tokens[i]), int(tokens[i])))
+        (slot, ahead), (low, high) = a.slots[i], sorted((int(a.tokens[i]), int(tokens[i])))
         p = torch.softmax(a.logits[i].double() / a.state.temperature[slot].double(), -1).cumsum(-1)
-        u = sampling.uniform(a.state.seed[slot], a.state.position[slot] - 1)
+        u = sampling.uniform(a.state.seed[slot], a.state.position[slot] + ahead)
         assert low >= 0
         assert abs(p[low] - u) < 1e-6
         assert p[high - 1] - p[low] < 1e-6
     assert (a.tokens != tokens).sum() <= 1
     agree = a.tokens == tokens
     torch.testing.assert_close(a.logprobs[agree], logprobs[agree], atol=2e-5, rtol=1e-5)
-    if agree.all():
-        same_state(a.state, b.state)
-
-
-def test_sample_stops_at_stop_tokens_and_leaves_other_slots_unchanged(kernels: ModuleType) -> None:
-    a = sampled(6, 50, cut=False, device=DEVICE)
-    b = copy(a)
-    reference.sample(a.logits, a.rows, b.state, a.tokens, a.logprobs, False)
-    stop, last = 5, 4
-    for s in (a, b):
-        s.state.stop[stop, 7] = a.tokens[a.order.index(stop)]
-        s.state.left[last] = 1
-    kernels.sample(a.logits, a.rows, a.state, a.tokens, a.logprobs, False)
-    assert a.state.left.tolist() == [4, 0, 4, 0, 0, 0, 0]
-    assert a.tokens.tolist()[-2:] == [-1, -1]
-    for name in ("last", "length", "position"):
-        assert torch.equal(getattr(a.state, name), getattr(b.state, name)), name
+    same_state(a.state, before.state)
 
 
 def test_sample_of_nan_logits_is_in_the_vocabulary(kernels: ModuleType) -> None:
@@ -417,12 +529,70 @@ def test_sample_of_nan_logits_is_in_the_vocabulary(kernels: ModuleType) -> None:
         assert all(0 <= int(t) < 5000 for t, slot in zip(s.tokens, s.order, strict=True) if slot in (0, 2))
 
 
-def test_decode_inputs(kernels: ModuleType) -> None:
-    s = scene([4, 9, 12], kv_heads=1, head=16, device=DEVICE)
-    rows = rows_of(2, 0, 3, 3, 1, device=DEVICE)
-    for ours, theirs in zip(kernels.decode_inputs(s.state, rows), reference.decode_inputs(s.state, rows), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
+def drafted(device: str) -> tuple[SimpleNamespace, Texts]:
+    """Slots with texts of few different tokens, so that there is much to follow; one slot has no text."""
+    s = scene([20 + i for i in range(9)], kv_heads=1, head=16, device=device, inactive=(4,))
+    random = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, 1400, (12,), generator=random).tolist()  # a search reads several blocks
+    texts = [torch.randint(0, 3, (n,), generator=random).tolist() for n in lengths]
+    texts[3] = texts[2][:50]
+    for slot in range(8):
+        following(s, slot, slot, slot % 3)
+    s.state.text_row[8] = -1
+    s.state.left[:-1] = torch.randint(20, 40, (9,), generator=random).int().to(device)
+    s.state.left[4] = 0
+    s.state.left[5] = 6
+    s.state.stop[6, 7] = 2
+    return s, drafting(texts, [[0, 3, 6, 9, 11], [1, 4, 7, 10], [2, 5, 8]], device, size=1450)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 8])
+def test_drafts(kernels: ModuleType, width: int) -> None:
+    """Inputs, acceptance and search, for several steps in which most tokens are as expected."""
+    (a, texts), (b, more) = drafted(DEVICE), drafted(DEVICE)
+    rows = rows_of(8, 3, 0, 9, 6, 1, 4, 2, 5, 7, 9, device=DEVICE)
+    random, shown = torch.Generator().manual_seed(2), 0
+    for step in range(12):
+        kernels.find_matches(rows, a.state, texts)
+        reference.find_matches(rows, b.state, more)
+        same_state(a.state, b.state)
+        inputs = kernels.decode_inputs(a.state, rows, texts, width)
+        want = reference.decode_inputs(b.state, rows, more, width)
+        for ours, theirs in zip(inputs, want, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+        expected = inputs[2]
+        drawn = torch.randint(0, 3, (len(expected),), generator=random).int().to(DEVICE)
+        right = (torch.rand(len(expected), generator=random) < 0.8).to(DEVICE) & (expected >= 0)
+        drawn = torch.where(right, expected, drawn)
+        logprobs = -torch.rand(len(expected), generator=random).to(DEVICE)
+        out = torch.full((2, width + 2, 2, len(rows)), 99, dtype=torch.int32, device=DEVICE)
+        first = torch.ones(1, dtype=torch.int64, device=DEVICE)
+        guesses = None if step == 5 else expected  # as after a prefill
+        kernels.accept(rows, a.state, texts, drawn, logprobs, guesses, out[0], first, width)
+        reference.accept(rows, b.state, more, drawn, logprobs, guesses, out[1], first, width)
+        assert torch.equal(out[0], out[1])
+        same_state(a.state, b.state)
+        for name in ("tokens", "length", "runs"):
+            assert torch.equal(getattr(texts, name), getattr(more, name)), name
+        shown += int((out[0, 2 : width + 1, 0] >= 0).sum())
+    assert shown > 0 or width == 1, "no draft was accepted"
+
+
+def test_accept_without_texts(kernels: ModuleType) -> None:
+    a = sampled(6, 50, cut=False, device=DEVICE)
+    reference.sample(a.logits, a.rows, a.state, a.tokens, a.logprobs, False)
+    a.state.stop[5, 7] = a.tokens[a.order.index(5)]
+    a.state.left[4] = 1
+    b = copy(a)
+    out = torch.zeros(2, 1, 2, len(a.rows), dtype=torch.int32, device=DEVICE)
+    first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for s, how, to in ((a, kernels, out[0]), (b, reference, out[1])):
+        how.accept(a.rows, s.state, None, a.tokens, a.logprobs, None, to, first, 1)
+    assert torch.equal(out[0], out[1])
+    same_state(a.state, b.state)
+    assert a.state.left.tolist() == [4, 0, 1, 0, 0, 0, 0]
+    assert out[0, 0, 0].tolist()[-2:] == [-1, -1]
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
@@ -441,15 +611,18 @@ def test_captured_step_is_replayed(kernels: ModuleType, cut: bool) -> None:
     qkv = numbers(14, (heads + 2 * kv_heads) * head, like=s)
     cos, sin, weight = numbers(256, head, like=s), numbers(256, head, like=s), numbers(heads * head, like=s)
     project = numbers(vocabulary, heads * head // 2, like=s)
+    out_tokens = torch.zeros(1, 2, 14, dtype=torch.int32, device=DEVICE)
+    out_row = torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
     def step(on: SimpleNamespace, how: Any, tokens: Tensor, logprobs: Tensor) -> None:
-        _, positions = how.decode_inputs(on.state, a.rows)
+        _, positions, _ = how.decode_inputs(on.state, a.rows, None, 1)
         q = how.rope_and_store(
             qkv, a.rows, positions, on.state, on.pool, 1, cos, sin, None, None, 1e-6, heads, kv_heads
         )
         out = how.decode_attention(q, a.rows, on.state, on.pool, 1, head**-0.5, None, 2)
         logits = F.linear(how.swiglu(how.add_rms_norm(out, None, weight, 1e-6)[0]), project)
         how.sample(logits, a.rows, on.state, tokens, logprobs, cut)
+        how.accept(a.rows, on.state, None, tokens, logprobs, None, out_tokens, out_row, 1)
 
     fresh = copy(s)
     side = torch.cuda.Stream()

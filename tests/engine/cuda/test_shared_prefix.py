@@ -113,6 +113,7 @@ class Scene:
     dtype: torch.dtype = torch.float32
     inactive: tuple[int, ...] = ()
     splits: int = 1
+    width: int = 1
     own: tuple[int, ...] = (1, 2, 15, 16, 17, 31, 64, 65, 130, 299)
     state: DeviceState = field(init=False)
     plain: DeviceState = field(init=False)
@@ -124,7 +125,7 @@ class Scene:
         prefix_id = np.repeat(np.arange(len(self.groups)), [a for a, _ in self.groups])
         count = len(shared)
         length = shared + torch.tensor([self.own[i % len(self.own)] for i in range(count)]) - 1
-        each = int(length.max()) // PAGE + 2
+        each = (int(length.max()) + self.width - 1) // PAGE + 2
         self.pool = KVPool(layers=2, pages=count * each, page_size=PAGE, kv_heads=self.kv_heads, head=self.head,
                          dtype=self.dtype, device=DEVICE)  # fmt: skip
         assert self.pool.data is not None
@@ -201,23 +202,24 @@ def test_reference_reads_the_prefix_of_the_first_row() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("groups", "splits", "prefix_splits"),
-    [("eight", 1, 1), ("eight", 8, 2), ("mixed", 1, 1), ("mixed", 2, 4), ("larger", 2, 1), ("few", 8, 8)],
-)
+    ("groups", "splits", "prefix_splits", "width"),
+    [
+        ("eight", 1, 1, 1), ("eight", 8, 2, 1), ("mixed", 1, 1, 1), ("mixed", 2, 4, 1), ("larger", 2, 1, 1),
+        ("few", 8, 8, 1), ("mixed", 1, 1, 2), ("larger", 2, 4, 3), ("few", 8, 2, 4), ("eight", 1, 1, 8),
+    ],
+)  # fmt: skip
 def test_decode_attention_with_prefix_groups(
-    kernels: ModuleType, groups: str, splits: int, prefix_splits: int, shape: tuple[int, int, int], dtype: torch.dtype
-) -> None:
-    s = Scene(GROUPS[groups], *shape, dtype=dtype, inactive=(0, 4), splits=prefix_splits)
+    kernels: ModuleType, groups: str, splits: int, prefix_splits: int, width: int, shape: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    s = Scene(GROUPS[groups], *shape, dtype=dtype, inactive=(0, 4), splits=prefix_splits, width=width)
     assert int(s.prefix_groups.shared_tokens.count_nonzero()) or shape[0] // shape[1] > TILE // 2
-    q = s.numbers(len(s.rows), shape[0], shape[2])
-    want = reference.decode_attention(q, s.rows, s.plain, s.pool, 1, shape[2] ** -0.5, None, splits)
-    made = [
-        kernels.decode_attention(q, s.rows, s.state, s.pool, 1, shape[2] ** -0.5, None, splits, s.prefix_groups)
-        for _ in range(2)
-    ]
+    q, how = s.numbers(len(s.rows) * width, shape[0], shape[2]), (shape[2] ** -0.5, None, splits)
+    want = reference.decode_attention(q, s.rows, s.plain, s.pool, 1, *how, None, width)
+    made = [kernels.decode_attention(q, s.rows, s.state, s.pool, 1, *how, s.prefix_groups, width) for _ in range(2)]
     close(made[0], want)
     assert torch.equal(made[0], made[1]), "the result must not vary"
-    assert not made[0][[0, 4, -2, -1]].any(), "inactive rows and padding rows"
+    assert not made[0].unflatten(0, (-1, width))[[0, 4, -2, -1]].any(), "inactive rows and padding rows"
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -239,23 +241,27 @@ def test_windowed_layers_ignore_prefix_groups(kernels: ModuleType) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", [(4, 4, 64), (4, 2, 128), (9, 3, 96)])
-@pytest.mark.parametrize(("pairs", "splits", "prefix_splits"), [(1024, 1, 1), (1024, 4, 2), (0, 1, 1)])
+@pytest.mark.parametrize(
+    ("pairs", "splits", "prefix_splits", "width"), [(1024, 1, 1, 1), (1024, 4, 2, 1), (0, 1, 1, 1), (1024, 4, 2, 3)]
+)
 def test_rope_store_and_decode_with_prefix_groups(
     kernels: ModuleType, shape: tuple[int, int, int], normed: bool, pairs: int, splits: int, prefix_splits: int,
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("windfall.engine.cuda.kernels.decode._MAX_FUSED_PAIRS", pairs)  # up to this number: one launch
     heads, kv_heads, head = shape
-    s = Scene([(1, 0), (5, 80), (2, 304), (1, 32)], *shape, dtype=dtype, inactive=(1, 7), splits=prefix_splits)
-    positions = reference.decode_inputs(s.plain, s.rows)[1]
-    qkv = s.numbers(len(s.rows), (heads + 2 * kv_heads) * head)
+    s = Scene(
+        [(1, 0), (5, 80), (2, 304), (1, 32)], *shape, dtype=dtype, inactive=(1, 7), splits=prefix_splits, width=width
+    )
+    positions = reference.decode_inputs(s.plain, s.rows, None, width)[1]
+    qkv = s.numbers(len(s.rows) * width, (heads + 2 * kv_heads) * head)
     cos, sin, *both = s.numbers(640, head), s.numbers(640, head), s.numbers(head), s.numbers(head)
     weights = both if normed else [None, None]
     assert s.pool.data is not None
     before, pools, out = s.pool.data.clone(), [], []
     for how, state, prefix_groups in ((kernels, s.state, s.prefix_groups), (reference, s.plain, None)):
         s.pool.data.copy_(before)
-        more: tuple[Any, ...] = (cos, sin, *weights, 1e-6, heads, head**-0.5, None, splits, prefix_groups)
+        more: tuple[Any, ...] = (cos, sin, *weights, 1e-6, heads, head**-0.5, None, splits, prefix_groups, width)
         out.append(how.rope_store_and_decode(qkv, s.rows, positions, state, s.pool, 1, *more))
         pools.append(s.pool.data[:, :, : s.pool.scratch].nan_to_num())
     close(out[0], out[1], rounded=2e-2)

@@ -196,6 +196,7 @@ EVENTS = [
     {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is damaged at byte 9 of 90",
      "bytes": 81},
     {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is gone", "bytes": 0},
+    {"kind": "instant", "name": "kv_dtype", "step": 2, "kv_dtype": "bf16", "gap": None, "why": "in fp8, [x]"},
     {"kind": "instant", "name": "reward_missing", "response": "0/1", "error": "list[/] index [bold out of range"},
     span("rollout", step=1, tokens=7, s=0.1),
     span("train", step=1, early_s=0.0, s=0.1),
@@ -226,6 +227,7 @@ def test_console_shows_every_kind_of_event(terminal: bool, tmp_path: Path, monke
     for line in (
         "eval after step 0: reward 0.250 on 4 rows of [test].jsonl",
         "rows of [train].jsonl",
+        "the KV cache is in bf16 from now on, after step 2: in fp8, [x]",
         "000002.wal: it is damaged at byte 9 of 90 (81 bytes); what was in them is generated again",
     ):
         assert terminal or line in text.replace("\n", ""), line
@@ -302,6 +304,11 @@ def test_step_line_shows_what_staleness_cost() -> None:
 )
 def test_step_line_is_the_same_where_staleness_says_nothing(quiet: Event) -> None:
     assert step_line(quiet) == step_line(step(7, 0.5))
+
+
+def test_step_line_shows_drafts() -> None:
+    line = step_line(step(7, 0.5, drafted=1000, drafts_accepted=381, tokens_per_step=1.42))
+    assert line.endswith("drafts: 1.42 tokens per step, 38.1% accepted")
 
 
 def test_summary_adds_up_staleness_over_the_run() -> None:

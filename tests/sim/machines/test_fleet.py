@@ -67,7 +67,7 @@ def test_small_kv_cache_makes_responses_wait(simulated: Simulated) -> None:
     assert max(w for w, _ in most) > 0
     assert max(p for _, p in most) > 0
     assert narrow.token_schedule.real_tokens == wide.token_schedule.real_tokens, "the same responses"
-    assert tight[-1]["m"] > 1.02 * log[-1]["m"], "it takes longer"
+    assert tight[-1]["m"] > log[-1]["m"], "it takes longer"
 
 
 def test_worker_too_small_for_every_response_gets_none(simulated: Simulated) -> None:

@@ -87,6 +87,7 @@ def test_every_order_of_the_controller_is_executed(kind: type, busy: bool) -> No
         m.Refused: m.Refused(why="no"), m.Assign: m.Assign(work=(work(7),)), m.Cancel: m.Cancel(handles=(1,)),
         m.Release: m.Release(handles=(1,)), m.Load: m.Load(version=2, digest="b", url=""), m.Pause: m.Pause(),
         m.Resume: m.Resume(), m.Drain: m.Drain(why="go"),
+        m.SiblingTokens: m.SiblingTokens(group="7", id="7/1", position=0, tokens=b""),
     }  # fmt: skip
 
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:

@@ -77,6 +77,11 @@ class Episode:
         _extend(self.worker_runs, worker, count)
 
     @property
+    def group(self) -> str:
+        """The group of the response: "7" of "7/0", and of "7/0+1", which is a segment of an agent's response."""
+        return self.id.rpartition("/")[0]
+
+    @property
     def end(self) -> int:
         """Position at which the current turn must end."""
         return min(self.max_tokens, self.turn_start + self.max_turn) if self.max_turn else self.max_tokens

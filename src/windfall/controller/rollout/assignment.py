@@ -65,4 +65,5 @@ def _work(entry: LedgerEntry, exact: bool) -> m.Work:
         max_tokens=e.end - position,
         sampling=e.sampling,
         stop=tuple(e.stop),
+        group=e.group,
     )

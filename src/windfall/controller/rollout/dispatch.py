@@ -5,8 +5,8 @@ rollout that waits for workers.
     outbox sender   one per worker   waits for: a message to send, room on the link (queue full: the worker is lost)
     watch()         one              waits for: the next tick       finds silent workers
 
-Decisions are pure and made elsewhere (ledger/ledger.py, scheduling/members.py, scheduling/placement.py). Everything
-here acts in one event loop, with no await between a decision and the change it makes.
+Decisions are pure and made elsewhere (ledger/ledger.py; members.py, placement.py and siblings.py of scheduling/).
+Everything here acts in one event loop, with no await between a decision and the change it makes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from windfall.controller.rollout.loading import MAX_CHARS, Loading, Refusals
 from windfall.controller.scheduling.borrowing import Borrowing
 from windfall.controller.scheduling.members import Member, Members, Patience, VersionWindow, WorkerState
 from windfall.controller.scheduling.placement import Placement
+from windfall.controller.scheduling.siblings import Siblings
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
@@ -79,13 +80,20 @@ class Dispatch:
         on_new_weights: Literal["interrupt", "finish"] = "interrupt",
         borrowed_max: int = 64,
         placement: type[Placement] = Placement,
+        order: Literal["context", "fifo"] = "fifo",
+        step_groups: int = 0,
     ) -> None:
-        """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe."""
+        """`staleness`, `on_new_weights`, `borrowed_max` and `order`: as in the recipe. `step_groups`: groups of a
+        step."""
         t = techniques or Techniques()
         self.ledger = Ledger(vocabulary, migrate=t.migration)
         self.members = Members(patience)
-        self.placement = placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
+        self.placement = placement(
+            self.ledger, balancing=t.balancing, affinity=t.affinity, order=order,
+            step_groups=step_groups if staleness else 0,
+        )  # fmt: skip
         self.turns = self.placement.turns
+        self.siblings = Siblings()
         self.journal = journal
         self.accounts = accounts or Accounts()
         self.refusals = Refusals()
@@ -116,10 +124,17 @@ class Dispatch:
 
     def close(self, id: str) -> None:
         """Close a response that is finished and part of its group."""
-        self.placement.finished(len(self.ledger.entries[id].episode.tokens))
+        entry = self.ledger.entries[id]
+        self.placement.finished(entry.episode)
+        self.siblings.closed(entry)
         self.ledger.close(id)
         self.turns.over(id)
         del self._owners[id]
+
+    def group_done(self, group: str, size: int) -> None:
+        """This group of `size` responses is complete, or was given up."""
+        self.placement.done_with(group, size)
+        self.siblings.done_with(group)
 
     def open(self, episode: Episode, owner: ResponseOwner) -> None:
         self.ledger.open(episode)
@@ -352,14 +367,19 @@ class Dispatch:
             self._stop_assigning(member.id, member.why)
         self.drain_timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
 
-    def drain(self, id: str, why: str) -> None:
-        """Ask a worker to send what it has and leave. Its responses move once it has done so."""
+    def rebuild_engines(self, why: str) -> None:
+        """Ask all workers to join again: the spec of their engines has changed. That of lenders is their own."""
+        for member in [w for w in self.members.here() if not w.lends]:
+            self.drain(member.id, why, again=True)
+
+    def drain(self, id: str, why: str, *, again: bool = False) -> None:
+        """Ask a worker to send what it has and leave, or to join `again`. Its responses move once it has done so."""
         member = self.members.all.get(id)
         if member is None or member.state is WorkerState.GONE:
             return
         self._stop_assigning(id, why)
         member.drain_sent_s = min(member.drain_sent_s, _now())
-        self._send(id, m.Drain(why=why))
+        self._send(id, m.Drain(why=why, again=again))
 
     def _stop_assigning(self, id: str, why: str) -> None:
         """Assign no more work to a worker that is going to leave."""
@@ -401,6 +421,7 @@ class Dispatch:
             self.drain_timers.pop(id).cancel()
         now = _now()
         self.placement.forget(id)
+        self.siblings.forget(id)
         self.accounts.gone(now, id, heard_s=member.seen_s)
         name, s = "worker_left" if drained else "worker_lost", now - member.joined_s
         self._events.instant(name, worker=id, why=why, moved=len(entries), kept_tokens=tokens, s=s)
@@ -422,9 +443,11 @@ class Dispatch:
                 self._events.instant(f"worker_{change.what}", worker=change.id, why=change.why)
                 if change.what == "stuck":
                     self.drain(change.id, change.why)
-            if self.ledger.queue:
+            if self.ledger.queue or self.placement.nearly_full(self.members.here()):
                 self._schedule_soon()  # work may have been held back for a worker that takes too long
             self._check_room(now)
+            for worker, message in self.siblings.choose(now, self._outbox.idle):
+                self._send(worker, message)
             if self.ledger.queue and (error := self.refusals.check(self.members.here(), now)):
                 self.on_failure(error)
             if not self.ledger.queue or self.borrowing.usable(self.members.here(), now):
@@ -510,7 +533,9 @@ class Dispatch:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
         for e in entries:
             self.turns.assigned(e.episode.id, worker)
-        for work in work_frames(entries, exact=self.members.all[worker].engine.exact):
+        engine = self.members.all[worker].engine
+        self.siblings.assigned(worker, entries, drafts=engine.drafts)
+        for work in work_frames(entries, exact=engine.exact):
             self._send(worker, m.Assign(work=work))
 
     def _request_release(self, worker: str, entries: list[LedgerEntry]) -> None:
@@ -549,6 +574,10 @@ class Outbox:
         closing = asyncio.create_task(link.close(why))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+    def idle(self, worker: str) -> bool:
+        """Whether every message to the worker has been sent."""
+        return worker in self._queues and self._queues[worker].empty()
 
     def send(self, worker: str, message: object) -> None:
         """Queue a message. It is dropped if the worker is gone."""

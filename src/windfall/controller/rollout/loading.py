@@ -98,6 +98,7 @@ class Loading:
             capacity = f"{message.slots} slots and room for {message.longest} tokens"
             raise Malformed(f"loaded version {message.version} with {capacity}")
         member.longest = min(member.longest, message.longest or math.inf)
+        member.kv_tokens = 0 if member.lends else max(0, message.kv_tokens)
         if not self.window.allows(message.version, message.digest):
             member.version, member.digest, member.slots = message.version, message.digest, message.slots
             self.retry(member.id)

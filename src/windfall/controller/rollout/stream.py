@@ -258,7 +258,7 @@ class Stream:
             self._on_group(Group(index=group.index, task=group.task, responses=responses))
 
     def _forget(self, index: int) -> None:
-        self._dispatch.placement.done_with(f"{self._scope}{index}", self._size)
+        self._dispatch.group_done(f"{self._scope}{index}", self._size)
 
     # Responses that became too old.
 

@@ -116,6 +116,8 @@ class PrefillCounts:
     """Responses and turns that were looked up in the prefix cache."""
     hits: int = 0
     """Those of them that found tokens there."""
+    evictions: int = 0
+    """Times that an engine evicted a running response from its KV cache."""
 
     def add(self, before: Stats, now: Stats) -> None:
         """Add what a worker counted between two of its messages."""
@@ -123,6 +125,43 @@ class PrefillCounts:
         self.reused += max(0, now.reused_tokens - before.reused_tokens)
         self.lookups += max(0, now.lookups - before.lookups)
         self.hits += max(0, now.hits - before.hits)
+        self.evictions += max(0, now.evictions - before.evictions)
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What engines drafted, over a run."""
+
+    generated: int = 0
+    """Tokens that were generated."""
+    drafted: int = 0
+    """Tokens that were drafted and verified."""
+    accepted: int = 0
+    """Those of them that were right: each saved its response one step."""
+
+    def add(self, before: Stats, now: Stats) -> None:
+        """Add what a worker counted between two of its messages."""
+        self.generated += max(0, now.made - before.made)
+        self.drafted += max(0, now.drafted - before.drafted)
+        self.accepted += max(0, now.accepted - before.accepted)
+
+    def since(self, before: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.generated - before.generated, self.drafted - before.drafted, self.accepted - before.accepted
+        )
+
+    def describe(self) -> dict[str, float]:
+        """Fields of an event or a snapshot. Nothing if nothing was drafted.
+
+        >>> DraftCounts(generated=142, drafted=111, accepted=42).describe()
+        {'drafted': 111, 'drafts_accepted': 42, 'tokens_per_step': 1.42}
+        >>> DraftCounts(generated=100).describe()
+        {}
+        """
+        if not self.drafted:
+            return {}
+        steps = max(1, self.generated - self.accepted)  # of single responses
+        return {"drafted": self.drafted, "drafts_accepted": self.accepted, "tokens_per_step": self.generated / steps}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,6 +204,8 @@ class Member:
     """When it was asked to drain (loop time, seconds)."""
     longest: float = math.inf
     """Upper limit for the tokens, prompt and response together, that it has room for; infinite if unknown."""
+    kv_tokens: int = 0
+    """Tokens for which its KV cache has room; 0: not known, or it changes."""
     generated: int = 0
     """Tokens that the ledger accepted from it."""
     frame_version: int = -1
@@ -232,6 +273,7 @@ class Members:
         self.pull_s = 0.0
         """Seconds that the last pull took."""
         self.prefill = PrefillCounts()
+        self.drafts = DraftCounts()
 
     def here(self) -> Iterator[Member]:
         return iter(self._here.values())
@@ -308,6 +350,7 @@ class Members:
             before, member.stats = member.stats, stats
             if before is not None:  # a worker sends its first Stats before it has any work from this controller
                 self.prefill.add(before, stats)
+                self.drafts.add(before, stats)
             if before is None or (before.pulled_bytes, _part(before)) != (stats.pulled_bytes, _part(stats)):
                 member.progress_s = now_s
             since_s, generated = member._rate_from

@@ -4,7 +4,9 @@ clock, no I/O.
     Example: the queue is ["1/0", "1/1", "2/0"], `a` and `b` have free slots, and `b` has the prompt of group 1 in its
     prefix cache.
 
-    Next turns of a response are placed first, where their tokens are (turns.py).
+    Next turns of a response are placed first, where their tokens are (turns.py). With the order "context", responses
+    are taken from the queue by their expected lengths (order.py, lengths.py); with any order, only while there will be
+    room for them in KV caches (kv_room.py).
 
     loads()     the running responses, slots and speed of every worker, from the ledger and the speeds measured here
     assign()    takes responses from the queue and assigns them: 1/0 and 1/1 to `b` (their prefix), 2/0 to `a`
@@ -22,13 +24,20 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
+import xxhash
 
+from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.ledger import Ledger, LedgerEntry, room
-from windfall.controller.scheduling.balance import Move, Running, WorkerLoad, place, rebalance
+from windfall.controller.scheduling.balance import ROUND_TRIP_S, Move, Running, WorkerLoad, end_s, place, rebalance
+from windfall.controller.scheduling.kv_room import NEARLY_FULL, KvLoad, KvRow, more_responses, relieve
+from windfall.controller.scheduling.lengths import LengthPredictor
 from windfall.controller.scheduling.local_time import FleetSpeed
 from windfall.controller.scheduling.members import Member
+from windfall.controller.scheduling.order import by_context
 from windfall.controller.scheduling.turns import NextTurn, Turns, route
 from windfall.controller.scheduling.worker_speed import WorkerSpeeds
 from windfall.step_time import StepTime
@@ -36,6 +45,8 @@ from windfall.step_time import StepTime
 PREFILL_SHARE = 0.1
 """If more than this share of a worker's tokens must be prefilled again, ignore its step times: they measure prefill,
 not decode."""
+MAX_TAIL = 1024
+"""The value of moves is computed only while at most this many responses run: it takes a look at all of them."""
 STALLED_S = 2.0
 """A worker that has work and made no engine step for this many seconds gets no next turns."""
 
@@ -51,11 +62,24 @@ class _Prefill:
     """Seconds since the responses were assigned, minus the expected time of the worker's decode steps."""
 
 
+class Gathered(NamedTuple):
+    """Moves of the last responses of a step to workers where they end sooner."""
+
+    moves: int = 0
+    s: float = 0.0
+    """Seconds by which the last response was expected to end sooner."""
+
+
 class Placement:
-    def __init__(self, ledger: Ledger, *, balancing: bool = True, affinity: bool = True) -> None:
+    def __init__(
+        self, ledger: Ledger, *, balancing: bool = True, affinity: bool = True,
+        order: Literal["context", "fifo"] = "fifo", step_groups: int = 0,
+    ) -> None:  # fmt: skip
         """`balancing` False: all workers count as equally fast, and running responses do not move. `affinity` False:
-        what is in a worker's prefix cache does not matter."""
-        self.speeds, self.turns = WorkerSpeeds(), Turns()
+        what is in a worker's prefix cache does not matter. `order`: as in the recipe. `step_groups`: groups of a step,
+        if those of several steps are open at once."""
+        self.speeds, self.turns, self.lengths = WorkerSpeeds(), Turns(), LengthPredictor()
+        self._by_context, self._step_groups = order == "context", step_groups
         self._ledger = ledger
         self._balancing = balancing
         self._affinity = affinity
@@ -65,6 +89,11 @@ class Placement:
         self.move_targets: dict[str, str] = {}
         """By response: the worker to which it is being moved."""
         self._finished = self._finished_tokens = 0
+        self._kv_full: dict[str, int] = {}
+        """By worker: number of responses beside which no more fit into its KV cache."""
+        self.gathered = Gathered()
+        self._tasks: dict[str, int] = {}
+        """By open group: a digest of its prompt, which is the same in every epoch."""
         self._least_context: dict[str, int] = {}
         """By worker: a lower bound for the context of its responses. A context only grows, so a bound stays one until
         the worker gets another response."""
@@ -118,6 +147,7 @@ class Placement:
         self.turns.cleared(worker)
         self._prefilling.pop(worker, None)
         self._least_context.pop(worker, None)
+        self._kv_full.pop(worker, None)
 
     def loads(self, ready: Iterable[Member]) -> list[WorkerLoad]:
         speed = self.speeds.profile if self._balancing else lambda worker: None
@@ -127,7 +157,7 @@ class Placement:
                 worker=w.id, running=(count := running(w.id)), slots=w.open_slots, profile=speed(w.id),
                 waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
                 prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id), turn_preference=_turn_preference(w),
-                stalled=w.stats is not None and w.stats.idle_s >= STALLED_S,
+                stalled=w.stats is not None and w.stats.idle_s >= STALLED_S, kv_tokens=w.kv_tokens,
             )
             for w in ready
         ]  # fmt: skip
@@ -206,10 +236,81 @@ class Placement:
         self, queued: Sequence[str], loads: Sequence[WorkerLoad], versions: Mapping[str, int], coming: int,
         out: dict[str, list[LedgerEntry]],
     ) -> None:  # fmt: skip
-        free_slots = sum(max(0, load.slots - load.running) for load in loads)
-        first = list(islice(queued, free_slots))
+        if not queued:
+            return
+        loads = self._within_kv(loads, queued[0])
+        first = self._first(queued, _free_slots(loads))
+        if first and first[0] != queued[0]:  # it may be longer
+            loads = self._within_kv(loads, first[0])
+            first = first[: _free_slots(loads)]
         for id, worker in self.choose(first, loads, backlog=len(queued) - len(first), coming=coming):
             self._take(id, worker, versions, out)
+
+    def _first(self, queued: Sequence[str], count: int) -> list[str]:
+        """The first `count` queued responses, by the order of the recipe (order.py)."""
+        if not self._by_context or len(queued) <= count or self.turns.several:  # turns come in the order of the queue
+            return list(islice(queued, count))
+        entries = self._ledger.entries
+        episodes = (entries[id].episode for id in queued)
+        head = next((n for n, e in enumerate(episodes) if not e.tokens and e.version is None), len(queued))
+
+        def length(group: str) -> float:
+            episode = entries[f"{group}/{first[group]}"].episode
+            return self.lengths.order_length(group, self._task(episode), episode.max_tokens)
+
+        first = {group: sibling for group, _, sibling in (id.rpartition("/") for id in reversed(queued))}
+        return by_context(queued, count, begun=self._prefix_holders, length=length, step=self._step_of, head=head)
+
+    def _step_of(self, group: str) -> int:
+        """The step that a group was drawn for, if those of several steps are open at once."""
+        index = group.rpartition(":")[2]
+        return int(index) // self._step_groups if self._step_groups and index.isdigit() else 0
+
+    def _within_kv(self, loads: Sequence[WorkerLoad], next_id: str) -> Sequence[WorkerLoad]:
+        """The loads with only as many slots as will have room in the KV cache for responses like the next one."""
+        if not self._balancing or not self.lengths.known or not any(load.kv_tokens for load in loads):
+            return loads
+        new = self._kv_row(self._ledger.entries[next_id].episode)
+        return [
+            msgspec.structs.replace(load, slots=min(load.slots, load.running + self._more_responses(load, new)))
+            if load.kv_tokens and load.running < load.slots
+            else load
+            for load in loads
+        ]
+
+    def _more_responses(self, load: WorkerLoad, new: KvRow) -> int:
+        """How many responses may begin on a worker. Once it has room for none, that remains so until one ends."""
+        if not load.running or self._kv_full.get(load.worker) != load.running:
+            more = max(more_responses(self._kv_rows(load.worker), new, load.kv_tokens), not load.running)
+            self._kv_full[load.worker] = -1 if more else load.running
+            return more
+        return 0
+
+    def _kv_rows(self, worker: str) -> list[KvRow]:
+        """The responses that a worker has in its KV cache. Siblings share the pages of their prompt."""
+        rows, groups = [], set[str]()
+        for entry in self._ledger.held(worker):
+            group = _group(entry.episode.id)
+            rows.append(self._kv_row(entry.episode, alone=group not in groups))
+            groups.add(group)
+        return rows
+
+    def _kv_row(self, e: Episode, *, alone: bool = True) -> KvRow:
+        mean, sigma = self.lengths.estimate(_group(e.id), self._task(e))
+        context = len(e.tokens) + (len(e.prompt) if alone else 0)
+        return KvRow(context=context, generated=len(e.tokens), limit=e.max_tokens, mean=mean, sigma=sigma)
+
+    def _remaining(self, episode: Episode) -> float:
+        """Tokens that a response is expected to generate from now on; 0 if nothing is known yet."""
+        generated = len(episode.tokens)
+        expected = self.lengths.expected(_group(episode.id), self._task(episode), generated)
+        return max(0.0, min(expected, episode.max_tokens) - generated)
+
+    def _task(self, episode: Episode) -> int:
+        group = _group(episode.id)
+        if group not in self._tasks:
+            self._tasks[group] = xxhash.xxh3_64_intdigest(np.array(episode.prompt, np.uint32).tobytes())
+        return self._tasks[group]
 
     def choose(
         self, queued: Sequence[str], loads: Sequence[WorkerLoad], *, backlog: int, coming: int
@@ -228,7 +329,7 @@ class Placement:
         """Take a response from the queue and assign it."""
         self._ledger.queue.remove(id)  # the head, unless an earlier response waits for more room
         self.move_targets.pop(id, None)
-        self._prefix_holders.setdefault(id.rpartition("/")[0], {})[worker] = None
+        self._prefix_holders.setdefault(_group(id), {})[worker] = None
         entry = self._ledger.assign(id, worker, versions[worker])
         alone = self._ledger.running(worker) == 1
         context = len(entry.episode.prompt) + len(entry.episode.tokens)
@@ -241,17 +342,57 @@ class Placement:
         """(worker, response that it should release) for each move; the queue is empty. `longest`: as in `assign`."""
         if not self._balancing:
             return []
-        moves = self.moves(loads)
+        moves = self.moves(loads) or self.relieving_moves(loads)
         rooms, entries = longest or {}, self._ledger.entries
         moves = [move for move in moves if room(entries[move.id].episode) <= rooms.get(move.target, math.inf)]
+        self._value(loads, moves)
         self.move_targets |= {move.id: move.target for move in moves}
         return [(move.source, entries[move.id]) for move in moves]
+
+    def _value(self, loads: Sequence[WorkerLoad], moves: Sequence[Move]) -> None:
+        """Add how much sooner the last response is expected to end. At the end of a step only, when few are left."""
+        if not moves or self.turns.several or sum(load.running for load in loads) > MAX_TAIL:
+            return
+        sooner_s = end_s(loads, self.held) - end_s(loads, self.held, moves)
+        self.gathered = Gathered(self.gathered.moves + len(moves), self.gathered.s + max(0.0, sooner_s))
+
+    def take_gathered(self) -> Gathered:
+        """What was gathered since the last call."""
+        gathered, self.gathered = self.gathered, Gathered()
+        return gathered
 
     def moves(self, loads: Sequence[WorkerLoad]) -> list[Move]:
         """The running responses that should continue on another worker (balance.py)."""
         return rebalance(
-            loads, self.held, typical=self.typical, least_context=lambda worker: self._least_context.get(worker, 0)
-        )
+            loads, self.held, typical=self.typical,
+            least_context=lambda worker: self._least_context.get(worker, 0),
+        )  # fmt: skip
+
+    def relieving_moves(self, loads: Sequence[WorkerLoad]) -> list[Move]:
+        """The running responses that should leave a worker before its engine must evict one (kv_room.py)."""
+        if not self.lengths.known:
+            return []
+        return relieve(
+            [
+                KvLoad(
+                    worker=load.worker, tokens=load.kv_tokens, context=self._ledger.context(load.worker),
+                    free_slots=load.slots - load.running, step_s=load.profile.step_s(load.running),
+                    prefill_s=1 / load.prefill_tok_per_s if load.prefill_tok_per_s else load.profile.each_s,
+                )
+                for load in loads
+                if load.kv_tokens and load.profile is not None
+            ],
+            self._kv_rows,
+            self.held,
+            round_trip_s=ROUND_TRIP_S,
+        )  # fmt: skip
+
+    def nearly_full(self, members: Iterable[Member]) -> bool:
+        """Whether the KV cache of a worker is nearly full, and that of another is not: responses may have to move."""
+        if not self._balancing:
+            return False
+        full = {self._ledger.context(w.id) > NEARLY_FULL * w.kv_tokens for w in members if w.kv_tokens}
+        return len(full) == 2
 
     def held(self, worker: str) -> list[Running]:
         """The responses that a worker has."""
@@ -259,22 +400,36 @@ class Placement:
             Running(
                 id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves,
                 waiting=len(e.episode.tokens) == e.recorded,  # the worker has not sent a token of it
+                remaining=self._remaining(e.episode) if not self.turns.several else 0.0,
             )
             for e in self._ledger.held(worker)
         ]  # fmt: skip
         self._least_context[worker] = min((r.context for r in out), default=0)
         return out
 
-    def finished(self, tokens: int) -> None:
-        """A response has finished with this number of tokens."""
+    def finished(self, episode: Episode) -> None:
+        """A response has finished."""
         self._finished += 1
-        self._finished_tokens += tokens
+        self._finished_tokens += len(episode.tokens)
+        group = _group(episode.id)
+        if ":" not in group:  # held-out tasks and other scopes have lengths of their own
+            self.lengths.finished(group, self._task(episode), len(episode.tokens))
 
     def done_with(self, group: str, size: int) -> None:
         """This group of `size` responses is complete: its prefix and moves are forgotten."""
         self._prefix_holders.pop(group, None)
+        self._tasks.pop(group, None)
+        self.lengths.complete(group)
         for sibling in range(size):  # a response may have finished on the worker that was asked to release it
             self.move_targets.pop(f"{group}/{sibling}", None)
+
+
+def _group(id: str) -> str:
+    return id.rpartition("/")[0]
+
+
+def _free_slots(loads: Iterable[WorkerLoad]) -> int:
+    return sum(max(0, load.slots - load.running) for load in loads)
 
 
 def _with(load: WorkerLoad, more: int) -> WorkerLoad:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from windfall.engine.cuda import skeleton
 from windfall.engine.cuda.splits import PrefixSharing
-from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans
+from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans, Texts
 from windfall.engine.module_weights import join
 from windfall.errors import WindfallError
 
@@ -119,17 +119,26 @@ class Decoder:
         return PrefixSharing(max_rows=0) if windows else PrefixSharing.for_heads(self.heads, self.kv_heads)
 
     def decode(
-        self, rows: Tensor, state: DeviceState, pool: KVPool, splits: int, prefix_groups: PrefixGroups | None = None
-    ) -> Tensor:
-        """Logits (B, V) for the next token, from the newest token of every row's slot."""
-        ids, positions = self.ops.decode_inputs(state, rows)
+        self,
+        rows: Tensor,
+        state: DeviceState,
+        pool: KVPool,
+        splits: int,
+        prefix_groups: PrefixGroups | None = None,
+        texts: Texts | None = None,
+        width: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (B * width, V) for the tokens after the newest token of every row's slot and after each of the tokens
+        drafted for it; and the tokens that `texts` lead to expect there (B * width), -1 for none."""
+        ids, positions, expected = self.ops.decode_inputs(state, rows, texts, width)
 
         def attend(n: int, w: DecoderLayer, qkv: Tensor) -> Tensor:
             return self.ops.rope_store_and_decode(
-                qkv, rows, positions, state, pool, n, *self._rotation(w), self.scale, w.window, splits, prefix_groups
-            )
+                qkv, rows, positions, state, pool, n, *self._rotation(w), self.scale, w.window, splits, prefix_groups,
+                width,
+            )  # fmt: skip
 
-        return self._run(F.embedding(ids, self.embedding), attend, None)
+        return self._run(F.embedding(ids, self.embedding), attend, None), expected
 
     def prefill(self, ids: Tensor, spans: Spans, state: DeviceState, pool: KVPool, wanted: Tensor) -> Tensor:
         """Logits (W, V) of the rows `wanted`, from the tokens of `spans`."""

@@ -1,8 +1,8 @@
 """The device side of the engine: the KV pool, the state, and launches that the host does not wait for.
 
 A launch uploads the changes of the host state, runs a prefill and a burst of decode steps, and copies the tokens into
-host memory; an event signals their arrival. Tokens are written to a ring: row 0 of a launch has the tokens of the
-prefill, row n those of step n, as (tokens, bits of the log-probs).
+host memory; an event signals their arrival. Tokens are written to a ring, as (tokens, bits of the log-probs): row 0 of
+a launch has the tokens of the prefill, and every step adds `width` rows, with -1 where no token was accepted.
 
 Rules:
 - everything runs on the stream that is current at the time of the call, so launches overlap neither each other nor
@@ -24,7 +24,8 @@ from torch import Tensor
 from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.graphs import GraphKey, Graphs, batch_for
 from windfall.engine.cuda.host_state import HostState
-from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans, section
+from windfall.engine.cuda.state import RUNS, DeviceState, KVPool, PrefixGroups, Spans, Texts, section
+from windfall.engine.draft_length import WIDTHS
 from windfall.engine.scheduler import Launch, ScheduledRows
 
 if TYPE_CHECKING:
@@ -41,13 +42,14 @@ class PendingLaunch:
 
     work: Launch
     version: int
-    sampled: Tensor  # (1 + steps, 2, batch) int32 in host memory; valid only after `wait`
+    sampled: Tensor  # (1 + steps * width, 2, batch) int32 in host memory; valid only after `wait`
+    runs: Tensor | None  # (RUNS,) int32 in host memory, likewise: see `Texts`; None: tokens are not drafted
     began: Any  # event before the launch; None without a GPU
     event: Any
     launch_s: float  # how long the host took for the launch; without a GPU, this is all of it
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the launch. Returns tokens and log-probs, (1 + steps, batch) each."""
+        """Wait for the launch. Returns tokens and log-probs, (1 + steps * width, batch) each."""
         if self.event is not None:
             self.event.synchronize()
         both = self.sampled.numpy()
@@ -68,8 +70,9 @@ class DeviceRunner:
         page_size: int,
         burst: int,
         kv: TenantKV | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """`kv`: memory that other engines share; otherwise the pool has its own."""
+        """`kv`: memory that other engines share; otherwise the pool has its own, of `kv_dtype`."""
         self.decoder = decoder
         self.host_state = host_state
         self.burst = burst
@@ -80,12 +83,11 @@ class DeviceRunner:
             page_size=page_size,
             kv_heads=decoder.kv_heads,
             head=decoder.head,
-            dtype=decoder.dtype,
+            dtype=kv_dtype or decoder.dtype,
             device=str(self.device),
             kv=kv,
         )
-        # The position of a finished response is one token past its end.
-        decoder.build_rotary_tables(host_state.pages_each * page_size + 2)
+        decoder.build_rotary_tables(self._positions)
         self.buffer = torch.from_numpy(host_state.data.copy()).to(self.device)
         self.state = DeviceState.of(self.buffer, host_state)
         self._rows = section(self.buffer, host_state, "rows")
@@ -94,10 +96,15 @@ class DeviceRunner:
         self._prefix_groups = [section(self.buffer, host_state, n) for n in PREFIX_GROUP_SECTIONS]
         self._no_groups = torch.zeros_like(self._rows)
         batch, ring_size = len(self._rows), DEPTH + 1
-        self._sampled = torch.zeros(2, batch, dtype=torch.int32, device=self.device)
-        self._ring = torch.zeros(ring_size * (1 + burst), 2, batch, dtype=torch.int32, device=self.device)
+        self.texts = None if host_state.texts is None else Texts.new(host_state.texts, self.device)
+        self._widest = 1 if self.texts is None else WIDTHS[-1]
+        self._sampled = torch.zeros(2, batch * self._widest, dtype=torch.int32, device=self.device)
+        self._launch_rows = 1 + burst * self._widest
+        self._ring = torch.zeros(ring_size * self._launch_rows, 2, batch, dtype=torch.int32, device=self.device)
+        self._first_row = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._pinned = self.device.type == "cuda"
         self._host_tokens = torch.zeros(self._ring.shape, dtype=torch.int32, pin_memory=self._pinned)
+        self._host_runs = torch.zeros(ring_size, RUNS, dtype=torch.int32, pin_memory=self._pinned)
         self._uploads = [torch.zeros(0, dtype=torch.int32)] * ring_size
         self._launches = 0
         self._graphs = Graphs(self._step, self.device)
@@ -109,8 +116,10 @@ class DeviceRunner:
     def launch(self, work: Launch, version: int) -> PendingLaunch:
         began_s, ring_index = time.monotonic(), self._launches % (DEPTH + 1)
         self._launches += 1
-        row = ring_index * (1 + self.burst)
+        row = ring_index * self._launch_rows
         key = self.graph_key(work)
+        if work.steps:
+            self._graphs.prepare(key)  # before the launch is timed
         began = event = None
         if self._pinned:
             began = torch.cuda.Event(enable_timing=True)
@@ -120,34 +129,60 @@ class DeviceRunner:
             if key.prefix_groups:
                 self.host_state.set_prefix_groups(work.prefix_groups, key.batch, key.prefix_groups)
             self.host_state.set_ring_row(row + 1)
-        changes = self.host_state.take_changes()
-        indices, values, *prefill = self._upload(ring_index, [*changes, *prefill_arrays(work.prefill)])
+        changes = [*self.host_state.take_changes(), *self._text_changes()]
+        indices, values, text_indices, text_values, *prefill = self._upload(
+            ring_index, [*changes, *prefill_arrays(work.prefill)]
+        )
         self.buffer.index_copy_(0, indices.long(), values)
+        if self.texts is not None and len(text_indices):
+            self.texts.data.index_copy_(0, text_indices.long(), text_values)
         if work.prefill:
             longest = max(p.stop - p.start for p in work.prefill)
             truncate = any(truncates(p.sequence.request.sampling) for p in work.prefill if p.samples)
-            self._prefill(prefill, longest, truncate, self._ring[row])
+            self._prefill(prefill, longest, truncate, self._ring[row : row + 1])
         if work.steps:
             self._graphs.run(key, work.steps)
-        sampled = self._host_tokens[row : row + 1 + work.steps]
-        sampled.copy_(self._ring[row : row + 1 + work.steps], non_blocking=True)
+        used = slice(row, row + 1 + work.steps * work.width)
+        sampled, runs = self._host_tokens[used], None
+        sampled.copy_(self._ring[used], non_blocking=True)
+        if self.texts is not None:
+            runs = self._host_runs[ring_index]
+            runs.copy_(self.texts.runs, non_blocking=True)
         if self._pinned:
             event = torch.cuda.Event(enable_timing=True, blocking=True)
             event.record()
-        launch_s = time.monotonic() - began_s
-        return PendingLaunch(work=work, version=version, sampled=sampled, began=began, event=event, launch_s=launch_s)
+        return PendingLaunch(
+            work=work,
+            version=version,
+            sampled=sampled,
+            runs=runs,
+            began=began,
+            event=event,
+            launch_s=time.monotonic() - began_s,
+        )
+
+    @property
+    def _positions(self) -> int:
+        """Positions that a row may have. A finished response is one token past its end, and drafts are further."""
+        return self.host_state.pages_each * self.pool.page_size + 1 + WIDTHS[-1]
+
+    def _text_changes(self) -> tuple[np.ndarray, np.ndarray]:
+        none = np.zeros(0, np.int32)
+        return (none, none) if self.host_state.texts is None else self.host_state.texts.take_changes()
 
     def graph_key(self, work: Launch) -> GraphKey:
         truncate = any(truncates(s.request.sampling) for s in work.rows)
         shared = int(work.prefix_groups[:, 2].max(initial=0))
         rows = len(work.rows)
         batch = next((size for size in self.batches if size >= rows), batch_for(rows))
-        return self._graph_key(batch, work.longest, truncate, len(work.prefix_groups), shared)
+        return self._graph_key(batch, work.longest, truncate, len(work.prefix_groups), shared, work.width)
 
-    def _graph_key(self, batch: int, longest: int, truncate: bool, prefix_groups: int = 0, shared: int = 0) -> GraphKey:
+    def _graph_key(
+        self, batch: int, longest: int, truncate: bool, prefix_groups: int = 0, shared: int = 0, width: int = 1
+    ) -> GraphKey:
         prefix_groups = _next_power_of_two(prefix_groups) if prefix_groups else 0
         prefix_splits = self._splits(prefix_groups, shared) if prefix_groups else 1
-        return GraphKey(batch, truncate, self._splits(batch, longest), prefix_groups, prefix_splits)
+        return GraphKey(batch, truncate, self._splits(batch, longest), prefix_groups, prefix_splits, width)
 
     def _splits(self, count: int, longest: int) -> int:
         """Number of splits of the contexts of `count` rows or prefix groups."""
@@ -173,22 +208,34 @@ class DeviceRunner:
         chunk = ([n] for n in (padding, 0, count, 0, count - 1, padding))
         arrays = [ids, np.full(count, padding), np.arange(count), *chunk]
         on_device = [torch.tensor(np.asarray(a, np.int32), device=self.device) for a in arrays]
-        self._prefill(on_device, count, False, self._sampled)
+        self._prefill(on_device, count, False, torch.empty_like(self._ring[:1]))
 
     def set_decoder(self, decoder: Decoder) -> None:
         """Use this decoder from now on, because the module's weights have moved."""
         self._graphs.drop()
         self.decoder = decoder
-        decoder.build_rotary_tables(self.host_state.pages_each * self.pool.page_size + 2)
+        decoder.build_rotary_tables(self._positions)
 
     def _step(self, key: GraphKey, dry: bool) -> None:
-        rows = (self._padding_rows if dry else self._rows)[: key.batch]
-        logits = self.decoder.decode(rows, self.state, self.pool, key.splits, self._prefix_groups_for(key, dry))
-        tokens, bits = self._sampled[0, : key.batch], self._sampled[1, : key.batch]
-        self.decoder.ops.sample(logits, rows, self.state, tokens, bits.view(torch.float32), key.truncate)
+        rows, ops = (self._padding_rows if dry else self._rows)[: key.batch], self.decoder.ops
+        logits, expected = self.decoder.decode(
+            rows, self.state, self.pool, key.splits, self._prefix_groups_for(key, dry), self.texts, key.width
+        )
+        tokens, logprobs = self._samples(key.batch * key.width)
+        ops.sample(logits, rows, self.state, tokens, logprobs, key.truncate, key.width)
+        out, out_row = (
+            (torch.empty_like(self._ring[: key.width]), self._first_row) if dry else (self._ring, self._ring_row)
+        )
+        expected = None if self.texts is None else expected
+        ops.accept(rows, self.state, self.texts, tokens, logprobs, expected, out, out_row, key.width)
+        if self.texts is not None:
+            ops.find_matches(rows, self.state, self.texts)
         if not dry:
-            self._ring.index_copy_(0, self._ring_row, self._sampled[None])
-            self._ring_row.add_(1)
+            self._ring_row.add_(key.width)
+
+    def _samples(self, count: int) -> tuple[Tensor, Tensor]:
+        """Memory for this number of tokens and log-probs."""
+        return self._sampled[0, :count], self._sampled[1, :count].view(torch.float32)
 
     def _prefix_groups_for(self, key: GraphKey, dry: bool) -> PrefixGroups | None:
         if not key.prefix_groups:
@@ -204,8 +251,8 @@ class DeviceRunner:
         )
 
     def _prefill(self, arrays: Sequence[Tensor], longest: int, truncate: bool, out: Tensor) -> None:
-        """Run the prefill of `prefill_arrays`, and write the sampled tokens and log-probs to `out`. `longest`: rows of
-        the longest chunk."""
+        """Run the prefill of `prefill_arrays`, and write the sampled tokens and log-probs to `out` (1, 2, batch).
+        `longest`: rows of the longest chunk."""
         ids, row_slot, row_position, slot, first, count, start, wanted, slots = arrays
         spans = Spans(
             slot=slot,
@@ -218,8 +265,9 @@ class DeviceRunner:
         )
         logits = self.decoder.prefill(ids, spans, self.state, self.pool, wanted)
         if len(slots):
-            tokens, bits = out[0, : len(slots)], out[1, : len(slots)]
-            self.decoder.ops.sample(logits, slots, self.state, tokens, bits.view(torch.float32), truncate)
+            tokens, logprobs = self._samples(len(slots))
+            self.decoder.ops.sample(logits, slots, self.state, tokens, logprobs, truncate)
+            self.decoder.ops.accept(slots, self.state, self.texts, tokens, logprobs, None, out, self._first_row, 1)
 
     def _upload(self, ring_index: int, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Upload all arrays in one copy, from host memory that no launch in flight reads."""

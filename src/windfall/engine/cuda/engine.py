@@ -17,10 +17,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from windfall.engine.base import duplicate_id
@@ -29,9 +31,12 @@ from windfall.engine.cuda.device import DEPTH, DeviceRunner, PendingLaunch
 from windfall.engine.cuda.graphs import batch_for
 from windfall.engine.cuda.host_state import STOPS, HostState
 from windfall.engine.cuda.splits import PrefixSharing
+from windfall.engine.cuda.texts import MAX_LENGTH, TextRows
+from windfall.engine.draft_length import WIDTHS, DraftLength
 from windfall.engine.paged import PagedEngine, Shape
 from windfall.engine.pages import Pages
-from windfall.engine.scheduler import Scheduler
+from windfall.engine.scheduler import Launch, Scheduler
+from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.types import Capabilities, Chunk, Request
 
 if TYPE_CHECKING:
@@ -57,17 +62,23 @@ class GraphEngine(PagedEngine):
         ops: Any = None,
         sharing: PrefixSharing | None = None,
         kv: TenantKV | None = None,
+        speculation: bool = False,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """`longest`: upper limit for the tokens of a response and its prompt. `ops`: kernels to use instead of the
         device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits. `kv`: pages in
-        memory that another engine shares; then `kv_tokens` and `page_size` do not count."""
+        memory that another engine shares; then `kv_tokens` and `page_size` do not count. `speculation`: draft tokens
+        from the texts of siblings where that is faster. `kv_dtype`: of the KV cache, if not that of the model."""
         if kv is not None:
             page_size = kv.pages.size
             kv_tokens = kv.pages.capacity * page_size
         count = -(-kv_tokens // page_size)
         each = min(count, -(-((longest or kv_tokens) + 1) // page_size))
         slots = min(max_running, max_rows)
-        host_state = HostState(slots=slots, pages_each=each, batch=batch_for(slots))
+        texts = (
+            TextRows(slots=slots, length=min(each * page_size + 2, MAX_LENGTH)) if speculation and kv is None else None
+        )
+        host_state = HostState(slots=slots, pages_each=each, batch=batch_for(slots), texts=texts)
         decoder = Decoder.of(model, ops)
         fit = decoder.sharing()
         pages = Pages(count, page_size) if kv is None else kv.pages
@@ -81,7 +92,12 @@ class GraphEngine(PagedEngine):
         )
         scheduler.single_step_with_prefill = kv is not None
         super().__init__(model, scheduler, version=version, limit=each * page_size - 1, kv=kv)
-        self._device = DeviceRunner(decoder, host_state, pages=count, page_size=page_size, burst=burst, kv=kv)
+        self.capabilities = replace(self.capabilities, drafts=texts is not None)
+        self._texts = texts
+        self._draft_length = None if texts is None else DraftLength(WIDTHS)
+        self._device = DeviceRunner(
+            decoder, host_state, pages=count, page_size=page_size, burst=burst, kv=kv, kv_dtype=kv_dtype
+        )
         self.burst = burst
         self.depth = DEPTH
         self._pending: deque[PendingLaunch] = deque()
@@ -102,9 +118,18 @@ class GraphEngine(PagedEngine):
 
     def cancel(self, id: str) -> None:
         super().cancel(id)
+        self._end_text(id)
         for n, chunks in enumerate(self._ready):
             self._ready_finished -= sum(c.id == id and c.finish is not None for c in chunks)
             self._ready[n] = [c for c in chunks if c.id != id]
+
+    def remember(self, group: str, id: str, position: int, tokens: Sequence[int]) -> None:
+        if self._texts is not None:
+            self._texts.remember(group, id, position, tokens)
+
+    def _end_text(self, id: str) -> None:
+        if self._texts is not None:
+            self._texts.end(id)
 
     @property
     def unread(self) -> bool:
@@ -168,7 +193,11 @@ class GraphEngine(PagedEngine):
         if self.asleep:
             self.wake()
         work = self._scheduler.next(
-            in_flight=bool(self._pending), most_rows=most_rows, most_steps=most_steps, may_prefill=prefill
+            in_flight=bool(self._pending),
+            most_rows=most_rows,
+            most_steps=most_steps,
+            may_prefill=prefill,
+            width=1 if self._draft_length is None else self._draft_length.choose(self._batch(), self._scheduler.widest),
         )
         if self.kv is not None:
             self.kv.clear_moved()  # on the stream of all launches: those in flight have written what they had to
@@ -180,6 +209,10 @@ class GraphEngine(PagedEngine):
         self._counters.rows += prefilled
         self._counters.prefilled += prefilled
         return True
+
+    def _batch(self) -> int:
+        """Size of the graph for all decoding responses."""
+        return batch_for(max(1, self._scheduler.decoding))
 
     def finish_launches(self) -> None:
         while self._pending:
@@ -200,22 +233,26 @@ class GraphEngine(PagedEngine):
             self.last_steps = max(1, work.steps)
         sampled = [p.sequence for p in work.prefill if p.samples]
         prefilled = dict(zip(sampled, zip(tokens[0].tolist(), logprobs[0].tolist(), strict=True), strict=False))
-        steps = tokens[1:, : len(work.rows)]
-        counts = (steps >= 0).sum(0)
-        columns = zip(work.rows, counts.tolist(), steps.T.tolist(), logprobs[1:].T.tolist(), strict=False)
-        for sequence, count, new_tokens, new_logprobs in columns:
+        steps, step_logprobs = tokens[1:, : len(work.rows)].T, logprobs[1:, : len(work.rows)].T
+        accepted = steps >= 0  # (responses, steps * width)
+        counts = accepted.sum(1)
+        self._scheduler.collected(work, counts)
+        if self._draft_length is not None and pending.runs is not None:
+            self._learn(work, accepted, pending)
+        flat_tokens, flat_logprobs, end = steps[accepted].tolist(), step_logprobs[accepted].tolist(), 0
+        for sequence, count in zip(work.rows, counts.tolist(), strict=True):
+            begin, end = end, end + count
             first = prefilled.pop(sequence, None)
             if sequence.finished or not (count or first):
                 continue
             computed += count
-            if count < len(new_tokens):
-                new_tokens, new_logprobs = new_tokens[:count], new_logprobs[:count]
+            new_tokens, new_logprobs = flat_tokens[begin:end], flat_logprobs[begin:end]
             if first:
                 new_tokens, new_logprobs = [first[0], *new_tokens], [first[1], *new_logprobs]
             stop = sequence.request.stop
             if len(stop) > STOPS:  # more than the device checks
-                end = next((n + 1 for n, t in enumerate(new_tokens) if t in stop), len(new_tokens))
-                new_tokens, new_logprobs = new_tokens[:end], new_logprobs[:end]
+                last = next((n + 1 for n, t in enumerate(new_tokens) if t in stop), len(new_tokens))
+                new_tokens, new_logprobs = new_tokens[:last], new_logprobs[:last]
             out.append(self._append(sequence, new_tokens, new_logprobs, pending.version))
         self._counters.rows += computed
         for sequence, first in prefilled.items():  # a response with max_tokens 1 has no row in the burst
@@ -223,6 +260,26 @@ class GraphEngine(PagedEngine):
                 out.append(self._append(sequence, [first[0]], [first[1]], pending.version))
         return out
 
+    def _learn(self, work: Launch, accepted: np.ndarray, pending: PendingLaunch) -> None:
+        assert self._draft_length is not None and pending.runs is not None
+        self._draft_length.observe_runs(pending.runs.numpy())
+        per_step = accepted.reshape(len(work.rows), work.steps, work.width).sum(2)
+        active = int((per_step > 0).sum())
+        self._counters.drafted += active * (work.width - 1)
+        self._counters.accepted += int(per_step.sum()) - active
+        if work.steps and not work.prefill and self.device_s:
+            self._draft_length.observe_step(batch_for(len(work.rows)), work.width, self.device_s / work.steps)
+
+    def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
+        if self._texts is not None:
+            self._texts.extended(s.request.id, len(tokens))
+        chunk = super()._append(s, tokens, logprobs, version)
+        if chunk.finish:
+            self._end_text(chunk.id)
+        return chunk
+
     def check(self) -> None:
         super().check()
+        if self._texts is not None:
+            self._texts.check()
         assert len(self._pending) <= DEPTH, "too many launches in flight"

@@ -1,9 +1,9 @@
 """One decode step as a CUDA graph, for every batch size that is needed.
 
-A graph is identified by its key: the number of rows, whether any row uses top-k or top-p, the number of splits of a
-context, the number of prefix groups and the number of splits of a prefix. Each graph is captured when it is first
-needed, and replayed from then on: a step costs the host one call. All graphs share one memory pool, because they run
-one after the other.
+A graph is identified by its key: the number of responses, whether any of them uses top-k or top-p, the number of splits
+of a context, the number of prefix groups, the number of splits of a prefix, and the rows of every response. Each graph
+is captured when it is first needed, and replayed from then on: a step costs the host one call. All graphs share one
+memory pool, because they run one after the other.
 
 Rules:
 - a captured step always reads and writes the same addresses: graphs are dropped when an address changes;
@@ -42,6 +42,7 @@ class GraphKey(NamedTuple):
     splits: int
     prefix_groups: int = 0  # upper limit for the prefix groups of the step; 0 disables them
     prefix_splits: int = 1  # upper limit for the splits of a shared prefix
+    width: int = 1  # rows of every response: its newest token, and the tokens that were drafted after it
 
 
 class Graphs:

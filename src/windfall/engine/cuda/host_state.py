@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from windfall.engine.cuda.texts import NO_ROW, TextRows
 from windfall.types import Request
 
 STOPS = 8  # upper limit for the stop tokens of a response that the device checks
@@ -18,14 +19,17 @@ ALIGN = 128  # every section starts at a multiple of this many values, like a se
 
 
 class HostState:
-    def __init__(self, *, slots: int, pages_each: int, batch: int) -> None:
+    def __init__(self, *, slots: int, pages_each: int, batch: int, texts: TextRows | None = None) -> None:
+        """`texts`: where responses have their text, if tokens are drafted."""
         self.slots = slots
+        self.texts = texts
         self.pages_each = pages_each
         s = slots + 1  # the last one is the padding slot
         self.sizes = {
             "last": s, "length": s, "left": s, "position": s, "seed": 2 * s, "temperature": s, "top_k": s, "top_p": s,
             "stop": s * STOPS, "table": s * pages_each, "rows": batch, "ring_row": 2, "shared_tokens": batch,
             "group_first": batch, "group_count": batch, "group_tokens": batch,
+            "text_row": s, "text_family": s, "match": 2 * s, "run": s, "search": s,
         }  # fmt: skip
         self.offsets: dict[str, int] = {}
         total = 0
@@ -39,12 +43,12 @@ class HostState:
         self._section("rows")[:] = slots
         self._changed: list[tuple[int, int]] = []
 
-    def assign(self, slot: int, request: Request, *, length: int, left: int, position: int) -> None:
-        """Give a slot to a response. `length`: the index of its last known token in the sequence."""
+    def assign(self, slot: int, request: Request, tokens: Sequence[int], *, left: int, position: int) -> None:
+        """Give a slot to a response. `tokens`: its known tokens, prompt included."""
         sampling, at = request.sampling, self.offsets
         seed = np.array([request.seed & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int32)
         temperature, top_p = np.array([sampling.temperature, sampling.top_p], np.float32).view(np.int32)
-        self._write(at["length"] + slot, length)
+        self._write(at["length"] + slot, len(tokens) - 1)
         self._write(at["left"] + slot, left)
         self._write(at["position"] + slot, position)
         self._write(at["seed"] + 2 * slot, seed)
@@ -52,6 +56,12 @@ class HostState:
         self._write(at["top_k"] + slot, min(sampling.top_k, 2**31 - 1))
         self._write(at["top_p"] + slot, top_p)
         self._write(at["stop"] + slot * STOPS, self._stop_row(request.stop))
+        row, family = (NO_ROW, NO_ROW) if self.texts is None else self.texts.begin(request, tokens)
+        self._write(at["text_row"] + slot, row)
+        self._write(at["text_family"] + slot, family)
+        self._write(at["match"] + 2 * slot, (0, 0))
+        self._write(at["run"] + slot, 0)
+        self._write(at["search"] + slot, 0)
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Set pages `first`, `first + 1`, ... of the response in this slot."""

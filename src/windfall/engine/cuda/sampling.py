@@ -15,23 +15,25 @@ _GOLDEN, _MIX1, _MIX2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E
 
 
 def sample(
-    logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, truncate: bool
+    logits: Tensor,
+    rows: Tensor,
+    state: DeviceState,
+    tokens_out: Tensor,
+    logprobs_out: Tensor,
+    truncate: bool,
+    width: int = 1,
 ) -> None:
-    """Sample the next token of every active row, write it and its log-prob (inactive rows: -1 and 0), and update the
-    state. `truncate`: apply top-k and top-p. An inactive slot never changes, whatever rows refer to it."""
-    at = rows.long()
-    active = state.left[at] > 0
+    """Sample `width` tokens for every row's slot, from as many rows of `logits`: the token at its position, and those
+    at the positions after it. Write them and their log-probs; -1 and 0 where no token may be generated. `truncate`:
+    apply top-k and top-p."""
+    ahead = torch.arange(width, device=rows.device).repeat(len(rows))
+    at = rows.long().repeat_interleave(width)
+    active = state.left[at] > ahead
     cut = (state.top_k[at], state.top_p[at]) if truncate else None
-    tokens, logprobs = sampler.draw(logits, uniform(state.seed[at], state.position[at]), state.temperature[at], cut)
+    u = uniform(state.seed[at], state.position[at] + ahead)
+    tokens, logprobs = sampler.draw(logits, u, state.temperature[at], cut)
     tokens_out.copy_(torch.where(active, tokens, -1))
     logprobs_out.copy_(torch.where(active, logprobs, 0.0))
-    step = active.int()
-    stopped = (tokens[:, None] == state.stop[at]).any(-1)
-    # Rows of an inactive slot write back the values that are there already, so several may refer to the same slot.
-    state.last[at] = torch.where(active, tokens.int(), state.last[at])
-    state.length[at] = state.length[at] + step
-    state.position[at] = state.position[at] + step
-    state.left[at] = torch.where(active & ~stopped, state.left[at] - step, 0)
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from windfall.engine.cuda.host_state import STOPS, HostState
+from windfall.engine.cuda.texts import FAMILY, TextRows
+from windfall.engine.drafts import RUNS
 
 if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
 
-DTYPES = {"seed": torch.int64, "temperature": torch.float32, "top_p": torch.float32}
+DTYPES = {"seed": torch.int64, "temperature": torch.float32, "top_p": torch.float32, "match": torch.int64}
 """The dtypes of the tensors of a DeviceState that are not int32."""
 
 
@@ -98,6 +100,11 @@ class DeviceState:
     top_k: Tensor  # (S,) int32; 0: no limit
     top_p: Tensor  # (S,) float32; 1: no limit
     stop: Tensor  # (S, STOPS) int32: stop tokens, padded with -1
+    text_row: Tensor  # (S,) int32: the row of its text; -1: it has none
+    text_family: Tensor  # (S,) int32: the family whose rows are searched
+    match: Tensor  # (S,) int64: the place in the texts that the response follows (kernels/drafts.py); 0: none
+    run: Tensor  # (S,) int32: tokens for which it has followed that place
+    search: Tensor  # (S,) int32: 1: find another place
     table: Tensor  # (S, pages per response) int32: page table, the pages of every slot in order
 
     @staticmethod
@@ -121,6 +128,29 @@ class DeviceState:
 def section(buffer: Tensor, host_state: HostState, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
     """A view of one section of the device's copy of the host state."""
     return buffer[host_state.offsets[name] : host_state.offsets[name] + host_state.sizes[name]].view(dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Texts:
+    """The texts from which tokens are drafted (texts.py)."""
+
+    data: Tensor  # the whole array
+    length: Tensor  # (rows,) int32: known tokens of every row
+    families: Tensor  # (rows, FAMILY) int32: the rows of every family, padded with -1
+    tokens: Tensor  # (rows, length of a row) int32
+    runs: Tensor  # (RUNS,) int32: how often a place was followed for 0, 1, 2, ... tokens
+
+    @staticmethod
+    def new(rows: TextRows, device: torch.device) -> Texts:
+        data = torch.zeros(rows.size, dtype=torch.int32, device=device)
+        length, families, tokens = data.split([rows.rows, rows.rows * FAMILY, rows.rows * rows.length])
+        return Texts(
+            data=data,
+            length=length,
+            families=families.view(-1, FAMILY),
+            tokens=tokens.view(-1, rows.length),
+            runs=torch.zeros(RUNS, dtype=torch.int32, device=device),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,17 +1,25 @@
 """The engine for any decoder on any device: one forward pass of transformers' module per step, with prefill and decode
-in one batch, and at most one new token for every running response."""
+in one batch, and one new token for every running response, or several if tokens were drafted (engine/drafts.py)."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from windfall.engine.draft_length import WIDTHS, DraftLength
+from windfall.engine.drafts import Drafts, verify
 from windfall.engine.paged import PagedEngine
 from windfall.engine.pages import Pages
 from windfall.engine.scheduler import ScheduledRows, Scheduler
+from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.types import Capabilities, Chunk
 
 if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
+    from windfall.engine.torch.runner import Sampled
 
 
 class TorchEngine(PagedEngine):
@@ -28,8 +36,10 @@ class TorchEngine(PagedEngine):
         deterministic: bool = False,
         version: int = 0,
         kv: TenantKV | None = None,
+        speculation: bool = False,
     ) -> None:
-        """`kv`: pages in memory that another engine shares; then `kv_tokens` and `page_size` do not count."""
+        """`kv`: pages in memory that another engine shares; then `kv_tokens` and `page_size` do not count.
+        `speculation`: draft tokens from the texts of siblings where that is faster. It changes no token."""
         from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not use
 
         pages = Pages(-(-kv_tokens // page_size), page_size) if kv is None else kv.pages
@@ -39,23 +49,77 @@ class TorchEngine(PagedEngine):
         # The newest token needs no page yet, but the next one would.
         super().__init__(model, scheduler, version=version, limit=count * pages.size - 1, kv=kv)
         self._runner = Runner(model, pages=count, page_size=pages.size, deterministic=deterministic, kv=kv)
+        # An engine that lends its device keeps its steps short.
+        self._drafts = Drafts() if speculation and kv is None else None
+        self._draft_length = DraftLength(WIDTHS)
 
     def step(self, most_rows: int | None = None, most_steps: int | None = None, prefill: bool = True) -> list[Chunk]:
         del most_steps  # every launch is one step, which is waited for
-        work = None if most_rows == 0 else self._scheduler.next(most_rows=most_rows, may_prefill=prefill)
+        work = None
+        if most_rows != 0:
+            work = self._scheduler.next(most_rows=most_rows, may_prefill=prefill, width=self._choose_width())
         if work is None:
             self.last_step = (0, 0, False)
             return []
         self.last_step = work.shape
-        decode = [ScheduledRows(s, len(s.tokens) - 1, len(s.tokens), True) for s in work.rows]
-        rows = [*decode, *work.prefill]
+        began_s = time.monotonic()
+        expected = {s: self._expected(s, work.width) for s in work.rows}
+        rows = [*(_decode_rows(s, guesses, work.width) for s, guesses in expected.items()), *work.prefill]
         self._runner.allocate()
         new = self._runner.run(rows)
-        self._counters.steps += 1
-        self._counters.rows += work.shape[0]
-        self._counters.prefilled += work.shape[0] - len(decode)
         sampling = [r.sequence for r in rows if r.samples]
-        return [self._append(s, [t], [lp], self.version) for s, (t, lp) in zip(sampling, new, strict=True)]
+        chunks = [self._accept(s, expected.get(s), drawn) for s, drawn in zip(sampling, new, strict=True)]
+        self._scheduler.collected(work, np.array([len(c.tokens) for c in chunks[: len(work.rows)]], np.int64))
+        self._counters.steps += 1
+        self._counters.rows += sum(r.stop - r.start for r in rows)
+        self._counters.prefilled += sum(r.stop - r.start for r in work.prefill)
+        if self._drafts is not None:
+            self._draft_length.observe_runs(self._drafts.runs)
+            if not work.prefill:
+                self._draft_length.observe_step(_batch(len(work.rows)), work.width, time.monotonic() - began_s)
+        return chunks
+
+    def cancel(self, id: str) -> None:
+        super().cancel(id)
+        if self._drafts is not None:
+            self._drafts.end(id)
+
+    def remember(self, group: str, id: str, position: int, tokens: Sequence[int]) -> None:
+        if self._drafts is not None:
+            self._drafts.remember(group, id, position, tokens)
+
+    def _choose_width(self) -> int:
+        if self._drafts is None:
+            return 1
+        return self._draft_length.choose(_batch(self._scheduler.decoding), self._scheduler.widest)
+
+    def _expected(self, s: SequenceState, width: int) -> list[int]:
+        """What `width` rows of a response are expected to sample, as far as that is known and may be generated."""
+        if self._drafts is None:
+            return []
+        return self._drafts.expected(s.request.id, min(width, s.request.max_tokens - s.generated))
+
+    def _accept(self, s: SequenceState, expected: list[int] | None, drawn: list[Sampled]) -> Chunk:
+        """Append the tokens that count. `expected`: None after a prefill."""
+        request, first = s.request, s.generated == 0
+        tokens = [token for token, _ in drawn]
+        count, right = verify(tokens, expected or (), request.max_tokens - s.generated, request.stop)
+        chunk = self._append(s, tokens[:count], [logprob for _, logprob in drawn[:count]], self.version)
+        self._counters.drafted += len(drawn) - 1
+        self._counters.accepted += count - 1
+        if self._drafts is not None:
+            if first:
+                self._drafts.begin(request.group, request.id, s.tokens, s.position)
+            else:
+                self._drafts.extend(request.id, chunk.tokens, right, 0 if expected is None else len(drawn))
+            if chunk.finish:
+                self._drafts.end(request.id)
+        return chunk
+
+    def check(self) -> None:
+        super().check()
+        if self._drafts is not None:
+            self._drafts.check()
 
     @property
     def asleep(self) -> bool:
@@ -63,3 +127,15 @@ class TorchEngine(PagedEngine):
 
     def _free_memory(self) -> None:
         self._runner.free()
+
+
+def _decode_rows(s: SequenceState, expected: list[int], width: int) -> ScheduledRows:
+    """The newest token, and as many of the expected ones as can be verified."""
+    most = min(width, s.request.max_tokens - s.generated) - 1
+    drafts = tuple(expected[:most])
+    return ScheduledRows(s, len(s.tokens) - 1, len(s.tokens) + len(drafts), True, drafts)
+
+
+def _batch(rows: int) -> int:
+    """Numbers of responses whose steps take about the same time have the same number here."""
+    return 1 << max(0, rows - 1).bit_length()

@@ -11,7 +11,7 @@ The deterministic mode costs padding (a single response pays for TILE rows), and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -27,6 +27,10 @@ from windfall.types import Sampling
 
 TILE = 16
 TILE_PAGES = 4
+
+
+Sampled = tuple[int, float]
+"""A token and its log-prob."""
 
 
 class RowSpan(NamedTuple):
@@ -74,38 +78,38 @@ class Runner:
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
-        """The new token and its log-prob for every entry that samples, in order."""
+    def run(self, rows: Sequence[ScheduledRows]) -> list[list[Sampled]]:
+        """For every entry that samples, in order: the token after its last known one, and after each of its drafts."""
         return self._run_tiles(rows) if self.deterministic else self._run_batch(rows)
 
-    def _run_batch(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
+    def _run_batch(self, rows: Sequence[ScheduledRows]) -> list[list[Sampled]]:
         tokens: list[int] = []
         spans: list[RowSpan] = []
         # Sequences with the same number of rows are adjacent, longest context first: a block of rows is then a slice.
         order = sorted(range(len(rows)), key=lambda n: (rows[n].start - rows[n].stop, -rows[n].stop))
         for r in (rows[n] for n in order):
             spans.append(RowSpan(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
-            tokens += r.sequence.tokens[r.start : r.stop]
-        sampling = [n for n in order if rows[n].samples]
-        ends = [s.first + s.count - 1 for s, n in zip(spans, order, strict=True) if rows[n].samples]
-        logits = self._forward(tokens, spans, list(self._blocks(spans)), ends)
-        sampled = dict(zip(sampling, self._sample(logits, [rows[n].sequence for n in sampling]), strict=True))
-        return [sampled[n] for n, r in enumerate(rows) if r.samples]
+            tokens += r.tokens
+        sampling = [(n, i) for n in order for i in rows[n].sampling]
+        starts = {n: s.first - rows[n].start for s, n in zip(spans, order, strict=True)}
+        logits = self._forward(tokens, spans, list(self._blocks(spans)), [starts[n] + i for n, i in sampling])
+        new = self._sample(logits, [(rows[n].sequence, i) for n, i in sampling])
+        return _by_entry(rows, dict(zip(sampling, new, strict=True)))
 
-    def _run_tiles(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
-        flat = [(n, r.sequence, i) for n, r in enumerate(rows) for i in range(r.start, r.stop)]
-        sampled: dict[int, tuple[int, float]] = {}
+    def _run_tiles(self, rows: Sequence[ScheduledRows]) -> list[list[Sampled]]:
+        flat = [(n, i, token) for n, r in enumerate(rows) for i, token in enumerate(r.tokens, r.start)]
+        sampled: dict[tuple[int, int], Sampled] = {}
         for start in range(0, len(flat), TILE):
             # Rows of a tile may be in any order: every layer writes all keys before any row reads them.
-            tile = sorted(flat[start : start + TILE], key=lambda row: -self._own_pages(row[2]))
+            tile = sorted(flat[start : start + TILE], key=lambda row: -self._own_pages(row[1]))
             padding = TILE - len(tile)
-            spans = [RowSpan(at, 1, i, s.pages) for at, (_, s, i) in enumerate(tile)]
+            spans = [RowSpan(at, 1, i, rows[n].sequence.pages) for at, (n, i, _) in enumerate(tile)]
             spans += [RowSpan(len(tile) + at, 1, 0, [self.scratch]) for at in range(padding)]
-            tokens = [s.tokens[i] for _, s, i in tile] + [0] * padding
+            tokens = [token for _, _, token in tile] + [0] * padding
             logits = self._forward(tokens, spans, list(self._rowwise(spans)), None)
-            new = self._sample(logits, [s for _, s, _ in tile] + [None] * padding)
-            sampled |= {n: token for (n, _, i), token in zip(tile, new, strict=False) if i == rows[n].stop - 1}
-        return [sampled[n] for n, r in enumerate(rows) if r.samples]
+            new = self._sample(logits, [(rows[n].sequence, i) for n, i, _ in tile] + [None] * padding)
+            sampled |= {(n, i): token for (n, i, _), token in zip(tile, new, strict=False)}
+        return _by_entry(rows, sampled)
 
     def _own_pages(self, position: int) -> int:
         """Padded context of a row at `position`, in pages. It depends on the position alone."""
@@ -122,14 +126,16 @@ class Runner:
         batch = Paged(iter(self.pools), into, blocks)
         return self.model(input_ids=ids[None], position_ids=at[None], use_cache=False, batch=batch, **keep).logits[0]
 
-    def _sample(self, logits: Tensor, sequences: Sequence[SequenceState | None]) -> list[tuple[int, float]]:
-        if not sequences:
+    def _sample(self, logits: Tensor, rows: Sequence[tuple[SequenceState, int] | None]) -> list[Sampled]:
+        """The tokens after these indices of these sequences. None: a row that pads a tile."""
+        if not rows:
             return []
         tokens, logprobs = sample(
             logits,
-            [s.request.seed if s else 0 for s in sequences],
-            [s.position if s else 0 for s in sequences],
-            [s.request.sampling if s else Sampling() for s in sequences],
+            [r[0].request.seed if r else 0 for r in rows],
+            # Rows of a tile sample in the middle of a prompt, too; these tokens are not used.
+            [max(0, r[0].position + r[1] + 1 - len(r[0].tokens)) if r else 0 for r in rows],
+            [r[0].request.sampling if r else Sampling() for r in rows],
         )
         return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
@@ -157,3 +163,7 @@ class Runner:
         positions = last[:, None] + torch.arange(1 - count, 1, device=self.device)
         context = torch.arange(pages * self.size, device=self.device)
         return Block(spans[0].first, table.view(-1), positions, context)
+
+
+def _by_entry(rows: Sequence[ScheduledRows], sampled: Mapping[tuple[int, int], Sampled]) -> list[list[Sampled]]:
+    return [[sampled[n, i] for i in r.sampling] for n, r in enumerate(rows) if r.samples]

@@ -8,13 +8,14 @@ fixed number of bytes, and vLLM measures nothing: several workers can share a GP
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windfall.devices import gpu_memory_lock
-from windfall.engine.factory import engine_sizes
+from windfall.engine.factory import check_kv_dtype, engine_sizes
 from windfall.engine.vllm import installed
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
@@ -29,7 +30,7 @@ MIN_BLOCKS = 4
 """The KV cache has at least this many blocks: vLLM keeps one free, and prefill needs one more than the tokens."""
 GRAPH_ROWS = 512
 """vLLM captures graphs for batches of up to this many rows unless it is told to go further."""
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
 def build(
@@ -49,12 +50,15 @@ def build(
     installed.prepare()
     from windfall.engine.vllm.checkpoint import WeightShapes
     from windfall.engine.vllm.engine import VllmEngine
+    from windfall.engine.vllm.sampling import NO_DRAFTS
 
+    print(f"vLLM drafts no tokens: {NO_DRAFTS}", file=sys.stderr, flush=True)
     if spec.deterministic:
         what = "run.deterministic needs windfall's engine: vLLM's results depend on the batch"
         raise WindfallError(what, where="engine.name", fix="Use engine.name = 'windfall'.")
+    check_kv_dtype(spec, device)
     shapes = WeightShapes(json.loads(spec.model_config))
-    token_bytes = cache_bytes(shapes.config, spec.dtype, tensor_parallel)
+    token_bytes = cache_bytes(shapes.config, "float8" if spec.kv_dtype == "fp8" else spec.dtype, tensor_parallel)
     weights = shapes.parameters * ITEM_BYTES[spec.dtype] // tensor_parallel
     on_cpu = device == "cpu"
     with gpu_memory_lock(device):
@@ -68,6 +72,7 @@ def build(
             "max_num_batched_tokens": max(spec.max_rows, running),
             "enforce_eager": eager or on_cpu,
             "tensor_parallel_size": tensor_parallel,
+            **({"kv_cache_dtype": "fp8"} if spec.kv_dtype == "fp8" else {}),
         }
         if not on_cpu:
             options["gpu_memory_utilization"] = _gpu_share(weights + kv_tokens * token_bytes)
@@ -123,8 +128,8 @@ def _start(spec: EngineSpec, shapes: WeightShapes, options: dict[str, Any]) -> A
 
 
 def cache_bytes(config: Any, dtype: str, tensor_parallel: int = 1) -> int:
-    """Bytes of KV cache per token on each rank, if every layer caches keys and values of the same size. With more ranks
-    than heads, several ranks hold the same head."""
+    """Bytes of KV cache per token on each rank, if every layer caches keys and values of the same size. `dtype`: of the
+    cache. With more ranks than heads, several ranks hold the same head."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -36,6 +36,8 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature to this one, unless it is 0."""
 ALWAYS = 1 << 30
 """Tokens left in every row: vLLM decides when a response ends."""
+NO_DRAFTS = "it accepts drafts by rejection sampling, so the drafts would change which tokens are sampled"
+"""Why vLLM's own speculation is never turned on (both model runners verify like this)."""
 OTHER_WAYS = "use engine.name = 'windfall', or set VLLM_USE_V2_MODEL_RUNNER=0 for this worker."
 
 

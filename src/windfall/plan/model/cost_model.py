@@ -112,7 +112,7 @@ class Replica:
         return 1 / (step_s / batch + prompt_s)
 
 
-def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency) -> StepTime:
+def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency, kv_value_bytes: int = VALUE_BYTES) -> StepTime:
     """Step times of a replica. The larger of reading the weights and computing is a bend at one batch size.
 
     >>> from windfall.plan.model.devices import find
@@ -128,8 +128,9 @@ def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency) -> StepT
         sent = 2 * (tp - 1) / tp * shape.hidden * VALUE_BYTES
         fixed_s += 2 * shape.layers * ALL_REDUCE_S
         each_s += 2 * shape.layers * sent / (gpu.link * LINK_SHARE)
+    context_s = kv_bytes(shape, kv_value_bytes) / (tp * gpu.bandwidth * e.kv)
     return StepTime(
-        fixed_s=fixed_s, each_s=max(each_s, 1e-9), context_s=kv_bytes(shape) / (tp * gpu.bandwidth * e.kv),
+        fixed_s=fixed_s, each_s=max(each_s, 1e-9), context_s=context_s,
         prefill_s=2 * shape.parameters / (tp * gpu.flops * e.prefill), over_batch=weights_s / token_s, over_s=token_s,
     ).slower(e.slower)  # fmt: skip
 
@@ -137,13 +138,13 @@ def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency) -> StepT
 @lru_cache(maxsize=4096)
 def replica(work: Workload, gpu: Gpu, tp: int, e: Efficiency) -> Replica:
     """The engine that this many GPUs can run; raises DoesNotFit."""
-    shape = work.shape
+    shape, token_bytes = work.shape, kv_bytes(work.shape, work.kv_value_bytes)
     _check_measured(gpu, gpu.worker, tp)
     room = tp * ENGINE_MEMORY * gpu.memory_bytes - work.weights_bytes
-    kv_tokens = int(room // kv_bytes(shape))
+    kv_tokens = int(room // token_bytes)
     longest = work.prompt_tokens + work.max_tokens
     if kv_tokens < longest:
-        need = (work.weights_bytes + longest * kv_bytes(shape)) / tp / 1e9
+        need = (work.weights_bytes + longest * token_bytes) / tp / 1e9
         raise DoesNotFit(
             f"an engine on {tp} {gpu.name} needs {need:.0f} GB per GPU for the weights and one response of "
             f"{longest:,} tokens; {ENGINE_MEMORY * gpu.memory_bytes / 1e9:.0f} GB can be used"
@@ -151,11 +152,9 @@ def replica(work: Workload, gpu: Gpu, tp: int, e: Efficiency) -> Replica:
     if shape.kv_heads % tp and tp > 1:
         raise DoesNotFit(f"{shape.kv_heads} KV heads cannot be split over {tp} GPUs")
     slots = max(1, min(MAX_RUNNING, int(kv_tokens / work.mean_context)))
-    used = min(kv_tokens, slots * work.mean_context) * kv_bytes(shape) + work.weights_bytes
-    return Replica(
-        gpu=gpu, tp=tp, service=gpu.worker or decode_service(shape, gpu, tp, e), slots=slots, kv_tokens=kv_tokens,
-        memory_bytes=used / tp,
-    )  # fmt: skip
+    used = min(kv_tokens, slots * work.mean_context) * token_bytes + work.weights_bytes
+    service = gpu.worker or decode_service(shape, gpu, tp, e, work.kv_value_bytes)
+    return Replica(gpu=gpu, tp=tp, service=service, slots=slots, kv_tokens=kv_tokens, memory_bytes=used / tp)
 
 
 def _check_measured(gpu: Gpu, times: StepTime | None, gpus: int) -> None:
@@ -279,15 +278,17 @@ def own_engine(work: Workload, trained: PlannedTrainer, gpus: int, e: Efficiency
     not fit."""
     gpu, shape = trained.gpu, work.shape
     copies = work.weights_bytes if trained.gpus > 1 else 0.0
+    value_bytes = work.kv_value_bytes if trained.gpus == 1 else VALUE_BYTES  # with ranks, that of the model
+    token_bytes = kv_bytes(shape, value_bytes)
     room = ENGINE_MEMORY * gpu.memory_bytes - trained.memory_bytes - copies
-    kv_tokens = int(room // kv_bytes(shape))
+    kv_tokens = int(room // token_bytes)
     if kv_tokens < work.prompt_tokens + work.max_tokens or (gpu.measured_only and gpu.worker is None):
         return None
-    s = gpu.worker or decode_service(shape, gpu, 1, e)
+    s = gpu.worker or decode_service(shape, gpu, 1, e, value_bytes)
     service = replace(
         s, each_s=s.each_s / gpus, context_s=s.context_s / gpus, prefill_s=s.prefill_s / gpus,
         over_batch=s.over_batch * gpus, over_s=s.over_s / gpus,
     )  # fmt: skip
     slots = gpus * max(1, min(MAX_RUNNING, int(kv_tokens / work.mean_context)))
-    memory = trained.memory_bytes + copies + slots / gpus * work.mean_context * kv_bytes(shape)
+    memory = trained.memory_bytes + copies + slots / gpus * work.mean_context * token_bytes
     return Replica(gpu=gpu, tp=gpus, service=service, slots=slots, kv_tokens=gpus * kv_tokens, memory_bytes=memory)

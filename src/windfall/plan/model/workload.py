@@ -113,9 +113,9 @@ def delta_share(lr: float) -> float:
     return share if share <= NO_DELTA else 1.0
 
 
-def kv_bytes(shape: ModelShape) -> int:
-    """Bytes of one token in the KV cache."""
-    return 2 * shape.layers * shape.kv_heads * shape.head * VALUE_BYTES
+def kv_bytes(shape: ModelShape, value_bytes: int = VALUE_BYTES) -> int:
+    """Bytes of one token in a KV cache with values of `value_bytes`."""
+    return 2 * shape.layers * shape.kv_heads * shape.head * value_bytes
 
 
 @lru_cache(maxsize=256)
@@ -148,6 +148,8 @@ class Workload:
     minibatches: int = 1
     delta: float = 1.0
     """Bytes of a pull, as a share of a full copy (`delta_share`)."""
+    kv_value_bytes: int = VALUE_BYTES
+    """Bytes of a value in the KV cache of a worker (`engine.kv_dtype`)."""
 
     @property
     def responses(self) -> int:

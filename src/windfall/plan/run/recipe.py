@@ -28,7 +28,7 @@ from windfall.errors import WindfallError, install_command
 from windfall.events.log import read
 from windfall.models import load
 from windfall.plan.model.cluster import PROVIDERS, Kind
-from windfall.plan.model.workload import Workload, delta_share, hub_id
+from windfall.plan.model.workload import VALUE_BYTES, Workload, delta_share, hub_id
 from windfall.plan.model.workload import model as find_model
 from windfall.plan.search.plan import PlacedMachine, PlanRequest, RunPlan, pull_alone
 from windfall.providers.trace_formats import Change
@@ -141,6 +141,7 @@ def recipe_workload(base: Recipe) -> Workload:
         offload=base.train.offload, minibatches=base.train.minibatches,
         delta=1.0 if lora is not None or base.model.dtype == "float32" else delta_share(base.train.lr),
         adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank or DEFAULT_RANK),
+        kv_value_bytes=1 if base.engine.kv_dtype == "fp8" else VALUE_BYTES,
     )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ LINES = {
     "no_workers": "[yellow]waiting for workers[/]: none for {s:.0f} s, {queued} responses queued",
     "sink_dropped": "[yellow]{sink} gets no more events[/]: {why}",
     "refused": "[yellow]refused[/] {peer}: {why}",
+    "kv_dtype": "[yellow]the KV cache is in {kv_dtype} from now on[/], after step {step}: {why}",
     "journal_lost": "[yellow]journal lost[/]: {file}: {why} ({bytes:,} bytes); what was in them is generated again",
     "log_gap": "[yellow]steps {first} to {last} are missing in events.jsonl[/]; the run continues without them",
 }
@@ -184,6 +185,8 @@ class Console:
         if bill is not None and (per_million := bill.usd_per_million(e["trained"])) is not None:
             extras += f"  {'>' if bill.all.unpriced_s > 0 else ''}${per_million:,.2f}/M tok"
         extras += "".join(f"  {part}" for part in figures.staleness(e)) + figures.reward_parts(e)
+        if drafts := figures.drafts(e):
+            extras += f"  {drafts}"
         for key, what in (("missing", "rewards missing"), ("grader_errors", "grader errors"), ("skipped", "skipped")):
             if e.get(key):
                 extras += f"  {what} {e[key]}"

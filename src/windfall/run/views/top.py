@@ -64,6 +64,8 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
     lines = [_header(snapshot, len(present), live, run)]
     if graders := snapshot.get("graders"):
         lines.append(f"graders: {figures.graders(graders)}")
+    if drafts := figures.drafts(snapshot.get("drafts") or {}):
+        lines.append(drafts)
     if stale := snapshot.get("staleness"):
         named = {f"staleness_{key}": stale[key] for key in ("mean", "max", "bound")}
         lines.append("last step: " + ("; ".join(figures.staleness(stale | named)) or "nothing was trained"))

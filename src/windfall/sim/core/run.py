@@ -28,9 +28,11 @@ from windfall.sim.core import loop as loops
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import Scenario
 from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines.acceptance import DraftAcceptance
 from windfall.sim.machines.env import SimEnv, SimText
 from windfall.sim.machines.fleet import SimFleet, Stay
 from windfall.sim.machines.linked_trainer import LinkedTrainer
+from windfall.sim.section import Sim
 from windfall.training import CheckpointState
 
 STUCK_S = 6 * 3600.0
@@ -59,6 +61,7 @@ class Simulation:
             prompt_tokens=s.prompt_tokens,
             max_tokens=scenario.real.rollout.max_tokens,
             sessions=scenario.sessions,
+            acceptance=_acceptance(s),
         )
         self.fleet = self.fleet_class(scenario, self.token_schedule, self.attend)
         facts = {"device": "simulated", "granule": scenario.granule, "seed": recipe.run.seed}
@@ -156,6 +159,10 @@ class Simulation:
                 fix = "Check that the trace still has a worker, or limit the time with sim.seconds."
                 raise WindfallError(what, where="sim", fix=fix)
             await asyncio.sleep(GUARD_EVERY_S)
+
+
+def _acceptance(s: Sim) -> DraftAcceptance | None:
+    return DraftAcceptance(points=sorted(s.acceptance), verify_rows=s.verify_rows) if s.acceptance else None
 
 
 def simulate(

@@ -15,6 +15,7 @@ import xxhash
 
 from windfall.link.messages import Work
 from windfall.sim.core.draws import SessionShape, turn_seed
+from windfall.sim.machines.acceptance import DraftAcceptance, GroupProgress
 from windfall.sim.machines.decode import FILLER, DecodeRow, simulated
 
 
@@ -32,9 +33,13 @@ class LengthDistribution(Protocol):
 class TokenSchedule:
     def __init__(
         self, lengths: LengthDistribution, *, granule: int, prompt_tokens: int, max_tokens: int,
-        sessions: SessionShape | None = None,
+        sessions: SessionShape | None = None, acceptance: DraftAcceptance | None = None,
     ) -> None:  # fmt: skip
-        """`prompt_tokens` and `max_tokens` are in real tokens. With several turns, `lengths` are those of turns."""
+        """`prompt_tokens` and `max_tokens` are in real tokens. With several turns, `lengths` are those of turns.
+        `acceptance`: of drafts from siblings; None: no engine drafts."""
+        self.acceptance = acceptance
+        self._begun: set[int] = set()
+        """Seeds of the responses that have begun, if engines draft."""
         self.granule, self._sessions = granule, sessions or SessionShape()
         self._lengths, self.prompt_tokens, self._max_tokens = lengths, prompt_tokens, max_tokens
         self._generated: dict[int, tuple[int, int]] = {}
@@ -64,8 +69,11 @@ class TokenSchedule:
         row = DecodeRow(
             handle=work.handle, seed=work.seed, id_token=id_token_of(work.seed), prompt=self.prompt_tokens + before,
             generated=known if sent == work.position - base else (work.position - base) * g, length=length,
-            cut=drawn >= limit, sent=work.position - base, early=early, base=base, last=last,
+            cut=drawn >= limit, sent=work.position - base, early=early, base=base, last=last, group=group,
         )  # fmt: skip
+        if self.acceptance is not None and work.seed not in self._begun:
+            self._begun.add(work.seed)
+            self.acceptance.groups.setdefault(group, GroupProgress()).begun += 1
         return row, group
 
     def _turn(self, work: Work, group: int) -> tuple[int, int, int]:
@@ -92,6 +100,8 @@ class TokenSchedule:
             self._finished_turns.add((row.id_token, row.base))
             self._finished_lengths[row.id_token] = self._finished_lengths.get(row.id_token, 0) + row.length
             self.real_tokens += row.length
+            if self.acceptance is not None and not row.base:
+                self.acceptance.groups[row.group].ended += 1
 
     def length(self, id_token: int) -> int:
         """Real tokens that were sampled in a finished response."""

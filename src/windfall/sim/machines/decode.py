@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from windfall.link.messages import Tokens
+from windfall.sim.machines.acceptance import DraftAcceptance
 from windfall.step_time import StepTime
 from windfall.types import Finish
 
@@ -69,12 +70,18 @@ class DecodeRow:
     base: int = 0
     last: int = 0
     """Simulated tokens of the whole turn; 0: as many as follow from its length."""
+    group: int = 0
 
 
 class Decode:
-    def __init__(self, service: StepTime, granule: int, *, kv_tokens: int = 0) -> None:
-        """`kv_tokens`: size of the KV cache in real tokens; 0: unlimited."""
+    def __init__(
+        self, service: StepTime, granule: int, *, kv_tokens: int = 0, acceptance: DraftAcceptance | None = None
+    ) -> None:
+        """`kv_tokens`: size of the KV cache in real tokens; 0: unlimited. `acceptance`: of drafts; None: none are
+        computed."""
         self.service = service
+        """Times of the next tokens."""
+        self._plain, self._acceptance = service, acceptance
         self.granule = granule
         self.kv_tokens = kv_tokens
         self.rows: dict[int, DecodeRow] = {}
@@ -139,6 +146,12 @@ class Decode:
     def _end(self, row: DecodeRow) -> tuple[int, int, int]:
         admitted = self._admitted[row.handle]
         return admitted + row.length - row.generated, row.prompt + row.generated - admitted, row.handle
+
+    def speculate(self) -> None:
+        """Choose, between two steps, how the next tokens are computed."""
+        if self._acceptance is not None:
+            groups = [self.rows[handle].group for handle in self._admitted]
+            self.service = self._acceptance.service(self._plain, groups, self.context)
 
     def drop(self, handles: Iterable[int]) -> list[DecodeRow]:
         dropped = [self.rows.pop(handle) for handle in handles if handle in self.rows]

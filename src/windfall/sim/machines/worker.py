@@ -77,7 +77,9 @@ class SimWorker:
         """`started_s`: time from which the machine is paid for (loop time, seconds)."""
         self.spec, self._token_schedule, self._attend, self._started_s = spec, token_schedule, attend, started_s
         self._loop = asyncio.get_running_loop()
-        self._decode = Decode(spec.service, token_schedule.granule, kv_tokens=spec.kv_tokens)
+        self._decode = Decode(
+            spec.service, token_schedule.granule, kv_tokens=spec.kv_tokens, acceptance=token_schedule.acceptance
+        )
         self._held: tuple[int, str] = (-1, "")
         """Version and digest of its weights."""
         self.link: SimLink | None = None
@@ -186,6 +188,8 @@ class SimWorker:
             case m.Refused():
                 self.finished = True
                 self._disconnect(message.why)
+            case m.SiblingTokens():
+                pass  # what a draft saves is part of the simulated speed
             case _:
                 raise AssertionError(f"{self.spec.name}: unexpected message {type(message).__name__}")
 
@@ -211,6 +215,7 @@ class SimWorker:
         elif len(self._orders) == 1:  # otherwise the timer already waits for the end of the current step
             self._flush_steps()
             if len(self._decode):
+                self._decode.speculate()
                 self._timer = self._loop.call_at(self._began_s + self._decode.seconds(1), self._tick)
             else:  # that was the last step
                 self._execute_orders()
@@ -272,7 +277,7 @@ class SimWorker:
         pulled = 0 if self.spec.network is None else round(self.spec.weights_bytes)
         self._send(
             m.Loaded(version=load.version, digest=load.digest, slots=self.spec.slots, s=took_s, pulled_bytes=pulled,
-                     longest=self.spec.longest)
+                     longest=self.spec.longest, kv_tokens=self.spec.kv_tokens // self._token_schedule.granule)
         )  # fmt: skip
 
     def _drop(self, handles: tuple[int, ...]) -> None:
@@ -290,6 +295,7 @@ class SimWorker:
         if self._timer is not None or self._paused or self._training or not len(self._decode):
             return
         self._began_s = max(self._began_s, self._loop.time()) if from_now else self._began_s
+        self._decode.speculate()
         self._timer = self._loop.call_at(self._next_timer_s(), self._tick)
 
     def _next_timer_s(self) -> float:
@@ -298,7 +304,7 @@ class SimWorker:
         if not quantum_s:
             return self._began_s + d.seconds(d.plan(self.spec.heartbeat_s))
         at_s, most = _next_multiple(self._loop.time(), quantum_s), d.horizon
-        if most * self.spec.service.fixed_s < at_s - self._began_s:
+        if most * d.service.fixed_s < at_s - self._began_s:
             at_s = min(at_s, self._began_s + d.seconds(most))
         return max(at_s, self._began_s + d.seconds(1))
 

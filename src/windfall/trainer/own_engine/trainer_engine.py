@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from windfall.engine.base import Counters, Engine
@@ -120,6 +120,10 @@ class TrainerEngine(Engine):
     def limit(self) -> int:
         return self._engine.limit
 
+    @property
+    def kv_tokens(self) -> int:
+        return self._engine.kv_tokens
+
     def __len__(self) -> int:
         return len(self._engine)
 
@@ -130,6 +134,10 @@ class TrainerEngine(Engine):
     def cancel(self, id: str) -> None:
         with self._orders_lock:
             self._engine.cancel(id)
+
+    def remember(self, group: str, id: str, position: int, tokens: Sequence[int]) -> None:
+        with self._orders_lock:
+            self._engine.remember(group, id, position, tokens)
 
     def step(self) -> list[Chunk]:
         self.waiting = True

@@ -2,15 +2,18 @@
 tests/support/reference_kernels.py. This package can be imported only where triton is installed."""
 
 from windfall.engine.cuda.kernels.decode import decode_attention, rope_store_and_decode
-from windfall.engine.cuda.kernels.layers import add_rms_norm, decode_inputs, rope_and_store, swiglu
+from windfall.engine.cuda.kernels.drafts import accept, decode_inputs, find_matches
+from windfall.engine.cuda.kernels.layers import add_rms_norm, rope_and_store, swiglu
 from windfall.engine.cuda.kernels.prefill import prefill_attention
 from windfall.engine.cuda.kernels.sampling import sample
 from windfall.engine.cuda.splits import splits_for
 
 __all__ = [
+    "accept",
     "add_rms_norm",
     "decode_attention",
     "decode_inputs",
+    "find_matches",
     "prefill_attention",
     "rope_and_store",
     "rope_store_and_decode",

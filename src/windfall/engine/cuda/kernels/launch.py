@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from windfall.engine.cuda import splits
 
@@ -25,6 +26,21 @@ def options() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+ELEMENT_TYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
+
+
+def kv_types(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, Any]:
+    """The types in which attention reads keys and values, and in which it multiplies them. GPUs convert fp8 to float16
+    in one instruction, but to bfloat16 in many; and float16 holds every fp8 value exactly."""
+    narrow = kv_dtype.itemsize == 1
+    return {"KV": ELEMENT_TYPES[kv_dtype], "COMPUTE": tl.float16 if narrow else ELEMENT_TYPES[dtype]}
 
 
 @cache

@@ -18,27 +18,6 @@ from windfall.engine.cuda.kernels import launch
 from windfall.engine.cuda.state import DeviceState, KVPool
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ROWS", "LAST", "LENGTH"])
-def _decode_inputs(ROWS, LAST, LENGTH, IDS, POSITIONS, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_wait()
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(ROWS + i, mask=i < count, other=0)
-    tl.store(IDS + i, tl.load(LAST + slot, mask=i < count, other=0).to(tl.int64), mask=i < count)
-    tl.store(POSITIONS + i, tl.load(LENGTH + slot, mask=i < count, other=0), mask=i < count)
-
-
-def decode_inputs(state: DeviceState, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The input tokens (B,) int64 and positions (B,) int32 of a decode step."""
-    count = rows.numel()
-    ids = torch.empty(count, dtype=torch.int64, device=rows.device)
-    positions = torch.empty(count, dtype=torch.int32, device=rows.device)
-    _decode_inputs[(triton.cdiv(count, 256),)](
-        rows, state.last, state.length, ids, positions, count, BLOCK=256, num_warps=4, **launch.options()
-    )
-    return ids, positions
-
-
 @triton.jit
 def _add_rms_norm(
     X, RESIDUAL, WEIGHT, NORMED, SUM, eps,
@@ -86,19 +65,20 @@ def _head_norm(a, b, WEIGHT, i, valid, eps, HEAD: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["layer", "scratch", "table_stride", "columns"],
+    do_not_specialize=["layer", "scratch", "table_stride", "columns", "width"],
     do_not_specialize_on_alignment=["SLOTS", "POSITIONS", "LEFT", "TABLE", "BASE"],
 )
 def _rope_and_store(
-    QKV, SLOTS, POSITIONS, LEFT, TABLE, BASE, COS, SIN, QW, KW, OUT, layer, half, scratch, table_stride, columns, eps,
+    QKV, SLOTS, POSITIONS, LEFT, TABLE, BASE, COS, SIN, QW, KW, OUT, layer, half, scratch, table_stride, columns, width,
+    eps,
     KV_HEADS: tl.constexpr, KV_HEADS_P: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HALF_P: tl.constexpr,
-    PAGE: tl.constexpr, PAGE_STRIDE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, PAGE_STRIDE: tl.constexpr, NORM: tl.constexpr, KV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program handles `KV_HEADS` heads of a row: some of the queries, or all keys, or all values."""
     if PDL:
         gdc_wait()
     row, what = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, position = tl.load(SLOTS + row), tl.load(POSITIONS + row)
+    slot, position = tl.load(SLOTS + row // width), tl.load(POSITIONS + row)
     dtype: tl.constexpr = QKV.dtype.element_ty
     h = tl.arange(0, KV_HEADS_P)[:, None]
     # All tiles are full, even for values that are the same for all heads: loads stay wide and nothing goes through
@@ -124,20 +104,21 @@ def _rope_and_store(
         tl.store(to, a.to(dtype), mask=valid)
         tl.store(to + HEAD // 2, b.to(dtype), mask=valid)
     else:
-        # A finished slot may be one token past the end of its page table.
+        # A finished slot may be one token past the end of its page table, and a draft further.
         column = tl.minimum(position // PAGE, columns - 1)
         page = tl.load(TABLE + slot.to(tl.int64) * table_stride + column)
-        page = tl.where(tl.load(LEFT + slot) > 0, page, scratch).to(tl.int64)
-        pool = tl.multiple_of(tl.load(BASE).to(tl.pointer_type(dtype)), 16)
-        to = pool + (layer.to(tl.int64) * 2 + (what - GROUP)) * half + page * PAGE_STRIDE
-        to = to + (position % PAGE) * HEAD + h * (PAGE * HEAD) + i
-        tl.store(to, a.to(dtype), mask=valid)
-        tl.store(to + HEAD // 2, b.to(dtype), mask=valid)
+        page = tl.where(tl.load(LEFT + slot) > row % width, page, scratch).to(tl.int64)
+        pool = tl.multiple_of(tl.load(BASE).to(tl.pointer_type(KV)), 16)
+        place = pool + (layer.to(tl.int64) * 2 + (what - GROUP)) * half + page * PAGE_STRIDE
+        place = place + (position % PAGE) * HEAD + h * (PAGE * HEAD) + i
+        tl.store(place, a.to(dtype).to(KV), mask=valid)
+        tl.store(place + HEAD // 2, b.to(dtype).to(KV), mask=valid)
 
 
 def rope_and_store(
     qkv: Tensor, slots: Tensor, positions: Tensor, state: DeviceState, pool: KVPool, layer: int, cos: Tensor,
     sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, kv_heads: int,
+    width: int = 1,
 ) -> Tensor:  # fmt: skip
     """See tests/support/reference_kernels.py. `cos` and `sin` are tables in the model's dtype."""
     count = qkv.shape[0]
@@ -148,9 +129,10 @@ def rope_and_store(
         qkv, slots, positions, state.left, state.table, pool.base, cos, sin,
         cos if q_weight is None else q_weight, cos if k_weight is None else k_weight, out, layer,
         pool.value_offset, pool.scratch, state.table.stride(0), state.table.shape[1],
-        eps,
+        width, eps,
         KV_HEADS=kv_heads, KV_HEADS_P=heads_p, GROUP=heads // kv_heads, HEAD=head, HALF_P=half_p, PAGE=pool.page_size,
-        PAGE_STRIDE=pool.page_stride, NORM=q_weight is not None, num_warps=max(1, min(8, heads_p * half_p // 256)),
+        PAGE_STRIDE=pool.page_stride, NORM=q_weight is not None, KV=launch.ELEMENT_TYPES[pool.dtype],
+        num_warps=max(1, min(8, heads_p * half_p // 256)),
         **launch.options(),
     )  # fmt: skip
     return out

@@ -28,7 +28,8 @@ def _prefill_attention(
     Q, OUT, SLOT, FIRST, COUNT, START, TABLE, BASE, layer, half, table_stride, window, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr, PAGE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, KV: tl.constexpr, COMPUTE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -44,14 +45,14 @@ def _prefill_attention(
     at = (tl.load(FIRST + chunk) + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD)
     at = (at + (kv * GROUP + m % GROUP) * HEAD)[:, None] + d[None, :]
     valid = real[:, None] & (d < HEAD)[None, :]
-    q = tl.load(Q + at, mask=valid, other=0.0)
+    q = tl.load(Q + at, mask=valid, other=0.0).to(COMPUTE)
     own = start + token
     end = start + tl.minimum((tile * TILE + TILE - 1) // GROUP, count - 1) + 1
     begin = 0
     if WINDOWED:
         begin = tl.maximum(start + tile * TILE // GROUP - window + 1, 0) // BLOCK * BLOCK
 
-    pool = tl.multiple_of(tl.load(BASE).to(tl.pointer_type(Q.dtype.element_ty)), 16)
+    pool = tl.multiple_of(tl.load(BASE).to(tl.pointer_type(KV)), 16)
     keys = pool + layer.to(tl.int64) * 2 * half + kv * (PAGE * HEAD)
     table = TABLE + slot.to(tl.int64) * table_stride
     top = tl.full([TILE], -1e30, tl.float32)
@@ -63,8 +64,8 @@ def _prefill_attention(
         where = (page.to(tl.int64) * PAGE_STRIDE + (t % PAGE) * HEAD)[:, None] + d[None, :]
         wanted = (t < end)[:, None] & (d < HEAD)[None, :]
         page = tl.load(table + (t + BLOCK) // PAGE, mask=t + BLOCK < end, other=0)  # for the next iteration
-        k = tl.load(keys + where, mask=wanted, other=0.0)
-        v = tl.load(keys + half + where, mask=wanted, other=0.0)
+        k = tl.load(keys + where, mask=wanted, other=0.0).to(COMPUTE)
+        v = tl.load(keys + half + where, mask=wanted, other=0.0).to(COMPUTE)
         visible = t[None, :] <= own[:, None]
         if WINDOWED:
             visible = visible & (t[None, :] > own[:, None] - window)
@@ -96,7 +97,8 @@ def prefill_attention(
         pool.value_offset, state.table.stride(0), window or 0, scale * _LOG2E,
         KV_HEADS=kv_heads, GROUP=group, HEAD=head, HEAD_P=triton.next_power_of_2(head), PAGE=pool.page_size,
         PAGE_STRIDE=pool.page_stride, TILE=tile,
-        BLOCK=block, WINDOWED=window is not None, num_warps=warps, num_stages=stages,
+        BLOCK=block, WINDOWED=window is not None, **launch.kv_types(q.dtype, pool.dtype), num_warps=warps,
+        num_stages=stages,
         **launch.options(),
     )  # fmt: skip
     return out

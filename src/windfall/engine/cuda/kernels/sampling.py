@@ -1,6 +1,5 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
-"""Sampling on the device: like `windfall.engine.torch.sampler`, from logits and (seed, position). It also updates the
-state of the slots.
+"""Sampling on the device: like `windfall.engine.torch.sampler`, from logits and (seed, position).
 
 There are two kernels. The first reads all logits once and stores the maximum and the sum of every block of the
 vocabulary. The second finds the block in which the cumulative sum passes the target, and the token within that block.
@@ -21,7 +20,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from windfall.engine.cuda import sampling
-from windfall.engine.cuda.host_state import STOPS
 from windfall.engine.cuda.kernels import launch
 from windfall.engine.cuda.state import DeviceState
 
@@ -36,14 +34,14 @@ def _inverse_temperature(TEMPERATURE, slot):
     return 1.4426950408889634 / tl.where(temperature == 0.0, 1.0, temperature)
 
 
-@triton.jit(do_not_specialize_on_alignment=["ROWS", "LEFT", "TEMPERATURE"])
-def _block_sums(LOGITS, ROWS, LEFT, TEMPERATURE, MAXIMA, SUMS, size, stride, blocks, BLOCK: tl.constexpr,
-            PDL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["ROWS", "LEFT", "TEMPERATURE"])
+def _block_sums(LOGITS, ROWS, LEFT, TEMPERATURE, MAXIMA, SUMS, size, stride, blocks, width,
+            BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     if PDL:
         gdc_wait()
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot = tl.load(ROWS + row)
-    if tl.load(LEFT + slot) > 0:
+    slot = tl.load(ROWS + row // width)
+    if tl.load(LEFT + slot) > row % width:
         i = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(LOGITS + row * stride + i, mask=i < size, other=-float("inf")).to(tl.float32)
         m = tl.maximum(tl.max(x, 0), -1e30)  # all logits of a block may be -inf
@@ -67,25 +65,24 @@ def _uniform(seed, position):
 
 
 @triton.jit(
+    do_not_specialize=["width"],
     do_not_specialize_on_alignment=[
-        "ROWS", "LAST", "LENGTH", "LEFT", "POSITION", "SEED", "TEMPERATURE", "STOP", "TOKENS", "LOGPROBS",
+        "ROWS", "LEFT", "POSITION", "SEED", "TEMPERATURE", "TOKENS", "LOGPROBS",
     ]
 )  # fmt: skip
 def _choose_token(
-    LOGITS, ROWS, LAST, LENGTH, LEFT, POSITION, SEED, TEMPERATURE, STOP, MAXIMA, SUMS, TOKENS, LOGPROBS, size,
-    stride, blocks, BLOCK: tl.constexpr, BLOCKS_P: tl.constexpr, STOPS: tl.constexpr,
-    PDL: tl.constexpr,
+    LOGITS, ROWS, LEFT, POSITION, SEED, TEMPERATURE, MAXIMA, SUMS, TOKENS, LOGPROBS, size, stride, blocks, width,
+    BLOCK: tl.constexpr, BLOCKS_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(ROWS + row)
-    left = tl.load(LEFT + slot)
-    if left <= 0:
+    slot, ahead = tl.load(ROWS + row // width), row % width
+    if tl.load(LEFT + slot) <= ahead:
         tl.store(TOKENS + row, -1)
         tl.store(LOGPROBS + row, 0.0)
         return
-    position = tl.load(POSITION + slot)
+    position = tl.load(POSITION + slot) + ahead
     b = tl.arange(0, BLOCKS_P)
     maxima = tl.load(MAXIMA + row * blocks + b, mask=b < blocks, other=-1e30)
     sums = tl.load(SUMS + row * blocks + b, mask=b < blocks, other=0.0)
@@ -112,34 +109,31 @@ def _choose_token(
     token = tl.where(greedy, tl.min(tl.where(x == m, i, size), 0), found)
     token = tl.minimum(token, size - 1)
     chosen = tl.sum(tl.where(i == token, x, 0.0), 0)
-    stopped = tl.sum((tl.load(STOP + slot.to(tl.int64) * STOPS + tl.arange(0, STOPS)) == token).to(tl.int32), 0) > 0
     tl.store(TOKENS + row, token)
     tl.store(LOGPROBS + row, (chosen - m) * inverse * 0.6931471805599453 - tl.log(total.to(tl.float32)))
-    tl.store(LAST + slot, token)
-    tl.store(LENGTH + slot, tl.load(LENGTH + slot) + 1)
-    tl.store(POSITION + slot, position + 1)
-    tl.store(LEFT + slot, tl.where(stopped, 0, left - 1))
 
 
 def sample(
-    logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, truncate: bool
-) -> None:
+    logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, truncate: bool,
+    width: int = 1,
+) -> None:  # fmt: skip
     """See engine/cuda/sampling.py."""
     count, size = logits.shape
     if truncate:
-        for i in range(0, count, _TRUNCATED_ROWS):
-            part = slice(i, i + _TRUNCATED_ROWS)
-            sampling.sample(logits[part], rows[part], state, tokens_out[part], logprobs_out[part], True)
+        for i in range(0, len(rows), _TRUNCATED_ROWS):
+            some = slice(i, i + _TRUNCATED_ROWS)
+            part = slice(i * width, (i + _TRUNCATED_ROWS) * width)
+            sampling.sample(logits[part], rows[some], state, tokens_out[part], logprobs_out[part], True, width)
         return
     blocks = triton.cdiv(size, _BLOCK)
     maxima, sums = torch.empty((2, count, blocks), dtype=torch.float32, device=logits.device)
     stride = logits.stride(0)
     _block_sums[(blocks, count)](
-        logits, rows, state.left, state.temperature, maxima, sums, size, stride, blocks, BLOCK=_BLOCK,
+        logits, rows, state.left, state.temperature, maxima, sums, size, stride, blocks, width, BLOCK=_BLOCK,
         num_warps=_WARPS, **launch.options(),
     )  # fmt: skip
     _choose_token[(count,)](
-        logits, rows, state.last, state.length, state.left, state.position, state.seed, state.temperature, state.stop,
-        maxima, sums, tokens_out, logprobs_out, size, stride, blocks, BLOCK=_BLOCK,
-        BLOCKS_P=triton.next_power_of_2(blocks), STOPS=STOPS, num_warps=8, **launch.options(),
+        logits, rows, state.left, state.position, state.seed, state.temperature, maxima, sums, tokens_out,
+        logprobs_out, size, stride, blocks, width, BLOCK=_BLOCK, BLOCKS_P=triton.next_power_of_2(blocks),
+        num_warps=8, **launch.options(),
     )  # fmt: skip

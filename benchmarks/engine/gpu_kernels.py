@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from windfall.engine.cuda import kernels
-from windfall.engine.cuda.splits import PrefixSharing
+from windfall.engine.cuda.splits import PrefixSharing, pack_spans, prefill_tile
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans
 
 Call = Callable[[], object]
@@ -247,10 +247,13 @@ def prefill(s: Shape, prompts: int, count: int, start: int) -> Case:
     """`prompts` chunks of `count` tokens, each after `start` tokens that are in the pool already."""
     end, total = start + count, prompts * count
     nbytes = prompts * 2 * end * s.kv_heads * s.head * 2 + 2 * total * s.heads * s.head * 2
-    state, pool, rows = scene(s, prompts, end, 4)
-    whole = torch.arange(total, dtype=torch.int32, device="cuda")
-    spans = Spans(slot=rows, first=rows * count, count=torch.full_like(rows, count), start=torch.full_like(rows, start),
-                  row_slot=whole // count, row_position=whole % count + start, longest=count)  # fmt: skip
+    state, pool, _ = scene(s, prompts, end, 4)
+    each, tile = np.ones(prompts, np.int32), prefill_tile(count, 2)
+    rows_each = tile // (s.heads // s.kv_heads)
+    size = {"rows": total, "tiles": prompts * -(-count // rows_each)}
+    chunks = (np.arange(prompts, dtype=np.int32), each * count, each * start)
+    packed = pack_spans([0] * total, *chunks, **size, rows_each=rows_each, padding=prompts)
+    spans = Spans.of(torch.from_numpy(packed).cuda(), total, size["tiles"], tile)
     q = random(total, s.heads, s.head)
     calls: list[Call] = [
         lambda i=i: kernels.prefill_attention(q, spans, state, pool, i, s.head**-0.5, None) for i in range(4)

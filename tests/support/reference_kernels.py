@@ -165,10 +165,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -
 def prefill_attention(
     q: Tensor, spans: Spans, state: DeviceState, pool: KVPool, layer: int, scale: float, window: int | None
 ) -> Tensor:
-    """Causal attention of every chunk over its sequence so far. The output of rows outside all chunks is zero."""
+    """Causal attention of every tile over its sequence so far. The output of rows outside all tiles is zero."""
     out = torch.zeros_like(q)
-    columns = (spans.slot.tolist(), spans.first.tolist(), spans.count.tolist(), spans.start.tolist())
-    for slot, first, count, start in zip(*columns, strict=True):
+    for slot, first, count, start in (t for t in spans.tiles.tolist() if t[2]):
         end = start + count
         table = state.table[slot, : -(-end // pool.page_size)].long()
         k, v = (_data(pool)[layer][i][table].transpose(0, 1).flatten(1, 2)[:, :end].float() for i in (0, 1))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,6 +90,8 @@ class Decoder:
         self.last_norm = model.model.norm.weight.data
         self.lm_head = model.lm_head.weight.data
         self._addresses = [p.data_ptr() for p in model.parameters()]
+        self.sizes = (self.heads * self.head, config.hidden_size)
+        """Sizes of a row of what `prefill` returns."""
         self.cos = self.sin = torch.empty(0, self.head, dtype=self.dtype, device=self.device)
 
     @staticmethod
@@ -138,34 +141,40 @@ class Decoder:
                 width,
             )  # fmt: skip
 
-        return self._run(F.embedding(ids, self.embedding), attend, None), expected
+        return self.logits(*self._attended(ids, attend)), expected
 
-    def prefill(self, ids: Tensor, spans: Spans, state: DeviceState, pool: KVPool, wanted: Tensor) -> Tensor:
-        """Logits (W, V) of the rows `wanted`, from the tokens of `spans`."""
+    def prefill(self, spans: Spans, state: DeviceState, pool: KVPool) -> tuple[Tensor, Tensor]:
+        """Compute keys and values of all rows. Returns what `logits` needs, of every row."""
 
         def attend(n: int, w: DecoderLayer, qkv: Tensor) -> Tensor:
-            at = (spans.row_slot, spans.row_position)
+            at = (spans.slot, spans.position)
             q = self.ops.rope_and_store(qkv, *at, state, pool, n, *self._rotation(w), self.kv_heads)
             return self.ops.prefill_attention(q, spans, state, pool, n, self.scale, w.window)
 
-        return self._run(F.embedding(ids, self.embedding), attend, wanted)
+        return self._attended(spans.ids, attend)
 
     def _rotation(self, w: DecoderLayer) -> tuple[Any, ...]:
         """Arguments of the kernels that normalize and rotate queries and keys."""
         return self.cos, self.sin, w.q_norm, w.k_norm, self.eps, self.heads
 
-    def _run(self, x: Tensor, attend: Callable[[int, DecoderLayer, Tensor], Tensor], wanted: Tensor | None) -> Tensor:
-        ops, eps, residual, last = self.ops, self.eps, None, len(self.layers) - 1
-        for n, w in enumerate(self.layers):
-            normed, residual = ops.add_rms_norm(x, residual, w.input_norm, eps)
+    def _attended(self, ids: Tensor, attend: Callable[[int, DecoderLayer, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """All layers up to the attention of the last one: its output, and the residual."""
+        x, first = F.embedding(ids, self.embedding), self.layers[0]
+        normed, residual = self.ops.add_rms_norm(x, None, first.input_norm, self.eps)
+        x = attend(0, first, F.linear(normed, *first.qkv))
+        for n, (before, w) in enumerate(pairwise(self.layers), 1):
+            normed, residual = self.ops.add_rms_norm(*self._mlp(before, x, residual), w.input_norm, self.eps)
             x = attend(n, w, F.linear(normed, *w.qkv))
-            if n == last and wanted is not None:  # the other rows were needed only for their keys and values
-                if not len(wanted):
-                    return x.new_empty(0, len(self.lm_head))
-                x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
-            normed, residual = ops.add_rms_norm(F.linear(x, *w.out), residual, w.mlp_norm, eps)
-            x = F.linear(ops.swiglu(F.linear(normed, *w.gate_up)), *w.down)
-        normed, _ = ops.add_rms_norm(x, residual, self.last_norm, eps)
+        return x, residual
+
+    def _mlp(self, w: DecoderLayer, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The rest of a layer after its attention."""
+        normed, residual = self.ops.add_rms_norm(F.linear(x, *w.out), residual, w.mlp_norm, self.eps)
+        return F.linear(self.ops.swiglu(F.linear(normed, *w.gate_up)), *w.down), residual
+
+    def logits(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Logits of some rows, from the output of the last layer's attention and the residual."""
+        normed, _ = self.ops.add_rms_norm(*self._mlp(self.layers[-1], attended, residual), self.last_norm, self.eps)
         return F.linear(normed, self.lm_head)
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from windfall.engine.cuda.decoder import Decoder
-from windfall.engine.cuda.graphs import GraphKey, Graphs, batch_for
+from windfall.engine.cuda.graphs import GraphKey, Graphs, PrefillKey, batch_for, prefill_rows
 from windfall.engine.cuda.host_state import HostState
+from windfall.engine.cuda.splits import pack_spans, prefill_tile, spans_size
 from windfall.engine.cuda.state import RUNS, DeviceState, KVPool, PrefixGroups, Spans, Texts, section
 from windfall.engine.draft_length import WIDTHS
 from windfall.engine.scheduler import Launch, ScheduledRows
@@ -69,10 +70,12 @@ class DeviceRunner:
         pages: int,
         page_size: int,
         burst: int,
+        max_rows: int,
         kv: TenantKV | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """`kv`: memory that other engines share; otherwise the pool has its own, of `kv_dtype`."""
+        """`max_rows`: of a prefill. `kv`: memory that other engines share; otherwise the pool has its own, of
+        `kv_dtype`."""
         self.decoder = decoder
         self.host_state = host_state
         self.burst = burst
@@ -107,7 +110,11 @@ class DeviceRunner:
         self._host_runs = torch.zeros(ring_size, RUNS, dtype=torch.int32, pin_memory=self._pinned)
         self._uploads = [torch.zeros(0, dtype=torch.int32)] * ring_size
         self._launches = 0
-        self._graphs = Graphs(self._step, self.device)
+        self._graphs: Graphs[GraphKey] = Graphs(self._step, self.device)
+        self._prefills: Graphs[PrefillKey] = Graphs(self._prefill_pass, self.device)
+        self._max_rows = max_rows
+        most = self._prefill_key(max_rows, 1)
+        self._prefill_input = torch.zeros(spans_size(most.rows, most.tiles), dtype=torch.int32, device=self.device)
         self.batches: list[int] = []
         """Batch sizes to use, in ascending order; empty: as in graphs.py. With few sizes, few graphs are captured."""
         self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count if self._pinned else 1
@@ -118,8 +125,12 @@ class DeviceRunner:
         self._launches += 1
         row = ring_index * self._launch_rows
         key = self.graph_key(work)
-        if work.steps:
-            self._graphs.prepare(key)  # before the launch is timed
+        counts = [p.stop - p.start for p in work.prefill]
+        prefill_key = self._prefill_key(sum(counts), max(counts)) if counts else None
+        if work.steps:  # captured before the launch is timed
+            self._graphs.prepare(key)
+        if prefill_key:
+            self._prefills.prepare(prefill_key)
         began = event = None
         if self._pinned:
             began = torch.cuda.Event(enable_timing=True)
@@ -130,16 +141,20 @@ class DeviceRunner:
                 self.host_state.set_prefix_groups(work.prefix_groups, key.batch, key.prefix_groups)
             self.host_state.set_ring_row(row + 1)
         changes = [*self.host_state.take_changes(), *self._text_changes()]
-        indices, values, text_indices, text_values, *prefill = self._upload(
-            ring_index, [*changes, *prefill_arrays(work.prefill)]
-        )
+        if prefill_key:
+            changes += prefill_arrays(
+                work.prefill, prefill_key, self._rows_each(prefill_key.tile), self.host_state.slots
+            )
+        indices, values, text_indices, text_values, *prefill = self._upload(ring_index, changes)
         self.buffer.index_copy_(0, indices.long(), values)
         if self.texts is not None and len(text_indices):
             self.texts.data.index_copy_(0, text_indices.long(), text_values)
-        if work.prefill:
-            longest = max(p.stop - p.start for p in work.prefill)
+        if prefill_key:
+            spans, wanted, slots = prefill
+            self._prefill_input[: len(spans)].copy_(spans)
+            attended, residual = self._prefills.run(prefill_key)
             truncate = any(truncates(p.sequence.request.sampling) for p in work.prefill if p.samples)
-            self._prefill(prefill, longest, truncate, self._ring[row : row + 1])
+            self._sample_prefilled(attended, residual, wanted, slots, truncate, self._ring[row : row + 1])
         if work.steps:
             self._graphs.run(key, work.steps)
         used = slice(row, row + 1 + work.steps * work.width)
@@ -199,20 +214,19 @@ class DeviceRunner:
             fit = self.decoder.sharing().max_rows
             if self._pinned and batch >= fit > 1 and not shorter:  # kernels only: graphs are captured when needed
                 self._step(self._graph_key(batch, longest, False, batch // fit, longest // 2), True)
-        most = self.host_state.pages_each * self.pool.page_size
-        for count in (64, 2048) if shorter else (64,):  # kernels for long prompts are others than those for short ones
-            self._warm_prefill(min(count, most))
-
-    def _warm_prefill(self, count: int) -> None:
-        ids, padding = np.arange(count) % len(self.decoder.embedding), self.host_state.slots
-        chunk = ([n] for n in (padding, 0, count, 0, count - 1, padding))
-        arrays = [ids, np.full(count, padding), np.arange(count), *chunk]
-        on_device = [torch.tensor(np.asarray(a, np.int32), device=self.device) for a in arrays]
-        self._prefill(on_device, count, False, torch.empty_like(self._ring[:1]))
+        rows = {prefill_rows(n) for n in range(1, self._max_rows + 1)} if shorter else {min(64, self._max_rows)}
+        for key in {self._prefill_key(n, longest) for n in rows for longest in (1, n)}:
+            self._prefills.prepare(key)
+        attended, residual = (
+            torch.zeros(1, n, dtype=self.decoder.dtype, device=self.device) for n in self.decoder.sizes
+        )
+        first, padding, out = torch.zeros_like(self._rows[:1]), self._padding_rows[:1], torch.empty_like(self._ring[:1])
+        self._sample_prefilled(attended, residual, first, padding, False, out)
 
     def set_decoder(self, decoder: Decoder) -> None:
         """Use this decoder from now on, because the module's weights have moved."""
         self._graphs.drop()
+        self._prefills.drop()
         self.decoder = decoder
         decoder.build_rotary_tables(self._positions)
 
@@ -250,24 +264,33 @@ class DeviceRunner:
             splits=key.prefix_splits,
         )
 
-    def _prefill(self, arrays: Sequence[Tensor], longest: int, truncate: bool, out: Tensor) -> None:
-        """Run the prefill of `prefill_arrays`, and write the sampled tokens and log-probs to `out` (1, 2, batch).
-        `longest`: rows of the longest chunk."""
-        ids, row_slot, row_position, slot, first, count, start, wanted, slots = arrays
-        spans = Spans(
-            slot=slot,
-            first=first,
-            count=count,
-            start=start,
-            row_slot=row_slot,
-            row_position=row_position,
-            longest=longest,
-        )
-        logits = self.decoder.prefill(ids, spans, self.state, self.pool, wanted)
-        if len(slots):
-            tokens, logprobs = self._samples(len(slots))
-            self.decoder.ops.sample(logits, slots, self.state, tokens, logprobs, truncate)
-            self.decoder.ops.accept(slots, self.state, self.texts, tokens, logprobs, None, out, self._first_row, 1)
+    def _prefill_key(self, rows: int, longest: int) -> PrefillKey:
+        """`longest`: rows of the longest chunk."""
+        size, tile = min(prefill_rows(rows), self._max_rows), prefill_tile(longest, self.decoder.dtype.itemsize)
+        return PrefillKey(size, tile, size // self._rows_each(tile) + min(size, self.host_state.slots))
+
+    def _rows_each(self, tile: int) -> int:
+        """Rows of a tile of this many queries."""
+        return max(1, tile // (self.decoder.heads // self.decoder.kv_heads))
+
+    def _prefill_pass(self, key: PrefillKey, dry: bool) -> tuple[Tensor, Tensor]:
+        buffer = torch.zeros_like(self._prefill_input) if dry else self._prefill_input
+        spans = Spans.of(buffer, key.rows, key.tiles, key.tile)
+        if dry:
+            spans.slot.fill_(self.host_state.slots)
+        return self.decoder.prefill(spans, self.state, self.pool)
+
+    def _sample_prefilled(
+        self, attended: Tensor, residual: Tensor, wanted: Tensor, slots: Tensor, truncate: bool, out: Tensor
+    ) -> None:
+        """Sample the tokens after the rows `wanted` of a prefill, and write them to `out` (1, 2, batch). `slots`: of
+        these rows."""
+        if not len(slots):
+            return
+        logits = self.decoder.logits(attended.index_select(0, wanted), residual.index_select(0, wanted))
+        tokens, logprobs = self._samples(len(slots))
+        self.decoder.ops.sample(logits, slots, self.state, tokens, logprobs, truncate)
+        self.decoder.ops.accept(slots, self.state, self.texts, tokens, logprobs, None, out, self._first_row, 1)
 
     def _upload(self, ring_index: int, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Upload all arrays in one copy, from host memory that no launch in flight reads."""
@@ -292,17 +315,13 @@ def _next_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def prefill_arrays(prefill: Sequence[ScheduledRows]) -> list[np.ndarray]:
-    """A prefill as arrays: the tokens, slots and positions of the rows; slot, first row, row count and start of the
-    chunks; the rows whose logits are needed, and the slots of these rows."""
-    if not prefill:
-        return []
+def prefill_arrays(prefill: Sequence[ScheduledRows], key: PrefillKey, rows_each: int, padding: int) -> list[np.ndarray]:
+    """A prefill as arrays: what `Spans.of` reads, the rows whose logits are needed, and the slots of these rows.
+    `rows_each`: rows of a tile. `padding`: the padding slot."""
     slot, count, start, samples = np.array(
         [(p.sequence.slot, p.stop - p.start, p.start, p.samples) for p in prefill], np.int32
     ).T
-    first = np.cumsum(count, dtype=np.int32) - count
-    ids = np.array([t for p in prefill for t in p.sequence.tokens[p.start : p.stop]], np.int32)
-    position = np.arange(len(ids), dtype=np.int32) - np.repeat(first - start, count)
+    ids = [t for p in prefill for t in p.sequence.tokens[p.start : p.stop]]
+    spans = pack_spans(ids, slot, count, start, rows=key.rows, tiles=key.tiles, rows_each=rows_each, padding=padding)
     sampled = samples == 1
-    rows = [ids, np.repeat(slot, count), position]
-    return [*rows, slot, first, count, start, (first + count - 1)[sampled], slot[sampled]]
+    return [spans, (np.cumsum(count, dtype=np.int32) - 1)[sampled], slot[sampled]]

@@ -96,7 +96,14 @@ class GraphEngine(PagedEngine):
         self._texts = texts
         self._draft_length = None if texts is None else DraftLength(WIDTHS)
         self._device = DeviceRunner(
-            decoder, host_state, pages=count, page_size=page_size, burst=burst, kv=kv, kv_dtype=kv_dtype
+            decoder,
+            host_state,
+            pages=count,
+            page_size=page_size,
+            burst=burst,
+            max_rows=max_rows,
+            kv=kv,
+            kv_dtype=kv_dtype,
         )
         self.burst = burst
         self.depth = DEPTH

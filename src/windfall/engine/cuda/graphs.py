@@ -1,14 +1,16 @@
-"""One decode step as a CUDA graph, for every batch size that is needed.
+"""The forward passes of the engine as CUDA graphs: one decode step, or one prefill.
 
-A graph is identified by its key: the number of responses, whether any of them uses top-k or top-p, the number of splits
-of a context, the number of prefix groups, the number of splits of a prefix, and the rows of every response. Each graph
-is captured when it is first needed, and replayed from then on: a step costs the host one call. All graphs share one
+A graph is identified by its key, which has everything that is not data. A decode step: the number of responses, whether
+any of them uses top-k or top-p, the number of splits of a context, the number of prefix groups, the number of splits of
+a prefix, and the rows of every response. A prefill: its rows, and how attention divides them. Each graph is captured
+when it is first needed, and replayed from then on: it costs the host one call. All graphs of one `Graphs` share one
 memory pool, because they run one after the other.
 
 Rules:
-- a captured step always reads and writes the same addresses: graphs are dropped when an address changes;
-- before the capture, the step runs once with padding rows, so that every kernel is compiled and no state changes;
-- without a GPU the step is simply called.
+- a captured pass always reads and writes the same addresses: graphs are dropped when an address changes;
+- what a captured pass returns is valid until the next one of the same `Graphs`;
+- before the capture, the pass runs once with padding rows, so that every kernel is compiled and no state changes;
+- without a GPU the pass is simply called.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -45,33 +47,52 @@ class GraphKey(NamedTuple):
     width: int = 1  # rows of every response: its newest token, and the tokens that were drafted after it
 
 
-class Graphs:
-    def __init__(self, step: Callable[[GraphKey, bool], None], device: torch.device) -> None:
-        """`step(key, dry)` runs one step on the current stream. `dry`: with padding rows only."""
-        self._step = step
+class PrefillKey(NamedTuple):
+    rows: int
+    tile: int  # upper limit for the queries of a tile
+    tiles: int  # upper limit for the number of tiles
+
+
+def prefill_rows(rows: int) -> int:
+    """The smallest size of a prefill with room for this number of rows: four sizes between two powers of two.
+
+    >>> [prefill_rows(n) for n in (1, 16, 17, 64, 65, 100, 130, 512, 600, 1100, 2048)]
+    [16, 16, 32, 64, 80, 112, 160, 512, 640, 1280, 2048]
+    """
+    step = max(16, (1 << max(0, rows - 1).bit_length()) // 8)
+    return -(-rows // step) * step
+
+
+Key = TypeVar("Key", GraphKey, PrefillKey)
+
+
+class Graphs(Generic[Key]):
+    def __init__(self, run_pass: Callable[[Key, bool], Any], device: torch.device) -> None:
+        """`run_pass(key, dry)` runs one pass on the current stream. `dry`: with padding rows only."""
+        self._pass = run_pass
         self._device = device
-        self._captured: dict[GraphKey, Any] = {}
+        self._captured: dict[Key, tuple[Any, Any]] = {}
         self._memory: Any = None
         self._side: Any = None  # the stream for all captures: cuBLAS allocates memory for every stream it is used on
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def run(self, key: GraphKey, times: int) -> None:
+    def run(self, key: Key, times: int = 1) -> Any:
+        """Run the pass so often. Returns what the pass returns."""
         if self._device.type != "cuda":
-            for _ in range(times):
-                self._step(key, False)
-            return
+            return [self._pass(key, False) for _ in range(times)][-1]
         self.prepare(key)
-        graph = self._captured[key]
+        graph, result = self._captured[key]
         for _ in range(times):
             graph.replay()
+        return result
 
-    def prepare(self, key: GraphKey) -> None:
+    def prepare(self, key: Key) -> None:
         """Capture the graph unless that was done before."""
         if self._device.type != "cuda" or key in self._captured:
             return
-        self._step(key, True)
+        self._pass(key, True)
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -81,11 +102,11 @@ class Graphs:
             # Other threads (the one that pulls weights, for example) continue to call CUDA meanwhile.
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             try:
-                self._step(key, False)
+                result = self._pass(key, False)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(side)
-        self._captured[key] = graph
+        self._captured[key] = graph, result
 
     def drop(self) -> None:
         """Forget all graphs, because addresses have changed."""

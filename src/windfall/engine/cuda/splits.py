@@ -6,6 +6,7 @@ pages: these are read once for the group, and then every row reads only the rest
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,50 @@ def splits_for(batch: int, kv_heads: int, longest: int, multiprocessors: int) ->
     while splits * 2 * least <= longest and splits < 32 and (pairs >= 512 or pairs * splits * 2 <= 3 * multiprocessors):
         splits *= 2
     return splits
+
+
+def prefill_tile(longest: int, itemsize: int) -> int:
+    """Queries (rows * query heads of a kv head) of a tile of a prefill whose longest chunk has this many rows. Chosen
+    by measurement."""
+    return 64 if itemsize > 2 or longest <= 1024 else 128
+
+
+def spans_size(rows: int, tiles: int) -> int:
+    """Length of what `pack_spans` returns."""
+    return 3 * rows + 4 * tiles
+
+
+def pack_spans(
+    ids: Sequence[int],
+    slot: np.ndarray,
+    count: np.ndarray,
+    start: np.ndarray,
+    *,
+    rows: int,
+    tiles: int,
+    rows_each: int,
+    padding: int,
+) -> np.ndarray:
+    """A prefill of chunks, one after the other, as one array: the token, slot and position of every row, padded to
+    `rows` with the slot `padding`; and of every tile its slot, first row, number of rows and first position, padded to
+    `tiles`. Chunk n has `count[n]` rows, from position `start[n]` on; a tile has at most `rows_each`.
+
+    >>> pack_spans([7, 8, 9], *np.array([[4, 5], [2, 1], [0, 30]]), rows=4, tiles=3, rows_each=2, padding=6).tolist()
+    [7, 8, 9, 0, 4, 4, 5, 6, 0, 1, 30, 0, 5, 2, 1, 30, 4, 0, 2, 0, 0, 0, 0, 0]
+    """
+    out, total = np.zeros(spans_size(rows, tiles), np.int32), len(ids)
+    tokens, row_slot, position, tile_list = np.split(out, [rows, 2 * rows, 3 * rows])
+    first = np.cumsum(count) - count
+    tokens[:total] = ids
+    row_slot[:total], row_slot[total:] = np.repeat(slot, count), padding
+    position[:total] = np.arange(total) - np.repeat(first - start, count)
+    parts = -(-count // rows_each)
+    before = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * rows_each
+    slot, first, count, start = (np.repeat(a, parts) for a in (slot, first, count, start))
+    entries = np.stack([slot, first + before, np.minimum(count - before, rows_each), start + before], 1)
+    longest_first = np.argsort(-(entries[:, 2] + entries[:, 3]), kind="stable")  # the last to begin should end soon
+    tile_list.reshape(-1, 4)[: len(entries)] = entries[longest_first]
+    return out
 
 
 def fit_tiling(block: int, stages: int, *, tile: int, head: int, itemsize: int, max_bytes: int) -> tuple[int, int]:

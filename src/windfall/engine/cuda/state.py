@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from windfall.engine.cuda.host_state import STOPS, HostState
+from windfall.engine.cuda.splits import spans_size
 from windfall.engine.cuda.texts import FAMILY, TextRows
 from windfall.engine.drafts import RUNS
 
@@ -155,16 +156,20 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """A prefill: chunks of several responses concatenated, T rows in total. Chunk n belongs to slot `slot[n]`. It has
-    `count[n]` rows, starting at row `first[n]` of the flat batch; the first is token `start[n]` of the sequence."""
+    """A prefill: chunks of several responses concatenated, T rows in total. Attention handles them in tiles: some
+    consecutive rows of one chunk."""
 
-    slot: Tensor  # (N,) int32
-    first: Tensor
-    count: Tensor
-    start: Tensor
-    row_slot: Tensor  # (T,) int32: the slot of every row
-    row_position: Tensor  # (T,) int32: the index of every row in its sequence
-    longest: int  # rows of the longest chunk
+    ids: Tensor  # (T,) int32: the token of every row
+    slot: Tensor  # (T,) int32: the slot of every row; rows that only pad the batch have the padding slot
+    position: Tensor  # (T,) int32: the index of every row in its sequence
+    tiles: Tensor  # (N, 4) int32: slot, first row, number of rows (0: an unused entry), position of the first row
+    tile: int  # upper limit for the queries of a tile: rows times query heads of a kv head
+
+    @staticmethod
+    def of(buffer: Tensor, rows: int, tiles: int, tile: int) -> Spans:
+        """Views of a buffer that holds what `splits.pack_spans` returns."""
+        ids, slot, position, list_ = buffer[: spans_size(rows, tiles)].split([rows, rows, rows, 4 * tiles])
+        return Spans(ids=ids, slot=slot, position=position, tiles=list_.view(-1, 4), tile=tile)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 
 A program handles some tokens of a chunk, for all query heads that share a kv head: one row of its tile is one (token,
 query head) pair. So a short chunk over a long context reads each key once; the siblings of a group have such chunks.
+The list of tiles is data: one captured launch serves every combination of chunks.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _LOG2E = 1.4426950408889634
 
 @triton.jit(
     do_not_specialize=["layer", "window", "table_stride"],
-    do_not_specialize_on_alignment=["SLOT", "FIRST", "COUNT", "START", "TABLE", "BASE"],
+    do_not_specialize_on_alignment=["TILES", "TABLE", "BASE"],
 )
 def _prefill_attention(
-    Q, OUT, SLOT, FIRST, COUNT, START, TABLE, BASE, layer, half, table_stride, window, scale,
+    Q, OUT, TILES, TABLE, BASE, layer, half, table_stride, window, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr, PAGE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, KV: tl.constexpr, COMPUTE: tl.constexpr,
@@ -33,24 +34,23 @@ def _prefill_attention(
 ):  # fmt: skip
     if PDL:
         gdc_wait()
-    # The last tokens of a chunk have the most work, so they are scheduled first.
-    kv, chunk, tile = tl.program_id(0), tl.program_id(1), tl.num_programs(2) - 1 - tl.program_id(2)
-    count = tl.load(COUNT + chunk)
-    if tile * TILE >= count * GROUP:
+    kv, entry = tl.program_id(0), TILES + tl.program_id(1) * 4
+    count = tl.load(entry + 2)
+    if count == 0:
         return
-    slot, start = tl.load(SLOT + chunk), tl.load(START + chunk)
-    m, d, n = tile * TILE + tl.arange(0, TILE), tl.arange(0, HEAD_P), tl.arange(0, BLOCK)
+    slot, row, start = tl.load(entry), tl.load(entry + 1), tl.load(entry + 3)
+    m, d, n = tl.arange(0, TILE), tl.arange(0, HEAD_P), tl.arange(0, BLOCK)
     token = m // GROUP
     real = token < count
-    at = (tl.load(FIRST + chunk) + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD)
+    at = (row + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD)
     at = (at + (kv * GROUP + m % GROUP) * HEAD)[:, None] + d[None, :]
     valid = real[:, None] & (d < HEAD)[None, :]
     q = tl.load(Q + at, mask=valid, other=0.0).to(COMPUTE)
     own = start + token
-    end = start + tl.minimum((tile * TILE + TILE - 1) // GROUP, count - 1) + 1
+    end = start + count
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(start + tile * TILE // GROUP - window + 1, 0) // BLOCK * BLOCK
+        begin = tl.maximum(start - window + 1, 0) // BLOCK * BLOCK
 
     pool = tl.multiple_of(tl.load(BASE).to(tl.pointer_type(KV)), 16)
     keys = pool + layer.to(tl.int64) * 2 * half + kv * (PAGE * HEAD)
@@ -73,30 +73,26 @@ def _prefill_attention(
     tl.store(OUT + at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=valid)
 
 
-def tiling(longest: int, itemsize: int, head: int) -> tuple[int, int, int, int]:
-    """(queries of a tile, keys of a block, warps, stages) for chunks of at most `longest` tokens."""
-    if itemsize > 2:
-        tile, block, warps, stages = 64, 32, 4, 2
-    else:
-        tile, block, warps, stages = (64, 32, 4, 3) if longest <= 1024 else (128, 64, 8, 3)
+def tiling(tile: int, itemsize: int, head: int) -> tuple[int, int, int]:
+    """(keys of a block, warps, stages) for tiles of this many queries."""
+    block, warps, stages = (32, 4, 2) if itemsize > 2 else (32, 4, 3) if tile <= 64 else (64, 8, 3)
     block, stages = launch.fit_tiling(block, stages, tile=tile, head=head, itemsize=itemsize)
-    return tile, block, warps, stages
+    return block, warps, stages
 
 
 def prefill_attention(
     q: Tensor, spans: Spans, state: DeviceState, pool: KVPool, layer: int, scale: float, window: int | None
 ) -> Tensor:
-    """Causal attention of every chunk over its sequence so far. The output of rows outside all chunks is undefined."""
+    """Causal attention of every tile over its sequence so far. The output of rows outside all tiles is undefined."""
     count, heads, head = q.shape
     kv_heads = pool.kv_heads
-    group = heads // kv_heads
     out = torch.empty((count, heads * head), dtype=q.dtype, device=q.device)
-    tile, block, warps, stages = tiling(spans.longest, q.dtype.itemsize, triton.next_power_of_2(head))
-    _prefill_attention[(kv_heads, spans.slot.numel(), triton.cdiv(spans.longest * group, tile))](
-        q, out, spans.slot, spans.first, spans.count, spans.start, state.table, pool.base, layer,
+    block, warps, stages = tiling(spans.tile, q.dtype.itemsize, triton.next_power_of_2(head))
+    _prefill_attention[(kv_heads, len(spans.tiles))](
+        q, out, spans.tiles, state.table, pool.base, layer,
         pool.value_offset, state.table.stride(0), window or 0, scale * _LOG2E,
-        KV_HEADS=kv_heads, GROUP=group, HEAD=head, HEAD_P=triton.next_power_of_2(head), PAGE=pool.page_size,
-        PAGE_STRIDE=pool.page_stride, TILE=tile,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, HEAD=head, HEAD_P=triton.next_power_of_2(head),
+        PAGE=pool.page_size, PAGE_STRIDE=pool.page_stride, TILE=spans.tile,
         BLOCK=block, WINDOWED=window is not None, **launch.kv_types(q.dtype, pool.dtype), num_warps=warps,
         num_stages=stages,
         **launch.options(),

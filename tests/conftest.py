@@ -97,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     def stop() -> None:
         server.terminate()
-        server.wait(timeout=60)
+        server.wait(timeout=240)
         shutil.rmtree(folder)
 
     config.add_cleanup(stop)

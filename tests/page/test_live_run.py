@@ -94,7 +94,7 @@ def test_a_run_is_watched_until_it_ends(page: Any, tmp_path: Path) -> None:
         page.get_by_text("4 / 4").wait_for()
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(240)
     folder = tmp_path / "runs" / "live"
     leaks = [p for p in folder.rglob("*") if p.is_file() and key.encode() in p.read_bytes()]
     assert leaks == []  # the key is printed, and written nowhere

@@ -35,7 +35,7 @@ def test_processes_write_to_the_same_log(tmp_path: Path) -> None:
         "for n in range(300): log.write(f'{sys.argv[2]} {n:<97}\\n'.encode())"
     )
     writers = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in "abc"]
-    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(240) for writer in writers] == [0, 0, 0]
     for file in (path, tmp_path / "env.log.1"):
         assert file.stat().st_size <= 20_000 + 3 * 100
         assert {len(line) for line in file.read_text().splitlines() if line[0] in "abc"} == {99}

@@ -338,7 +338,7 @@ def windfall(here: Path, *args: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def until(true: Callable[[], Any], timeout_s: float = 60.0) -> None:
+def until(true: Callable[[], Any], timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s"
@@ -359,7 +359,7 @@ def test_early_ctrl_c_is_not_lost(here: Path, when: str) -> None:
     try:
         until((run / when).exists)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode in ((0, 130) if when == ".run.lock" else (0,)), out + err
@@ -389,7 +389,7 @@ def test_second_ctrl_c_kills_all_processes_at_once(here: Path) -> None:
         assert process.poll() is None
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
     assert time.monotonic() - began < 3.0

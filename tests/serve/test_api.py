@@ -407,7 +407,7 @@ def test_command_serves_and_drains(tmp_path: Path) -> None:
         )
         assert b"text_completion" in urllib.request.urlopen(request, timeout=20).read()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(240) == 0
         assert process.stdout.read() == "drained\n"
     finally:
         process.kill()

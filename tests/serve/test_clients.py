@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield found[0]
         process.send_signal(signal.SIGTERM)
         assert "drained" in process.stdout.read()
-        assert process.wait(30) == 0
+        assert process.wait(240) == 0
     finally:
         process.kill()
         process.wait()

@@ -51,7 +51,7 @@ class Lender:
 
     def ends(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(240)
 
 
 def until(holds: Callable[[], object], what: str) -> None:

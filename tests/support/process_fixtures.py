@@ -59,7 +59,7 @@ def read_when() -> Callable[..., str]:
     """Waits up to 60 s until a file contains a word, and returns the text of the file."""
 
     def read(path: Path, word: str = "\n") -> str:
-        until = time.monotonic() + 60.0
+        until = time.monotonic() + 240.0
         while time.monotonic() < until:
             if path.exists() and word in (text := path.read_text()):
                 return text
@@ -89,7 +89,7 @@ def toy_import_server(tmp_path: Path, toy_env: dict[str, str]) -> Iterator[subpr
         )  # fmt: skip
     toy_env[fork_client.RUNNER] = import_server.runner(str(path))
     try:
-        until = time.monotonic() + 60.0
+        until = time.monotonic() + 240.0
         while not path.exists():
             assert server.poll() is None, (tmp_path / "import_server.log").read_text()
             assert time.monotonic() < until, "waited 60 s for the socket of the import server"

@@ -23,7 +23,7 @@ TIMEOUT_S = 240.0
 
 
 def run_ranks(
-    size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 60.0, lost: Collection[int] = ()
+    size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120.0, lost: Collection[int] = ()
 ) -> list[Any]:
     """`work(ranks, *args)` on every rank. Returns the results in order, without those of ranks that are `lost`. An
     exception of any other rank fails the test. `timeout_s`: of collectives."""

@@ -112,7 +112,7 @@ async def serving(
         await asyncio.to_thread(host.close)
 
 
-async def until(holds: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+async def until(holds: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     while not holds():

@@ -88,7 +88,7 @@ class State:
             await asyncio.Event().wait()
 
         threading.Thread(target=lambda: asyncio.run(run()), daemon=True).start()
-        assert ready.wait(10)
+        assert ready.wait(120)
         self.publisher.address = self.url
 
 

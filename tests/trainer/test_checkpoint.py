@@ -291,7 +291,7 @@ def killed_and_resumed(recipe: Path, folder: Path, kills: tuple[int, ...]) -> bo
         for step in kills:
             wait_for_step(folder / "r", step, process)
             process.kill()
-            if process.wait(30) == 0:
+            if process.wait(240) == 0:
                 return False
             process = windfall("resume", str(folder / "r"))
         assert process.wait(240) == 0

@@ -23,7 +23,7 @@ class Served:
         self._ready, self._options = threading.Event(), options
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(120)
         self.url = f"{'https' if options.get('ssl') else 'http'}://127.0.0.1:{self.port}"
 
     async def _run(self) -> None:

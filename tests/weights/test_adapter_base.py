@@ -112,7 +112,7 @@ def test_ranks_publish_the_base_together(machines: list[int]) -> None:
         (base, m), other = writers.all(publish_both)
         assert other == (base, m)
         assert len(base.servers) == (2 if machines[1] else 0)
-        p = Puller(key=KEY, timeout_s=5)
+        p = Puller(key=KEY, timeout_s=60)
         p.pull(writers.urls[0], 0, m.digest)
         assert equal(p.tensors(), adapter(3))
         assert equal(p.base_tensors(), model(1))

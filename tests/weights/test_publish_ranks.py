@@ -31,7 +31,7 @@ def alone(versions: list[tuple[int, float]], **options: Any) -> list[dict[str, A
 
 
 def pulled(url: str, version: int, digest: str, puller: Puller | None = None) -> dict[str, torch.Tensor]:
-    puller = puller or Puller(key=KEY, timeout_s=5)
+    puller = puller or Puller(key=KEY, timeout_s=60)
     puller.pull(url, version, digest)
     return puller.tensors()
 

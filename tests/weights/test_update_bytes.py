@@ -24,7 +24,7 @@ def pulled(puller: Puller, writers: Writers, version: int, digest: str) -> int:
 @pytest.mark.parametrize("machines", [[0], [0, 0, 0], [0, 0, 1], [0, 1, 2]])
 def test_update_is_the_sum_over_machines(machines: list[int]) -> None:
     with Writers(len(machines), machines=machines) as writers:
-        puller = Puller(key=KEY, timeout_s=5)
+        puller = Puller(key=KEY, timeout_s=60)
         for version, (seed, share) in enumerate([(1, 1.0), (2, 0.02), (3, 0.02), (4, 1.0)]):
             manifest = writers.publish(version, seed, share)[0]["manifest"]
             received = pulled(puller, writers, version, manifest.digest)
@@ -44,7 +44,7 @@ def publish_half(state: State, version: int) -> str:
 
 def test_machine_without_a_delta_counts_with_all_its_rows() -> None:
     with Writers(2, machines=[0, 1]) as writers:
-        puller = Puller(key=KEY, timeout_s=5)
+        puller = Puller(key=KEY, timeout_s=60)
         for version in range(2):
             digest = writers.all(publish_half, version)[0]
             received = pulled(puller, writers, version, digest)

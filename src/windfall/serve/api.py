@@ -41,7 +41,7 @@ from windfall.controller.gateway.server import CLOSE_S, Gateway
 from windfall.controller.gateway.session import CallInFlight, GatewaySession
 from windfall.models.chat import Chat
 from windfall.serve import metrics, request_fields
-from windfall.serve.call_sampler import CallSampler, RequestChat, ServedModel
+from windfall.serve.call_sampler import CallSampler, Inbox, RequestChat, ServedModel
 from windfall.serve.host import Host
 from windfall.serve.request_fields import ServeFields
 
@@ -94,7 +94,8 @@ class ServeApi(Gateway):
         """Why no request is accepted any more; empty while they are."""
         most, read_s = self._limits.max_requests, self._limits.read_s
         intake = IntakeLimits.for_context(served.context, batches=True, read_s=read_s, requests=most)
-        super().__init__(CallSampler(host, served, stop, ServeFields()), tokenizer, chat, stop, intake)
+        self._inbox = Inbox()
+        super().__init__(CallSampler(host, served, stop, ServeFields(), self._inbox), tokenizer, chat, stop, intake)
         self.app.on_response_prepare.append(_mark_begun)
 
     async def listen(self, host: str, port: int, fix: str, **options: Any) -> int:
@@ -138,7 +139,9 @@ class ServeApi(Gateway):
         choices = list[CallInFlight]()
         for ids in [cache(partial(self._ids, prompt)) for prompt in prompts]:  # tokenized once for all choices
             for number in range(options.n):
-                sampler = CallSampler(self._host, self.served, self._stop, fields, number=number, arrival_s=arrival_s)
+                sampler = CallSampler(
+                    self._host, self.served, self._stop, fields, self._inbox, number=number, arrival_s=arrival_s
+                )
                 session = GatewaySession(
                     secrets.token_hex(12),
                     sampler,

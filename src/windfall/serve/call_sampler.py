@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
@@ -46,6 +48,31 @@ class RequestChat(Chat):
         return self._ids
 
 
+Arrived = asyncio.Queue[Chunk | WindfallError]
+
+
+class Inbox:
+    """From the host's thread to the event loop. A step has a chunk for every request: the loop is woken once for all
+    of them, because waking it costs the host's thread as much as a kernel launch."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Arrived, Chunk | WindfallError]] = deque()
+        self._woken = False
+
+    def put(self, loop: asyncio.AbstractEventLoop, to: Arrived, what: Chunk | WindfallError) -> None:
+        self._waiting.append((to, what))
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what is put from now on wakes the loop again
+        while self._waiting:
+            to, what = self._waiting.popleft()
+            to.put_nowait(what)
+
+
 class CallSampler:
     def __init__(
         self,
@@ -53,6 +80,7 @@ class CallSampler:
         served: ServedModel,
         stop: frozenset[int],
         fields: ServeFields,
+        inbox: Inbox,
         *,
         number: int = 0,
         arrival_s: float | None = None,
@@ -65,6 +93,7 @@ class CallSampler:
         self._host = host
         self._stop = stop
         self._fields = fields
+        self._inbox = inbox
         self._number = number
         self._arrival_s = arrival_s
 
@@ -73,12 +102,8 @@ class CallSampler:
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         fields = self._fields
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Chunk | WindfallError]()
-
-        def listen(what: Chunk | WindfallError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(arrived.put_nowait, what)
-
+        arrived = Arrived()
+        listen = partial(self._inbox.put, asyncio.get_running_loop(), arrived)
         asked = Request(
             id=request.session,
             prompt=request.prompt,

@@ -126,7 +126,7 @@ def test_call_that_ignores_its_cancellation_is_killed_while_others_are_answered(
     async def main() -> None:
         async with hosting(hostile.Stubborn) as pool:
             hang = asyncio.create_task(failure(ask(pool, 1, "hang", 0.4)))
-            deadline = time.monotonic() + 10.0
+            deadline = time.monotonic() + 120.0
             while not hang.done() and time.monotonic() < deadline:
                 assert (await ask(pool, 2)).reward == 1.0
             assert hang.done()

@@ -171,7 +171,7 @@ class TwoMachines:
     def finish(self, **ranks: subprocess.Popen[bytes]) -> None:
         assert self.trainer.wait(240) == 0, self.out.read_text()
         for name, process in ranks.items():
-            assert process.wait(30) == 0, (self._folder / name / "out.txt").read_text()
+            assert process.wait(240) == 0, (self._folder / name / "out.txt").read_text()
             assert not (self._folder / name / "logs" / "checkpoints").exists()
 
     def kill(self) -> None:
@@ -208,7 +208,7 @@ def test_machine_is_lost_and_replaced(tmp_path: Path, two_networks: tuple[str, l
         two.wait_for_start(3)
         assert (first.poll(), second.poll()) == (None, None)
         second.terminate()
-        assert second.wait(30) == 0, (tmp_path / "second" / "out.txt").read_text()
+        assert second.wait(240) == 0, (tmp_path / "second" / "out.txt").read_text()
         two.finish(first=first, third=two.join(1, "third"))
         assert one.wait(240) == 0, (tmp_path / "one" / "out.txt").read_text()
     finally:

@@ -12,12 +12,12 @@ tokens are decoded.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from windfall.controller.gateway import protocol
@@ -175,8 +175,8 @@ class EventStream:
         async with self._sending, asyncio.timeout(self._write_s):
             if not self.begun:
                 await self._response.prepare(self._request)
-            for event in events:
-                await self._response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            if events:
+                await self._response.write(b"".join(b"data: %b\n\n" % msgspec.json.encode(e) for e in events))
 
     async def end(self, last: bytes = b"") -> web.StreamResponse:
         async with asyncio.timeout(self._write_s):

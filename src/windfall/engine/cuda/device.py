@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from windfall.engine.cuda.decoder import Decoder
-from windfall.engine.cuda.graphs import GraphKey, Graphs, PrefillKey, batch_for, prefill_rows
+from windfall.engine.cuda.graphs import GraphKey, Graphs, PrefillKey, SampleKey, batch_for, prefill_rows
 from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.splits import pack_spans, prefill_tile, spans_size
 from windfall.engine.cuda.state import RUNS, DeviceState, KVPool, PrefixGroups, Spans, Texts, section
@@ -115,6 +115,11 @@ class DeviceRunner:
         self._max_rows = max_rows
         most = self._prefill_key(max_rows, 1)
         self._prefill_input = torch.zeros(spans_size(most.rows, most.tiles), dtype=torch.int32, device=self.device)
+        self._prefilled = [
+            torch.zeros(most.rows, size, dtype=decoder.dtype, device=self.device) for size in decoder.sizes
+        ]
+        self._after_prefill: Graphs[SampleKey] = Graphs(self._sample_prefilled, self.device)
+        self._wanted, self._wanted_slots = (section(self.buffer, host_state, n) for n in ("wanted", "wanted_slots"))
         self.batches: list[int] = []
         """Batch sizes to use, in ascending order; empty: as in graphs.py. With few sizes, few graphs are captured."""
         self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count if self._pinned else 1
@@ -125,36 +130,39 @@ class DeviceRunner:
         self._launches += 1
         row = ring_index * self._launch_rows
         key = self.graph_key(work)
-        counts = [p.stop - p.start for p in work.prefill]
-        prefill_key = self._prefill_key(sum(counts), max(counts)) if counts else None
+        prefill_key, sample_key = self._prefill_keys(work.prefill)
         if work.steps:  # captured before the launch is timed
             self._graphs.prepare(key)
         if prefill_key:
             self._prefills.prepare(prefill_key)
+        if sample_key:
+            self._after_prefill.prepare(sample_key)
         began = event = None
         if self._pinned:
             began = torch.cuda.Event(enable_timing=True)
             began.record()
+        spans: list[np.ndarray] = []
+        if prefill_key:
+            rows_each = self._rows_each(prefill_key.tile)
+            packed, wanted, slots = prefill_arrays(work.prefill, prefill_key, rows_each, self.host_state.slots)
+            spans = [packed]
+            if sample_key:
+                self.host_state.set_wanted(wanted, slots, sample_key.batch)
         if work.steps:
             self.host_state.set_rows(work.slots, key.batch)
             if key.prefix_groups:
                 self.host_state.set_prefix_groups(work.prefix_groups, key.batch, key.prefix_groups)
-            self.host_state.set_ring_row(row + 1)
+        self.host_state.set_ring_row(row if sample_key else row + 1)
         changes = [*self.host_state.take_changes(), *self._text_changes()]
-        if prefill_key:
-            changes += prefill_arrays(
-                work.prefill, prefill_key, self._rows_each(prefill_key.tile), self.host_state.slots
-            )
-        indices, values, text_indices, text_values, *prefill = self._upload(ring_index, changes)
+        indices, values, text_indices, text_values, *on_device = self._upload(ring_index, [*changes, *spans])
         self.buffer.index_copy_(0, indices.long(), values)
         if self.texts is not None and len(text_indices):
             self.texts.data.index_copy_(0, text_indices.long(), text_values)
         if prefill_key:
-            spans, wanted, slots = prefill
-            self._prefill_input[: len(spans)].copy_(spans)
-            attended, residual = self._prefills.run(prefill_key)
-            truncate = any(truncates(p.sequence.request.sampling) for p in work.prefill if p.samples)
-            self._sample_prefilled(attended, residual, wanted, slots, truncate, self._ring[row : row + 1])
+            self._prefill_input[: len(on_device[0])].copy_(on_device[0])
+            self._prefills.run(prefill_key)
+        if sample_key:
+            self._after_prefill.run(sample_key)
         if work.steps:
             self._graphs.run(key, work.steps)
         used = slice(row, row + 1 + work.steps * work.width)
@@ -188,9 +196,12 @@ class DeviceRunner:
     def graph_key(self, work: Launch) -> GraphKey:
         truncate = any(truncates(s.request.sampling) for s in work.rows)
         shared = int(work.prefix_groups[:, 2].max(initial=0))
-        rows = len(work.rows)
-        batch = next((size for size in self.batches if size >= rows), batch_for(rows))
+        batch = self._batch(len(work.rows))
         return self._graph_key(batch, work.longest, truncate, len(work.prefix_groups), shared, work.width)
+
+    def _batch(self, rows: int) -> int:
+        """The batch size for this number of rows."""
+        return next((size for size in self.batches if size >= rows), batch_for(rows))
 
     def _graph_key(
         self, batch: int, longest: int, truncate: bool, prefix_groups: int = 0, shared: int = 0, width: int = 1
@@ -217,35 +228,25 @@ class DeviceRunner:
         rows = {prefill_rows(n) for n in range(1, self._max_rows + 1)} if shorter else {min(64, self._max_rows)}
         for key in {self._prefill_key(n, longest) for n in rows for longest in (1, n)}:
             self._prefills.prepare(key)
-        attended, residual = (
-            torch.zeros(1, n, dtype=self.decoder.dtype, device=self.device) for n in self.decoder.sizes
-        )
-        first, padding, out = torch.zeros_like(self._rows[:1]), self._padding_rows[:1], torch.empty_like(self._ring[:1])
-        self._sample_prefilled(attended, residual, first, padding, False, out)
+        for batch in batches:
+            self._after_prefill.prepare(SampleKey(batch, False))
 
     def set_decoder(self, decoder: Decoder) -> None:
         """Use this decoder from now on, because the module's weights have moved."""
         self._graphs.drop()
         self._prefills.drop()
+        self._after_prefill.drop()
         self.decoder = decoder
         decoder.build_rotary_tables(self._positions)
 
     def _step(self, key: GraphKey, dry: bool) -> None:
-        rows, ops = (self._padding_rows if dry else self._rows)[: key.batch], self.decoder.ops
+        rows = (self._padding_rows if dry else self._rows)[: key.batch]
         logits, expected = self.decoder.decode(
             rows, self.state, self.pool, key.splits, self._prefix_groups_for(key, dry), self.texts, key.width
         )
-        tokens, logprobs = self._samples(key.batch * key.width)
-        ops.sample(logits, rows, self.state, tokens, logprobs, key.truncate, key.width)
-        out, out_row = (
-            (torch.empty_like(self._ring[: key.width]), self._first_row) if dry else (self._ring, self._ring_row)
-        )
-        expected = None if self.texts is None else expected
-        ops.accept(rows, self.state, self.texts, tokens, logprobs, expected, out, out_row, key.width)
+        self._sample(logits, rows, key.truncate, None if self.texts is None else expected, key.width, dry)
         if self.texts is not None:
-            ops.find_matches(rows, self.state, self.texts)
-        if not dry:
-            self._ring_row.add_(key.width)
+            self.decoder.ops.find_matches(rows, self.state, self.texts)
 
     def _samples(self, count: int) -> tuple[Tensor, Tensor]:
         """Memory for this number of tokens and log-probs."""
@@ -264,6 +265,13 @@ class DeviceRunner:
             splits=key.prefix_splits,
         )
 
+    def _prefill_keys(self, prefill: Sequence[ScheduledRows]) -> tuple[PrefillKey | None, SampleKey | None]:
+        """Keys of the two graphs of a prefill; None: it has no rows, or samples nothing."""
+        counts = [p.stop - p.start for p in prefill]
+        sampling = [p.sequence.request.sampling for p in prefill if p.samples]
+        key = SampleKey(self._batch(len(sampling)), any(map(truncates, sampling))) if sampling else None
+        return self._prefill_key(sum(counts), max(counts)) if counts else None, key
+
     def _prefill_key(self, rows: int, longest: int) -> PrefillKey:
         """`longest`: rows of the longest chunk."""
         size, tile = min(prefill_rows(rows), self._max_rows), prefill_tile(longest, self.decoder.dtype.itemsize)
@@ -273,24 +281,30 @@ class DeviceRunner:
         """Rows of a tile of this many queries."""
         return max(1, tile // (self.decoder.heads // self.decoder.kv_heads))
 
-    def _prefill_pass(self, key: PrefillKey, dry: bool) -> tuple[Tensor, Tensor]:
+    def _prefill_pass(self, key: PrefillKey, dry: bool) -> None:
         buffer = torch.zeros_like(self._prefill_input) if dry else self._prefill_input
         spans = Spans.of(buffer, key.rows, key.tiles, key.tile)
         if dry:
             spans.slot.fill_(self.host_state.slots)
-        return self.decoder.prefill(spans, self.state, self.pool)
+        for kept, new in zip(self._prefilled, self.decoder.prefill(spans, self.state, self.pool), strict=True):
+            kept[: key.rows].copy_(new)
 
-    def _sample_prefilled(
-        self, attended: Tensor, residual: Tensor, wanted: Tensor, slots: Tensor, truncate: bool, out: Tensor
+    def _sample_prefilled(self, key: SampleKey, dry: bool) -> None:
+        """Sample the tokens after the wanted rows of a prefill."""
+        wanted, slots = (self._no_groups, self._padding_rows) if dry else (self._wanted, self._wanted_slots)
+        attended, residual = (kept.index_select(0, wanted[: key.batch]) for kept in self._prefilled)
+        self._sample(self.decoder.logits(attended, residual), slots[: key.batch], key.truncate, None, 1, dry)
+
+    def _sample(
+        self, logits: Tensor, rows: Tensor, truncate: bool, expected: Tensor | None, width: int, dry: bool
     ) -> None:
-        """Sample the tokens after the rows `wanted` of a prefill, and write them to `out` (1, 2, batch). `slots`: of
-        these rows."""
-        if not len(slots):
-            return
-        logits = self.decoder.logits(attended.index_select(0, wanted), residual.index_select(0, wanted))
-        tokens, logprobs = self._samples(len(slots))
-        self.decoder.ops.sample(logits, slots, self.state, tokens, logprobs, truncate)
-        self.decoder.ops.accept(slots, self.state, self.texts, tokens, logprobs, None, out, self._first_row, 1)
+        """Sample `width` tokens for every row's slot, accept those that were expected, and write them to the ring."""
+        tokens, logprobs = self._samples(len(logits))
+        self.decoder.ops.sample(logits, rows, self.state, tokens, logprobs, truncate, width)
+        out, at = (torch.empty_like(self._ring[:width]), self._first_row) if dry else (self._ring, self._ring_row)
+        self.decoder.ops.accept(rows, self.state, self.texts, tokens, logprobs, expected, out, at, width)
+        if not dry:
+            self._ring_row.add_(width)
 
     def _upload(self, ring_index: int, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Upload all arrays in one copy, from host memory that no launch in flight reads."""

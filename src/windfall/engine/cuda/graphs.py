@@ -1,14 +1,13 @@
-"""The forward passes of the engine as CUDA graphs: one decode step, or one prefill.
+"""What the engine runs as CUDA graphs: one decode step, or one prefill.
 
 A graph is identified by its key, which has everything that is not data. A decode step: the number of responses, whether
 any of them uses top-k or top-p, the number of splits of a context, the number of prefix groups, the number of splits of
-a prefix, and the rows of every response. A prefill: its rows, and how attention divides them. Each graph is captured
-when it is first needed, and replayed from then on: it costs the host one call. All graphs of one `Graphs` share one
-memory pool, because they run one after the other.
+a prefix, and the rows of every response. A prefill: its rows, and how attention divides them; then its tokens are
+sampled in a graph of their own. Each graph is captured when it is first needed, and replayed from then on: it costs the
+host one call. All graphs of one `Graphs` share one memory pool, because they run one after the other.
 
 Rules:
 - a captured pass always reads and writes the same addresses: graphs are dropped when an address changes;
-- what a captured pass returns is valid until the next one of the same `Graphs`;
 - before the capture, the pass runs once with padding rows, so that every kernel is compiled and no state changes;
 - without a GPU the pass is simply called.
 """
@@ -53,6 +52,13 @@ class PrefillKey(NamedTuple):
     tiles: int  # upper limit for the number of tiles
 
 
+class SampleKey(NamedTuple):
+    """The tokens after a prefill."""
+
+    batch: int
+    truncate: bool
+
+
 def prefill_rows(rows: int) -> int:
     """The smallest size of a prefill with room for this number of rows: four sizes between two powers of two.
 
@@ -63,30 +69,30 @@ def prefill_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-Key = TypeVar("Key", GraphKey, PrefillKey)
+Key = TypeVar("Key", GraphKey, PrefillKey, SampleKey)
 
 
 class Graphs(Generic[Key]):
-    def __init__(self, run_pass: Callable[[Key, bool], Any], device: torch.device) -> None:
+    def __init__(self, run_pass: Callable[[Key, bool], None], device: torch.device) -> None:
         """`run_pass(key, dry)` runs one pass on the current stream. `dry`: with padding rows only."""
         self._pass = run_pass
         self._device = device
-        self._captured: dict[Key, tuple[Any, Any]] = {}
+        self._captured: dict[Key, Any] = {}
         self._memory: Any = None
         self._side: Any = None  # the stream for all captures: cuBLAS allocates memory for every stream it is used on
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def run(self, key: Key, times: int = 1) -> Any:
-        """Run the pass so often. Returns what the pass returns."""
+    def run(self, key: Key, times: int = 1) -> None:
         if self._device.type != "cuda":
-            return [self._pass(key, False) for _ in range(times)][-1]
+            for _ in range(times):
+                self._pass(key, False)
+            return
         self.prepare(key)
-        graph, result = self._captured[key]
+        graph = self._captured[key]
         for _ in range(times):
             graph.replay()
-        return result
 
     def prepare(self, key: Key) -> None:
         """Capture the graph unless that was done before."""
@@ -102,11 +108,11 @@ class Graphs(Generic[Key]):
             # Other threads (the one that pulls weights, for example) continue to call CUDA meanwhile.
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             try:
-                result = self._pass(key, False)
+                self._pass(key, False)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(side)
-        self._captured[key] = graph, result
+        self._captured[key] = graph
 
     def drop(self) -> None:
         """Forget all graphs, because addresses have changed."""

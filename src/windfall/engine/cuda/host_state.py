@@ -28,7 +28,7 @@ class HostState:
         self.sizes = {
             "last": s, "length": s, "left": s, "position": s, "seed": 2 * s, "temperature": s, "top_k": s, "top_p": s,
             "stop": s * STOPS, "table": s * pages_each, "rows": batch, "ring_row": 2, "shared_tokens": batch,
-            "group_first": batch, "group_count": batch, "group_tokens": batch,
+            "group_first": batch, "group_count": batch, "group_tokens": batch, "wanted": batch, "wanted_slots": batch,
             "text_row": s, "text_family": s, "match": 2 * s, "run": s, "search": s,
         }  # fmt: skip
         self.offsets: dict[str, int] = {}
@@ -88,8 +88,15 @@ class HostState:
             new[: len(column)] = column
             self._replace(name, new)
 
+    def set_wanted(self, rows: np.ndarray, slots: np.ndarray, batch: int) -> None:
+        """Set the rows of the next prefill after which tokens are sampled, and their slots, padded to `batch`."""
+        for name, values, padding in (("wanted", rows, 0), ("wanted_slots", slots, self.slots)):
+            new = np.full(batch, padding, np.int32)
+            new[: len(values)] = values
+            self._replace(name, new)
+
     def set_ring_row(self, row: int) -> None:
-        """Set the row of the ring that receives the tokens of the next step."""
+        """Set the row of the ring that receives the next tokens."""
         self._write(self.offsets["ring_row"], (row, 0))
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray]:

@@ -169,6 +169,10 @@ class PagedEngine(Engine):
         """Whether a launch with a prefill has only one decode step: its tokens come sooner. The default with `kv`."""
         self._scheduler.single_step_with_prefill = alone
 
+    def decode_after(self, prefills: int) -> None:
+        """Upper limit for the launches from one decode step to the next while prompts wait for room in a launch."""
+        self._scheduler.prefills_per_decode = prefills
+
     def check(self) -> None:
         self._scheduler.check()
         live = {id(s) for s in self.sequences}

@@ -5,7 +5,8 @@ has a row in every burst of steps until all tokens that it may generate have bee
 at most `_planned` tokens of a slot will be in the KV cache when all launches have run, and it has pages for all of
 them. How many there will be is known when a launch is collected, because drafted tokens may be wrong.
 
-- a burst has `burst` steps, but only one while prompts wait for room in a launch, and fewer if pages run out;
+- a burst has `burst` steps, and fewer if pages run out. While prompts wait for room in a launch, only one launch of
+  `prefills_per_decode` has a decode step, and only one: a step takes as long for few responses as for many;
 - with `one_batch`, prefill and decode are one forward pass: a launch has one step, a prefilled sequence decodes in the
   next launch, and nothing is in flight when a launch is planned. Otherwise the prefill comes before the burst;
 - launches run in order, so the next launch may use pages that the host has freed, even if the device still writes
@@ -123,6 +124,8 @@ class Scheduler:
         self._one_batch = one_batch
         self.single_step_with_prefill = False
         """A launch with a prefill has one decode step: its tokens come sooner, and its time is that of one step."""
+        self.prefills_per_decode = 8
+        self._prefills_alone = 0
         self.running: dict[Sequence, None] = {}  # in order of arrival; a dict, because sequences finish in any order
         self.waiting: deque[Sequence] = deque()
         self.counters = Counters()
@@ -177,16 +180,21 @@ class Scheduler:
             steps = self.burst if most_steps is None else min(self.burst, most_steps)
             if crowded or (prefill and self.single_step_with_prefill):
                 steps = 1
+            alone = crowded and bool(prefill) and self._prefills_alone + 1 < self.prefills_per_decode
+            self._prefills_alone = self._prefills_alone + 1 if alone else 0
             may_evict = not in_flight and not prefill
-            slots, steps, width = self._plan_burst(steps, width, may_evict=may_evict, most_rows=most_rows)
+            if alone:
+                slots, steps = np.zeros(0, np.int64), 0
+            else:
+                slots, steps, width = self._plan_burst(steps, width, may_evict=may_evict, most_rows=most_rows)
         if not prefill and not steps:
             return None
         rows = [s for n in slots.tolist() if (s := self._by_slot[n])]
         prefix_groups = self._prefix_groups(slots)
-        alone = self._end[slots]
+        own = self._end[slots]
         for first, count, tokens in prefix_groups.tolist():
-            alone[first : first + count] -= tokens
-        longest = int(alone.max()) if steps else 0
+            own[first : first + count] -= tokens
+        longest = int(own.max()) if steps else 0
         count = len(slots) * width + sum(p.stop - p.start for p in prefill)
         context = int(self._planned[slots].sum()) + sum(p.stop for p in prefill)
         return Launch(

@@ -30,7 +30,7 @@ from windfall.engine.torch.arena import Arena
 from windfall.errors import WindfallError
 from windfall.serve.memory_policy import MemoryPolicy, MemoryState
 from windfall.serve.metrics import Metric, ServeMetrics, family
-from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, objective_slack_s, steps_allowed
+from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, objective_slack_s, prefills_allowed, steps_allowed
 from windfall.step_time import LearnedStepTime
 from windfall.types import Chunk, Request
 
@@ -268,6 +268,8 @@ class Host:
         if engine.burst > 1:
             rows, context = self._serving_shape()
             steps = steps_allowed(LAUNCH_S, LAUNCH_S, self.serving_time, rows, context, engine.burst)
+            prefill_s = self.serving_time.upper_s(self._max_rows, context + self._max_rows, True)
+            engine.decode_after(prefills_allowed(self.objectives, prefill_s))
         chunks = engine.step(None, steps)
         now_s = self._clock()
         took_s = engine.device_s or now_s - began_s

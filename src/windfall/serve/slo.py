@@ -36,6 +36,7 @@ from windfall.step_time import LearnedStepTime
 
 CHUNK = 512
 FIRST_ROWS = 16
+MAX_PREFILLS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +162,16 @@ def rows_allowed(
     if rows == 0 and idle and ahead_s <= 0.0:
         return 1  # a single row takes longer than `idle_s`; without requests the rollout still makes progress
     return 0 if growing and 2 * rows < load.running + load.waiting else rows
+
+
+def prefills_allowed(objectives: Objectives, prefill_s: float) -> int:
+    """How many launches may prefill before the next decode step, while prompts wait: as many as take a quarter of the
+    time per token. A decode step for half of the requests takes almost as long as one for all of them.
+
+    >>> [prefills_allowed(Objectives(tpot_s=0.1), s) for s in (0.0, 0.002, 0.01, 0.5)]
+    [1, 8, 2, 1]
+    """
+    return max(1, min(MAX_PREFILLS, int(objectives.tpot_s / 4 / prefill_s))) if prefill_s else 1
 
 
 def steps_allowed(slack: float, launch_s: float, time: LearnedStepTime, rows: int, context: int, burst: int) -> int:

@@ -364,9 +364,11 @@ def test_prefix_groups_that_save_too_little_are_not_used() -> None:
         assert run.engine._pending[0].work.longest == 34 - 28 * bool(prefix_groups)
 
 
-def test_waiting_prompts_shorten_bursts_until_all_are_admitted() -> None:
-    run = EngineRun(kv_tokens=4096, page_size=16, max_running=32, max_rows=64)
-    for n in range(16):
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_while_prompts_wait_few_launches_decode(every: int) -> None:
+    run = EngineRun(kv_tokens=4096, page_size=16, max_running=48, max_rows=64)
+    run.engine.decode_after(every)
+    for n in range(40):
         run.add(prompt=tuple(range(n + 3, n + 33)), seed=n, max_tokens=50)
     steps = []
     launch = run.engine._device.launch
@@ -374,6 +376,6 @@ def test_waiting_prompts_shorten_bursts_until_all_are_admitted() -> None:
     while len(run.engine):
         run.step()
     prefills = steps.index(8)
-    assert set(steps[:prefills]) <= {0, 1}
-    assert prefills >= 16 * 30 // 64 - 1
+    assert prefills >= 40 * 30 // 64 - 1
+    assert steps[: 2 * every] == ([0] * (every - 1) + [1]) * 2
     assert set(steps[prefills:]) <= {8, 4, 2, 1, *range(1, 8)}

@@ -90,7 +90,8 @@ class GraphEngine(PagedEngine):
             host_state=host_state,
             sharing=replace(sharing, max_rows=min(sharing.max_rows, fit.max_rows)) if sharing else fit,
         )
-        scheduler.single_step_with_prefill = kv is not None
+        if kv is not None:
+            scheduler.single_step_with_prefill, scheduler.prefills_per_decode = True, 1
         super().__init__(model, scheduler, version=version, limit=each * page_size - 1, kv=kv)
         self.capabilities = replace(self.capabilities, drafts=texts is not None)
         self._texts = texts

@@ -14,7 +14,7 @@ from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec
 from windfall.serve.host import ROLLOUT, SERVING, Host
-from windfall.serve.slo import Objectives
+from windfall.serve.slo import LEAST_ROWS, Objectives
 
 if TYPE_CHECKING:
     from windfall.engine.cuda.ready_weights import ReadyWeights
@@ -32,14 +32,20 @@ LEAST_BLOCKS = 32
 """Least number of blocks. Fewer blocks are larger: pages of a rollout model with more layers fit into them, too."""
 
 
-def serving_spec(model: Any, dtype: str, *, context: int, max_running: int, kv_tokens: int) -> EngineSpec:
+GPU_ROWS = 8192
+"""Rows of the largest step of serving on a GPU, if it is fast enough for them (slo.py)."""
+
+
+def serving_spec(
+    model: Any, dtype: str, *, context: int, max_running: int, kv_tokens: int, device: str = "cpu"
+) -> EngineSpec:
     return EngineSpec(
         model_config=model.config.to_json_string(use_diff=False),
         dtype=dtype,
         kv_tokens=kv_tokens,
         page_size=16,
         max_running=max_running,
-        max_rows=2048,
+        max_rows=GPU_ROWS if device.startswith("cuda") else LEAST_ROWS,
         deterministic=False,
         longest=context,
         wanted=max_running,

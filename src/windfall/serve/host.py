@@ -30,7 +30,7 @@ from windfall.engine.torch.arena import Arena
 from windfall.errors import WindfallError
 from windfall.serve.memory_policy import MemoryPolicy, MemoryState
 from windfall.serve.metrics import Metric, ServeMetrics, family
-from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, objective_slack_s, prefills_allowed, steps_allowed
+from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, objective_slack_s, prefill_allowed, steps_allowed
 from windfall.step_time import LearnedStepTime
 from windfall.types import Chunk, Request
 
@@ -101,7 +101,8 @@ class Host:
         self._pages = engine.kv.pages
         self.arena = arena
         self.objectives = objectives
-        self._max_rows = max_rows
+        self._max_rows = self._step_rows = max_rows
+        """Upper limits for the rows of a step of serving: of any, and of the next."""
         self.policy = MemoryPolicy(arena.blocks.layout.count)
         self.serving_time = LearnedStepTime()
         self.rollout_time = LearnedStepTime()
@@ -262,15 +263,16 @@ class Host:
 
     def _step_serving(self) -> None:
         evicted = self.rollout.evicted if self.rollout is not None else 0
-        engine, steps = self.engine, 1
+        engine, steps, most_rows = self.engine, 1, None
         engine.depth = AHEAD
         began_s = self._clock()
         if engine.burst > 1:
             rows, context = self._serving_shape()
             steps = steps_allowed(LAUNCH_S, LAUNCH_S, self.serving_time, rows, context, engine.burst)
-            prefill_s = self.serving_time.upper_s(self._max_rows, context + self._max_rows, True)
-            engine.decode_after(prefills_allowed(self.objectives, prefill_s))
-        chunks = engine.step(None, steps)
+            most_rows, prefills = prefill_allowed(self.objectives, self.serving_time, context, self._max_rows)
+            engine.decode_after(prefills)
+            self._step_rows = most_rows
+        chunks = engine.step(most_rows, steps)
         now_s = self._clock()
         took_s = engine.device_s or now_s - began_s
         self.metrics.serving_seconds += took_s
@@ -361,7 +363,7 @@ class Host:
             last_tokens_s=tuple(last_tokens_s),
             lent_s=tuple(lent_s),
             context=context,
-            max_rows=self._max_rows,
+            max_rows=self._step_rows,
             serving_ahead_s=ahead_s(self.engine, self.serving_time),
             rollout_ahead_s=ahead_s(self.rollout.engine, self.rollout_time) if self.rollout is not None else 0.0,
         )

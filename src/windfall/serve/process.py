@@ -80,7 +80,7 @@ def main(options: ServeOptions) -> None:
     stop = text_for(tokenizer, model, {}).stop
     longest = getattr(model.config, "max_position_embeddings", None) or 4096
     spec = build.serving_spec(
-        model, dtype, context=longest, max_running=options.max_running, kv_tokens=options.kv_tokens
+        model, dtype, context=longest, max_running=options.max_running, kv_tokens=options.kv_tokens, device=device
     )
     host = build.build_host(spec, model, device, options.objectives, share=options.memory, tell=_tell)
     served = ServedModel(

@@ -36,6 +36,8 @@ from windfall.step_time import LearnedStepTime
 
 CHUNK = 512
 FIRST_ROWS = 16
+LEAST_ROWS = 2048
+"""A step of serving may always have so many rows."""
 MAX_PREFILLS = 8
 
 
@@ -76,7 +78,7 @@ class ServingLoad:
     one whose first token is being computed."""
     context: int = 0
     """Tokens of all running requests."""
-    max_rows: int = 2048
+    max_rows: int = LEAST_ROWS
     """Rows of the largest serving step: a longer prompt takes several steps."""
     serving_ahead_s: float = 0.0
     rollout_ahead_s: float = 0.0
@@ -164,14 +166,22 @@ def rows_allowed(
     return 0 if growing and 2 * rows < load.running + load.waiting else rows
 
 
-def prefills_allowed(objectives: Objectives, prefill_s: float) -> int:
-    """How many launches may prefill before the next decode step, while prompts wait: as many as take a quarter of the
-    time per token. A decode step for half of the requests takes almost as long as one for all of them.
+def prefill_allowed(objectives: Objectives, serving: LearnedStepTime, context: int, max_rows: int) -> tuple[int, int]:
+    """How many rows a step of serving may have, prefill included, and how many launches may prefill before the next
+    decode step, while prompts wait: as many as take a quarter of the time per token. Many rows are faster than few, and
+    a decode step for half of the requests takes almost as long as one for all of them. `context`: tokens of all running
+    requests.
 
-    >>> [prefills_allowed(Objectives(tpot_s=0.1), s) for s in (0.0, 0.002, 0.01, 0.5)]
-    [1, 8, 2, 1]
+    >>> time = LearnedStepTime()
+    >>> for rows in (500, 1000, 1500, 2000):
+    ...     time.observe(0.005 + rows * 5e-6, rows, 0, True)
+    >>> [prefill_allowed(Objectives(tpot_s=s), time, 0, 8192) for s in (0.02, 0.1, 0.8)]
+    [(2048, 1), (3499, 1), (8192, 3)]
     """
-    return max(1, min(MAX_PREFILLS, int(objectives.tpot_s / 4 / prefill_s))) if prefill_s else 1
+    most_s = objectives.tpot_s / 4
+    rows = max(min(max_rows, serving.most_rows(most_s, prefill=True)), min(max_rows, LEAST_ROWS))
+    prefill_s = serving.upper_s(rows, context + rows, True)
+    return rows, max(1, min(MAX_PREFILLS, int(most_s / prefill_s))) if prefill_s else 1
 
 
 def steps_allowed(slack: float, launch_s: float, time: LearnedStepTime, rows: int, context: int, burst: int) -> int:

@@ -22,6 +22,10 @@ from tests.support import import_server
 from windfall.processes import fork_client, parent_death
 from windfall.run import cli
 
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # in a background job of a shell, as would every process of a test
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 SMALL = """
 [run]
 name = "small"

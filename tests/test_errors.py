@@ -60,7 +60,7 @@ def test_first_error_of_a_callback_or_task_is_raised(
         return await waits()
 
     with pytest.raises(KeyError, match="unexpected"):
-        asyncio.run(asyncio.wait_for(errors.guard(main()), 10))
+        asyncio.run(asyncio.wait_for(errors.guard(main()), 240))
     assert any(record.exc_info for record in caplog.records), "the traceback is logged"
 
 
@@ -90,7 +90,7 @@ def test_error_during_cleanup_does_not_hide_the_original_error(swallows: bool) -
             await cleanup()
 
     with pytest.raises(WindfallError, match="the disk is full"):
-        asyncio.run(asyncio.wait_for(errors.guard(main()), 10))
+        asyncio.run(asyncio.wait_for(errors.guard(main()), 240))
 
 
 def test_error_reported_just_before_the_end_is_raised() -> None:

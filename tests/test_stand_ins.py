@@ -60,7 +60,7 @@ def attend(run: Path, pid: int, monkeypatch: pytest.MonkeyPatch, rollout: Any) -
         hello: Any = SimpleNamespace(facts={"pid": pid})
         await control._attend_trainer(ours, hello)
 
-    asyncio.run(asyncio.wait_for(story(), 10))
+    asyncio.run(asyncio.wait_for(story(), 240))
 
 
 def test_rollout_of_a_lost_trainers_version_ends_when_the_next_one_connects(

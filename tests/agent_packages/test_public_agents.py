@@ -39,7 +39,7 @@ def test_package_uses_tools_and_finishes(program: AgentProgram) -> None:
             session = gateway.open("0/0", max_tokens=1000)
             variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": "scripted"}
             never: Any = asyncio.get_running_loop().create_future()
-            exit = await asyncio.wait_for(launcher.run({"index": 0}, variables, never), 60)
+            exit = await asyncio.wait_for(launcher.run({"index": 0}, variables, never), 240)
             assert (exit.code, exit.value) == (0, 1.0), exit.output
             segments = await close(gateway, session)
         rewrites = "smol" in program.function  # it writes tool calls into its history in its own words

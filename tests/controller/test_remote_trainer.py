@@ -43,7 +43,7 @@ async def answer(link: MemoryLink, reply: object) -> None:
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+    asyncio.run(asyncio.wait_for(scenario, 240))
 
 
 def test_request_is_answered() -> None:

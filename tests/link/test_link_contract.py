@@ -81,7 +81,7 @@ def test_waiting_sender_is_interrupted_by_a_close(links: Links, closing_end: str
             started = quiet_loop.now_s()
             await (ours if closing_end == "ours" else theirs).close("enough")  # no reader, as with a frozen peer
             with pytest.raises(LinkClosed):
-                await asyncio.wait_for(sending, 5)
+                await asyncio.wait_for(sending, 240)
             assert quiet_loop.now_s() - started < 2.0, "longer than the limit of the closing handshake"
 
     asyncio.run(run())
@@ -96,7 +96,7 @@ def test_close_is_seen_at_once_with_its_reason(links: Links) -> None:
             started = quiet_loop.now_s()
             await ours.close("the run is over")
             with pytest.raises(LinkClosed, match="the run is over"):
-                await asyncio.wait_for(waiting, 5)
+                await asyncio.wait_for(waiting, 240)
             assert quiet_loop.now_s() - started < AT_ONCE_S
 
     asyncio.run(run())
@@ -114,7 +114,7 @@ def test_receiver_on_the_closing_end_is_interrupted(links: Links) -> None:
             await ours.close("silent for 8 s")
             for task in (waiting, reading):
                 with pytest.raises(LinkClosed):
-                    await asyncio.wait_for(task, 5)
+                    await asyncio.wait_for(task, 240)
             assert quiet_loop.now_s() - started < AT_ONCE_S
 
     asyncio.run(run())
@@ -144,7 +144,7 @@ def test_message_right_before_a_close_arrives(links: Links) -> None:
             await asyncio.sleep(0.05)
             await ours.send(left("the last message"))
             closing = asyncio.create_task(ours.close())
-            assert await asyncio.wait_for(reading, 5) == left("the last message")
+            assert await asyncio.wait_for(reading, 240) == left("the last message")
             with pytest.raises(LinkClosed):
                 await theirs.receive()
             await closing
@@ -207,7 +207,7 @@ def test_dead_peer_is_detected_at_once(sockets: Links) -> None:
             started = quiet_loop.now_s()
             ours._socket._response.connection.transport.abort()
             with pytest.raises(LinkClosed) as caught:
-                await asyncio.wait_for(waiting, 5)
+                await asyncio.wait_for(waiting, 240)
             assert not isinstance(caught.value, BadFrame)
             assert quiet_loop.now_s() - started < AT_ONCE_S
             with pytest.raises(LinkClosed):

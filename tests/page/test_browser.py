@@ -202,7 +202,7 @@ def test_fifty_viewers_and_a_stuck_one(page: Any, served: Served, tmp_path: Path
                 viewers = [asyncio.create_task(follow()) for _ in range(50)]
                 await asyncio.sleep(2.0)
                 append(tmp_path / "case", step(70, 6))
-                return await asyncio.wait_for(asyncio.gather(*viewers), 15)
+                return await asyncio.wait_for(asyncio.gather(*viewers), 240)
 
     page.goto(served.url)
     with ThreadPoolExecutor(1) as pool:  # playwright has a loop of its own in this thread

@@ -67,7 +67,7 @@ def within(tmp_path: Path, toy_env: dict[str, str]) -> Callable[..., None]:
                         name=name, argv=["windfall", code, *args], env=env or {}, log=tmp_path / f"{name}.log"
                     )
 
-                await asyncio.wait_for(test(client, start), 60)
+                await asyncio.wait_for(test(client, start), 240)
 
         asyncio.run(main())
 

@@ -50,7 +50,7 @@ def with_client(tmp_path: Path, env: dict[str, str], test: Callable[[ForkClient]
 
     async def main() -> None:
         async with ForkClient(entry="toy:main", modules=["toy"], log=log, env=env) as client:
-            await asyncio.wait_for(test(client), 90)
+            await asyncio.wait_for(test(client), 240)
 
     asyncio.run(main())
     return log.read_text()

@@ -150,7 +150,7 @@ def test_what_needs_a_person_ends_the_provider(tmp_path: Path, fault: int, run: 
     async def use(cluster: Cluster, workers: Workers) -> None:
         cluster.faults = [fault] * 2 if fault else []
         with pytest.raises(WindfallError, match=expected):
-            await asyncio.wait_for(provider(cluster, tmp_path, 1, run).run(), 60)
+            await asyncio.wait_for(provider(cluster, tmp_path, 1, run).run(), 240)
 
     serve(tmp_path, use)
 

@@ -75,7 +75,7 @@ async def running(provider: Provider) -> AsyncIterator[None]:
     finally:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(task, 240)
 
 
 def test_cancel_ends_all_workers_and_waits(
@@ -239,7 +239,7 @@ def test_user_error_ends_the_provider_and_its_workers(
                 return await real(name, lease)
 
             with pytest.raises(WindfallError, match="no such model"):
-                await asyncio.wait_for(make(spawn, on_event=events).run(), 60)
+                await asyncio.wait_for(make(spawn, on_event=events).run(), 240)
 
     asyncio.run(main())
     assert len(events.of("exited")) == 2

@@ -467,7 +467,7 @@ def test_error_in_the_log_reader_ends_the_run(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(it, "_handle_line", fails)
     with pytest.raises(RuntimeError, match="unexpected"):
-        asyncio.run(asyncio.wait_for(errors.guard(main()), 10))
+        asyncio.run(asyncio.wait_for(errors.guard(main()), 240))
 
 
 def test_event_log_that_is_unreadable_for_a_moment_is_retried(

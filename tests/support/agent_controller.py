@@ -97,7 +97,7 @@ class Scene:
 
     def roll(self) -> dict[str, Response]:
         """Roll out all tasks. The journal in the folder is continued."""
-        asyncio.run(asyncio.wait_for(self._roll(), 90))
+        asyncio.run(asyncio.wait_for(self._roll(), 240))
         return self.responses
 
     async def _roll(self) -> None:

@@ -122,6 +122,6 @@ async def until(holds: Callable[[], object], what: str, timeout_s: float = 120.0
 
 def run(main: Callable[[], Any]) -> None:
     async def limited() -> None:
-        await asyncio.wait_for(main(), 90)
+        await asyncio.wait_for(main(), 240)
 
     asyncio.run(limited())

@@ -209,7 +209,7 @@ async def running(provider: Provider) -> AsyncIterator[None]:
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
-            await asyncio.wait_for(task, 90)
+            await asyncio.wait_for(task, 240)
 
 
 def kill(pid: int) -> None:

@@ -78,7 +78,7 @@ def run_service(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, Savi
         )  # fmt: skip
         return await service.run()
 
-    return asyncio.run(asyncio.wait_for(run(), 60)), dials, trainer, lines
+    return asyncio.run(asyncio.wait_for(run(), 240)), dials, trainer, lines
 
 
 CALLS = itertools.count()
@@ -236,7 +236,7 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
         say=lambda line: None, engine=engine,
     )  # fmt: skip
     with pytest.raises(TypeError):  # an update without a report raises
-        asyncio.run(asyncio.wait_for(run(), 60))
+        asyncio.run(asyncio.wait_for(run(), 240))
     after = [("room", True), ("invalidate", True), ("optim_step", True)]
     assert seen == [("copying", True), ("hashing", False), *after]
     assert engine.turn.acquire_for_engine(0)
@@ -339,7 +339,7 @@ def test_calls_repeated_after_a_lost_link_are_performed_once(before: int, again:
             patience_s=0.3, retry_s=0.01, say=lambda line: None,
         ).run()  # fmt: skip
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 240))
     performed = trainer.done[trainer.done.index("-") + 1 :]
     assert [x for x in performed if x != "drop"] == [x for x in again if x != "drop"]
     assert trainer.done.count("publish 3") == trainer.done.count("update") == 1

@@ -170,7 +170,7 @@ def test_auto_returns_if_there_is_no_service(answer: str) -> None:
                 url = "http://127.0.0.1:1"
             began_s = quiet_loop.now_s()
             urls = dict.fromkeys(CLOUDS, url)
-            await asyncio.wait_for(watch(notices.append, clouds="auto", base_urls=urls, timeout_s=0.5), 5)
+            await asyncio.wait_for(watch(notices.append, clouds="auto", base_urls=urls, timeout_s=0.5), 240)
             assert quiet_loop.now_s() - began_s < 1.2, "all services must be probed at the same time"
         assert notices == []
 

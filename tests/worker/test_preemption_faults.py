@@ -131,7 +131,7 @@ def test_error_of_the_callback_is_raised() -> None:
         cloud = Aws()
         cloud.warn()
         async with serve(cloud) as url:
-            await asyncio.wait_for(watch(listener, clouds=["aws"], base_urls={"aws": url}), 5)
+            await asyncio.wait_for(watch(listener, clouds=["aws"], base_urls={"aws": url}), 240)
 
     with pytest.raises(ExceptionGroup) as e:
         quiet_loop.run(run())

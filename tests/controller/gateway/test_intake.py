@@ -190,7 +190,7 @@ def test_wrong_key_is_refused_before_the_body_is_read(expect: str) -> None:
                 reader, writer = await s.send(f"Content-Length: {length}{expect}", key="wrong")
                 got = b""
                 while b"invalid_api_key" not in got:
-                    piece = await asyncio.wait_for(reader.read(4096), 30)
+                    piece = await asyncio.wait_for(reader.read(4096), 240)
                     assert piece, got
                     got += piece
                 assert b" 401 " in got
@@ -245,11 +245,11 @@ def test_connections_of_a_session_are_limited(monkeypatch: pytest.MonkeyPatch) -
             for _ in range(8):
                 streams.append(await asyncio.open_connection("127.0.0.1", s.port))
                 streams[-1][1].write(ask)
-                answers.append(int((await asyncio.wait_for(streams[-1][0].readline(), 30)).split()[1]))
+                answers.append(int((await asyncio.wait_for(streams[-1][0].readline(), 240)).split()[1]))
             assert answers == [200] * 5 + [429] * 3
             await s.others_are_served()
             for reader, _ in streams[5:]:
-                await asyncio.wait_for(reader.read(), 30)  # they are closed
+                await asyncio.wait_for(reader.read(), 240)  # they are closed
             for _, writer in streams:
                 writer.transport.abort()
             await until(lambda: all(known.is_closing() for known in s.bad._connections))
@@ -269,7 +269,7 @@ def test_connections_without_a_request_are_closed_and_limited(monkeypatch: pytes
             await s.others_are_served()
             for reader, writer in streams:  # those over the limit at once, the others after `head_s`
                 with suppress(ConnectionError):
-                    assert await asyncio.wait_for(reader.read(), 30) == b""
+                    assert await asyncio.wait_for(reader.read(), 240) == b""
                 writer.close()
 
     run(main)

@@ -142,7 +142,7 @@ async def world(folder: Path, local_s: float, *engines: tuple[str, float]) -> As
 
 def play(coroutine: Any) -> None:
     with asyncio.Runner(loop_factory=StepLoop) as runner:
-        runner.run(asyncio.wait_for(coroutine, 30))
+        runner.run(asyncio.wait_for(coroutine, 240))
         assert not runner.get_loop().errors  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -31,7 +31,7 @@ def program(**changes: Any) -> AgentProgram:
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, 20))
+    return asyncio.run(asyncio.wait_for(main, 240))
 
 
 async def start(launcher: AgentLauncher, do: str, kill: asyncio.Future[str] | None = None, **options: Any) -> AgentExit:

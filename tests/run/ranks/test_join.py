@@ -96,6 +96,6 @@ def test_frozen_process_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         argv = [sys.executable, "-c", "import time; time.sleep(60)"]
         handle = process.start(name="rank-1", argv=argv, env=dict(os.environ), log=tmp_path / "log")
         handle.signal(signal.SIGSTOP)
-        return await asyncio.wait_for(joining(tmp_path)._watch(handle), 60)
+        return await asyncio.wait_for(joining(tmp_path)._watch(handle), 240)
 
     assert asyncio.run(main()) == -signal.SIGKILL

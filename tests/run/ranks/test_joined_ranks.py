@@ -274,11 +274,11 @@ async def join(dialer: Dialer, rank: int = 0, machine: str = "a", secret: str = 
 
 
 async def start(ranks: JoinedRanks) -> RankGroup:
-    return await asyncio.wait_for(ranks.start(), 60)
+    return await asyncio.wait_for(ranks.start(), 240)
 
 
 async def receive(link: SocketLink) -> Any:
-    return await asyncio.wait_for(link.receive(), 60)
+    return await asyncio.wait_for(link.receive(), 240)
 
 
 def test_all_ranks_start_and_end_together(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_all_ranks_start_and_end_together(tmp_path: Path) -> None:
             await links[1].send(m.RankEnded(code=RANK_LOST))
             with pytest.raises(LinkClosed, match="this start of the trainer ends"):
                 await receive(links[2])
-            assert await asyncio.wait_for(group.wait(), 60) == 1
+            assert await asyncio.wait_for(group.wait(), 240) == 1
             assert (group.cause, group.ranks[0].pid) == ("rank-2", 77)
             failure = (tmp_path / ".trainer.failure").read_text()
             assert "rank 2 failed: out of memory" in failure
@@ -306,7 +306,7 @@ def test_all_ranks_start_and_end_together(tmp_path: Path) -> None:
             order = await receive(links[0])
             assert order.rendezvous != orders[0].rendezvous
             again.kill()
-            assert await asyncio.wait_for(again.wait(), 60) == -signal.SIGKILL
+            assert await asyncio.wait_for(again.wait(), 240) == -signal.SIGKILL
             ending = asyncio.create_task(ranks.__aexit__())
             for rank in range(3):  # each comes back, and learns that it is not needed any more
                 assert await receive(await join(dialer, rank)) == m.RunEnded(why="the run has ended")
@@ -327,7 +327,7 @@ def test_lost_rank_ends_its_process_and_another_takes_its_place(tmp_path: Path) 
                 await join(dialer, size=1)
             assert refused.value.again
             await first.close()
-            assert await asyncio.wait_for(group.wait(), 60) == -signal.SIGKILL
+            assert await asyncio.wait_for(group.wait(), 240) == -signal.SIGKILL
             waiting = asyncio.create_task(start(ranks))
             async with asyncio.timeout(30):
                 while "waiting for all ranks of the trainer; run for each: windfall trainer --join" not in said[-1]:
@@ -370,7 +370,7 @@ def test_rank_that_does_not_read_is_dropped(tmp_path: Path) -> None:
         async with listening(tmp_path, ranks=1) as (ranks, dialer, _):
             await join(dialer, size=1)
             group = await start(ranks)
-            assert await asyncio.wait_for(group.terminate(0.0), 60) == -signal.SIGKILL
+            assert await asyncio.wait_for(group.terminate(0.0), 240) == -signal.SIGKILL
             ranks._returning.clear()
 
     asyncio.run(main())

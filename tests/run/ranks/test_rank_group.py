@@ -58,7 +58,7 @@ def test_group_ends_with_its_first_rank(
 
     async def main() -> tuple[int, list[bool]]:
         ranks = [await start(f"rank-{n}", script, tmp_path) for n, script in enumerate(scripts)]
-        code = await asyncio.wait_for(RankGroup(ranks).wait(), 60)
+        code = await asyncio.wait_for(RankGroup(ranks).wait(), 240)
         return code, [rank.running for rank in ranks]
 
     assert asyncio.run(main()) == (status, [False, False])
@@ -69,7 +69,7 @@ def test_group_is_killed_as_a_whole(tmp_path: Path) -> None:
         ranks = [await start(f"rank-{n}", "import time; time.sleep(60)", tmp_path) for n in range(3)]
         group = RankGroup(ranks)
         group.kill()
-        await asyncio.wait_for(group.wait(), 60)
+        await asyncio.wait_for(group.wait(), 240)
         return [await rank.wait() for rank in ranks]
 
     assert asyncio.run(main()) == [-signal.SIGKILL] * 3

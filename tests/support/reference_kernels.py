@@ -39,24 +39,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-SMALL_ROWS = 4
-
-
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The linear layer of the RMSNorm of `x`."""
-    return F.linear(_rms_norm(x, norm, eps), weight, bias)
-
-
-def norm_swiglu(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """SwiGLU of the linear layer (gate, up) of the RMSNorm of `x`."""
-    return swiglu(norm_linear(x, norm, eps, weight, bias))
-
-
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """The sum of the linear layer of `x` and `residual`."""
-    return F.linear(x, weight, bias) + residual
-
-
 def rope_and_store(
     qkv: Tensor,
     slots: Tensor,

@@ -355,30 +355,6 @@ def test_add_rms_norm_and_swiglu(kernels: ModuleType, size: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 5, 16])
-@pytest.mark.parametrize(("size", "columns"), [(48, 40), (576, 200), (1000, 96)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_linear_layers_of_few_rows(
-    kernels: ModuleType, rows: int, size: int, columns: int, biased: bool, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(size)
-    x, norm = torch.randn(rows, size).to(DEVICE, dtype), torch.randn(size).to(DEVICE, dtype)
-    weight, bias = torch.randn(columns, size) / size**0.5, torch.randn(columns)
-    weight, bias = weight.to(DEVICE, dtype), bias.to(DEVICE, dtype) if biased else None
-    residual = torch.randn(rows, columns).to(DEVICE, dtype)
-    ours, theirs = (
-        [
-            how.norm_linear(x, norm, 1e-6, weight, bias),
-            how.norm_swiglu(x, norm, 1e-6, weight, bias),
-            how.linear_add(x, weight, bias, residual),
-        ]
-        for how in (kernels, reference)
-    )
-    for a, b in zip(ours, theirs, strict=True):
-        close(a, b)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rope_and_store(kernels: ModuleType, shape: tuple[int, int, int], normed: bool, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -158,37 +159,22 @@ class Decoder:
 
     def _attended(self, ids: Tensor, attend: Callable[[int, DecoderLayer, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """All layers up to the attention of the last one: its output, and the residual."""
-        residual = F.embedding(ids, self.embedding)
-        x = None
-        for n, w in enumerate(self.layers):
-            if len(ids) <= self.ops.SMALL_ROWS:
-                qkv = self.ops.norm_linear(residual, w.input_norm, self.eps, *w.qkv)
-            else:
-                normed, residual = self._add_norm(x, residual, w.input_norm)
-                qkv = F.linear(normed, *w.qkv)
-            attended = attend(n, w, qkv)
-            if n == len(self.layers) - 1:
-                return attended, residual
-            x, residual = self._after_attention(w, attended, residual)
-        raise AssertionError("the model has no layers")
+        x, first = F.embedding(ids, self.embedding), self.layers[0]
+        normed, residual = self.ops.add_rms_norm(x, None, first.input_norm, self.eps)
+        x = attend(0, first, F.linear(normed, *first.qkv))
+        for n, (before, w) in enumerate(pairwise(self.layers), 1):
+            normed, residual = self.ops.add_rms_norm(*self._mlp(before, x, residual), w.input_norm, self.eps)
+            x = attend(n, w, F.linear(normed, *w.qkv))
+        return x, residual
 
-    def _after_attention(self, w: DecoderLayer, attended: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The rest of a layer: what is to be added to the residual (None: nothing), and the residual."""
-        if len(attended) <= self.ops.SMALL_ROWS:
-            residual = self.ops.linear_add(attended, *w.out, residual)
-            inner = self.ops.norm_swiglu(residual, w.mlp_norm, self.eps, *w.gate_up)
-            return None, self.ops.linear_add(inner, *w.down, residual)
-        normed, residual = self._add_norm(F.linear(attended, *w.out), residual, w.mlp_norm)
+    def _mlp(self, w: DecoderLayer, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The rest of a layer after its attention."""
+        normed, residual = self.ops.add_rms_norm(F.linear(x, *w.out), residual, w.mlp_norm, self.eps)
         return F.linear(self.ops.swiglu(F.linear(normed, *w.gate_up)), *w.down), residual
-
-    def _add_norm(self, x: Tensor | None, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of the sum, and the sum."""
-        first, second = (residual, None) if x is None else (x, residual)
-        return self.ops.add_rms_norm(first, second, weight, self.eps)
 
     def logits(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Logits of some rows, from the output of the last layer's attention and the residual."""
-        normed, _ = self._add_norm(*self._after_attention(self.layers[-1], attended, residual), self.last_norm)
+        normed, _ = self.ops.add_rms_norm(*self._mlp(self.layers[-1], attended, residual), self.last_norm, self.eps)
         return F.linear(normed, self.lm_head)
 
 

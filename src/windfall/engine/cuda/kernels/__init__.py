@@ -6,19 +6,14 @@ from windfall.engine.cuda.kernels.drafts import accept, decode_inputs, find_matc
 from windfall.engine.cuda.kernels.layers import add_rms_norm, rope_and_store, swiglu
 from windfall.engine.cuda.kernels.prefill import prefill_attention
 from windfall.engine.cuda.kernels.sampling import sample
-from windfall.engine.cuda.kernels.small_batch import SMALL_ROWS, linear_add, norm_linear, norm_swiglu
 from windfall.engine.cuda.splits import splits_for
 
 __all__ = [
-    "SMALL_ROWS",
     "accept",
     "add_rms_norm",
     "decode_attention",
     "decode_inputs",
     "find_matches",
-    "linear_add",
-    "norm_linear",
-    "norm_swiglu",
     "prefill_attention",
     "rope_and_store",
     "rope_store_and_decode",

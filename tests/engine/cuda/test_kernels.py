@@ -433,7 +433,7 @@ def test_attention_reads_and_writes_fp8(
         how.rope_store_and_decode(qkv, rows, positions, s.state, s.pool, 1, *rest)
         for s, how in ((a, kernels), (b, reference))
     ]
-    close(out[0], out[1], rounded=8e-2)
+    close(out[0], out[1], rounded=0.13)  # one step of fp8
     real = slice(0, a.pool.scratch)
     stored = [s.pool.data[:, :, real].float() for s in (a, b)]
     assert ((stored[0] - stored[1]).abs() <= 0.13 * stored[1].abs() + 2e-3).all(), "more than one step of fp8 apart"
@@ -441,14 +441,17 @@ def test_attention_reads_and_writes_fp8(
     spans = spans_of([(0, 0, 1), (4, 100, 30), (5, 16, 9)], heads, kv_heads, DEVICE)
     q = numbers(len(spans.slot), heads, head, like=a)
     want = reference.prefill_attention(q, spans, b.state, b.pool, 1, head**-0.5, window)
-    close(kernels.prefill_attention(q, spans, b.state, b.pool, 1, head**-0.5, window)[:-3], want[:-3], rounded=8e-2)
+    close(
+        kernels.prefill_attention(q, spans, b.state, b.pool, 1, head**-0.5, window)[:-3], want[:-3], rounded=0.13
+    )  # one step of fp8
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("window", "splits", "pairs", "width"), [(None, 1, 1024, 1), (40, 4, 1024, 1), (None, 1, 0, 1), (None, 2, 1024, 3)]
+    ("window", "splits", "pairs", "width"),
+    [(None, 1, 1024, 1), (40, 4, 1024, 1), (None, 1, 0, 1), (None, 2, 1024, 3), (24, 1, 1024, 4), (24, 2, 0, 2)],
 )
 def test_rope_store_and_decode(
     kernels: ModuleType, shape: tuple[int, int, int], normed: bool, window: int | None, splits: int, pairs: int,

@@ -98,6 +98,8 @@ class GraphEngine(PagedEngine):
         self._device = DeviceRunner(
             decoder, host_state, pages=count, page_size=page_size, burst=burst, kv=kv, kv_dtype=kv_dtype
         )
+        if kv_dtype is not None:
+            self.capabilities = replace(self.capabilities, kv_dtype="fp8")
         self.burst = burst
         self.depth = DEPTH
         self._pending: deque[PendingLaunch] = deque()

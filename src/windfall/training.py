@@ -11,11 +11,14 @@ import numpy as np
 from windfall.algorithms.base import Floats
 from windfall.types import Response
 
-Skipped = Literal["", "nothing", "not finite"]
+Skipped = Literal["", "nothing", "not finite", "engine gap"]
 NOTHING: Skipped = "nothing"
 """The gradient is exactly zero: every advantage was zero, or every token was clipped."""
 NOT_FINITE: Skipped = "not finite"
-
+ENGINE_GAP: Skipped = "engine gap"
+"""The log-probs of engines with a KV cache in fp8 are too far from the trainer's."""
+MIN_FRESH = 64
+"""A mean gap over fewer fresh tokens says little: one unlikely token could decide it."""
 
 MAX_LAG = np.iinfo(np.uint16).max
 """Larger lags are stored as this one, so that they cannot wrap around to 0."""
@@ -67,7 +70,9 @@ class Report:
     tokens (lag 0). On older tokens the difference is the drift of the policy. 0 if no token is fresh."""
     engine_gap_max: float = 0.0
     engine_gaps: dict[str, float] = field(default_factory=dict)
-    """`engine_gap` by engine, over the fresh tokens whose engine is known."""
+    """`engine_gap` by engine (Capabilities.rounding), over the fresh tokens whose engine is known."""
+    engine_tokens: dict[str, int] = field(default_factory=dict)
+    """Number of these tokens by engine."""
     clipped: float = 0.0
     """Share of tokens that have a nonzero advantage but whose weight was clipped to zero."""
     capped: float = 0.0

@@ -56,16 +56,32 @@ class Capabilities:
     """Number of GPUs that share every layer."""
     drafts: bool = False
     """It drafts tokens from the texts of other responses (`Engine.remember`)."""
+    kv_dtype: Literal["", "fp8"] = ""
+    """Dtype of its KV cache; empty: that of the model."""
 
     @property
     def label(self) -> str:
         """For tables and logs.
 
-        >>> Capabilities(name="vllm", version="0.23.0", tensor_parallel=4).label
-        'vllm 0.23.0 x4'
+        >>> Capabilities(name="vllm", version="0.23.0", tensor_parallel=4, kv_dtype="fp8").label
+        'vllm 0.23.0 x4 fp8'
         """
         ranks = f"x{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
-        return " ".join(filter(None, (self.name, self.version, ranks)))
+        return " ".join(filter(None, (self.name, self.version, ranks, self.kv_dtype)))
+
+    @property
+    def rounding(self) -> str:
+        """The name under which the log-probs of such engines are compared with the trainer's.
+
+        >>> Capabilities(name="cuda", kv_dtype="fp8").rounding
+        'cuda fp8'
+        """
+        return f"{self.name} {self.kv_dtype}".rstrip()
+
+
+def in_fp8(rounding: str) -> bool:
+    """Whether engines of this name (Capabilities.rounding) have a KV cache in fp8."""
+    return rounding.endswith(" fp8")
 
 
 def prompt_key(prompt: Prompt) -> bytes:

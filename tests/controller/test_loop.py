@@ -23,7 +23,7 @@ from windfall.envs.held_out import EvaluationTasks
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.recipe.file import parse_recipe
-from windfall.training import CheckpointState, NewVersion, Report, TrainerLost
+from windfall.training import ENGINE_GAP, MIN_FRESH, CheckpointState, NewVersion, Report, TrainerLost
 from windfall.types import Group, Response, Sampling, Task
 
 
@@ -68,6 +68,10 @@ class World:
         """Engine gap by number of the update, counted from 0."""
         self.skip: set[int] = set()
         """Numbers of the updates, counted from 0, whose gradient is not finite."""
+        self.reasons: dict[int, str] = {}
+        """Other reasons why an update was skipped, by its number."""
+        self.engines: dict[str, int] = {}
+        """Fresh tokens of each engine in every report."""
         self.skipped: set[int] = set()
         """Tasks that the environment cannot produce."""
         self.deaths: list[str] = []
@@ -118,10 +122,11 @@ class World:
         self._live("optim_step")
         self.done.append(("optim_step",))
         self._updates += 1
-        skipped = "not finite" if self._updates - 1 in self.skip else ""
+        skipped = "not finite" if self._updates - 1 in self.skip else self.reasons.get(self._updates - 1, "")
         values = {f.name: 0.0 for f in fields(Report)} | {"tokens": 3, "skipped": skipped}
         gap = self.gaps.get(self._updates - 1, self.gap)
         values |= {"engine_gap": gap, "engine_gap_max": 9 * gap}
+        values |= {"engine_gaps": dict.fromkeys(self.engines, gap), "engine_tokens": self.engines}
         if state is not None:
             self._completed = state.step
         return Report(**values)  # pyright: ignore
@@ -254,12 +259,55 @@ def test_gap_between_engine_and_trainer_is_logged(tmp_path: Path, gap: float, al
     assert [(e["step"], e["mean"], e["alarm"]) for e in events] == [(n + 1, gap, 0.05) for n in range(alarms)]
 
 
-@pytest.mark.parametrize(("kv_dtype", "gap", "steps"), [("fp8", 0.04, []), ("fp8", 0.06, [2]), ("auto", 0.06, [])])
-def test_gap_with_an_fp8_cache_ends_its_use(tmp_path: Path, kv_dtype: str, gap: float, steps: list[int]) -> None:
+FP8 = {"cuda fp8": MIN_FRESH}
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "engines", "gap", "steps"),
+    [
+        ("fp8", FP8, 0.04, []),
+        ("fp8", FP8, 0.06, [2]),
+        ("auto", FP8, 0.06, []),
+        ("fp8", {"cuda fp8": MIN_FRESH - 1}, 0.06, []),  # one unlikely token could decide it
+        ("fp8", {"cuda": 1000}, 0.06, []),  # a lender, or the engine of a rank
+        ("fp8", {"cuda fp8": 40, "vllm fp8": 40, "cuda": 1000}, 0.06, [2]),
+    ],
+)
+def test_gap_with_an_fp8_cache_ends_its_use(
+    tmp_path: Path, kv_dtype: str, engines: dict[str, int], gap: float, steps: list[int]
+) -> None:
     world = World(mixed)
-    world.gaps = {1: gap}
+    world.gaps, world.engines = {1: gap}, engines
     world.run(tmp_path, engine={"kv_dtype": kv_dtype})
-    assert world.only("bf16") == [("bf16", step, gap) for step in steps]
+    assert [step for _, step, _ in world.only("bf16")] == steps
+    assert all(found == pytest.approx(gap) for _, _, found in world.only("bf16"))
+
+
+def test_fp8_gap_counts_though_the_mean_over_all_engines_is_small(tmp_path: Path) -> None:
+    reports = [Report(tokens=1064, responses=1, engine_gap=0.01, engine_gaps={"cuda": 0.0, "cuda fp8": 0.2},
+                      engine_tokens={"cuda": 1000, "cuda fp8": MIN_FRESH})]  # fmt: skip
+    world = World(mixed)
+
+    async def optim_step(state: CheckpointState | None = None, *, id: str) -> Report:
+        world._completed = 1
+        return reports[0]
+
+    world.optim_step = optim_step  # pyright: ignore
+    world.run(tmp_path, run={"steps": 1}, engine={"kv_dtype": "fp8"})
+    assert world.only("bf16") == [("bf16", 1, pytest.approx(0.2))]
+
+
+@pytest.mark.parametrize("gap", [0.9, float("nan")])
+def test_step_whose_update_was_skipped_for_fp8_ends_its_use(tmp_path: Path, gap: float) -> None:
+    """The number of tokens and their engines do not matter: the trainer has refused to train on them."""
+    world = World(mixed)
+    world.gaps, world.reasons = {1: gap}, {1: ENGINE_GAP}
+    reached = world.run(tmp_path, engine={"kv_dtype": "fp8"})
+    assert reached.step == 3, "the run goes on"
+    assert world.only("draw") == [("draw", 0, 2), ("draw", 2, 2), ("draw", 4, 2)], "the step is not repeated"
+    assert [step for _, step, _ in world.only("bf16")] == [2]
+    (event,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "update_skipped"]
+    assert (event["step"], "train.engine_gap_limit" in event["why"]) == (2, True)
 
 
 @pytest.mark.parametrize(("gap", "mean"), [(0.06, 0.06), (float("nan"), None)])

@@ -32,7 +32,7 @@ from windfall.link import auth
 from windfall.recipe.file import load_recipe, parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.training import CheckpointState, TrainerLost
-from windfall.types import Lease
+from windfall.types import Capabilities, Lease
 from windfall.worker.controller_client import ControllerClient
 
 
@@ -273,7 +273,8 @@ def test_long_journal_is_read_without_blocking_the_loop(
     asyncio.run(main())
 
 
-def test_run_goes_back_from_fp8_once_and_for_good(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gap", "why"), [(0.07, "differed by 0.07 nats"), (float("nan"), "some were not finite")])
+def test_run_goes_back_from_fp8_once_and_for_good(tmp_path: Path, gap: float, why: str) -> None:
     """Workers that join later get the new spec, and so do those of the next controller."""
     auth.make_token(tmp_path / "token")
     recipe = parse_recipe({"engine": {"kv_dtype": "fp8"}}, where="here")
@@ -288,20 +289,21 @@ def test_run_goes_back_from_fp8_once_and_for_good(tmp_path: Path) -> None:
             it.dispatch.members.join("w", Lease(), 0.0)
             it.dispatch.accounts.join(0.0, "w", kind="spot", usd_per_h=None, trainer=False)
             it.dispatch.members.join("lender", Lease(kind="borrowed"), 0.0, lends=True)
+            it.dispatch.members.join("local-1", Lease(), 0.0).engine = Capabilities(name="cuda")
             it._set_terms(hello)
             for step in (1, 2):
                 kinds.append(it.gate.terms.engine.kv_dtype)  # pyright: ignore
-                it.life.leave_fp8(step, 0.07)
-            states = [w.state for w in it.dispatch.members.here()]
-            assert (WorkerState.DRAINING in states) == (not resumed)
-            assert WorkerState.JOINING in states, "a lender's memory is its own"
+                it.life.leave_fp8(step, gap)
+            draining = [w.id for w in it.dispatch.members.here() if w.state is WorkerState.DRAINING]
+            assert draining == ([] if resumed else ["w"]), "a lender and the engine of a rank have no cache in fp8"
             it.journal.close()
             log.close()
 
     asyncio.run(main())
     assert kinds == ["fp8", "bf16", "bf16", "bf16"]
     (event,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "kv_dtype"]
-    assert (event["step"], event["kv_dtype"], event["gap"]) == (1, "bf16", 0.07)
+    assert (event["step"], event["kv_dtype"], event["gap"]) == (1, "bf16", 0.07 if gap == gap else None)
+    assert why in event["why"]
 
 
 @pytest.mark.parametrize(("logged", "gap"), [([], (1, 3)), ([1], (2, 3)), ([1, 2, 3], None)])

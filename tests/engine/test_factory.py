@@ -81,6 +81,7 @@ def test_engine_drafts_unless_speculation_is_off(monkeypatch: pytest.MonkeyPatch
     made = factory.make_engine(spec(speculation=speculation, kv_dtype="fp8"), "cuda", model, **how)
     assert made.capabilities.drafts == (speculation == "auto")
     assert made._device.pool.dtype == torch.float8_e4m3fn
+    assert made.capabilities.rounding == "cuda fp8"
 
 
 @pytest.mark.parametrize(

@@ -420,3 +420,48 @@ def test_without_a_trainer_secret_no_worker_may_be_named_local() -> None:
         await serving
 
     asyncio.run(main())
+
+
+def test_worker_that_was_welcomed_with_old_terms_dials_again() -> None:
+    """The run leaves fp8 while the Welcome is on its way: the worker is not a member yet, so nobody would drain it."""
+
+    async def main() -> None:
+        served: list[str] = []
+
+        async def serve(link: object, hello: m.Hello) -> None:
+            served.append(hello.name)
+
+        def terms(model: str) -> Terms:
+            engine: Any = None
+            return Terms(model=model, engine=engine, heartbeat_s=1.0)
+
+        gated = Gate("run", "the token", log=lambda name, **fields: None, max_workers=9)
+        gated.terms = terms("old")
+
+        async def dial() -> tuple[Any, Any]:
+            """The worker's link and its Welcome. The terms change while that is being sent."""
+            ours, theirs = pair()
+            send = ours.send
+
+            async def slow(message: object) -> None:
+                await send(message)
+                if isinstance(message, m.Welcome):
+                    gated.terms = terms("new")
+
+            ours.send = slow  # pyright: ignore
+            serving = asyncio.create_task(gated.worker(ours, serve))
+            challenge: Any = await theirs.receive()
+            nonce = auth.nonce()
+            proof = auth.proof("the token", "hello", challenge.run, challenge.nonce, nonce)
+            await theirs.send(m.Hello(protocol=m.PROTOCOL, nonce=nonce, proof=proof, name="w"))
+            welcome = await theirs.receive()
+            await serving
+            return theirs, welcome
+
+        link, welcome = await dial()
+        assert (welcome.model, served, gated.workers) == ("old", [], 0)
+        with pytest.raises(LinkClosed, match="wants another engine"):
+            await link.receive()
+        assert ((await dial())[1].model, served) == ("new", ["w"]), "equal terms are not new ones"
+
+    asyncio.run(main())

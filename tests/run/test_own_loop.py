@@ -24,7 +24,7 @@ def play(folder: Path, loop: Callable[[OpenedPolicy], Awaitable[None]]) -> None:
         {
             "run": {"name": "own", "folder": str(folder), "device": "cpu", "threads": 1, "deterministic": True},
             "model": {"path": "tiny"},
-            "rollout": {"groups": 2, "group_size": 4, "max_tokens": 24},
+            "rollout": {"groups": 2, "group_size": 4, "max_tokens": 24, "order": "context"},
             "train": {"lr": 1e-3},
         },
         where="test",
@@ -79,6 +79,28 @@ def test_sample_with_an_id_that_was_used_returns_the_same_responses(tmp_path: Pa
         assert all(r.reward is None and r.tokens for r in other)
 
     play(tmp_path, loop)
+
+
+def test_lengths_of_groups_are_learned_and_groups_forgotten(tmp_path: Path) -> None:
+    async def loop(opened: OpenedPolicy) -> None:
+        placement = opened.policy._dispatch.placement
+        for n in range(3):
+            await samples(opened, f"call {n}")
+        assert (placement.lengths._groups_seen > 2, placement.lengths._groups, placement._tasks) == (True, {}, {})
+        assert placement._by_context, "the order of the recipe"
+
+    play(tmp_path, loop)
+
+
+def test_fp8_cache_is_refused_without_the_loop_that_guards_it() -> None:
+    async def run() -> None:
+        recipe = parse_recipe({"model": {"path": "tiny"}, "engine": {"kv_dtype": "fp8"}}, where="test")
+        async with open_policy(recipe):
+            raise AssertionError("opened")
+
+    with pytest.raises(WindfallError, match="cannot use a KV cache in fp8") as e:
+        asyncio.run(run())
+    assert (e.value.where, "auto" in str(e.value.fix)) == ("engine.kv_dtype", True)
 
 
 def test_checkpoint_is_saved_and_loaded(tmp_path: Path) -> None:

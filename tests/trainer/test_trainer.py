@@ -27,7 +27,7 @@ from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.logprobs import PolicyModule
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.trainer import TorchTrainer, packs
-from windfall.training import Sample
+from windfall.training import ENGINE_GAP, Sample
 from windfall.types import Group, Request, Response, Task
 
 
@@ -119,6 +119,38 @@ def test_gap_is_reported_for_each_engine(model: Any) -> None:
     strict.forward_backward(made)
     with pytest.raises(WindfallError, match=r"\(torch: .*, vllm: 0\.2"):
         strict.optim_step()
+
+
+def by(engine: str, sample: Sample, shift: float = 0.0) -> Sample:
+    """The sample as an engine would have generated it whose log-probs are `shift` lower."""
+    engines = ((engine, len(sample.targets)),) if engine else ()
+    return replace(sample, advantage=1.0, behavior=sample.behavior - shift, engines=engines)
+
+
+@pytest.mark.parametrize("shift", [1.2, float("nan")])
+@pytest.mark.parametrize("wrong", ["cuda fp8", ""], ids=["fp8", "from a journal"])
+def test_update_is_skipped_if_an_fp8_cache_explains_the_gap(model: Any, wrong: str, shift: float) -> None:
+    first, second = samples(2)
+    t = trainer(model, engine={"kv_dtype": "fp8"})
+    before = [p.detach().clone() for p in model.parameters()]
+    t.forward_backward([by(wrong, first, shift), by("torch", second)])
+    report = t.optim_step()
+    assert report.skipped == ENGINE_GAP
+    assert not report.engine_gap <= 0.3
+    assert report.engine_tokens == {"torch": len(second.targets)} | ({wrong: len(first.targets)} if wrong else {})
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "the weights are as before"
+    t.forward_backward([by("torch", first), by("torch", second)])
+    after = t.optim_step()
+    assert (after.skipped, after.grad_norm > 0, after.engine_gap < 1e-4) == ("", True, True), "nothing is left of it"
+
+
+@pytest.mark.parametrize(("kv_dtype", "engine"), [("auto", "cuda fp8"), ("fp8", "cuda"), ("fp8", "vllm")])
+def test_gap_that_fp8_does_not_explain_ends_the_run(model: Any, kv_dtype: str, engine: str) -> None:
+    first, second = samples(2)
+    t = trainer(model, engine={"kv_dtype": kv_dtype})
+    t.forward_backward([by(engine, first, 1.2), by("cuda fp8", second, 1.2)])
+    with pytest.raises(WindfallError, match="engine and trainer disagree"):
+        t.optim_step()
 
 
 def test_logprobs_equal_those_of_the_engine_to_1e_5(model: Any) -> None:

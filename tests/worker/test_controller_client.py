@@ -16,6 +16,7 @@ from windfall.controller.scheduling.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.link import handshake
 from windfall.processes.process import EXIT_NO_CONTROLLER
+from windfall.types import Capabilities
 from windfall.worker.controller_client import ControllerClient
 
 
@@ -67,12 +68,13 @@ def test_worker_builds_another_engine_if_the_run_asks_for_it(tmp_path: Path) -> 
             first = msgspec.structs.replace(SPEC, kv_dtype="fp8")
             s.gate.terms = msgspec.structs.replace(s.gate.terms, engine=first)
             w, e = start(), episode("1/0", max_tokens=200)
+            w.engine.capabilities = Capabilities(name="test", kv_dtype="fp8")
             s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 20, "it is under way")
             before, host = len(e.tokens), w.client._host
             second = msgspec.structs.replace(SPEC, kv_dtype="bf16")
             s.gate.terms = msgspec.structs.replace(s.gate.terms, engine=second)
-            s.dispatch.rebuild_engines("fp8 is too coarse")
+            s.dispatch.rebuild_fp8_engines("fp8 is too coarse")
             await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is back")
             assert w.builds == [first, second]
             assert w.client._host is not host
@@ -83,6 +85,28 @@ def test_worker_builds_another_engine_if_the_run_asks_for_it(tmp_path: Path) -> 
             assert w.puller.bytes_received == 100, "the weights are not pulled again"
             s.dispatch.drain("w#2", "the run is over")
             assert await w.ends() == 0
+
+    asyncio.run(main())
+
+
+def test_lender_keeps_its_engine_when_the_run_leaves_fp8(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            assert s.gate.terms is not None
+            terms = [
+                msgspec.structs.replace(s.gate.terms, engine=msgspec.structs.replace(SPEC, kv_dtype=name))
+                for name in ("fp8", "bf16")
+            ]
+            s.gate.terms = terms[0]
+            w = start(lends=True)
+            await s.until(lambda: w.builds and s.state("w"), "it is there")
+            s.gate.terms = terms[1]
+            s.dispatch.rebuild_fp8_engines("fp8 is too coarse")
+            assert s.state("w") is not WorkerState.DRAINING
+            await s.dispatch._outbox._links["w"].close("a glitch")
+            await s.until(lambda: s.state("w#2"), "it is back")
+            await s.until(lambda: w.said.count("joined as w") == 2, "it has read its Welcome")
+            assert len(w.builds) == 1
 
     asyncio.run(main())
 

@@ -262,11 +262,14 @@ class ControllerLife:
         if self._left_fp8:
             return
         self._left_fp8, limit = True, self.recipe.train.engine_gap_alarm
-        why = f"in fp8, log-probs of engine and trainer differed by {gap:.3g} nats on average, which is above {limit:g}"
-        self.events.instant("kv_dtype", step=step, kv_dtype="bf16", gap=gap, why=f"{why} (train.engine_gap_alarm)")
+        how = f"differed by {gap:.3g} nats on average, which is above {limit:g} (train.engine_gap_alarm)"
+        if not math.isfinite(gap):
+            how = "could not be compared, because some were not finite"
+        why = f"in fp8, log-probs of engine and trainer {how}"
+        self.events.instant("kv_dtype", step=step, kv_dtype="bf16", gap=gap, why=why)
         if self.trainer.hello is not None:  # otherwise the next trainer's spec is changed
             self.on_trainer(self.trainer.hello)
-        self.dispatch.rebuild_engines("the KV cache goes back from fp8 to bf16")
+        self.dispatch.rebuild_fp8_engines("the KV cache goes back from fp8 to bf16")
 
     def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
         now_s = asyncio.get_running_loop().time()

@@ -32,13 +32,24 @@ from windfall.controller.step_batch import StepBatch, describe_updates
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.recipe.sections import Recipe
-from windfall.training import NOT_FINITE, NOTHING, CheckpointState, NewVersion, Report, Sample, TrainerLost
-from windfall.types import Group
+from windfall.training import (
+    ENGINE_GAP,
+    MIN_FRESH,
+    NOT_FINITE,
+    NOTHING,
+    CheckpointState,
+    NewVersion,
+    Report,
+    Sample,
+    TrainerLost,
+)
+from windfall.types import Group, in_fp8
 from windfall.verbs import TrainingVerbs
 
 WHY_SKIPPED = {
     NOT_FINITE: "the gradient was not finite",
     NOTHING: "the gradient was zero: rewards did not differ within any group, or no token had any weight",
+    ENGINE_GAP: "log-probs of engines in fp8 and of the trainer differed by more than train.engine_gap_limit",
 }
 
 
@@ -67,8 +78,8 @@ class Run(Protocol):
         ...
 
     def leave_fp8(self, step: int, gap: float) -> None:
-        """Log-probs of engine and trainer differ by more than the alarm: have workers use a KV cache in bf16 from now
-        on. Does nothing if they do."""
+        """Log-probs of engines in fp8 and of the trainer differ by more than the alarm: have workers use a KV cache in
+        bf16 from now on. Does nothing if they do."""
         ...
 
     def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
@@ -282,8 +293,12 @@ class Loop:
                 "engine_gap", step=step, mean=worst.engine_gap, max=worst.engine_gap_max, alarm=alarm,
                 engines=worst.engine_gaps,
             )  # fmt: skip
-            if self.recipe.engine.kv_dtype == "fp8":
+        if self.recipe.engine.kv_dtype == "fp8":
+            gap, tokens = _fp8_gap(reports)
+            if ENGINE_GAP in skipped:
                 self._run.leave_fp8(step, worst.engine_gap)
+            elif tokens >= MIN_FRESH and not gap <= alarm:  # a NaN fails every comparison
+                self._run.leave_fp8(step, gap)
 
 
 def _nothing_learned(updates: int) -> WindfallError:
@@ -298,3 +313,10 @@ def _nothing_learned(updates: int) -> WindfallError:
 def _gap(report: Report) -> float:
     """The report's engine gap; infinite if it is not a number."""
     return report.engine_gap if math.isfinite(report.engine_gap) else math.inf
+
+
+def _fp8_gap(reports: Sequence[Report]) -> tuple[float, int]:
+    """The mean gap of the engines with a KV cache in fp8, and the number of tokens that it is known for."""
+    known = [(r.engine_gaps[name], n) for r in reports for name, n in r.engine_tokens.items() if in_fp8(name)]
+    tokens = sum(n for _, n in known)
+    return sum(gap * n for gap, n in known) / max(1, tokens), tokens

@@ -72,6 +72,8 @@ class FleetPolicy(RemoteTrainer):
                 self._waiting[episode.id] = loop.create_future()
                 self._dispatch.open(episode, self)
             await asyncio.gather(*(self._waiting[episode.id] for episode in episodes))
+            for episode in episodes:
+                self._dispatch.close(episode.id)
         except BaseException:  # raised again: no worker may go on with responses that are not wanted any more
             self._dispatch.withdraw([e.id for e in episodes if e.id in self._dispatch.ledger.entries])
             raise
@@ -79,8 +81,6 @@ class FleetPolicy(RemoteTrainer):
             for episode in episodes:
                 self._waiting.pop(episode.id, None)
             self._dispatch.group_done(id, n)
-        for episode in episodes:
-            self._dispatch.close(episode.id)
         return [episode.close(None) for episode in episodes]
 
     def turn_ended(self, id: str) -> None:

@@ -79,7 +79,10 @@ class Gate:
             self.workers += 1
             try:
                 await link.send(m.Welcome(proof=proof, worker=hello.name, **msgspec.structs.asdict(terms)))
-                await serve(link, hello)
+                if self.terms == terms:
+                    await serve(link, hello)
+                else:  # the worker dials again, and builds the engine that the run wants now
+                    await link.close("the run wants another engine now")
             finally:
                 self.workers -= 1
 

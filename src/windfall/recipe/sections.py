@@ -198,7 +198,7 @@ class Train(Section):
     """Warn if the mean gap between the log-probs of engine and trainer in one step is above this (nats)."""
     engine_gap_limit: float = Field(default=0.3, gt=0)
     """End the run before the update if that mean gap is above this (nats): the engine and the trainer then do not
-    compute the same model."""
+    compute the same model. With engine.kv_dtype = "fp8", skip the update and go back to "bf16" first."""
 
     @model_validator(mode="after")
     def _gaps_in_order(self) -> Train:
@@ -266,10 +266,10 @@ class EngineSection(Section):
     """Whether windfall's engines draft tokens from the responses of the same group, and verify several in one step.
     Sampled tokens do not change. "auto" drafts where measured times and hits say that it is faster; "off" never."""
     kv_dtype: Literal["auto", "bf16", "fp8"] = "auto"
-    """Values of the workers' KV cache. "fp8" has room for twice as many tokens and reads half as many bytes. It needs
-    GPUs of compute capability 8.9 or higher. If the log-probs of engine and trainer then differ by more than
-    `train.engine_gap_alarm`, the run goes back to "bf16". "auto" and "bf16" use the dtype of the model. Lenders, and
-    the engines of a trainer with several ranks, always do."""
+    """Dtype of the workers' KV cache. "auto" and "bf16" are the same: the dtype of the model, which is always that of
+    lenders and of the engines of a trainer with several ranks. "fp8" has room for twice as many tokens and reads half
+    as many bytes; it needs GPUs of compute capability 8.9 or higher. If its log-probs differ from the trainer's by more
+    than `train.engine_gap_alarm`, the run goes back to "bf16"."""
 
 
 class Techniques(Section):

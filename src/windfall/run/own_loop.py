@@ -24,6 +24,7 @@ from windfall.controller.policy import FleetPolicy
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.engine.factory import build_engine
+from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -86,9 +87,13 @@ class _MemoryDialer:
 @contextlib.asynccontextmanager
 async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIterator[OpenedPolicy]:
     """Open the model of the recipe for training. Of the recipe, [run], [model], [algorithm], [rollout], [train] and
-    [engine] count; checkpoints go to run.folder/run.name. `longest_prompt`: in tokens."""
+    [engine] count; checkpoints go to run.folder/run.name. `longest_prompt`: in tokens. Raises WindfallError for a KV
+    cache in fp8: only the loop of a run goes back from it if log-probs differ too much."""
     from windfall.trainer.trainer import TorchTrainer
 
+    if recipe.engine.kv_dtype == "fp8":
+        what = "a loop of your own cannot use a KV cache in fp8: nothing would leave fp8 if log-probs differ too much"
+        raise WindfallError(what, where="engine.kv_dtype", fix="Set engine.kv_dtype = 'auto'.")
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     model = load.load(recipe.model.path, dtype=dtype, device=device)
     tokenizer = load.load_tokenizer(recipe.model.path)
@@ -98,7 +103,7 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens)
     events = EventLog(Path("/dev/null"))
-    dispatch = Dispatch(events=events, vocabulary=model.config.vocab_size)
+    dispatch = Dispatch(events=events, vocabulary=model.config.vocab_size, order=recipe.rollout.order)
     policy = FleetPolicy(dispatch, stop=text.stop, sampling=recipe.rollout.sampling(), seed=recipe.run.seed)
     gate = Gate(recipe.run.name, SECRET, log=_ignore_event, max_workers=1, trainer_secret=SECRET)
 

@@ -12,7 +12,8 @@ several updates calls `forward` on all its samples before the first update.
 
 Tokens of older versions differ from the proximal policy because the policy has moved (`drift`). Only fresh tokens tell
 whether engine and trainer compute the same model (`engine_gap`), so only they can end the run. An update with few fresh
-tokens among older ones is not checked: one unlikely token could end the run.
+tokens among older ones (MIN_FRESH) is not checked. If the gap comes from engines with a KV cache in fp8, the update is
+skipped instead, and the run goes on without fp8.
 
 With several ranks, these methods run on rank 0, which plans the packs of all ranks and gives the orders; methods with a
 leading underscore run on every rank. One rank alone takes the same path.
@@ -43,12 +44,11 @@ from windfall.trainer.model.lora import Adapters
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
-from windfall.training import Report, Sample
+from windfall.training import ENGINE_GAP, MIN_FRESH, Report, Sample
+from windfall.types import in_fp8
 
 FILLER = Sample(ids=(0, 0), targets=(1,), behavior=np.zeros(1), advantage=0.0, limit=1)
 """What a rank without work computes, with weight zero: all ranks must make the same passes."""
-MIN_FRESH = 64
-"""If an update also has older tokens, its engine gap can end the run only if it has at least this many fresh tokens."""
 
 
 class TokenTotals:
@@ -86,7 +86,11 @@ class TokenTotals:
 
     def engine_gaps(self) -> dict[str, float]:
         """The mean gap of each known engine."""
-        return {name: self.engine_sums[name] / n for name, n in sorted(self.engine_tokens.items()) if name and n}
+        return {name: self.engine_sums[name] / n for name, n in self.known_tokens().items()}
+
+    def known_tokens(self) -> dict[str, int]:
+        """The number of fresh tokens of each known engine."""
+        return {name: n for name, n in sorted(self.engine_tokens.items()) if name and n}
 
 
 class TorchTrainer:
@@ -112,6 +116,7 @@ class TorchTrainer:
         self.importance_cap = recipe.algorithm.importance_cap
         train = recipe.train
         self.gap_limit = train.engine_gap_limit
+        self.fp8 = recipe.engine.kv_dtype == "fp8"
         self.orders = orders or Orders(TrainerRanks.alone())
         self.ranks = self.orders.ranks
         self.device = policy.device
@@ -240,9 +245,10 @@ class TorchTrainer:
         n, older = max(sums["tokens"], 1), sums["tokens"] - sums["fresh"]
         gap = sums["gap"] / sums["fresh"] if sums["fresh"] else 0.0
         checked = not older or sums["fresh"] >= MIN_FRESH
-        if checked and not (np.isfinite(gap) and gap <= self.gap_limit):  # a NaN fails every comparison
+        rejected = checked and not gap <= self.gap_limit  # a NaN fails every comparison
+        if rejected and not self._only_fp8(t.engine_gaps()):
             raise gap_error(gap, t.gap_max, self.gap_limit, t.engine_gaps())
-        norm, skipped = self.optimizer.update(sums["divisor"])
+        norm, skipped = self.optimizer.update(0.0 if rejected else sums["divisor"])
         self._totals = TokenTotals()  # the update has already set the gradients to zero
         return Report(
             tokens=sums["tokens"],
@@ -252,11 +258,16 @@ class TorchTrainer:
             engine_gap=gap,
             engine_gap_max=t.gap_max,
             engine_gaps=t.engine_gaps(),
+            engine_tokens=t.known_tokens(),
             drift=sums["drift"] / older if older else 0.0,
-            skipped=skipped,
+            skipped=ENGINE_GAP if rejected else skipped,
             peak_bytes=t.peak_bytes,
             **{name: sums[name] / n for name in ("entropy", "clipped", "capped", "kl")},
         )
+
+    def _only_fp8(self, engine_gaps: Mapping[str, float]) -> bool:
+        """Whether a KV cache in fp8 explains a gap. Tokens from a journal count as such: their engine is not known."""
+        return self.fp8 and all(gap <= self.gap_limit for name, gap in engine_gaps.items() if not in_fp8(name))
 
     def _write_optimizer(self, path: Path) -> None:
         try:

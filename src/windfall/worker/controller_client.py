@@ -4,7 +4,8 @@
                               │          └─ once ─▶ build the engine ──▶┘
                               └───▶ Refused: exit (or retry later)
 
-If a Welcome describes a KV cache of another dtype than the last one, the worker builds its engine anew.
+If a Welcome describes a KV cache of another dtype than the last one, the worker builds its engine anew. A lender does
+not: its KV cache has the dtype of its model.
 
 A worker exits when the controller drains or refuses it, when its machine is about to be preempted (Notice), or when no
 controller has answered for `patience_s`. Weights and engine outlive a link, so after a short outage the worker is ready
@@ -226,7 +227,7 @@ class ControllerClient:
 
     async def _serve_link(self, link: SocketLink, welcome: m.Welcome) -> str:
         """Serve one link until it ends. Returns why the controller drained this worker."""
-        if self._host is not None and welcome.engine.kv_dtype != self._kv_dtype:
+        if self._host is not None and not self.lends and welcome.engine.kv_dtype != self._kv_dtype:
             await self._drop_engine()
         host = self._host or self._make_host(welcome)
         worker_link = self._worker_link = WorkerLink(

@@ -68,7 +68,7 @@ def test_every_token_knows_its_engine(tmp_path: Path) -> None:
     async def part(world: World) -> None:
         world.open("0/0")
         world.dispatch.set_offer(OFFER)
-        for n, engine in enumerate((EXACT, INEXACT)):
+        for n, engine in enumerate((EXACT, INEXACT, Capabilities(name="cuda", kv_dtype="fp8"))):
             link = await ready(world, f"w{n}", engine)
             (work,) = (await take(link, m.Assign)).work
             await link.send(tokens(work, [7, 8]))
@@ -76,12 +76,13 @@ def test_every_token_knows_its_engine(tmp_path: Path) -> None:
             with contextlib.suppress(LinkClosed):
                 await take(link, m.Drain)  # until the worker is gone
         episode = world.dispatch.ledger.entries["0/0"].episode
-        assert episode.engine_runs == [("torch", 2), ("vllm", 2)]
-        assert replace(episode, finish="stop").close(1.0).engines == (("torch", 2), ("vllm", 2))
+        assert episode.engine_runs == [("torch", 2), ("vllm", 2), ("cuda fp8", 2)]
+        assert replace(episode, finish="stop").close(1.0).engines == tuple(episode.engine_runs)
 
     play(tmp_path, part)
     ready_events = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "worker_ready"]
-    assert [(e["engine"], e["exact"]) for e in ready_events] == [("torch", True), ("vllm 0.23.0", False)]
+    shown = [(e["engine"], e["exact"]) for e in ready_events]
+    assert shown == [("torch", True), ("vllm 0.23.0", False), ("cuda fp8", True)]
 
 
 def test_engine_without_live_slots_gets_work_only_when_idle(tmp_path: Path) -> None:

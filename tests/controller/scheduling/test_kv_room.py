@@ -8,8 +8,14 @@ import random
 import numpy as np
 import pytest
 
-from windfall.controller.scheduling.balance import Running
+from windfall.controller.ledger.episode import Episode
+from windfall.controller.ledger.ledger import Ledger
+from windfall.controller.scheduling.balance import Running, WorkerLoad
 from windfall.controller.scheduling.kv_room import SAFE, KvLoad, KvRow, moments, more_responses, relieve, usage
+from windfall.controller.scheduling.members import Members
+from windfall.controller.scheduling.placement import Placement
+from windfall.step_time import StepTime
+from windfall.types import Lease, Sampling
 
 
 def row(generated: int, *, mean: float = 1000.0, sigma: float = 0.6, limit: int = 8000) -> KvRow:
@@ -70,3 +76,37 @@ def test_nothing_moves_where_no_worker_has_room() -> None:
     held = {"a": running("a", 3000, 3000, 3000), "b": running("b", 3000, 3000, 3000)}
     loads = [load("a", 9300), load("b", 9300)]
     assert not relieve(loads, lambda w: [row(3000)] * 3, held.__getitem__, round_trip_s=0.0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_prompt_that_siblings_share_fills_a_cache_once(shared: bool) -> None:
+    """`a` is nearly full. The six responses of `b` have one prompt of 10,000 tokens, or one each."""
+    ledger, members = Ledger(), Members()
+    placement = Placement(ledger)
+    for n in range(50):
+        placement.lengths.finished(f"x{n}", n, 4000 + 100 * (n % 9))
+        placement.lengths.complete(f"x{n}")
+
+    def begin(id: str, worker: str, prompt: int, generated: int) -> None:
+        e = Episode(id=id, prompt=(1,) * prompt, seed=0, max_tokens=8000, sampling=Sampling(), stop=frozenset())
+        e.tokens.extend([1] * generated)
+        e.logprobs.extend([0.0] * generated)
+        e.record(generated, 0, "", "")
+        ledger.open(e)
+        ledger.queue.remove(id)
+        ledger.assign(id, worker, 0)
+
+    for n in range(28):
+        begin(f"{100 + n}/0", "a", 10, 2000)
+    for n in range(6):
+        begin(f"7/{n}" if shared else f"{200 + n}/0", "b", 10_000, 100)
+    for name in "ab":
+        members.join(name, Lease(), 0.0).kv_tokens = 60_000
+    loads = [
+        WorkerLoad(worker=name, running=ledger.running(name), slots=64, profile=StepTime(fixed_s=0.01, each_s=0.0002),
+                   kv_tokens=60_000, prefill_tok_per_s=50_000)
+        for name in "ab"
+    ]  # fmt: skip
+    moves = placement.relieving_moves(loads)
+    assert {(move.source, move.target) for move in moves} == ({("a", "b")} if shared else set())
+    assert placement.nearly_full(members.here()) == shared

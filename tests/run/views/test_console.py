@@ -70,7 +70,7 @@ def bill(**holders: tuple[float, float | None]) -> dict[str, Any]:
 def test_skipped_updates_are_summed_by_cause() -> None:
     events = [step(1, 0.5, updates_skipped=3, updates_not_finite=2), step(2, 0.5, updates_skipped=1)]
     text = summary(events)
-    assert "2 (no gradient;" in text
+    assert "2 (no usable gradient;" in text
     assert "2 (gradient not finite;" in text
 
 

@@ -17,6 +17,7 @@ from windfall.sim.core.link import SimLink
 from windfall.sim.core.loop import VirtualLoop
 from windfall.sim.core.run import Simulation
 from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines.acceptance import DraftAcceptance
 from windfall.sim.machines.linked_trainer import LinkedTrainer
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import SimWorker, WorkerSpec
@@ -59,16 +60,18 @@ def work(handle: int, position: int = 0, most: int = 1000) -> m.Work:
 
 
 def simulate(
-    play: Callable[[FakeDispatch, SimWorker, VirtualLoop], Any], *, granule: int = 1, length: float = 100.0
-) -> FakeDispatch:
+    play: Callable[[FakeDispatch, SimWorker, VirtualLoop], Any], *, granule: int = 1, length: float = 100.0,
+    acceptance: DraftAcceptance | None = None, lends: bool = False,
+) -> FakeDispatch:  # fmt: skip
     async def main(loop: VirtualLoop) -> FakeDispatch:
         dispatch = FakeDispatch()
         token_schedule = TokenSchedule(
-            LogNormalLengths(median=length, sigma=0.0), granule=granule, prompt_tokens=10, max_tokens=1000
-        )
+            LogNormalLengths(median=length, sigma=0.0), granule=granule, prompt_tokens=10, max_tokens=1000,
+            acceptance=acceptance,
+        )  # fmt: skip
         spec = WorkerSpec(
             name="w", lease=Lease(), service=SERVICE, slots=8, network=Network(100.0), weights_bytes=50.0,
-            ingress_per_s=100.0, quantum_s=0.2 if granule > 1 else 0.0,
+            ingress_per_s=100.0, quantum_s=0.2 if granule > 1 else 0.0, lends=lends,
         )  # fmt: skip
         worker = SimWorker(spec, token_schedule, dispatch.attend, started_s=0.0)
         worker.dial()
@@ -122,6 +125,20 @@ def test_order_waits_for_the_end_of_the_step() -> None:
     assert at_s == pytest.approx(0.034)
     tokens = dispatch.messages(m.Tokens)
     assert sum(sum(f.counts) if f.counts else len(f.handles) for f in tokens) == 3
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_lender_drafts_nothing(lends: bool) -> None:
+    """Others generate two tokens per step."""
+    ended_s: list[float] = []
+
+    async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:
+        await dispatch.link.send(m.Assign(work=(work(1),)))
+        await asyncio.sleep(5)
+        ended_s.extend(at_s for at_s, x in dispatch.received if isinstance(x, m.Tokens) and x.finished)
+
+    simulate(play, acceptance=DraftAcceptance(points=[(0, 2.0)], verify_rows=1), lends=lends)
+    assert ended_s == [pytest.approx(0.001 + 100 * 0.011 / (1 if lends else 2))]
 
 
 @pytest.mark.parametrize("granule", [1, 7])

@@ -271,7 +271,7 @@ class Dispatch:
         if not engine.name:
             return
         member.engine = replace(engine, name=engine.name[:MAX_NAME], version=engine.version[:MAX_NAME])
-        self.ledger.engines[member.id] = member.engine.name
+        self.ledger.engines[member.id] = member.engine.rounding
 
     def _accept(self, member: Member, frame: m.Tokens) -> None:
         batch, now = self.ledger.running(member.id), member.seen_s
@@ -367,10 +367,11 @@ class Dispatch:
             self._stop_assigning(member.id, member.why)
         self.drain_timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
 
-    def rebuild_engines(self, why: str) -> None:
-        """Ask all workers to join again: the spec of their engines has changed. That of lenders is their own."""
+    def rebuild_fp8_engines(self, why: str) -> None:
+        """Ask the workers that have a KV cache in fp8, or may be building one, to join again: the spec has changed."""
         for member in [w for w in self.members.here() if not w.lends]:
-            self.drain(member.id, why, again=True)
+            if member.engine.kv_dtype == "fp8" or not member.engine.name:
+                self.drain(member.id, why, again=True)
 
     def drain(self, id: str, why: str, *, again: bool = False) -> None:
         """Ask a worker to send what it has and leave, or to join `again`. Its responses move once it has done so."""

@@ -58,7 +58,7 @@ class KvLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: int
     """Tokens for which it has room."""
     context: int
-    """Tokens of the responses that the worker has."""
+    """Tokens in the cache. While it is not nearly full, a prompt that siblings share may count more than once."""
     free_slots: int
     prefill_s: float
     """Seconds to prefill one token."""

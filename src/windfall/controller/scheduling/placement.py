@@ -295,6 +295,12 @@ class Placement:
             groups.add(group)
         return rows
 
+    def _kv_context(self, worker: str, kv_tokens: int) -> int:
+        """Tokens in a worker's KV cache of `kv_tokens`. Shared prompts count once only if it is nearly full without
+        that: it takes a look at all responses of the worker."""
+        most = self._ledger.context(worker)
+        return sum(row.context for row in self._kv_rows(worker)) if most > NEARLY_FULL * kv_tokens else most
+
     def _kv_row(self, e: Episode, *, alone: bool = True) -> KvRow:
         mean, sigma = self.lengths.estimate(_group(e.id), self._task(e))
         context = len(e.tokens) + (len(e.prompt) if alone else 0)
@@ -375,7 +381,7 @@ class Placement:
         return relieve(
             [
                 KvLoad(
-                    worker=load.worker, tokens=load.kv_tokens, context=self._ledger.context(load.worker),
+                    worker=load.worker, tokens=load.kv_tokens, context=self._kv_context(load.worker, load.kv_tokens),
                     free_slots=load.slots - load.running, step_s=load.profile.step_s(load.running),
                     prefill_s=1 / load.prefill_tok_per_s if load.prefill_tok_per_s else load.profile.each_s,
                 )
@@ -391,7 +397,7 @@ class Placement:
         """Whether the KV cache of a worker is nearly full, and that of another is not: responses may have to move."""
         if not self._balancing:
             return False
-        full = {self._ledger.context(w.id) > NEARLY_FULL * w.kv_tokens for w in members if w.kv_tokens}
+        full = {self._kv_context(w.id, w.kv_tokens) > NEARLY_FULL * w.kv_tokens for w in members if w.kv_tokens}
         return len(full) == 2
 
     def held(self, worker: str) -> list[Running]:

@@ -106,6 +106,8 @@ class GraphEngine(PagedEngine):
             kv=kv,
             kv_dtype=kv_dtype,
         )
+        if kv_dtype is not None:
+            self.capabilities = replace(self.capabilities, kv_dtype="fp8")
         self.burst = burst
         self.depth = DEPTH
         self._pending: deque[PendingLaunch] = deque()

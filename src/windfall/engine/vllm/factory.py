@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,8 @@ def build(
             options["distributed_executor_backend"] = "mp"
         vllm = _start(spec, shapes, options)
     engine = VllmEngine(vllm, shapes, version=version, own_sampler=own_sampler, tensor_parallel=tensor_parallel)
+    if spec.kv_dtype == "fp8":
+        engine.capabilities = replace(engine.capabilities, kv_dtype="fp8")
     try:
         for wanted in spec.samplings:
             engine.check_sampling(wanted, where="rollout or eval")

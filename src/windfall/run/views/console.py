@@ -131,10 +131,11 @@ class Console:
         self._shown_gap = mean
         engines = event.get("engines") or {}
         each = ", ".join(f"{escape(name)} {figures.number(gap)}" for name, gap in sorted(engines.items()))
+        limit = f"train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g}"
         self._out.print(
             f"[yellow]engine and trainer disagree[/] in step {event['step']}: their log-probs differ by {mean:.3g} "
             f"nats on average{f' ({each})' if len(engines) > 1 else ''}, {most:.3g} at most (shown again when it "
-            f"doubles; the run ends above train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g})"
+            f"doubles; above {limit} the run ends, or leaves fp8)"
         )
 
     def _advise(self, e: Event) -> None:

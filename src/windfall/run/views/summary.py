@@ -61,7 +61,7 @@ def _tokens(steps: list[Event]) -> list[Labeled]:
     not_finite = sum(e.get("updates_not_finite", 0) for e in steps)
     skipped = sum(e.get("updates_skipped", 0) for e in steps) - not_finite
     if skipped:
-        out.append(("updates skipped", f"{skipped} (no gradient; the weights did not change)"))
+        out.append(("updates skipped", f"{skipped} (no usable gradient; the weights did not change)"))
     if not_finite:
         out.append(("updates skipped", f"{not_finite} (gradient not finite; the weights did not change)"))
     return out

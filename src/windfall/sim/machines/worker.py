@@ -77,9 +77,8 @@ class SimWorker:
         """`started_s`: time from which the machine is paid for (loop time, seconds)."""
         self.spec, self._token_schedule, self._attend, self._started_s = spec, token_schedule, attend, started_s
         self._loop = asyncio.get_running_loop()
-        self._decode = Decode(
-            spec.service, token_schedule.granule, kv_tokens=spec.kv_tokens, acceptance=token_schedule.acceptance
-        )
+        acceptance = None if spec.lends else token_schedule.acceptance  # a lender drafts nothing
+        self._decode = Decode(spec.service, token_schedule.granule, kv_tokens=spec.kv_tokens, acceptance=acceptance)
         self._held: tuple[int, str] = (-1, "")
         """Version and digest of its weights."""
         self.link: SimLink | None = None

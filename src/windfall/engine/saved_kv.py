@@ -65,8 +65,9 @@ class SavedKV:
         self._free: list[int] = []
         self._chunks = 0
         self._copies: list[PageCopy] = []
-        self._step_time = LearnedStepTime()
-        self._byte_s = 0.0  # 0: nothing was copied yet
+        self._step_time = LearnedStepTime()  # of the prefill alone
+        self._decode_s = 0.0  # seconds of the newest decode step that was measured
+        self._byte_s = 0.0  # seconds to copy a byte; 0: nothing was copied yet
 
     def evict(self, sequence: SequenceState, tokens: int, shared: int) -> None:
         """A running sequence is about to lose its pages, with the keys and values of its first `tokens` tokens. Others
@@ -120,9 +121,11 @@ class SavedKV:
         self._byte_s += (byte_s - self._byte_s) * (NEWEST if self._byte_s else 1.0)
 
     def observe_launch(self, work: Launch, device_s: float) -> None:
-        (shape, count), *others = work.step_shapes
-        device_s -= sum(self._step_time.predict_s(*other) * steps for other, steps in others)
-        self._step_time.observe(device_s / count, *shape)
+        if work.prefill:
+            rows, context = sum(p.stop - p.start for p in work.prefill), sum(p.stop for p in work.prefill)
+            self._step_time.observe(device_s - work.steps * self._decode_s, rows, context, prefill=True)
+        else:
+            self._decode_s = device_s / work.steps
 
     def _prefill_s(self, start: int, stop: int) -> float:
         """Expected time to prefill tokens `start` to `stop` of a sequence; 0 if nothing is known."""

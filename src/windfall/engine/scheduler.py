@@ -102,13 +102,6 @@ class Launch:
     prefix_groups: np.ndarray  # (G, 3): first row, number of rows and shared tokens of each group
     shape: tuple[int, int, bool]  # rows of a step, prefill included; tokens that they attend to; whether it prefills
 
-    @property
-    def step_shapes(self) -> list[tuple[tuple[int, int, bool], int]]:
-        """The shapes of its steps, and the number of such steps. The prefill comes with the first step."""
-        if self.prefill and self.steps > 1:
-            return [(self.shape, 1), ((len(self.rows), self.shape[1], False), self.steps - 1)]
-        return [(self.shape, max(1, self.steps))]
-
 
 class Scheduler:
     def __init__(

@@ -147,7 +147,13 @@ class GraphEngine(PagedEngine):
 
     @property
     def launched(self) -> list[tuple[Shape, int]]:
-        return [each for p in self._pending for each in p.work.step_shapes]
+        out: list[tuple[Shape, int]] = []
+        for work in (p.work for p in self._pending):
+            if work.prefill and work.steps > 1:  # the prefill comes with the first step
+                out += [(work.shape, 1), ((len(work.rows), work.shape[1], False), work.steps - 1)]
+            else:
+                out.append((work.shape, max(1, work.steps)))
+        return out
 
     def step(self, most_rows: int | None = None, most_steps: int | None = None, prefill: bool = True) -> list[Chunk]:
         self.last_step = (0, 0, False)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from windfall.engine.scheduler import Launch
     from windfall.engine.scheduler import Sequence as SequenceState
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 16 << 20
 """Upper limit for the bytes of a chunk, unless a page is larger. A larger copy would hardly be faster, and the device
 needs this much memory to gather the pages."""
 MAX_SHARE = 0.1

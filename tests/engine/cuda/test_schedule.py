@@ -204,7 +204,7 @@ class EngineRun:
                                      free_bytes=lambda: 60 * CHUNK_BYTES)  # fmt: skip
         host_pages: Any = EmulatedHostPages(emulated, saved.chunk_pages)
         self.engine._host_pages = host_pages
-        rng = random.Random(len(plan.pages._references))
+        rng = random.Random(plan.pages.count)
         saved.is_cheaper = lambda *_: rng.random() < 0.5
         self.asked: dict[str, Request] = {}
         self.said: dict[str, list[int]] = {}

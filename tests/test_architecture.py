@@ -69,6 +69,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/
     "engine/base.py",
     "engine/blocks.py",
     "engine/pages.py",
+    "engine/saved_kv.py",
     "events/steady_time.py",
     "engine/cuda/splits.py",
     "engine/cuda/host_state.py",

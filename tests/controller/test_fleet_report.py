@@ -117,6 +117,18 @@ def test_drafts_are_shown_if_there_were_any(tmp_path: Path, capsys: pytest.Captu
     assert "drafts: 1.21 tokens per step, 42% accepted" in capsys.readouterr().out
 
 
+def test_step_has_what_engines_evicted_and_restored(tmp_path: Path) -> None:
+    with report(tmp_path, staleness=0) as fleet:
+        fleet._dispatch.members.join("a", Lease(), 0.0)
+        steps = []
+        for now, (evictions, restored) in enumerate([(0, 0), (3, 700), (3, 900)]):
+            stats = Stats(running=1, made=0, steps=0, idle_s=0.0, evictions=evictions, kv_restored=restored)
+            fleet._dispatch.members.seen("a", float(now), stats)
+            step = fleet.counters(None, float(now), {"train_wait_s": 0.0})
+            steps.append((step["evictions"], step["kv_restored"]))
+        assert steps == [(0, 0), (3, 700), (0, 200)]
+
+
 def test_snapshot_has_what_lenders_reported(tmp_path: Path) -> None:
     with report(tmp_path, staleness=0) as fleet:
         members = fleet._dispatch.members

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.hashing_engine import Hashing
+from windfall.engine.base import Counters
 from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
 from windfall.link.messages import Rejected, Released, Tokens, Work, columns
@@ -269,6 +270,13 @@ def test_rejection_of_work_that_fits_says_that_it_is_invalid(rig: Rig, limit: in
     rejected = rig.next()
     assert isinstance(rejected, Rejected)
     assert rejected.invalid == invalid
+
+
+def test_stats_have_the_engine_s_counters(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = Counters(evictions=2, kv_restored=300, waiting=4)
+    monkeypatch.setattr(Gated, "counters", counters)
+    stats = rig.host.stats()
+    assert (stats.evictions, stats.kv_restored, stats.waiting) == (2, 300, 4)
 
 
 def test_stats_show_a_stuck_engine(rig: Rig) -> None:

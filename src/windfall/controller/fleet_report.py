@@ -99,7 +99,7 @@ class FleetReport:
         c, p = self._dispatch.ledger.counts, self._dispatch.members.prefill
         now = {
             "prefilled": p.prefilled, "prefill_saved": p.reused, "prefix_lookups": p.lookups, "prefix_hits": p.hits,
-            "evictions": p.evictions,
+            "evictions": p.evictions, "kv_restored": p.kv_restored,
             "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
             "stale": c.stale, "gaps": c.gaps, "discarded": c.discarded,
             "lost_tokens": self._dispatch.ledger.lost_tokens(), "workers_lost": self._dispatch.members.lost,

@@ -25,6 +25,7 @@ class Counters:
     lookups: int = 0  # responses and turns admitted since the start
     hits: int = 0  # those of them that found tokens in the prefix cache
     evictions: int = 0  # times that a running response lost its pages to others, since the start
+    kv_restored: int = 0  # tokens whose KV came back from host memory after an eviction, since the start
     waiting: int = 0  # responses that are waiting for room now
     drafted: int = 0  # tokens drafted and verified since the start
     accepted: int = 0  # those of them that were right

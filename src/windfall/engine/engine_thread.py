@@ -171,6 +171,7 @@ class EngineThread:
             steps=self._steps,
             idle_s=time.monotonic() - self._stepped_s if step_due else 0.0,
             evictions=counters.evictions,
+            kv_restored=counters.kv_restored,
             waiting=counters.waiting,
             reused_tokens=counters.reused_tokens,
             prefilled=counters.prefilled,

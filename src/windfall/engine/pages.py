@@ -68,6 +68,10 @@ class Pages:
         self._references[page] += 1
         return page
 
+    def is_shared(self, page: int) -> bool:
+        """Whether several sequences hold this page."""
+        return self._references[page] > 1
+
     def register(self, page: int, key: Key) -> None:
         """Set the key of a full page. If another page has this key already, the page stays without a key."""
         if key not in self._by_key:

@@ -12,8 +12,9 @@ them. How many there will be is known when a launch is collected, because drafte
 - launches run in order, so the next launch may use pages that the host has freed, even if the device still writes
   discarded tokens to them;
 - when there are no pages for even one step, the launches in flight are collected first, because a response may have
-  ended in them; then the youngest running sequence is evicted: it returns to the head of the waiting queue and is
-  prefilled again later. It keeps its tokens, and sampling depends on (seed, position), so only the timing changes;
+  ended in them; then the youngest running sequence is evicted: it returns to the head of the waiting queue. Later it is
+  prefilled again, or its keys and values come back from host memory (saved_kv.py) and it decodes at once. It keeps its
+  tokens, and sampling depends on (seed, position), so only the timing changes;
 - pages are registered by the tokens they hold. Those of a prefill are registered when it is planned: siblings in the
   same launch may use them, because every layer writes all keys and values before it reads any. Other pages are
   registered when their sequence releases them;
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +40,7 @@ from windfall.types import Request
 if TYPE_CHECKING:
     from windfall.engine.cuda.host_state import HostState
     from windfall.engine.cuda.splits import PrefixSharing
+    from windfall.engine.saved_kv import SavedKV
 
 NO_GROUPS = np.zeros((0, 3), np.int32)
 
@@ -48,7 +51,7 @@ class Sequence:
     tokens: list[int]  # all tokens known to the host: the prompt, and the generated tokens that were collected
     generated: int = 0
     slot: int = -1  # -1: the sequence is waiting
-    prefilled: int = 0  # number of leading tokens whose keys and values were launched or found in the prefix cache
+    prefilled: int = 0  # number of leading tokens whose keys and values were launched, found in the cache, or restored
     pages: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)  # keys of full pages, computed from `tokens` when needed
     finished: bool = False  # the response has ended or was canceled: further tokens from the device are discarded
@@ -122,6 +125,8 @@ class Scheduler:
         self.max_rows = max_rows
         self.burst = burst
         self._one_batch = one_batch
+        self.saved: SavedKV | None = None
+        """The evicted sequences that are in host memory; None: none are."""
         self.single_step_with_prefill = False
         """A launch with a prefill has one decode step: its tokens come sooner, and its time is that of one step."""
         self.prefills_per_decode = 8
@@ -151,6 +156,8 @@ class Scheduler:
         sequence.finished = True
         if sequence.slot < 0:
             self.waiting.remove(sequence)
+            if self.saved is not None:
+                self.saved.drop(sequence)
         else:
             del self.running[sequence]
             self._release(sequence)
@@ -222,6 +229,8 @@ class Scheduler:
             self.waiting.appendleft(sequence)
         self.running.clear()
         self.pages.clear_cache()
+        if self.saved is not None:
+            self.saved.clear()
 
     @property
     def prefilling(self) -> int:
@@ -250,7 +259,8 @@ class Scheduler:
             if left > 0:
                 left -= self._add_chunk(sequence, left, prefill)
         while left > 0 and self.waiting and self._free and self._admit(self.waiting[0]):
-            left -= self._add_chunk(self.waiting.popleft(), left, prefill)
+            s = self.waiting.popleft()
+            left -= self._add_chunk(s, left, prefill) if s in self._prefilling else 1
         return prefill, left <= 0 and bool(self._prefilling or (self.waiting and self._free))
 
     def _add_chunk(self, s: Sequence, most: int, prefill: list[ScheduledRows]) -> int:
@@ -265,7 +275,8 @@ class Scheduler:
         return stop - start
 
     def _admit(self, s: Sequence) -> bool:
-        """Admit the sequence if its tokens and one burst fit. Its first tokens may be in the prefix cache already."""
+        """Admit the sequence if its tokens and one burst fit. Its first tokens may be in the prefix cache or in host
+        memory: if only the newest token is missing, it decodes at once."""
         size, have = self.pages.size, len(s.tokens)
         cached: list[int] = []
         for n in range((have - 1) // size):  # the last token is always computed, because its logits are needed
@@ -282,15 +293,23 @@ class Scheduler:
             self.pages.release(cached)
             return False
         s.pages = cached + self._allocate(-(-have // size) - len(cached))
-        s.prefilled = len(cached) * size
+        found = len(cached) * size
+        saved = 0 if self.saved is None else self.saved.restore(s, len(cached))
+        s.prefilled = max(found, saved)
+        for n in range(len(cached), s.prefilled // size):
+            self.pages.register(s.pages[n], s.key(n, size))
         s.slot = self._free.pop()
-        self.counters.reused_tokens += s.prefilled
+        self.counters.reused_tokens += found
+        self.counters.kv_restored += s.prefilled - found
         self.counters.lookups += 1
-        self.counters.hits += s.prefilled > 0
+        self.counters.hits += found > 0
         self.running[s] = None
-        self._prefilling[s] = None
+        if saved == have - 1 > 0:
+            self._decoding[s.slot] = True
+        else:
+            self._prefilling[s] = None
         self._by_slot[s.slot] = s
-        self._planned[s.slot] = have
+        self._planned[s.slot] = have - int(self._decoding[s.slot])
         self._end[s.slot] = end
         self._page_count[s.slot] = len(s.pages)
         # If a response was started elsewhere, its prompt includes the `position` tokens generated there.
@@ -334,11 +353,21 @@ class Scheduler:
                 continue
             if not may_evict:
                 return slots[:0], 0, width
-            victim = next(reversed(self.running))
-            del self.running[victim]
-            self._release(victim)
-            self.waiting.appendleft(victim)
-            self.counters.evictions += 1
+            self._evict(next(reversed(self.running)))
+
+    def _evict(self, s: Sequence) -> None:
+        if self.saved is not None:
+            shared = sum(1 for _ in takewhile(self.pages.is_shared, s.pages))
+            self.saved.evict(s, self._computed(s), shared)
+        del self.running[s]
+        self._release(s)
+        self.waiting.appendleft(s)
+        self.counters.evictions += 1
+
+    def _computed(self, s: Sequence) -> int:
+        """Number of known tokens of a running sequence whose keys and values are in its pages, or will be when all
+        launches have run. The newest token is in no page yet."""
+        return min(s.prefilled, len(s.tokens)) if s in self._prefilling else len(s.tokens) - 1
 
     def _prefix_groups(self, slots: np.ndarray) -> np.ndarray:
         if self.sharing is None or self.host_state is None:
@@ -358,10 +387,9 @@ class Scheduler:
             self._page_count[slot] = len(s.pages)
 
     def _release(self, s: Sequence, *, register: bool = True) -> None:
-        """Free slot and pages. `register`: leave full pages in the prefix cache; the newest token is in no page yet."""
+        """Free slot and pages. `register`: leave full pages in the prefix cache."""
         if register:
-            known = min(s.prefilled, len(s.tokens)) if s in self._prefilling else len(s.tokens) - 1
-            for n in range(known // self.pages.size):
+            for n in range(self._computed(s) // self.pages.size):
                 self.pages.register(s.pages[n], s.key(n, self.pages.size))
         self.pages.release(s.pages)
         self._prefilling.pop(s, None)
@@ -391,3 +419,5 @@ class Scheduler:
         assert sorted(used + self._free) == list(range(self.slots)), "a slot is lost, or free and used"
         assert self._prefilling.keys() <= self.running.keys(), "a sequence prefills but is not running"
         self.pages.check([s.pages for s in self.running])
+        if self.saved is not None:
+            self.saved.check(self.waiting)

@@ -26,7 +26,7 @@ import numpy as np
 from windfall.training import Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 14
+PROTOCOL = 15
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -237,7 +237,7 @@ class Stats(Message, frozen=True, tag=16):
     made: int  # tokens generated
     steps: int  # engine steps
     idle_s: float  # seconds since the last engine step while the engine has work; 0 while it has none
-    evictions: int = 0  # responses that the engine evicted from its KV cache and must prefill again
+    evictions: int = 0  # responses that the engine evicted from its KV cache
     reused_tokens: int = 0  # tokens that were not prefilled because the prefix cache had them
     waiting: int = 0  # responses among `running` that the engine has no room for at present
     loading: Literal["", "pull", "build", "swap"] = ""  # what a load waits for: bytes, building the engine, the swap
@@ -247,6 +247,7 @@ class Stats(Message, frozen=True, tag=16):
     hits: int = 0  # those of them that found tokens there
     drafted: int = 0  # tokens that were drafted and verified
     accepted: int = 0  # those of them that were right
+    kv_restored: int = 0  # tokens of evicted responses whose KV came back from host memory and was not prefilled again
 
 
 class Capacity(Message, frozen=True, tag=40):

@@ -3,12 +3,14 @@
 The emulated pool holds (token, version) in every slot of a page. A step reads the whole context of each row through the
 page table, like attention, and the next token is a hash of what it read. So the output changes if a sequence writes to
 the page of another, reads a page too early, keeps a page of old weights or loses one. The shared prefix of a group is
-read through the page table of its first row, and every group is compared with the pages of its sequences. Not covered:
-numerics (see test_engine.py).
+read through the page table of its first row, and every group is compared with the pages of its sequences. About half of
+the evicted sequences keep their pages in host memory, which has room for few of them. Not covered: numerics (see
+test_engine.py and test_saved_kv.py).
 """
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from tests.support.small_models import build
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import STOPS, HostState
 from windfall.engine.cuda.splits import PrefixSharing
+from windfall.engine.saved_kv import CHUNK_BYTES, PageCopy, SavedKV
 from windfall.engine.scheduler import Launch
 from windfall.engine.scheduler import Sequence as Running
 from windfall.types import Chunk, Request
@@ -159,6 +162,31 @@ class Emulated:
         return token
 
 
+class EmulatedHostPages:
+    """Replaces the engine's `HostPages`. A chunk forgets what it had when it is written."""
+
+    def __init__(self, device: Emulated, chunk_pages: int) -> None:
+        self._device, self._chunk_pages = device, chunk_pages
+        self._chunks: dict[int, np.ndarray] = {}
+
+    def run(self, copies: Sequence[PageCopy]) -> None:
+        pool = self._device.pool.data
+        for c in copies:
+            places = slice(c.first, c.first + len(c.pages))
+            assert 0 <= c.first < places.stop <= self._chunk_pages
+            if c.save:
+                self._chunks[c.chunk] = np.full((self._chunk_pages, *pool.shape[1:]), -1, np.int64)
+                self._chunks[c.chunk][places] = pool[c.pages]
+            else:
+                pool[c.pages] = self._chunks[c.chunk][places]
+
+    def measured(self) -> list[tuple[int, float]]:
+        return []
+
+    def free(self) -> None:
+        self._chunks.clear()
+
+
 @cache
 def model() -> Any:
     return build("llama")
@@ -172,6 +200,12 @@ class EngineRun:
         plan = self.engine._scheduler
         emulated: Any = Emulated(plan.host_state, plan.pages.count, plan.pages.size, plan.sharing)
         self.engine._device = emulated
+        saved = plan.saved = SavedKV(page_size=plan.pages.size, page_bytes=CHUNK_BYTES // 2, max_rows=plan.max_rows,
+                                     free_bytes=lambda: 60 * CHUNK_BYTES)  # fmt: skip
+        host_pages: Any = EmulatedHostPages(emulated, saved.chunk_pages)
+        self.engine._host_pages = host_pages
+        rng = random.Random(plan.pages.count)
+        saved.is_cheaper = lambda *_: rng.random() < 0.5
         self.asked: dict[str, Request] = {}
         self.said: dict[str, list[int]] = {}
         self.ended: set[str] = set()
@@ -273,6 +307,7 @@ def test_youngest_sequence_is_evicted_when_no_page_is_left() -> None:
     while len(run.engine):
         run.step()
     assert run.engine.counters.evictions >= 6
+    assert run.engine.counters.kv_restored > 0
     assert [len(said) for said in run.said.values()] == [30] * 8
 
 

@@ -118,6 +118,8 @@ class PrefillCounts:
     """Those of them that found tokens there."""
     evictions: int = 0
     """Times that an engine evicted a running response from its KV cache."""
+    kv_restored: int = 0
+    """Tokens of such responses whose KV came back from host memory."""
 
     def add(self, before: Stats, now: Stats) -> None:
         """Add what a worker counted between two of its messages."""
@@ -126,6 +128,7 @@ class PrefillCounts:
         self.lookups += max(0, now.lookups - before.lookups)
         self.hits += max(0, now.hits - before.hits)
         self.evictions += max(0, now.evictions - before.evictions)
+        self.kv_restored += max(0, now.kv_restored - before.kv_restored)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,9 @@
 - `swap` first waits for the launches in flight; the next `step` returns their tokens, and only these, with the version
   that generated them;
 - `sleep` frees the memory of the KV pool. Responses keep their tokens; the next `step` that has work allocates the
-  memory and prefills again.
+  memory and prefills again;
+- an evicted response may keep its keys and values in host memory, unless its pages are in memory that another engine
+  shares: that engine's requests would wait for the copies.
 """
 
 from __future__ import annotations
@@ -29,14 +31,17 @@ from windfall.engine.base import duplicate_id
 from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.device import DEPTH, DeviceRunner, PendingLaunch
 from windfall.engine.cuda.graphs import batch_for
+from windfall.engine.cuda.host_pages import HostPages
 from windfall.engine.cuda.host_state import STOPS, HostState
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.cuda.texts import MAX_LENGTH, TextRows
 from windfall.engine.draft_length import WIDTHS, DraftLength
 from windfall.engine.paged import PagedEngine, Shape
 from windfall.engine.pages import Pages
+from windfall.engine.saved_kv import SavedKV
 from windfall.engine.scheduler import Launch, Scheduler
 from windfall.engine.scheduler import Sequence as SequenceState
+from windfall.free_memory import free_bytes
 from windfall.types import Capabilities, Chunk, Request
 
 if TYPE_CHECKING:
@@ -108,6 +113,11 @@ class GraphEngine(PagedEngine):
         )
         if kv_dtype is not None:
             self.capabilities = replace(self.capabilities, kv_dtype="fp8")
+        if kv is None:
+            scheduler.saved = SavedKV(
+                page_size=page_size, page_bytes=self._device.pool.page_bytes, max_rows=max_rows, free_bytes=free_bytes
+            )
+            self._host_pages = HostPages(self._device.pool, scheduler.saved.chunk_pages)
         self.burst = burst
         self.depth = DEPTH
         self._pending: deque[PendingLaunch] = deque()
@@ -177,6 +187,9 @@ class GraphEngine(PagedEngine):
 
     def _free_memory(self) -> None:
         self._device.pool.free()
+        if self._scheduler.saved is not None:
+            self._scheduler.saved.release()
+            self._host_pages.free()
 
     def wake(self) -> None:
         self._device.pool.allocate()
@@ -211,6 +224,8 @@ class GraphEngine(PagedEngine):
         )
         if self.kv is not None:
             self.kv.clear_moved()  # on the stream of all launches: those in flight have written what they had to
+        if self._scheduler.saved is not None:
+            self._host_pages.run(self._scheduler.saved.take_copies())
         if work is None:
             return False
         self._pending.append(self._device.launch(work, self.version))
@@ -236,6 +251,10 @@ class GraphEngine(PagedEngine):
         tokens, logprobs = pending.wait()
         self.device_s = pending.device_s()
         work, out, computed = pending.work, [], 0
+        if self._scheduler.saved is not None:
+            self._scheduler.saved.observe_launch(work, self.device_s)
+            for copied_bytes, seconds in self._host_pages.measured():
+                self._scheduler.saved.observe_copy(copied_bytes, seconds)
         if work.prefill and work.steps > 1:
             self.last_step = (0, 0, False)  # of different shapes
         else:

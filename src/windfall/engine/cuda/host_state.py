@@ -48,6 +48,7 @@ class HostState:
         sampling, at = request.sampling, self.offsets
         seed = np.array([request.seed & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int32)
         temperature, top_p = np.array([sampling.temperature, sampling.top_p], np.float32).view(np.int32)
+        self._write(at["last"] + slot, tokens[-1])
         self._write(at["length"] + slot, len(tokens) - 1)
         self._write(at["left"] + slot, left)
         self._write(at["position"] + slot, position)

@@ -67,7 +67,7 @@ class ReadyWeights:
         self._device = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         self._host = torch.empty(self.nbytes, dtype=torch.uint8)
         if self._device.is_cuda:
-            _lock_pages(self._host)
+            lock_pages(self._host)
         self.model = ModelSkeleton(config, dtype=dtype, device=device, empty=_Carver(dtype, self._device))
         self._in_host = ModelSkeleton(config, dtype=dtype, device="cpu", empty=_Carver(dtype, self._host))
         self.loaded = False
@@ -106,11 +106,11 @@ class ReadyWeights:
         self.activation_s = time.monotonic() - began_s
 
 
-def _lock_pages(memory: Tensor) -> None:
+def lock_pages(memory: Tensor) -> None:
     """Lock the pages of a tensor until it is freed. `pin_memory` would round its size up to a power of two."""
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
-    if int(cudart.cudaHostRegister(address, memory.numel(), 1)):
-        print("the memory for weights cannot be page-locked: activation is slower", file=sys.stderr, flush=True)
+    if int(cudart.cudaHostRegister(address, memory.nbytes, 1)):
+        print("host memory cannot be page-locked: copies to the GPU are slower", file=sys.stderr, flush=True)
         return
     weakref.finalize(memory, cudart.cudaHostUnregister, address)

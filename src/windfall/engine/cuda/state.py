@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,12 @@ class KVPool:
             self.page_stride = self.data.stride(2)
             self.value_offset = self.data.stride(1)
             self.base.fill_(self.data.data_ptr())
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, over all layers."""
+        layers, pair, _, *page = self.shape
+        return layers * pair * math.prod(page) * self.dtype.itemsize
 
     def allocate(self) -> None:
         """Allocate the memory, filled with zeros, unless it is allocated already."""

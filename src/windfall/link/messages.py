@@ -26,7 +26,7 @@ import numpy as np
 from windfall.training import Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 14
+PROTOCOL = 15
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -247,6 +247,8 @@ class Stats(Message, frozen=True, tag=16):
     hits: int = 0  # those of them that found tokens there
     drafted: int = 0  # tokens that were drafted and verified
     accepted: int = 0  # those of them that were right
+    decode_s: float = 0.0  # time of the decode steps that were measured, if the engine may draft
+    undrafted_s: float = 0.0  # time that the same tokens would have taken without drafts, by estimate
 
 
 class Capacity(Message, frozen=True, tag=40):

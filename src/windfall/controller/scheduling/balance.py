@@ -280,32 +280,29 @@ def rebalance(
     return planner.moves
 
 
-def end_s(loads: Sequence[WorkerLoad], held: Held, moves: Sequence[Move] = ()) -> float:
-    """Seconds until the last of all responses is expected to end, after these moves. Every response continues at the
-    step time that its worker has now, and a moved one is delayed by the cost of its move.
+def busy_s(loads: Sequence[WorkerLoad], held: Held, moves: Sequence[Move] = ()) -> dict[str, float]:
+    """By worker that has responses after these moves: seconds until the last of them is expected to end. Every response
+    continues at the step time of its worker with the responses that it then has, and a moved one is delayed by the cost
+    of its move.
 
     >>> profile = StepTime(fixed_s=0.01, each_s=0.01)
     >>> loads = [WorkerLoad(worker=w, running=n, slots=9, profile=profile) for w, n in (("a", 2), ("b", 0))]
     >>> rows = {"a": [Running(id=f"{n}/0", context=5, remaining=100) for n in range(2)], "b": []}
     >>> move = Move(id="0/0", source="a", target="b", gain_s=1.0, cost_s=0.1)
-    >>> round(end_s(loads, rows.__getitem__), 3), round(end_s(loads, rows.__getitem__, [move]), 3)
-    (3.0, 2.1)
+    >>> busy_s(loads, rows.__getitem__), busy_s(loads, rows.__getitem__, [move])
+    ({'a': 3.0}, {'a': 2.0, 'b': 2.1})
     """
-    by_id = {move.id: move for move in moves}
-    rows: dict[str, list[tuple[float, float]]] = {load.worker: [] for load in loads}
+    by_id, rows = {move.id: move for move in moves}, dict[str, list[tuple[float, float]]]()
     for load in loads:
         for r in held(load.worker):
             move = by_id.get(r.id)
-            rows[move.target if move else load.worker].append((r.remaining, move.cost_s if move else 0.0))
-    return max(
-        (
-            cost_s + remaining * load.profile.step_s(len(rows[load.worker]))
-            for load in loads
-            if load.profile is not None
-            for remaining, cost_s in rows[load.worker]
-        ),
-        default=0.0,
-    )
+            worker, cost_s = (move.target, move.cost_s) if move else (load.worker, 0.0)
+            rows.setdefault(worker, []).append((r.remaining, cost_s))
+    return {
+        load.worker: max(cost_s + remaining * load.profile.step_s(len(here)) for remaining, cost_s in here)
+        for load in loads
+        if load.profile is not None and (here := rows.get(load.worker))
+    }
 
 
 def _is_balanced(loads: Sequence[WorkerLoad]) -> bool:

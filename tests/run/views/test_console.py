@@ -319,6 +319,8 @@ def test_summary_says_what_gathering_brought() -> None:
     line = "gathering the last responses pays: 3 moves saved about 6.0 s and $0.20"
     assert line in summary([step(n, 0.5, bill=bill) for n, bill in enumerate(bills)])
     assert "gathering" not in summary([step(1, 0.5)])
+    nothing = msgspec.to_builtins(Totals(gathering=Gathering(moves=2, sooner_s=0.01)))
+    assert "gathering" not in summary([step(1, 0.5, bill=nothing)])
 
 
 def test_summary_adds_up_staleness_over_the_run() -> None:

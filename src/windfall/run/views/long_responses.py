@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-SHOWN_USD = 0.005
-"""A smaller value is left out: it would be shown as $0.00."""
+SHOWN_USD, SHOWN_SAVED_S = 0.005, 0.05
+"""Smaller values are left out: they would be shown as $0.00 and 0.0 s."""
 
 
 def drafts(found: Mapping[str, Any]) -> str:
@@ -40,14 +40,14 @@ def predicted(found: Mapping[str, Any]) -> str:
 
 
 def gathering(found: Mapping[str, Any]) -> str:
-    """From `gathering` of a bill, or of fleet.json. Empty if no response moved at the end of a step.
+    """From `gathering` of a bill, or of fleet.json. Empty if it brought nothing.
 
     >>> gathering({"moves": 23, "released": 4, "freed_s": 31.0, "sooner_s": 12.2, "usd": 0.4})
     'gathering the last responses pays: 23 moves saved about 12.2 s and $0.40, and released 4 workers for 31.0 s in all'
     >>> gathering({"moves": 2, "released": 0, "freed_s": 0.0, "sooner_s": -0.8, "usd": -0.02})
     'gathering the last responses does not pay here: 2 moves cost about 0.8 s and $0.02'
     """
-    if not found.get("moves"):
+    if not found.get("moves") or (abs(found["sooner_s"]) < SHOWN_SAVED_S and not found["released"]):
         return ""
     sooner_s, usd = found["sooner_s"], abs(found["usd"])
     pays, brought = ("pays", "saved") if sooner_s >= 0 else ("does not pay here", "cost")

@@ -123,16 +123,16 @@ def test_drafts_are_shown_if_there_were_any(tmp_path: Path, capsys: pytest.Captu
 
 def test_gathering_is_in_the_bill_and_in_the_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with report(tmp_path, staleness=0) as fleet:
-        dispatch = fleet._dispatch
-        dispatch.accounts.join(0.0, "a", kind="spot", usd_per_h=360.0)
-        dispatch.placement._gathering = Gathering(moves=3, released=1, freed_s=9.0, sooner_s=4.0)
+        accounts = fleet._dispatch.accounts
+        accounts.join(0.0, "a", kind="spot", usd_per_h=360.0)
+        accounts.gathered(Gathering(moves=3, released=1, freed_s=9.0, sooner_s=4.0))
         bill = msgspec.convert(fleet.counters(None, 1.0, {"train_wait_s": 0.0})["bill"], Totals)
         assert bill.gathering == Gathering(moves=3, released=1, freed_s=9.0, sooner_s=4.0, usd=0.4)
         bill = msgspec.convert(fleet.bill(2.0)["bill"], Totals)
         assert bill.gathering == Gathering(), "nothing since"
         (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
     top.show(tmp_path, once=True)
-    saved = "3 moves saved about 4.0 s and $0.40, and released 1 workers for 9.0 s in all"
+    saved = "3 moves saved about 4.0 s and $0.40, and released a worker for 9.0 s"
     assert f"advice: gathering the last responses pays: {saved}" in capsys.readouterr().out
 
 

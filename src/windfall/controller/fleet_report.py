@@ -154,9 +154,7 @@ class FleetReport:
 
     def bill(self, now_s: float) -> dict[str, Any]:
         """The bill for the time since the last one."""
-        accounts = self._dispatch.accounts
-        accounts.gathered(self._dispatch.placement.take_gathering())
-        return {"bill": msgspec.to_builtins(accounts.step(now_s))}
+        return {"bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
 
     def _advise(self, last: StepMeasurement, now_s: float) -> None:
         held_s = (self._staleness or {}).get("held_s") or 0.0

@@ -283,7 +283,9 @@ class Accounts:
         return account
 
     def gathered(self, gathering: Gathering) -> None:
-        """Adds what gathering the last responses of a step brought, with its value at the present prices."""
+        """Adds what gathering the last responses of a step brings, with its value at the present prices."""
+        if not gathering.moves:
+            return
         usd_per_h = sum(w.usd_per_h or 0.0 for w in self._here.values() if not w.replaced)
         self.gathering += msgspec.structs.replace(gathering, usd=gathering.sooner_s * usd_per_h / 3600)
 

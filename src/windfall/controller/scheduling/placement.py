@@ -347,8 +347,8 @@ class Placement:
     def _value(self, loads: Sequence[WorkerLoad], moves: Sequence[Move]) -> None:
         """Add what these moves are expected to bring. At the end of a step only, when few responses are left, and only
         if the step waits for its last response: not if several steps are open at once."""
-        several = self.turns.several or self._step_groups
-        if not moves or several or sum(load.running for load in loads) > MAX_TAIL:
+        known = self.lengths.known and not self.turns.several and not self._step_groups
+        if not moves or not known or sum(load.running for load in loads) > MAX_TAIL:
             return
         before, after = busy_s(loads, self.held), busy_s(loads, self.held, moves)
         released_s = [s for worker, s in before.items() if worker not in after]
@@ -378,7 +378,7 @@ class Placement:
                 KvLoad(
                     worker=load.worker, tokens=load.kv_tokens, context=self._ledger.context(load.worker),
                     free_slots=load.slots - load.running, step_s=load.profile.step_s(load.running),
-                    prefill_s=1 / load.prefill_tok_per_s if load.prefill_tok_per_s else load.profile.each_s,
+                    prefill_s=load.prefill_s,
                 )
                 for load in loads
                 if load.kv_tokens and load.profile is not None

@@ -53,6 +53,7 @@ def gathering(found: Mapping[str, Any]) -> str:
     pays, brought = ("pays", "saved") if sooner_s >= 0 else ("does not pay here", "cost")
     value = f"{abs(sooner_s):,.1f} s" + (f" and ${usd:,.2f}" if usd >= SHOWN_USD else "")
     released = ""
-    if found["released"]:
-        released = f", and released {found['released']} workers for {found['freed_s']:,.1f} s in all"
+    if count := found["released"]:
+        workers, in_all = ("a worker", "") if count == 1 else (f"{count} workers", " in all")
+        released = f", and released {workers} for {found['freed_s']:,.1f} s{in_all}"
     return f"gathering the last responses {pays}: {found['moves']} moves {brought} about {value}{released}"

@@ -95,6 +95,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/
     "run/autoscale.py",
     "run/liveness.py",
     "run/gpu_assignment.py",
+    "run/views/long_responses.py",
     "controller/cost/prices.py",
     "controller/cost/bill.py",
     "controller/cost/accounts.py",

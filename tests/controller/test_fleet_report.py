@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from windfall.controller.cost.bill import Gathering, Totals
 from windfall.controller.fleet_report import FleetReport, read_history
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.events.log import Clock, EventLog
@@ -108,13 +109,31 @@ def test_drafts_are_shown_if_there_were_any(tmp_path: Path, capsys: pytest.Captu
         quiet = fleet.counters(None, 1.0, {"train_wait_s": 0.0})
         assert "drafted" not in quiet
         assert written(fleet)["drafts"] == {}
-        members.seen("a", 2.0, msgspec.structs.replace(stats, made=242, drafted=100, accepted=42))
+        measured = {"decode_s": 4.0, "undrafted_s": 5.0}
+        members.seen("a", 2.0, msgspec.structs.replace(stats, made=242, drafted=100, accepted=42, **measured))
         step = fleet.counters(None, 2.0, {"train_wait_s": 0.0})
-        assert [step[key] for key in ("drafted", "drafts_accepted", "tokens_per_step")] == [100, 42, 1.42]
+        shown = ("drafted", "drafts_accepted", "tokens_per_step", "drafts_gain")
+        assert [step[key] for key in shown] == [100, 42, 1.42, 1.25]
         assert "drafted" not in fleet.counters(None, 3.0, {"train_wait_s": 0.0}), "nothing since"
         (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
     top.show(tmp_path, once=True)
-    assert "drafts: 1.21 tokens per step, 42% accepted" in capsys.readouterr().out
+    line = "drafts: 1.21 tokens per step, 42% of 100 accepted, 1.25x as fast as without"
+    assert line in capsys.readouterr().out
+
+
+def test_gathering_is_in_the_bill_and_in_the_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with report(tmp_path, staleness=0) as fleet:
+        accounts = fleet._dispatch.accounts
+        accounts.join(0.0, "a", kind="spot", usd_per_h=360.0)
+        accounts.gathered(Gathering(moves=3, released=1, freed_s=9.0, sooner_s=4.0))
+        bill = msgspec.convert(fleet.counters(None, 1.0, {"train_wait_s": 0.0})["bill"], Totals)
+        assert bill.gathering == Gathering(moves=3, released=1, freed_s=9.0, sooner_s=4.0, usd=0.4)
+        bill = msgspec.convert(fleet.bill(2.0)["bill"], Totals)
+        assert bill.gathering == Gathering(), "nothing since"
+        (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
+    top.show(tmp_path, once=True)
+    saved = "3 moves saved about 4.0 s and $0.40, and released a worker for 9.0 s"
+    assert f"advice: gathering the last responses pays: {saved}" in capsys.readouterr().out
 
 
 def test_step_has_what_engines_evicted_and_restored(tmp_path: Path) -> None:

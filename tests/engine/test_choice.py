@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from windfall.engine import choice, factory
+from windfall.engine.vllm import factory as vllm_factory
 from windfall.engine.vllm import installed
 from windfall.engine.vllm.installed import Installed
 from windfall.errors import WindfallError
@@ -108,3 +109,14 @@ def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> No
     has(monkeypatch, Installed("vllm", version))
     assert installed.unsupported_reason("cuda") is None
     assert choice.choose(spec(engine="vllm"), "cuda").why == "engine.name is 'vllm'"
+
+
+@pytest.mark.parametrize("speculation", ["auto", "off"])
+def test_vllm_says_why_it_does_not_draft_if_drafts_are_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], speculation: str
+) -> None:
+    monkeypatch.setattr(installed, "check", lambda device: None)
+    monkeypatch.setattr(installed, "prepare", lambda: None)
+    with pytest.raises(WindfallError, match=r"run\.deterministic needs windfall's engine"):  # before anything is built
+        vllm_factory.build(spec(speculation=speculation, deterministic=True), "cpu")
+    assert ("vLLM drafts no tokens" in capsys.readouterr().err) == (speculation == "auto")

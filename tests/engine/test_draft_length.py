@@ -20,6 +20,8 @@ class Simulated:
     def __init__(self, extra: Callable[[int], float], right: float, *, batch: int = 16, noise: float = 0.0) -> None:
         self.extra, self.right, self.batch, self.noise = extra, right, batch, noise
         self.step_s = 1.0
+        self.gain = 0.0
+        """Of the last launches, by the estimate."""
         self.choices: list[int] = []
         self._rng = random.Random(7)
         self._runs = np.zeros(RUNS, np.int64)
@@ -27,7 +29,7 @@ class Simulated:
 
     def launches(self, count: int, lengths: DraftLength, widest: int = WIDTHS[-1]) -> float:
         """Tokens per second of each response."""
-        tokens = time_s = 0.0
+        tokens = time_s = undrafted_s = 0.0
         for _ in range(count):
             width = lengths.choose(self.batch, widest)
             self.choices.append(width)
@@ -40,7 +42,8 @@ class Simulated:
             took_s = (self.step_s + self.extra(width)) * (1 + self.noise * self._rng.uniform(-1, 1))
             time_s += took_s
             lengths.observe_runs(self._runs)
-            lengths.observe_step(self.batch, width, took_s)
+            undrafted_s += lengths.observe_step(self.batch, width, took_s)
+        self.gain = undrafted_s / time_s
         return tokens / time_s
 
 
@@ -63,6 +66,14 @@ def test_never_loses_and_gains_almost_what_is_possible(slope: float, right: floa
     assert rate > min(0.93 * max(rates), max(rates) - 0.07 * rates[0])
     if right == 0:
         assert set(s.choices) == {1}
+
+
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
+def test_gain_is_estimated(slope: float, right: float) -> None:
+    s, lengths = Simulated(linear(slope), right, noise=0.05), DraftLength(WIDTHS)
+    s.launches(500, lengths)
+    assert s.launches(500, lengths) == pytest.approx(s.gain, rel=0.04), "without drafts, one token takes a second"
 
 
 def test_widths_that_lose_are_tried_rarely() -> None:

@@ -76,6 +76,14 @@ def test_the_timeline_zooms_and_pans(page: Any, served: Served) -> None:
     assert canvas.evaluate(pixels) > 20
 
 
+def test_what_drafts_predictions_and_gathering_brought_is_shown(page: Any, served: Served) -> None:
+    page.goto(served.url + "#now")
+    page.get_by_text("drafts: 1.42 tokens per step").wait_for()
+    page.get_by_text("correlation within groups 0.70").wait_for()
+    page.goto(served.url + "#money")
+    page.get_by_text("gathering the last responses pays: 10 moves").wait_for()
+
+
 def test_a_migration_can_be_seen(page: Any, served: Served) -> None:
     page.goto(served.url + "#responses")
     page.get_by_text("→ w1").wait_for()

@@ -54,6 +54,23 @@ def test_series_money_and_staleness_add_up() -> None:
     assert history.full()["staleness"] == [3, 3]
 
 
+def test_what_drafts_predictions_and_gathering_brought_is_said() -> None:
+    history = built(small_log(4))
+    assert history.full()["notes"] == [
+        "drafts: 1.42 tokens per step, 38% of 1,000 accepted, 1.21x as fast as without",
+        "lengths: predicted within a factor of 1.35 (by the mean of the run: 1.65); correlation within groups 0.70",
+    ]
+    saved = "8 moves saved about 6.0 s and $0.04, and released 4 workers for 12.0 s in all"
+    assert history.money()["gathering"] == f"gathering the last responses pays: {saved}"
+    history.add(step(60, 5, drafted=0, predicted=None))
+    assert history.full()["notes"] == []
+
+
+def test_bill_of_an_older_version_has_no_gathering() -> None:
+    history = built([step(10, 1, bill={"holders": {}})])
+    assert history.money()["gathering"] == ""
+
+
 def test_evaluations_say_how_many_responses_were_graded() -> None:
     new = event(30, "scalar", "eval", step=2, reward=0.5, graded=3, responses=4)
     old = event(20, "scalar", "eval", step=1, reward=0.25)  # of a version that does not count them

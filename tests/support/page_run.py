@@ -17,7 +17,8 @@ def event(t: float, kind: str, name: str, **fields: Any) -> dict[str, Any]:
 
 def bill(usd: float, tokens: int) -> dict[str, Any]:
     account = {"seconds": {"generating": 10.0, "lost": 1.0}, "usd": {"generating": usd, "lost": usd / 10}}
-    return {"holders": {"spot": {**account, "tokens": tokens, "unpriced_s": 0.0}}}
+    gathering = {"moves": 2, "released": 1, "freed_s": 3.0, "sooner_s": 1.5, "usd": usd}
+    return {"holders": {"spot": {**account, "tokens": tokens, "unpriced_s": 0.0}}, "gathering": gathering}
 
 
 def step(t: float, n: int, **fields: Any) -> dict[str, Any]:
@@ -25,6 +26,8 @@ def step(t: float, n: int, **fields: Any) -> dict[str, Any]:
         "reward": min(1.0, n / 100), "lengths": [[30, 50]], "entropy": 0.5, "grad_norm": 0.1, "engine_gap": 1e-6,
         "tok_per_s": 1000.0, "trained": 1000, "made": 1100, "s": 10.0, "train_s": 3.0, "train_wait_s": 2.0,
         "workers": 3, "workers_lost": 1, "moved": 4, "prefilled_again": 50, "bill": bill(0.01, 1100),
+        "drafted": 1000, "drafts_accepted": 380, "tokens_per_step": 1.42, "drafts_gain": 1.21,
+        "predicted": {"alike": 0.7, "error": 0.3, "error_without": 0.5},
     }  # fmt: skip
     return event(t, "scalar", "step", step=n, **(values | fields))
 

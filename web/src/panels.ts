@@ -14,19 +14,19 @@ export function now(run: Run): [HTMLElement, HTMLElement] {
   const workers = (snapshot?.leases ?? []).reduce((sum, [, , count]) => sum + count, 0);
   const last = history.evals.at(-1), wait = run.last("train_wait_s"), step_s = run.last("s"), money = history.money;
   const bound = run.last("staleness_bound"); // null: synchronous, or the log of an older version
-  const busy = trainer(run), drafts = run.last("tokens_per_step"); // null: nothing was drafted
+  const busy = trainer(run);
   const { lost } = history, moved = running ? snapshot?.moved ?? 0 : run.sum("moved");
   return [
     h("div", { class: "cards" },
       card("step", `${history.step}${steps ? ` / ${steps}` : ""}`, steps ? progress(history.step / steps) : ""),
       card("reward", number(run.last("reward")), last ? `held-out: ${number(last[2])} after step ${last[0]}${graded(last)}` : ""),
-      card("tokens/s", number(run.last("tok_per_s")), `${number(run.sum("made"))} generated so far${drafts === null ? "" : `; drafts: ${drafts.toFixed(2)} tokens per step`}`),
+      card("tokens/s", number(run.last("tok_per_s")), `${number(run.sum("made"))} generated so far`),
       card("cost so far", dollars(money.usd || null), money.usd_per_million !== null ? `${dollars(money.usd_per_million)} per million trained tokens` : "no prices are known"),
       card(running ? "workers" : "workers at the end", running ? workers : run.last("workers") ?? 0, `${number(lost)} lost so far`),
       card("responses open", running ? snapshot?.open ?? "–" : 0, `${running ? `${snapshot?.queued ?? 0} queued; ` : ""}${number(moved)} moved so far`),
       card("staleness", number(run.last("staleness_mean") ?? 0), `largest: ${number(run.last("staleness_max") ?? 0)}${bound === null ? "" : `; bound: ${number(bound)}`}`),
       card(running ? "trainer" : "run", running ? busy : run.status, running ? (wait !== null && step_s ? `waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "") : run.sum("s") ? `trainer waited ${((100 * run.sum("train_wait_s")) / run.sum("s")).toFixed(0)} %` : "")),
-    h("section", {}, running && workers ? h("div", { class: "split" }, h("div", {}, h("h2", {}, "Workers by lease and state"), byLease(run)), h("div", {}, h("h2", {}, "Workers"), workerTable(run))) : null,
+    h("section", {}, history.notes.map((note) => h("p", { class: "dim" }, note)), running && workers ? h("div", { class: "split" }, h("div", {}, h("h2", {}, "Workers by lease and state"), byLease(run)), h("div", {}, h("h2", {}, "Workers"), workerTable(run))) : null,
       h("h2", {}, "Last problems"), problems(run))];
 }
 
@@ -79,7 +79,8 @@ export function money(run: Run): HTMLElement {
       [h("b", {}, "total"), ...holders.map(([, a]) => h("b", {}, Object.keys(a.usd).length ? dollars(sum(a.usd)) : duration(sum(a.seconds)))), h("b", {}, total ? dollars(total) : duration(seconds)), ""],
       ["tokens generated", ...holders.map(([, a]) => number(a.tokens)), number(holders.reduce((x, [, a]) => x + a.tokens, 0)), ""]], [...holders.map((_, n) => n + 1), holders.length + 1, holders.length + 2], "compact") : h("p", { class: "dim" }, "No bill yet: the first one comes with the first step."),
     h("h2", {}, "Advice"),
-    Object.keys(advice).length ? table(["workers of kind", "now", "advised", "why", "tokens per $ now", "then", "change"], Object.entries(advice).map(([lease, a]) => [clip(lease, 40), number(a.now), number(a.count), clip(a.why, 300), number(a.tokens_per_usd_now), number(a.tokens_per_usd_best), change(a.tokens_per_usd_now, a.tokens_per_usd_best)]), [1, 2, 4, 5, 6]) : h("p", { class: "dim" }, "None."));
+    Object.keys(advice).length ? table(["workers of kind", "now", "advised", "why", "tokens per $ now", "then", "change"], Object.entries(advice).map(([lease, a]) => [clip(lease, 40), number(a.now), number(a.count), clip(a.why, 300), number(a.tokens_per_usd_now), number(a.tokens_per_usd_best), change(a.tokens_per_usd_now, a.tokens_per_usd_best)]), [1, 2, 4, 5, 6]) : m.gathering ? null : h("p", { class: "dim" }, "None."),
+    m.gathering ? h("p", {}, m.gathering) : null);
 }
 
 // What was spent on a state, by which states are ordered: dollars, or seconds if nothing has a price.

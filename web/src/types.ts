@@ -11,6 +11,7 @@ export interface Money {
   holders: Record<string, Holder>; usd: number; trained: number; usd_per_million: number | null; unpriced_s: number;
   borrowed: { tokens: number; share: number; hours: number; saved_usd: number | null; priced_as: string } | null;
   alone: { usd: number | null; usd_per_million: number | null; s: number; tok_per_s: number; measured_on: string } | null;
+  gathering: string;
 }
 export interface Advice { now: number | null; count: number | null; tokens_per_usd_now: number | null; tokens_per_usd_best: number | null; why: string }
 // Step, seconds, reward, graded responses, all responses. The log of an older version does not have the numbers of responses.
@@ -19,7 +20,7 @@ export interface HistoryData {
   number: number; start_t: number | null; end_s: number; states: string[]; stride: number; step: number; lost: number; facts: Facts;
   ended: { step: number; finished: boolean } | null; evals: Evaluation[]; problems: Problem[];
   moves: { from: number; list: Move[] }; advice: Record<string, Advice>; money: Money; staleness: number[];
-  dropped_rows: number; unreadable: number; series: Series; rows: RowData[];
+  dropped_rows: number; unreadable: number; notes: string[]; series: Series; rows: RowData[];
 }
 export interface WorkerNow {
   worker: string; lease: string; kind: string; device: string; state: string; running: number; slots: number;

@@ -117,10 +117,9 @@ class FleetReport:
             **self._drafts(),
             **self._sessions(),
             **self._predicted(),
-            **self._gathered(),
             "workers": sum(1 for _ in self._dispatch.members.here()),
             "speeds": self._speeds(),
-            "bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s)),
+            **self.bill(now_s),
         }
 
     def _drafts(self) -> dict[str, float]:
@@ -140,15 +139,6 @@ class FleetReport:
         described = self._dispatch.placement.lengths.describe()
         return {"predicted": described} if described else {}
 
-    def _gathered(self) -> dict[str, Any]:
-        """What moving the last responses of the step was worth: the whole fleet and the trainer wait for them."""
-        gathered = self._dispatch.placement.take_gathered()
-        if not gathered.moves:
-            return {}
-        here = [prices.of(w.lease).if_known or 0.0 for w in self._dispatch.members.here()]
-        usd_per_h = sum(here) + (0.0 if self._recipe.fleet.local else self._recipe.fleet.trainer_price_usd_per_h)
-        return {"gathered": {**gathered._asdict(), "usd": gathered.s * usd_per_h / 3600}}
-
     def _speeds(self) -> dict[str, list[list[float]]]:
         """For `windfall sim calibrate`: rows of [batch, seconds per engine step, windows] by kind of worker."""
         sums: dict[str, dict[int, list[float]]] = {}
@@ -162,8 +152,8 @@ class FleetReport:
                     row[n] += x
         return {kind: [[b / w, s / w, w] for b, s, w in rows.values()] for kind, rows in sums.items()}
 
-    def last_bill(self, now_s: float) -> dict[str, Any]:
-        """The bill for the time after the last step."""
+    def bill(self, now_s: float) -> dict[str, Any]:
+        """The bill for the time since the last one."""
         return {"bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
 
     def _advise(self, last: StepMeasurement, now_s: float) -> None:
@@ -214,6 +204,7 @@ class FleetReport:
             "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
             "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers,
             "staleness": self._staleness, "graders": graders, "drafts": self._dispatch.members.drafts.describe(),
+            "gathering": msgspec.to_builtins(self._dispatch.accounts.gathering),
             "advice": [
                 {"lease": kind, "now": a.now, "count": a.count, "why": a.why}
                 for kind, a in self._advisor.advice.items()

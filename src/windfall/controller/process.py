@@ -158,7 +158,7 @@ class ControllerProcess:
                     self.events.instant("sink_dropped", sink=sink.__qualname__, why=why)
             if self._end is not None:
                 now = asyncio.get_running_loop().time()
-                self.events.instant("end", **self._end, **self.life.report.last_bill(now))
+                self.events.instant("end", **self._end, **self.life.report.bill(now))
 
     async def _run_steps(self) -> None:
         async with recipe_host(self.recipe, self.events.instant, self.folder) as env:

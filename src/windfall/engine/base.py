@@ -29,6 +29,8 @@ class Counters:
     waiting: int = 0  # responses that are waiting for room now
     drafted: int = 0  # tokens drafted and verified since the start
     accepted: int = 0  # those of them that were right
+    decode_s: float = 0.0  # time of the decode steps that were measured since the start, if the engine may draft
+    undrafted_s: float = 0.0  # time that the same tokens would have taken without drafts, by estimate
 
 
 class Engine(Protocol):

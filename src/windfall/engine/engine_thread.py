@@ -179,6 +179,8 @@ class EngineThread:
             hits=counters.hits,
             drafted=counters.drafted,
             accepted=counters.accepted,
+            decode_s=counters.decode_s,
+            undrafted_s=counters.undrafted_s,
         )
 
     # The methods below run in the thread.

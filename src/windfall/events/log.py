@@ -42,9 +42,9 @@ MAX_LINE_BYTES = 1 << 26
 MAX_TIME_S = 1e12
 """Times of events are smaller, also those of a simulation."""
 NUMBERS = frozenset({
-    "capped", "counted_s", "drafted", "drafts_accepted", "early_s", "entropy", "grad_norm", "grader_errors",
-    "grading_peak", "held_s", "kept_tokens", "late", "lost_tokens", "made", "mean_length", "missing", "moved",
-    "parameters", "prefill_saved", "prefilled", "repeated", "restored", "reward", "reward_s", "reward_s_max",
+    "capped", "counted_s", "drafted", "drafts_accepted", "drafts_gain", "early_s", "entropy", "grad_norm",
+    "grader_errors", "grading_peak", "held_s", "kept_tokens", "late", "lost_tokens", "made", "mean_length", "missing",
+    "moved", "parameters", "prefill_saved", "prefilled", "repeated", "restored", "reward", "reward_s", "reward_s_max",
     "rewards_retried", "s", "skipped", "staleness_max", "staleness_mean", "tok_per_s", "tokens_per_step", "too_old",
     "too_old_tokens", "train_s", "train_wait_s", "trained", "updates_not_finite", "updates_skipped", "weights_bytes",
 })  # fmt: skip

@@ -248,6 +248,8 @@ class Stats(Message, frozen=True, tag=16):
     drafted: int = 0  # tokens that were drafted and verified
     accepted: int = 0  # those of them that were right
     kv_restored: int = 0  # tokens of evicted responses whose KV came back from host memory and was not prefilled again
+    decode_s: float = 0.0  # time of the decode steps that were measured, if the engine may draft
+    undrafted_s: float = 0.0  # time that the same tokens would have taken without drafts, by estimate
 
 
 class Capacity(Message, frozen=True, tag=40):

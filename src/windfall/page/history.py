@@ -24,13 +24,14 @@ import msgspec
 from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.events.steady_time import SteadyTime
 from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, TRAINER, Timeline, clean
+from windfall.run.views import long_responses
 
 Event = dict[str, Any]
 
 SERIES = (
     "step", "t", "reward", "length", "entropy", "grad_norm", "engine_gap", "staleness_mean", "staleness_max",
     "staleness_bound", "tok_per_s", "trained", "made", "s", "train_s", "train_wait_s", "workers", "workers_lost",
-    "moved", "prefilled_again", "cut", "kl", "lr", "drift", "usd", "tokens_per_step",
+    "moved", "prefilled_again", "cut", "kl", "lr", "drift", "usd",
 )  # fmt: skip
 """Columns of the series. `t` is in seconds since the start, `usd` the cost of the step."""
 SUMS = {"trained", "made", "s", "train_s", "train_wait_s", "workers_lost", "moved", "prefilled_again", "usd"}
@@ -82,6 +83,8 @@ class RunHistory:
         self.advice: dict[str, dict[str, Any]] = {}
         self.bill = Totals()
         self.staleness = [0] * MAX_STALENESS
+        self.notes: list[str] = []
+        """Sentences about the last step."""
         self.facts: dict[str, Any] = {}
         """The fields of the event `start`."""
         self.step = self.lost = 0
@@ -190,6 +193,8 @@ class RunHistory:
         if self.simulated:
             values |= dict.fromkeys(LEARNED)
         self._append(values)
+        notes = (long_responses.drafts(e), long_responses.predicted(e.get("predicted") or {}))
+        self.notes = [clean(note, MAX_TEXT) for note in notes if note]
 
     def _append(self, values: dict[str, float | None]) -> None:
         steps = self.series["step"]
@@ -359,7 +364,7 @@ class RunHistory:
             "stride": self.stride, "step": self.step, "lost": self.lost, "facts": self.facts, "ended": self.ended,
             "evals": list(self.evals), "problems": list(self.problems)[-50:], "advice": self.advice,
             "money": self.money(), "staleness": _trimmed(self.staleness), "dropped_rows": self.timeline.dropped,
-            "unreadable": self.unreadable,
+            "unreadable": self.unreadable, "notes": self.notes,
         }  # fmt: skip
 
     def money(self) -> dict[str, Any]:
@@ -375,6 +380,7 @@ class RunHistory:
             "usd_per_million": self.bill.usd_per_million(self.trained_tokens),
             "unpriced_s": self.bill.all.unpriced_s, "borrowed": msgspec.to_builtins(borrowed_value(self.bill)),
             "alone": {**msgspec.to_builtins(alone), "usd_per_million": per_million} if alone else None,
+            "gathering": clean(long_responses.gathering(msgspec.to_builtins(self.bill.gathering)), MAX_TEXT),
         }  # fmt: skip
 
 

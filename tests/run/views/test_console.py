@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console as Terminal
 from rich.text import Text as Plain
 
-from windfall.controller.cost.bill import Totals, priced
+from windfall.controller.cost.bill import Gathering, Totals, priced
 from windfall.events.log import Event, EventLog, read
 from windfall.recipe.sections import Recipe
 from windfall.run.views import figures
@@ -307,8 +307,20 @@ def test_step_line_is_the_same_where_staleness_says_nothing(quiet: Event) -> Non
 
 
 def test_step_line_shows_drafts() -> None:
-    line = step_line(step(7, 0.5, drafted=1000, drafts_accepted=381, tokens_per_step=1.42))
-    assert line.endswith("drafts: 1.42 tokens per step, 38.1% accepted")
+    fields = {"drafted": 1000, "drafts_accepted": 381, "tokens_per_step": 1.42}
+    line = step_line(step(7, 0.5, **fields, drafts_gain=1.214))
+    assert line.endswith("drafts: 1.42 tokens per step, 38% of 1,000 accepted, 1.21x as fast as without")
+    assert step_line(step(7, 0.5, **fields)).endswith("accepted"), "no step was measured"
+    assert "drafts" not in step_line(step(7, 0.5))
+
+
+def test_summary_says_what_gathering_brought() -> None:
+    bills = [msgspec.to_builtins(Totals(gathering=Gathering(moves=n, sooner_s=2.0 * n, usd=0.1))) for n in (1, 2)]
+    line = "gathering the last responses pays: 3 moves saved about 6.0 s and $0.20"
+    assert line in summary([step(n, 0.5, bill=bill) for n, bill in enumerate(bills)])
+    assert "gathering" not in summary([step(1, 0.5)])
+    nothing = msgspec.to_builtins(Totals(gathering=Gathering(moves=2, sooner_s=0.01)))
+    assert "gathering" not in summary([step(1, 0.5, bill=nothing)])
 
 
 def test_summary_adds_up_staleness_over_the_run() -> None:

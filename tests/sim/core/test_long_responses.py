@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+
+from windfall.controller.assembly import Policies
+from windfall.controller.scheduling.balance import Move, WorkerLoad
+from windfall.controller.scheduling.placement import Placement
 
 Simulated = Callable[..., Any]
 WORKERS: dict[str, dict[str, Any]] = {
     "trace": {"nodes": 0}, "fleet": {"local": False, "workers": 3}, "techniques": {"pipelining": False},
 }  # fmt: skip
+
+
+class NoMoves(Placement):
+    def moves(self, loads: Sequence[WorkerLoad]) -> list[Move]:
+        return []
 
 
 def rollout_s(log: list[dict[str, Any]]) -> list[float]:
@@ -66,9 +75,18 @@ def test_full_kv_caches_are_counted_and_lose_nothing(simulated: Simulated) -> No
 
 def test_value_of_gathering_the_last_responses_is_logged(simulated: Simulated) -> None:
     """One worker is eight times as slow: what is left there at the end of a step moves."""
-    log = simulated(**WORKERS, run={"steps": 6}, sim={"worker_spread": 1.0})[1]
-    gathered = [e["gathered"] for e in steps_of(log) if "gathered" in e]
-    assert gathered
-    assert all(g["moves"] > 0 and g["s"] >= 0 for g in gathered)
-    assert sum(g["s"] for g in gathered) > 0
-    assert all(g["usd"] == pytest.approx(g["s"] * 80 / 3600) for g in gathered), "the trainer waits, too"
+    spread: dict[str, Any] = {"run": {"steps": 6}, "sim": {"worker_spread": 1.0}}
+    log = simulated(**WORKERS, **spread)[1]
+    gathered = [e["bill"]["gathering"] for e in steps_of(log)]
+    assert all(g["usd"] == pytest.approx(g["sooner_s"] * 80 / 3600) for g in gathered), "the trainer waits, too"
+    assert any(g["released"] and g["freed_s"] > 0 for g in gathered)
+    still = simulated(**WORKERS, **spread, policies=Policies(placement=NoMoves))[1]
+    assert not any(e["bill"]["gathering"]["moves"] for e in steps_of(still))
+    saved_s = sum(rollout_s(still)) - sum(rollout_s(log))
+    assert 0 < sum(g["sooner_s"] for g in gathered) < saved_s
+
+
+def test_gathering_has_no_value_if_no_step_waits_for_its_last_response(simulated: Simulated) -> None:
+    log = simulated(**WORKERS, rollout={"staleness": 1}, sim={"worker_spread": 1.0})[1]
+    assert sum(e["moved"] for e in steps_of(log)) > 0
+    assert not any(e["bill"]["gathering"]["moves"] for e in steps_of(log))

@@ -43,8 +43,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from windfall.controller.cost.activity import Activity
-from windfall.controller.cost.bill import Account, Bucket, Holder, Totals, add, priced
+from windfall.controller.cost.bill import Account, Bucket, Gathering, Holder, Totals, add, priced
 from windfall.types import LeaseKind, is_local
 
 SAME_START_S = 1.0
@@ -141,6 +143,8 @@ class Accounts:
         self._billed_s = billed_s
         self._gone = self._closed = Totals()
         """Totals of workers that are gone; totals at the last `step()`."""
+        self.gathering = Gathering()
+        """Over all steps so far."""
         self._here: dict[str, _OpenAccount] = {}
         self._newest: dict[str, str] = {}
         """Id of the newest worker that is here, by name."""
@@ -278,6 +282,13 @@ class Accounts:
         self._gone += Totals(holders={w.holder: account})
         return account
 
+    def gathered(self, gathering: Gathering) -> None:
+        """Adds what gathering the last responses of a step brings, with its value at the present prices."""
+        if not gathering.moves:
+            return
+        usd_per_h = sum(w.usd_per_h or 0.0 for w in self._here.values() if not w.replaced)
+        self.gathering += msgspec.structs.replace(gathering, usd=gathering.sooner_s * usd_per_h / 3600)
+
     def step(self, now_s: float) -> Totals:
         """Closes a step. Returns its totals: everything since the previous `step()`."""
         for worker in self._here:
@@ -290,7 +301,7 @@ class Accounts:
         by_holder: dict[Holder, list[Account]] = {h: [a] for h, a in self._gone.holders.items()}
         for w in self._here.values():
             by_holder.setdefault(w.holder, []).append(w.account(now_s))
-        return Totals(holders={h: add(*accounts) for h, accounts in by_holder.items()})
+        return Totals(holders={h: add(*accounts) for h, accounts in by_holder.items()}, gathering=self.gathering)
 
     def of(self, worker: str, now_s: float) -> Account:
         """The account so far of a worker that is here."""

@@ -47,10 +47,36 @@ def priced(seconds: dict[Bucket, float], usd_per_h: float | None, tokens: int) -
     return Account(seconds=seconds, usd={b: s * usd_per_h / 3600 for b, s in seconds.items()}, tokens=tokens)
 
 
+class Gathering(msgspec.Struct, frozen=True, kw_only=True):
+    """Moves of the last responses of a step, or of all steps, to workers where they end sooner, and what these brought.
+    An estimate: it follows from predicted lengths and step times."""
+
+    moves: int = 0
+    released: int = 0
+    """Workers that had no response left after the moves."""
+    freed_s: float = 0.0
+    """Seconds for which these workers would have been busy, over all of them."""
+    sooner_s: float = 0.0
+    """Seconds by which the last response ended sooner; negative: later."""
+    usd: float = 0.0
+    """What the workers and the trainer, which wait for the last response, cost in `sooner_s`."""
+
+    def __add__(self, other: Gathering) -> Gathering:
+        return self._combined(other, 1)
+
+    def __sub__(self, earlier: Gathering) -> Gathering:
+        return self._combined(earlier, -1)
+
+    def _combined(self, other: Gathering, sign: int) -> Gathering:
+        names = self.__struct_fields__
+        return Gathering(**{name: getattr(self, name) + sign * getattr(other, name) for name in names})
+
+
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """The accounts of a step or a run. `msgspec.to_builtins` converts it for the event log, `msgspec.convert` back."""
 
     holders: dict[Holder, Account] = {}
+    gathering: Gathering = Gathering()
 
     @property
     def all(self) -> Account:
@@ -59,10 +85,16 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
     def __add__(self, other: Totals) -> Totals:
         holders = dict.fromkeys((*self.holders, *other.holders))
-        return Totals(holders={h: add(*(t.holders[h] for t in (self, other) if h in t.holders)) for h in holders})
+        return Totals(
+            holders={h: add(*(t.holders[h] for t in (self, other) if h in t.holders)) for h in holders},
+            gathering=self.gathering + other.gathering,
+        )
 
     def __sub__(self, earlier: Totals) -> Totals:
-        return Totals(holders={h: _subtract(a, earlier.holders.get(h, Account())) for h, a in self.holders.items()})
+        return Totals(
+            holders={h: _subtract(a, earlier.holders.get(h, Account())) for h, a in self.holders.items()},
+            gathering=self.gathering - earlier.gathering,
+        )
 
     def usd_per_million(self, trained_tokens: int) -> float | None:
         """Dollars per million trained tokens, a lower bound if `all.unpriced_s` > 0; None without tokens or prices."""

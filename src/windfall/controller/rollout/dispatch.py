@@ -508,6 +508,7 @@ class Dispatch:
         else:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
+            self.accounts.gathered(self.placement.take_gathering())
 
     def _borrow(self, ready: Collection[Member]) -> None:
         """Decide which lenders to use."""

@@ -95,6 +95,13 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kv_tokens: int = 0
     """Tokens for which its KV cache has room; 0: not known."""
 
+    @property
+    def prefill_s(self) -> float:
+        """Seconds to prefill one token, if anything was measured."""
+        if self.prefill_tok_per_s > 0:
+            return 1 / self.prefill_tok_per_s
+        return self.profile.each_s if self.profile is not None else 0.0
+
 
 def place(
     queued: Sequence[str], loads: Sequence[WorkerLoad], *, backlog: int = 0, coming: int = 0,
@@ -280,32 +287,33 @@ def rebalance(
     return planner.moves
 
 
-def end_s(loads: Sequence[WorkerLoad], held: Held, moves: Sequence[Move] = ()) -> float:
-    """Seconds until the last of all responses is expected to end, after these moves. Every response continues at the
-    step time that its worker has now, and a moved one is delayed by the cost of its move.
+def busy_s(loads: Sequence[WorkerLoad], held: Held, moves: Sequence[Move] = ()) -> dict[str, float]:
+    """By worker that has responses after these moves: seconds until the last of them is expected to end. Every response
+    continues at the step time of its worker with the responses that it then has. A moved one is delayed by the round
+    trip, and the prefill of what moves to a worker stops all its responses.
 
     >>> profile = StepTime(fixed_s=0.01, each_s=0.01)
     >>> loads = [WorkerLoad(worker=w, running=n, slots=9, profile=profile) for w, n in (("a", 2), ("b", 0))]
     >>> rows = {"a": [Running(id=f"{n}/0", context=5, remaining=100) for n in range(2)], "b": []}
     >>> move = Move(id="0/0", source="a", target="b", gain_s=1.0, cost_s=0.1)
-    >>> round(end_s(loads, rows.__getitem__), 3), round(end_s(loads, rows.__getitem__, [move]), 3)
-    (3.0, 2.1)
+    >>> before, after = busy_s(loads, rows.__getitem__), busy_s(loads, rows.__getitem__, [move])
+    >>> before, {worker: round(s, 3) for worker, s in after.items()}
+    ({'a': 3.0}, {'a': 2.0, 'b': 2.1})
     """
-    by_id = {move.id: move for move in moves}
-    rows: dict[str, list[tuple[float, float]]] = {load.worker: [] for load in loads}
+    targets, here = {move.id: move.target for move in moves}, dict[str, list[tuple[float, float]]]()
+    prefill = dict.fromkeys((load.worker for load in loads), 0)
     for load in loads:
         for r in held(load.worker):
-            move = by_id.get(r.id)
-            rows[move.target if move else load.worker].append((r.remaining, move.cost_s if move else 0.0))
-    return max(
-        (
-            cost_s + remaining * load.profile.step_s(len(rows[load.worker]))
-            for load in loads
-            if load.profile is not None
-            for remaining, cost_s in rows[load.worker]
-        ),
-        default=0.0,
-    )
+            target = targets.get(r.id)
+            here.setdefault(target or load.worker, []).append((r.remaining, ROUND_TRIP_S if target else 0.0))
+            if target and not r.waiting:
+                prefill[target] += r.context
+    return {
+        load.worker: prefill[load.worker] * load.prefill_s
+        + max(delay_s + remaining * load.profile.step_s(len(rows)) for remaining, delay_s in rows)
+        for load in loads
+        if load.profile is not None and (rows := here.get(load.worker))
+    }
 
 
 def _is_balanced(loads: Sequence[WorkerLoad]) -> bool:
@@ -333,7 +341,7 @@ class _Worker:
     def __init__(self, n: int, load: WorkerLoad, profile: StepTime) -> None:
         self.n, self.name, self.slots, self.profile = n, load.worker, load.slots, profile
         self.count, self.waiting = load.running, load.waiting
-        self.prefill_s = 1 / load.prefill_tok_per_s if load.prefill_tok_per_s > 0 else profile.each_s
+        self.prefill_s = load.prefill_s
         """Seconds to prefill one token."""
         self.candidates: dict[bool, list[Running]] = {}
         """Waiting (True) and running (False) responses; the best one to move is last."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -141,30 +141,35 @@ class DraftCounts:
     """Tokens that were drafted and verified."""
     accepted: int = 0
     """Those of them that were right: each saved its response one step."""
+    decode_s: float = 0.0
+    undrafted_s: float = 0.0
+    """Time of decode steps, and what their tokens would have taken without drafts, by estimate of the engines."""
 
     def add(self, before: Stats, now: Stats) -> None:
         """Add what a worker counted between two of its messages."""
         self.generated += max(0, now.made - before.made)
         self.drafted += max(0, now.drafted - before.drafted)
         self.accepted += max(0, now.accepted - before.accepted)
+        self.decode_s += max(0.0, now.decode_s - before.decode_s)
+        self.undrafted_s += max(0.0, now.undrafted_s - before.undrafted_s)
 
     def since(self, before: DraftCounts) -> DraftCounts:
-        return DraftCounts(
-            self.generated - before.generated, self.drafted - before.drafted, self.accepted - before.accepted
-        )
+        return DraftCounts(**{name: count - getattr(before, name) for name, count in asdict(self).items()})
 
     def describe(self) -> dict[str, float]:
         """Fields of an event or a snapshot. Nothing if nothing was drafted.
 
-        >>> DraftCounts(generated=142, drafted=111, accepted=42).describe()
-        {'drafted': 111, 'drafts_accepted': 42, 'tokens_per_step': 1.42}
+        >>> DraftCounts(generated=142, drafted=111, accepted=42, decode_s=2.0, undrafted_s=2.5).describe()
+        {'drafted': 111, 'drafts_accepted': 42, 'tokens_per_step': 1.42, 'drafts_gain': 1.25}
         >>> DraftCounts(generated=100).describe()
         {}
         """
         if not self.drafted:
             return {}
         steps = max(1, self.generated - self.accepted)  # of single responses
-        return {"drafted": self.drafted, "drafts_accepted": self.accepted, "tokens_per_step": self.generated / steps}
+        gain = {"drafts_gain": self.undrafted_s / self.decode_s} if self.decode_s else {}
+        tokens_per_step = self.generated / steps
+        return {"drafted": self.drafted, "drafts_accepted": self.accepted, "tokens_per_step": tokens_per_step, **gain}
 
 
 @dataclass(slots=True, kw_only=True)

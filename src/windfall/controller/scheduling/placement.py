@@ -24,15 +24,16 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
 import xxhash
 
+from windfall.controller.cost.bill import Gathering
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.ledger import Ledger, LedgerEntry, room
-from windfall.controller.scheduling.balance import ROUND_TRIP_S, Move, Running, WorkerLoad, end_s, place, rebalance
+from windfall.controller.scheduling.balance import ROUND_TRIP_S, Move, Running, WorkerLoad, busy_s, place, rebalance
 from windfall.controller.scheduling.kv_room import NEARLY_FULL, KvLoad, KvRow, more_responses, relieve
 from windfall.controller.scheduling.lengths import LengthPredictor
 from windfall.controller.scheduling.local_time import FleetSpeed
@@ -62,14 +63,6 @@ class _Prefill:
     """Seconds since the responses were assigned, minus the expected time of the worker's decode steps."""
 
 
-class Gathered(NamedTuple):
-    """Moves of the last responses of a step to workers where they end sooner."""
-
-    moves: int = 0
-    s: float = 0.0
-    """Seconds by which the last response was expected to end sooner."""
-
-
 class Placement:
     def __init__(
         self, ledger: Ledger, *, balancing: bool = True, affinity: bool = True,
@@ -91,7 +84,7 @@ class Placement:
         self._finished = self._finished_tokens = 0
         self._kv_full: dict[str, int] = {}
         """By worker: number of responses beside which no more fit into its KV cache."""
-        self.gathered = Gathered()
+        self._gathering = Gathering()
         self._tasks: dict[str, int] = {}
         """By open group: a digest of its prompt, which is the same in every epoch."""
         self._least_context: dict[str, int] = {}
@@ -348,24 +341,32 @@ class Placement:
         """(worker, response that it should release) for each move; the queue is empty. `longest`: as in `assign`."""
         if not self._balancing:
             return []
-        moves = self.moves(loads) or self.relieving_moves(loads)
+        gathering = self.moves(loads)
+        moves = gathering or self.relieving_moves(loads)
         rooms, entries = longest or {}, self._ledger.entries
         moves = [move for move in moves if room(entries[move.id].episode) <= rooms.get(move.target, math.inf)]
-        self._value(loads, moves)
+        if gathering:
+            self._value(loads, moves)
         self.move_targets |= {move.id: move.target for move in moves}
         return [(move.source, entries[move.id]) for move in moves]
 
     def _value(self, loads: Sequence[WorkerLoad], moves: Sequence[Move]) -> None:
-        """Add how much sooner the last response is expected to end. At the end of a step only, when few are left."""
-        if not moves or self.turns.several or sum(load.running for load in loads) > MAX_TAIL:
+        """Add what these moves are expected to bring. At the end of a step only, when few responses are left, and only
+        if the step waits for its last response: not if several steps are open at once."""
+        known = self.lengths.known and not self.turns.several and not self._step_groups
+        if not moves or not known or sum(load.running for load in loads) > MAX_TAIL:
             return
-        sooner_s = end_s(loads, self.held) - end_s(loads, self.held, moves)
-        self.gathered = Gathered(self.gathered.moves + len(moves), self.gathered.s + max(0.0, sooner_s))
+        before, after = busy_s(loads, self.held), busy_s(loads, self.held, moves)
+        released_s = [s for worker, s in before.items() if worker not in after]
+        self._gathering += Gathering(
+            moves=len(moves), released=len(released_s), freed_s=sum(released_s),
+            sooner_s=max(before.values(), default=0.0) - max(after.values(), default=0.0),
+        )  # fmt: skip
 
-    def take_gathered(self) -> Gathered:
+    def take_gathering(self) -> Gathering:
         """What was gathered since the last call."""
-        gathered, self.gathered = self.gathered, Gathered()
-        return gathered
+        gathering, self._gathering = self._gathering, Gathering()
+        return gathering
 
     def moves(self, loads: Sequence[WorkerLoad]) -> list[Move]:
         """The running responses that should continue on another worker (balance.py)."""
@@ -383,7 +384,7 @@ class Placement:
                 KvLoad(
                     worker=load.worker, tokens=load.kv_tokens, context=self._kv_context(load.worker, load.kv_tokens),
                     free_slots=load.slots - load.running, step_s=load.profile.step_s(load.running),
-                    prefill_s=1 / load.prefill_tok_per_s if load.prefill_tok_per_s else load.profile.each_s,
+                    prefill_s=load.prefill_s,
                 )
                 for load in loads
                 if load.kv_tokens and load.profile is not None

@@ -297,7 +297,9 @@ class GraphEngine(PagedEngine):
         self._counters.drafted += active * (work.width - 1)
         self._counters.accepted += int(per_step.sum()) - active
         if work.steps and not work.prefill and self.device_s:
-            self._draft_length.observe_step(batch_for(len(work.rows)), work.width, self.device_s / work.steps)
+            batch, step_s = batch_for(len(work.rows)), self.device_s / work.steps
+            self._counters.decode_s += self.device_s
+            self._counters.undrafted_s += work.steps * self._draft_length.observe_step(batch, work.width, step_s)
 
     def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
         if self._texts is not None:

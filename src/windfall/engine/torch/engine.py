@@ -76,7 +76,9 @@ class TorchEngine(PagedEngine):
         if self._drafts is not None:
             self._draft_length.observe_runs(self._drafts.runs)
             if not work.prefill:
-                self._draft_length.observe_step(_batch(len(work.rows)), work.width, time.monotonic() - began_s)
+                batch, step_s = _batch(len(work.rows)), time.monotonic() - began_s
+                self._counters.decode_s += step_s
+                self._counters.undrafted_s += self._draft_length.observe_step(batch, work.width, step_s)
         return chunks
 
     def cancel(self, id: str) -> None:

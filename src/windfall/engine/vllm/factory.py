@@ -53,7 +53,8 @@ def build(
     from windfall.engine.vllm.engine import VllmEngine
     from windfall.engine.vllm.sampling import NO_DRAFTS
 
-    print(f"vLLM drafts no tokens: {NO_DRAFTS}", file=sys.stderr, flush=True)
+    if spec.speculation != "off":
+        print(f"vLLM drafts no tokens: {NO_DRAFTS}", file=sys.stderr, flush=True)
     if spec.deterministic:
         what = "run.deterministic needs windfall's engine: vLLM's results depend on the batch"
         raise WindfallError(what, where="engine.name", fix="Use engine.name = 'windfall'.")

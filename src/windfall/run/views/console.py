@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from windfall.events.log import Event, read
 from windfall.recipe.changes import KeyChange
 from windfall.recipe.sections import Recipe
-from windfall.run.views import figures
+from windfall.run.views import figures, long_responses
 from windfall.run.views.summary import bill_of, summarize
 
 LARGE = ("lengths", "replaced", "speeds")
@@ -186,7 +186,7 @@ class Console:
         if bill is not None and (per_million := bill.usd_per_million(e["trained"])) is not None:
             extras += f"  {'>' if bill.all.unpriced_s > 0 else ''}${per_million:,.2f}/M tok"
         extras += "".join(f"  {part}" for part in figures.staleness(e)) + figures.reward_parts(e)
-        if drafts := figures.drafts(e):
+        if drafts := long_responses.drafts(e):
             extras += f"  {drafts}"
         for key, what in (("missing", "rewards missing"), ("grader_errors", "grader errors"), ("skipped", "skipped")):
             if e.get(key):

@@ -108,18 +108,6 @@ def staleness(step: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def drafts(found: Mapping[str, Any]) -> str:
-    """What drafting gave, from a step's event or from `drafts` in fleet.json. Empty if nothing was drafted.
-
-    >>> drafts({"drafted": 100, "drafts_accepted": 38, "tokens_per_step": 1.42})
-    'drafts: 1.42 tokens per step, 38% accepted'
-    """
-    if not found.get("drafted"):
-        return ""
-    share = percent(found["drafts_accepted"], found["drafted"]).replace(".0%", "%")
-    return f"drafts: {found['tokens_per_step']:.2f} tokens per step, {share} accepted"
-
-
 def graders(found: Mapping[str, Any]) -> str:
     """What the graders do, from `graders` in fleet.json.
 

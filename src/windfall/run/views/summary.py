@@ -7,6 +7,7 @@ from rich.markup import escape
 
 from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.events.log import Event
+from windfall.run.views import long_responses
 from windfall.run.views.figures import Labeled, graded, number, percent
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -130,13 +131,8 @@ def _cost(events: list[Event], steps: list[Event]) -> list[Labeled]:
         if alone is not None and alone.usd:
             cost = f"${alone.usd:,.2f}, ${alone.usd_per_million(trained):,.2f} per million"
             out.append(("cost on the trainer alone", f"{cost}, by the tok/s measured on {alone.measured_on}"))
-    gathered = [e["gathered"] for e in steps if e.get("gathered")]
-    if saved_s := sum(g["s"] for g in gathered):
-        usd = f" and ${sum(g['usd'] for g in gathered):,.2f}" if bought.total_usd else ""
-        moves = sum(g["moves"] for g in gathered)
-        out.append(
-            ("gathering", f"{moves} of the last responses moved to end sooner: saved about {saved_s:,.0f} s{usd}")
-        )
+    if gathered := long_responses.gathering(msgspec.to_builtins(total.gathering)):
+        out.append(("advice", gathered))
     if (value := borrowed_value(total)) is not None:
         saved = ""
         if value.saved_usd is not None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
-from windfall.run.views import figures
+from windfall.run.views import figures, long_responses
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
@@ -64,7 +64,7 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
     lines = [_header(snapshot, len(present), live, run)]
     if graders := snapshot.get("graders"):
         lines.append(f"graders: {figures.graders(graders)}")
-    if drafts := figures.drafts(snapshot.get("drafts") or {}):
+    if drafts := long_responses.drafts(snapshot.get("drafts") or {}):
         lines.append(drafts)
     if stale := snapshot.get("staleness"):
         named = {f"staleness_{key}": stale[key] for key in ("mean", "max", "bound")}
@@ -74,6 +74,8 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
         slots = f"{sum(x['slots'] for _, x in lenders)} of {sum(w['slots'] for w, _ in lenders)} slots open"
         lines.append(f"lenders: {used} of {len(lenders)} in use, {slots}, {lent:.0%} of their time lent")
     lines += [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
+    if gathered := long_responses.gathering(snapshot.get("gathering") or {}):
+        lines.append(f"advice: {gathered}")
     return Group(Text("\n".join(lines)), figures.plain_table(COLUMNS, rows, right=NUMBERS, whole=True))
 
 

@@ -111,7 +111,7 @@ class Simulation:
             step=self._reached.step,
             finished=self._reached.step >= self.scenario.recipe.run.steps,
             real_tokens=self.token_schedule.real_tokens,
-            **life.report.last_bill(asyncio.get_running_loop().time()),
+            **life.report.bill(asyncio.get_running_loop().time()),
         )
         life.events.abandon()  # events of the shutdown do not belong to the run
 

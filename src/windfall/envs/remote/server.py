@@ -145,8 +145,7 @@ class EnvService:
                 async with asyncio.timeout(1.0):
                     await link.send(m.Refused(why=clip(error), again=error.again))
             return
-        if lift_limits := getattr(link, "authenticated", None):
-            lift_limits()
+        link.authenticated()
         pool = self.pool
         await link.send(
             e.EnvWelcome(

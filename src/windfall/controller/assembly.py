@@ -1,7 +1,7 @@
 """The objects of a controller, assembled from a recipe and the files of the run. It continues where the last one ended.
 
     attend, attend_trainer      one call per authenticated worker or trainer     until its link closes
-    steps                       the loop of controller.py                        until the run is finished or stopped
+    steps                       the loop of loop.py                              until the run is finished or stopped
     tick                        the timer of local_generation                    forever
 
 No sockets, processes or signals: those are in controller/process.py, and windfall.sim uses the same objects in

@@ -57,7 +57,7 @@ trip."""
 
 
 class ResponseOwner(Protocol):
-    """Whoever opens a response, and is told what happens to it. There may be any number of owners."""
+    """Opens responses, and is told what happens to them. There may be any number of owners."""
 
     def turn_ended(self, id: str) -> None: ...
 

@@ -125,7 +125,7 @@ class ControllerClient:
             await asyncio.wait([serving, self._end], return_when=asyncio.FIRST_COMPLETED)
             return self._end.result() if self._end.done() else serving.result()
         finally:
-            tasks = [task for task in (serving, watching) if task is not None]
+            tasks: list[asyncio.Task[Any]] = [task for task in (serving, watching) if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # one that failed has raised its error above

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from windfall.controller.gateway import agents
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import describe_passes
+from windfall.controller.rollout.grading import EnvFailures
 from windfall.controller.rollout.stream import Rollout, seed_of
 from windfall.controller.step_batch import Scores, describe_scores
 from windfall.engine.factory import build_engine
@@ -86,9 +88,8 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
         raise WindfallError(f"all {size} responses to a task would be the same", where="--temperature 0", fix=fix)
     results = _Results()
 
-    async def collect(rollout: Rollout, engine: Any, slots: int) -> None:
-        async with in_process_worker(rollout.dispatch, engine, slots, on_failure=rollout.interrupt):
-            rollout.dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
+    async def collect() -> EnvFailures:
+        async with _rollout(model_path, recipe, tasks) as rollout:
             with out.status("evaluating") as status:
                 async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=size, sampling=sampling):
                     results.add(group)
@@ -96,8 +97,9 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
                     status.update(f"evaluating {done}/{tasks}, reward so far {mean:.3f}")
                     if group.index < HELD_OUT + show:  # the first tasks, not those that finish first, which are short
                         results.shown[group.index] = _example(group, rollout.text)
+        return rollout.failures
 
-    failures = asyncio.run(_roll_out(model_path, recipe, tasks, collect)).failures
+    failures = asyncio.run(collect())
     if not results.rewards:
         raise failures.no_rewards(f"{tasks} held-out tasks")
     for _, example in sorted(results.shown.items()):
@@ -111,10 +113,9 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
         out.print(f"skipped {failures.skipped} unusable tasks")
 
 
-async def _roll_out(
-    model_path: str, recipe: Recipe, tasks: int, collect: Callable[[Rollout, Any, int], Awaitable[None]]
-) -> Rollout:
-    """Call `collect` with a rollout of this model, and an engine and its slots. Returns the rollout."""
+@contextlib.asynccontextmanager
+async def _rollout(model_path: str, recipe: Recipe, tasks: int) -> AsyncIterator[Rollout]:
+    """A rollout of this model, with a worker in this process."""
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     async with recipe_host(recipe) as env:
         await env.ready()  # before loading the model, which may take long
@@ -132,8 +133,9 @@ async def _roll_out(
         with tempfile.TemporaryDirectory(prefix="windfall-eval-") as folder:
             async with agents.AgentService(recipe, Path(folder), events, env) as service:
                 await service.open(rollout, load.load_tokenizer(model_path), context)
-                await collect(rollout, engine, slots)
-    return rollout
+                async with in_process_worker(rollout.dispatch, engine, slots, on_failure=rollout.interrupt):
+                    rollout.dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
+                    yield rollout
 
 
 def _print_rewards(out: Console, recipe: Recipe, results: _Results, tasks: str, *, responses: int) -> None:

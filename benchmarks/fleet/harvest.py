@@ -86,7 +86,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "colocated": {"changes": []},
     "disaggregated": {"fleet": "local = false"},
     "windfall": {},
-    "no seeding": {"techniques": "[techniques]\ntrainer_generates = false"},
+    "no local time": {"techniques": "[techniques]\ntrainer_generates = false"},
     "no migration": {"techniques": "[techniques]\nmigration = false"},
     "no balancing": {"techniques": "[techniques]\nbalancing = false"},
     "no pipelining": {"techniques": "[techniques]\npipelining = false"},

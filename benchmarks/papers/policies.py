@@ -7,7 +7,7 @@ The run is rlboost_model.py's 8B: 128 x 8 responses of up to 14,000 tokens, trai
 Algorithm 1 has eta 3 and T_init 150 s.
 
     rlboost       Algorithms 1 and 2          algorithm1   Algorithm 1 for T_seed, windfall's balancing
-    windfall      windfall's own policies     algorithm2   Algorithm 2 for balancing, windfall's T_seed
+    windfall      windfall's own policies     algorithm2   Algorithm 2 for balancing, windfall's local time
 
 A case is a market, a fleet (maximum number of instances), a number of groups per step, and a seed. In a case all
 policies have the same responses and the same losses, and are compared over the same steps: those that each of them has

@@ -154,10 +154,10 @@ def ablations(bench: Bench, a: Assumptions, market: dict[str, list[Change]]) -> 
     model, count = MODELS["14B"], rb.useful_instances(MODELS["14B"], a)
     print_row(f"\nablations, 14B, {count} instances", "rlboost", "windfall", "paper")
     rows: dict[str, Figures] = {}
-    for name, other in (("rlboost", "rlboost"), ("windfall", "windfall"), ("no seeding", "no-seeding")):
+    for name, other in (("rlboost", "rlboost"), ("windfall", "windfall"), ("no local time", "no-local-time")):
         rows[name] = bench.pool(model, a, count, other)
-    lost = [f"{rows['no seeding'].tok_per_s / rows[n].tok_per_s - 1:+.0%}" for n in ("rlboost", "windfall")]
-    print_row("without seeding, tok/s", *lost, "-19%")
+    lost = [f"{rows['no local time'].tok_per_s / rows[n].tok_per_s - 1:+.0%}" for n in ("rlboost", "windfall")]
+    print_row("without local time, tok/s", *lost, "-19%")
     if not bench.quick:
         recipe = with_keys(rb.recipe(model, a), sim={"seconds": rb.WINDOW_S, "skip_steps": 1})
         gains = []

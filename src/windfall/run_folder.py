@@ -27,7 +27,7 @@ from typing import Any
 from windfall.errors import WindfallError, describe_exit, describe_write, nearest
 from windfall.recipe.env_sections import AgentLimits, DatasetEnv
 from windfall.recipe.file import dump_recipe, load_recipe
-from windfall.recipe.section import Section
+from windfall.recipe.section_base import Section
 from windfall.recipe.sections import Recipe
 
 UNRECORDED = 64

@@ -18,7 +18,7 @@ from windfall.plan.run import recipe, run_log
 from windfall.plan.search import planner
 from windfall.plan.search.plan import PlanRequest
 from windfall.recipe.file import dump_recipe, load_recipe, parse_recipe
-from windfall.recipe.section import part_sections
+from windfall.recipe.section_base import part_sections
 from windfall.recipe.sections import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], groups=64, group_size=8, sigma=0.4)

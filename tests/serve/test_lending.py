@@ -328,14 +328,15 @@ def test_load_of_a_small_trace(tmp_path: Path) -> None:
 
 
 def test_memory_is_free_after_an_error_of_the_link(tmp_path: Path) -> None:
-    """An error in the agent ends its tenant, and the next one gets the memory."""
+    """An error in the client ends its tenant and its HTTP session, and the next one gets the memory."""
 
     async def main() -> None:
         async with lending(tmp_path) as s:
             await roll_out(s, 2)
-            first = s.tenant
+            first, dialer = s.tenant, s.lender._client._dialer
             first._emit(object())  # no message
             await until(lambda: s.tenant is not None and s.tenant is not first, "it lends again")
+            assert dialer._session.closed
             await until(lambda: len(s.site.ended) == 2, "the responses have ended")
 
     run(main)

@@ -1,7 +1,7 @@
 """The objects of a controller, assembled from a recipe and the files of the run. It continues where the last one ended.
 
     attend, attend_trainer      one call per authenticated worker or trainer     until its link closes
-    steps                       the loop of controller.py                        until the run is finished or stopped
+    steps                       the loop of loop.py                              until the run is finished or stopped
     tick                        the timer of local_generation                    forever
 
 No sockets, processes or signals: those are in controller/process.py, and windfall.sim uses the same objects in
@@ -28,8 +28,8 @@ from windfall.controller.cost.accounts import Accounts
 from windfall.controller.fleet_report import FleetReport, read_history
 from windfall.controller.generation import Generation
 from windfall.controller.ledger.journal import Journal
+from windfall.controller.ledger.journal_damage import JournalDamage, needed
 from windfall.controller.ledger.journal_format import History, JournalContents, oldest_versions
-from windfall.controller.ledger.recovery import Recovery, needed
 from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.advisor import Advisor
@@ -83,9 +83,9 @@ class ControllerLife:
         policies = policies or Policies()
         self.recipe, self.events, self.journal, self._resumed = recipe, events, journal, resumed
         self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
-        self._recovery = Recovery(events)
+        self._journal_damage = JournalDamage(events)
 
-        history = read_history(events, [self._recovery.observe, *observe])
+        history = read_history(events, [self._journal_damage.observe, *observe])
         self._evaluated, self._last_logged = history.evaluated, history.step
         self._left_fp8 = history.left_fp8
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
@@ -189,7 +189,7 @@ class ControllerLife:
             found = await self._read_journal(self.journal, hello.step)
             if self.trainer.hello is not hello:
                 raise TrainerLost("it disconnected, or another trainer replaced it")
-            self._recovery.report_journal(found, step=hello.step)
+            self._journal_damage.report_journal(found, step=hello.step)
             history, trained = self.journal.open(hello.step, found), found.trained
             evaluated = self.loop.evaluation.evaluated if self.loop else self._evaluated
             done = {f"eval-{step}" for step in evaluated if step <= hello.step}
@@ -221,7 +221,7 @@ class ControllerLife:
             self.dispatch.set_offer(Offer(version=published.version, digest=published.digest, url=hello.url))
 
     def saved(self, state: CheckpointState) -> None:
-        if self.journal is not None and self._recovery.saved(state.step):
+        if self.journal is not None and self._journal_damage.saved(state.step):
             entries = self.dispatch.ledger.entries.values()
             self.journal.rotate(state.step, {e.handle: e.episode.id for e in entries if e.state == "running"})
             self.events.instant("journal", file=self.journal.file)

@@ -103,29 +103,27 @@ def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) 
     return running, fits
 
 
-def build_engine(
-    spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
-) -> tuple[Any, int]:
+def build_engine(spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4) -> tuple[Any, int]:
     """Build an engine that uses at most `share` of the free memory. Returns it and its number of slots. If a `model` is
     given, no other code may use it meanwhile, because a GPU engine changes the layout of its weights."""
-    return build_engine_timed(spec, device, model=model, share=share, version=version)[:2]
+    return build_engine_timed(spec, device, model=model, share=share)[:2]
 
 
 def build_engine_timed(
-    spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
+    spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4
 ) -> tuple[Any, int, LoadTimes]:
     """Like `build_engine`, but also returns how long the parts took."""
     import torch
 
     try:
-        return _build_engine(spec, device, model, share, version)
+        return _build_engine(spec, device, model, share)
     except torch.OutOfMemoryError as e:
         why = str(e).partition(". ")[0]
         fix = "Run fewer workers on this GPU, or lower fleet.worker_memory or engine.kv_tokens."
         raise WindfallError(f"not enough memory for the engine: {why}", where=device, fix=fix) from e
 
 
-def _build_engine(spec: EngineSpec, device: str, model: Any, share: float, version: int) -> tuple[Any, int, LoadTimes]:
+def _build_engine(spec: EngineSpec, device: str, model: Any, share: float) -> tuple[Any, int, LoadTimes]:
     began_s = time.monotonic()
     check_kv_dtype(spec, device)
     model = build_model(spec, device) if model is None else model
@@ -143,7 +141,6 @@ def _build_engine(spec: EngineSpec, device: str, model: Any, share: float, versi
             page_size=spec.page_size,
             max_running=running,
             max_rows=spec.max_rows,
-            version=version,
         )
     # The self-test is valid up to this length; a later prompt may be longer than those that the run has seen.
     engine.limit = min(engine.limit, shrink.fixed_rope_tokens(json.loads(spec.model_config)) or engine.limit)

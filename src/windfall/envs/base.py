@@ -5,7 +5,7 @@ far. So a run can resume from a task number, an episode can move to another proc
 
 An environment is foreign code. It may block, raise, print, exit the process or return garbage, so the rest of windfall
 calls it only through an EnvHost. `process_pool.pool.EnvPool` runs environments in child processes that can be killed.
-`remote.servers.EnvServers` has such a pool on every one of several machines.
+`remote.client.EnvServers` has such a pool on every one of several machines.
 `in_process.InProcess` calls them in this process: for simulations, tests and the two environments whose calls take
 microseconds.
 """
@@ -25,7 +25,11 @@ HELD_OUT = 1 << 40
 
 @runtime_checkable
 class Env(Protocol):
-    """An environment. Both methods may be plain functions or `async def`."""
+    """An environment. Both methods may be plain functions or `async def`.
+
+    It may have these attributes, too: `needs_tokens` (False by default): turns must come with their token ids;
+    `stateful` (False) and `replayable` (True): as in sessions.Stateful.
+    """
 
     def task(self, index: int) -> Task | Awaitable[Task]:
         """Task number `index` (0, 1, 2, ... without end). The same number gives the same task in every process."""

@@ -10,7 +10,7 @@ from windfall import envs
 from windfall.envs.base import HELD_OUT, EnvHost
 from windfall.envs.in_process import InProcess
 from windfall.envs.process_pool.pool import EnvPool
-from windfall.envs.remote.servers import EnvServers
+from windfall.envs.remote.client import EnvServers
 from windfall.recipe.sections import Recipe
 from windfall.types import Feedback, Task, Turn
 

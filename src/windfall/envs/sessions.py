@@ -70,8 +70,8 @@ class SessionEnv(Protocol):
 
 
 class Stateful:
-    """An Env of an environment with sessions. It must be used from one event loop. Whoever calls it closes sessions
-    that are not continued (`end_session`, `close`)."""
+    """An Env of an environment with sessions. It must be used from one event loop. Its caller closes sessions that
+    are not continued (`end_session`, `close`)."""
 
     stateful = True
     """Calls for the turns of a session should go to the process that has it."""

@@ -96,7 +96,7 @@ class LivePage:
 
     async def close(self, how: str) -> None:
         """Let the last sample be written, and viewers see `how` the run has ended: the event `end` comes later, when
-        nobody can be told any more."""
+        the page is no longer served."""
         self._how = how
         self._guard("page", self.feed.tick)
         await asyncio.sleep(0.05 if self.feed.viewers else 0)

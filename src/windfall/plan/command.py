@@ -45,14 +45,7 @@ def main(
     write: Path | None,
     overrides: Sequence[str] = (),
 ) -> None:
-    if objective not in OBJECTIVES:
-        wrong = f"unknown value {objective!r}; expected one of: {', '.join(OBJECTIVES)}"
-        raise WindfallError(wrong, where="--objective", fix=nearest(objective, OBJECTIVES))
-    if deadline > 0 and objective != "deadline":
-        fix = "Add --objective deadline, or leave --deadline out."
-        raise WindfallError(f"the objective {objective} has no deadline", where="--deadline", fix=fix)
-    if objective == "deadline" and deadline <= 0:
-        raise WindfallError("the objective needs a time", where="--deadline", fix="Give the hours: --deadline 12.")
+    _check_objective(objective, deadline)
     if write is not None:
         _check_target(write, what)
     is_recipe = what.endswith(".toml")
@@ -78,19 +71,14 @@ def main(
         top=top,
     )
     found = choose.best(request, base, simulate=simulate)
-    name = base.model.path
-    print("\n".join(report.report(name, request, found)))
+    print("\n".join(report.report(base.model.path, request, found)))
     for line in found.refused:
         print(f"refused: {line}")
     if write is not None:
         plan, figures = found.ranked[0]
         text = dump_recipe(recipe.write(plan, request, base, figures))
-        try:
-            write.write_text(text if is_recipe else recipe.with_notes(text), encoding="utf-8")
-        except OSError as e:
-            raise WindfallError(f"cannot write: {e.strerror}", where=str(write), fix="Give another file.") from e
-        print(f"\nwritten: {write}; start it with: windfall train {write}")
-        for line in recipe.commands(plan, name):
+        _write(write, text if is_recipe else recipe.with_notes(text))
+        for line in recipe.commands(plan, base.model.path):
             print(f"  then on {line}")
 
 
@@ -98,6 +86,25 @@ def check(run: Path) -> None:
     """`windfall plan --check RUN`: what was planned beside what was measured."""
     planned, events = run_log.planned_run(run)
     print("\n".join([run_log.HEADER, *map(str, run_log.check(planned, events, str(run)))]))
+
+
+def _check_objective(objective: str, deadline_h: float) -> None:
+    if objective not in OBJECTIVES:
+        wrong = f"unknown value {objective!r}; expected one of: {', '.join(OBJECTIVES)}"
+        raise WindfallError(wrong, where="--objective", fix=nearest(objective, OBJECTIVES))
+    if deadline_h > 0 and objective != "deadline":
+        fix = "Add --objective deadline, or leave --deadline out."
+        raise WindfallError(f"the objective {objective} has no deadline", where="--deadline", fix=fix)
+    if objective == "deadline" and deadline_h <= 0:
+        raise WindfallError("the objective needs a time", where="--deadline", fix="Give the hours: --deadline 12.")
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise WindfallError(f"cannot write: {e.strerror}", where=str(file), fix="Give another file.") from e
+    print(f"\nwritten: {file}; start it with: windfall train {file}")
 
 
 def _cluster(file: Path | None, gpus: str, usd_per_h: float, spot: bool, engine: EngineName) -> Cluster:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from windfall.recipe.section import Count, Section
+from windfall.recipe.section_base import Count, Section
 
 
 class PlannedWorkers(Section):

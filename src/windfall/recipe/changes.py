@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from windfall.recipe.section import Section
+from windfall.recipe.section_base import Section
 from windfall.recipe.sections import Recipe
 
 ChangeRule = Literal["fixed", "noted", "free"]

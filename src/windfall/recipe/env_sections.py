@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from windfall.recipe.section import Count, FilePath, FunctionName, Options, Section, suggested_name
+from windfall.recipe.section_base import Count, FilePath, FunctionName, Options, Section, suggested_name
 
 MIN_MEMORY_MB = 128
 MAX_SESSIONS = 4096

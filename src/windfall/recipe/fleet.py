@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from windfall.recipe.section import Count, FilePath, Section, with_parts
+from windfall.recipe.section_base import Count, FilePath, Section, with_parts
 from windfall.recipe.worker_source import WorkerSource
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from windfall.errors import WindfallError, nearest
-from windfall.recipe.section import Count, FilePath, Section
+from windfall.recipe.section_base import Count, FilePath, Section
 
 DEFAULT_RANK = 16
 DEFAULT_ALPHA_PER_RANK = 2.0

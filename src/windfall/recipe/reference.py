@@ -12,7 +12,7 @@ from typing import Any
 
 from windfall.recipe.env_sections import ENVS
 from windfall.recipe.file import to_toml
-from windfall.recipe.section import Section
+from windfall.recipe.section_base import Section
 from windfall.recipe.sections import Recipe
 from windfall.recipe.unknown_keys import section_at, sections_in
 

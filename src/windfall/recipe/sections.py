@@ -16,7 +16,7 @@ from windfall.errors import WindfallError
 from windfall.recipe.env_sections import AgentEnv, AgentLimits, ArithmeticEnv, DatasetEnv, Env
 from windfall.recipe.fleet import Fleet
 from windfall.recipe.lora import Lora
-from windfall.recipe.section import Beta, Count, Device, Endpoint, FilePath, Section, Share, with_parts
+from windfall.recipe.section_base import Beta, Count, Device, Endpoint, FilePath, Section, Share, with_parts
 from windfall.types import Sampling
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from windfall.errors import nearest
-from windfall.recipe.section import Section, part_sections
+from windfall.recipe.section_base import Section, part_sections
 from windfall.recipe.sections import Recipe
 
 MEANT_BY: dict[str, str] = {

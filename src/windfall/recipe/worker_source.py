@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from windfall.defaults import KV_SHARE
-from windfall.recipe.section import Count, Section
+from windfall.recipe.section_base import Count, Section
 from windfall.types import Lease
 
 

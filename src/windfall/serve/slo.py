@@ -22,8 +22,8 @@ Rules:
   takes too long, there is one without. But decode steps would spend all credit before there is enough for a prefill: if
   it is due (`prefill_due`), they wait until there is;
 - credit grows with time, so it is not spent on a step of few rows, which costs almost as much as one of many. A step
-  with a prefill must have a row for half of the running responses, and half of the prefill's rows or so many more that
-  they take as long as the fixed part of the step; a step without, a row for half of all responses.
+  with a prefill must have a row for half of the running responses, and either half of the prefill's rows, or enough of
+  them to take as long as the fixed part of the step; a step without, a row for half of all responses.
 """
 
 from __future__ import annotations

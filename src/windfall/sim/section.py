@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from windfall.recipe.section import Count, FilePath, Section
+from windfall.recipe.section_base import Count, FilePath, Section
 
 NotNegative = Annotated[float, Field(ge=0)]
 

@@ -106,9 +106,9 @@ def check(checkpoint: Path, *, optimizer: bool = True) -> None:
         raise DamagedCheckpoint(checkpoint, STATE, why)
 
 
-def latest(run: Path, *, optimizer: bool = False) -> VerifiedCheckpoint:
+def latest(run: Path) -> VerifiedCheckpoint:
     """The newest checkpoint of a run, for reading only."""
-    found = newest(run / "checkpoints", optimizer=optimizer)
+    found = newest(run / "checkpoints", optimizer=False)
     if found is None:
         fix = "Start the run again with `windfall train`."
         raise WindfallError("no checkpoint in this run", where=str(run), fix=fix)

@@ -1,10 +1,10 @@
-"""The agent in the trainer's process: dials the controller, runs its requests in one thread, and publishes weights.
+"""The trainer's service: dials the controller, runs its requests in one thread, and publishes weights.
 
     dial ──▶ TrainerHello(step, weights) ──▶ TrainerWelcome ──▶ [ a verb of verbs.py ]* ──▶ dial again
                                        └───▶ Refused: end                 when the link ends
 
-The agent accepts requests only from a controller that has proved that it belongs to the run, and keeps dialing until it
-finds that controller. When the link ends, the gradient accumulated for the current step is dropped; the controller
+It accepts requests only from a controller that has proved that it belongs to the run, and keeps dialing until it finds
+that controller. When the link ends, the gradient accumulated for the current step is dropped; the controller
 sends the samples again from its journal. If the link ends between two updates of one step, the weights belong to no
 version: the process exits, and the next one starts from the last checkpoint. If it ends between the last update and
 Publish, the trainer publishes before it dials again. An exception during work (out of memory, a

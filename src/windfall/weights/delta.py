@@ -5,7 +5,7 @@ the same layout. The index of a span (a part of one tensor) has one byte for eve
 elements before it. The byte 255 means 255 unchanged elements and no change yet. Spans without a change are left out.
 
 A blob is one or more parts, each with magic, number of spans, a table with a row per span, indices, and values.
-Whoever holds some rows makes a part for them (row_writer.py), and parts of several ranks are simply put one after
+A process that holds some rows makes a part for them (row_writer.py), and parts of several ranks are put one after
 another. If the weights are spread over several machines, each machine has a blob of its own, and all are applied.
 `apply` checks every row and every index before it writes a byte.
 """

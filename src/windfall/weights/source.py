@@ -1,4 +1,4 @@
-"""The Source interface: whoever can serve the bytes of a version of the weights.
+"""The Source interface: an object that can serve the bytes of a version of the weights.
 
 A trainer's Publisher is one. serve.py offers the bytes of a source over HTTP. A reader trusts no source: it checks
 every byte against the manifest whose digest it received over its link.

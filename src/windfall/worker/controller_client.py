@@ -16,7 +16,6 @@ controller how many seconds are left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import math
@@ -127,11 +126,10 @@ class ControllerClient:
             await asyncio.wait([serving, self._end], return_when=asyncio.FIRST_COMPLETED)
             return self._end.result() if self._end.done() else serving.result()
         finally:
-            for task in (serving, watching):
-                if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
+            tasks: list[asyncio.Task[Any]] = [task for task in (serving, watching) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # one that failed has raised its error above
             if self._host is not None:  # another client may use the same engine after this one
                 self._host.close(0.0)
             await self._dialer.close()

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -128,23 +129,28 @@ def main(
             patience_s=patience_s,
             say=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
         )
-        loop = asyncio.get_running_loop()
-        preemption.on_sigterm(loop, client.warned)
-        interrupt = preemption.PreemptionNotice(source="ctrl-c", left_s=None, detail="interrupted by the user")
-
-        def leave() -> None:
-            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends the process at once
-            client.warned(interrupt)
-
-        loop.add_signal_handler(signal.SIGINT, leave)
+        _leave_on_signals(client)
         return await client.run("auto" if clouds == "auto" else () if clouds == "none" else clouds.split(","))
 
-    async def run_and_exit() -> NoReturn:
-        """Exit the process from inside the loop: `asyncio.run` would wait without limit for a thread that pulls
-        weights, and the engine's thread may be in the middle of a step whose result is no longer needed."""
-        code = await errors.guard(run())
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    asyncio.run(_exit_with(run()))
 
-    asyncio.run(run_and_exit())
+
+def _leave_on_signals(client: ControllerClient) -> None:
+    loop = asyncio.get_running_loop()
+    preemption.on_sigterm(loop, client.warned)
+    interrupt = preemption.PreemptionNotice(source="ctrl-c", left_s=None, detail="interrupted by the user")
+
+    def leave() -> None:
+        loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends the process at once
+        client.warned(interrupt)
+
+    loop.add_signal_handler(signal.SIGINT, leave)
+
+
+async def _exit_with(run: Coroutine[Any, Any, int]) -> NoReturn:
+    """Exit the process from inside the loop: `asyncio.run` would wait without limit for a thread that pulls weights,
+    and the engine's thread may be in the middle of a step whose result is no longer needed."""
+    code = await errors.guard(run)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -262,7 +262,7 @@ def report(a: Accounts, event: str, now_s: float, worker: str, number: int) -> A
         case "frame":
             a.frame(now_s, worker, number)
         case "moved_in":
-            a.moved_in(now_s, worker, number, prefill_tok_per_s=float(number % 7) or None)
+            a.moved_in(now_s, worker, number, prefill_tok_per_s=float(number % 7))
         case "gone":
             return a.gone(now_s, worker, heard_s=now_s - number / 100)
         case _:

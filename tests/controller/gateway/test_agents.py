@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 
+from tests.support.samplers import TOKENIZER
 from windfall.controller.gateway import agents
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.stream import Rollout
 from windfall.envs import held_out, prompt_lengths
 from windfall.envs.base import HELD_OUT
-from windfall.envs.hosting import evaluation_data, recipe_host
+from windfall.envs.hosting import Numbered, evaluation_data, recipe_host
+from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
+from windfall.events.log import EventLog
 from windfall.models import tokenizer
 from windfall.models.load import TINY
+from windfall.models.text import Text
 from windfall.recipe.changes import token_settings
 from windfall.recipe.env_sections import AgentEnv
 from windfall.recipe.file import load_recipe, parse_recipe
@@ -213,6 +219,25 @@ def test_evaluation_without_a_run(windfall: Callable[..., tuple[int, str, str]])
     assert "rewards missing 0" in out
     assert "=" in out.splitlines()[1], "the agent's prompts are shown with what the policy said"
     assert windfall(*command)[1] == out, "the seeds are those of the recipe"
+
+
+def test_gateway_is_opened_once_and_closed_with_the_service(tmp_path: Path) -> None:
+    async def main() -> None:
+        given = recipe(command="true", isolation="off")
+        events, text = EventLog(tmp_path / "events.jsonl"), Text(TOKENIZER)
+        host = InProcess(Numbered())
+        rollout = Rollout(Dispatch(events=events), host, text, given.rollout, seed=1, events=events)
+        async with agents.AgentService(given, tmp_path, events, host) as service:
+            await service.open(rollout, TOKENIZER, 512)
+            assert service.runs is not None
+            port = int(service.runs.url.split(":")[2].partition("/")[0])
+            with pytest.raises(AssertionError, match="would leave the first one listening"):
+                await service.open(rollout, TOKENIZER, 512)
+            socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+    asyncio.run(main())
 
 
 def test_evaluation_of_a_failing_agent(windfall: Callable[..., tuple[int, str, str]]) -> None:

@@ -11,8 +11,8 @@ import pytest
 from tests.support.hostile.checkpoints import JOURNALS, add_strays, flip
 from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
+from windfall.controller.ledger.journal_damage import JournalDamage
 from windfall.controller.ledger.journal_format import JournalContents, TokenRun, read_records
-from windfall.controller.ledger.recovery import Recovery
 from windfall.events.log import EventLog
 from windfall.link.messages import Tokens
 
@@ -44,9 +44,9 @@ def write(folder: Path, step: int = 10, first_task: int = 50) -> Path:
     return folder / f"{step:06d}.wal"
 
 
-def expected(file: Path, *steps: int) -> Recovery:
-    """A Recovery that has seen these steps in the event log."""
-    out = Recovery(EventLog(file.parent.with_suffix(".jsonl")))
+def expected(file: Path, *steps: int) -> JournalDamage:
+    """A JournalDamage that has seen these steps in the event log."""
+    out = JournalDamage(EventLog(file.parent.with_suffix(".jsonl")))
     out.observe({"kind": "instant", "name": "journal", "file": file.name})
     for step in steps:
         out.observe({"kind": "scalar", "name": "step", "step": step})
@@ -57,7 +57,7 @@ def tokens(found: JournalContents) -> int:
     return sum(len(e.tokens) for past in found.history.values() for e in past if isinstance(e, TokenRun))
 
 
-def lost(folder: Path, log: Recovery, step: int = 10, settings: str = "s") -> dict[str, Any] | None:
+def lost(folder: Path, log: JournalDamage, step: int = 10, settings: str = "s") -> dict[str, Any] | None:
     """The event that is logged about this journal."""
     found: list[dict[str, Any]] = []
     log._events.attach(found.append)

@@ -13,6 +13,7 @@ from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.local_time import StepMeasurement
 from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.scheduling.worker_value import value_curve
 from windfall.events.log import EventLog
 from windfall.link.messages import Capacity
 from windfall.types import LOCAL, Lease
@@ -115,6 +116,20 @@ def test_more_workers_have_fewer_responses_each(tmp_path: Path) -> None:
     run.step()
     run.step()
     assert 1 <= run.advisor.advice[prices.kind(SPOT)].count <= 4
+
+
+def test_all_engines_of_the_trainer_share_the_responses(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.join("a", SPOT, 4000)
+    for name in (LOCAL, f"{LOCAL}-1", f"{LOCAL}-2"):
+        run.join(name, Lease(kind="reserved", device="big"), 4000)
+    run.step()
+    measured, (kind,) = run.advisor._run, run.advisor._kinds.values()
+    assert measured.local_profile is not None
+    rate = measured.local_profile.tok_per_s
+    alone = measured.local_tok_per_s * rate(64 / 3) / rate(64 / 4)  # without "a" the batches of the other three grow
+    speed = value_curve(measured, kind)[0].tok_per_s
+    assert speed == pytest.approx(1 / (1 / alone + 1 / measured.train_tok_per_s))
 
 
 def test_without_overlap_another_worker_gains_little(tmp_path: Path) -> None:

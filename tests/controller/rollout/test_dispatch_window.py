@@ -256,3 +256,32 @@ def test_worker_that_was_paused_while_it_loaded_stays_paused(tmp_path: Path) -> 
             }
 
     loops.run(lambda _: main())
+
+
+def test_prefilling_again_is_counted_at_the_measured_speed(tmp_path: Path) -> None:
+    """Eight tokens at 10 tokens per second: in the contexts of two responses, first with new weights, then moved."""
+
+    async def main() -> None:
+        async with started(tmp_path, "interrupt") as run:
+            a, b = run.workers
+            await run.settle()
+            run.dispatch.placement.speeds.prefilled("a", 10, 1.0)
+            run.publish(4)
+            await run.settle()
+            await a.load()
+            await run.settle()
+            assert _prefilled_again_s(run, "a") == pytest.approx(0.8)
+            await asyncio.sleep(1.0)
+            await b.link.close("killed")
+            await run.settle()
+            await a.generate(MAX_TOKENS - 2, finish="length")
+            await run.settle()
+            assert list(a.work.values()) == [2, 2]
+            assert _prefilled_again_s(run, "a") == pytest.approx(1.6)
+
+    loops.run(lambda _: main())
+
+
+def _prefilled_again_s(run: Run, worker: str) -> float:
+    """Until five seconds from now."""
+    return run.dispatch.accounts.of(worker, asyncio.get_running_loop().time() + 5.0).seconds["prefill_again"]

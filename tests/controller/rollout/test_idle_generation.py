@@ -35,7 +35,7 @@ def test_run_without_other_workers_completes(tmp_path: Path, staleness: int) -> 
     assert all(e["groups"] == 48 and e["staleness_max"] <= staleness for e in steps)
 
 
-def test_run_without_seeding_and_without_other_workers_completes(tmp_path: Path) -> None:
+def test_run_without_local_time_and_without_other_workers_completes(tmp_path: Path) -> None:
     steps, share = run(tmp_path, "trace.nodes=0", "rollout.staleness=1", "techniques.trainer_generates=false", steps=3)
     assert (len(steps), share) == (3, 1.0)
 

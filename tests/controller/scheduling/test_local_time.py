@@ -1,4 +1,4 @@
-"""T_seed: RLBoost's Algorithm 1 as published, and the predicted T_seed against brute force on a simple model of a
+"""The local time: RLBoost's Algorithm 1 as published, and the predicted one against brute force on a simple model of a
 step."""
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ rates = st.floats(50, 5000)
 
 @settings(deadline=None, max_examples=50)
 @given(tokens=st.floats(1e3, 1e5), local=rates, train=rates, rate=rates, pull=st.floats(0, 0.2))
-@example(tokens=1000.0, local=332.5106, train=50.7235, rate=1007.0439, pull=0.1952)  # T_seed was once 2.55 % off
-def test_predicted_seed_time_is_optimal(tokens: float, local: float, train: float, rate: float, pull: float) -> None:
+@example(tokens=1000.0, local=332.5106, train=50.7235, rate=1007.0439, pull=0.1952)  # it was once 2.55 % off
+def test_predicted_local_time_is_optimal(tokens: float, local: float, train: float, rate: float, pull: float) -> None:
     machine = Machine(tokens=tokens, local=local, train=train, pull_s=pull * tokens / local)
     reached = settle(PredictedLocalTime(), machine, rate, 2, steps=12)[-1]
     best = min(machine.run(tokens / local * k / 400, rate, 2)[0] for k in range(401))
@@ -81,7 +81,7 @@ def test_fleet_change_is_planned_for_in_the_same_step() -> None:
 
 
 @pytest.mark.parametrize("policy", [Algorithm1(first_s=3.0), PredictedLocalTime()], ids=["feedback", "predict"])
-def test_without_other_workers_seeding_is_unbounded(policy: LocalTimePolicy) -> None:
+def test_without_other_workers_local_time_is_unbounded(policy: LocalTimePolicy) -> None:
     assert policy.plan(None, RemoteFleet(workers=0, tok_per_s=0)).local_s == math.inf
     last = StepMeasurement(
         tokens=100, local_s=2, local_tokens=50, train_s=1, train_wait_s=0, remote_wait_s=0, remote_s=3, workers=2
@@ -95,7 +95,7 @@ def test_unknown_rates_are_measured_first() -> None:
     assert "measuring" in policy.plan(None, RemoteFleet(workers=3, tok_per_s=900)).why
 
 
-def test_fleet_faster_than_training_needs_no_seeding() -> None:
+def test_fleet_faster_than_training_needs_no_local_time() -> None:
     """The fleet alone generates faster than the trainer trains, so local never generates."""
     machine, policy = Machine(tokens=10_000, local=1000, train=400), PredictedLocalTime()
     settle(policy, machine, 2000, 4, steps=5)
@@ -116,7 +116,7 @@ def test_algorithm_1_as_published(waits: list[tuple[float, float]]) -> None:
         assert plan.local_s == pytest.approx(seed)
 
 
-def test_algorithm_1_remembers_seed_time_by_fleet_size() -> None:
+def test_algorithm_1_remembers_local_time_by_fleet_size() -> None:
     policy = Algorithm1(first_s=10.0)
 
     def after(workers: float, now: int, wait: float) -> float:

@@ -1,4 +1,4 @@
-"""The step model: learned from one step, it predicts the end of steps with other fleets and other T_seed."""
+"""The step model: learned from one step, it predicts the end of steps with other fleets and other local times."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def step() -> Step:
 @pytest.mark.parametrize("workers", [2, 3, 6])
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_one_step_predicts_the_end_of_steps_with_other_fleets(step: Step, workers: int, share: float) -> None:
-    """Learned with three workers and one T_seed; predicted for more or fewer workers and another T_seed."""
+    """Learned with three workers and one local time; predicted for more or fewer workers and another local time."""
     model = StepModel()
     model.learn(step.progress(3.0), step.speeds(3.0), 256, 1.0)
     other = Step(replace(step.rates, others=FleetSpeed.of(ONE, count=workers)), step.lengths)
@@ -92,7 +92,7 @@ def test_one_step_predicts_the_end_of_steps_with_other_fleets(step: Step, worker
 
 
 @pytest.mark.parametrize("workers", [1, 3, 6])
-def test_best_seed_time_is_as_good_as_brute_force(step: Step, workers: int) -> None:
+def test_best_local_time_is_as_good_as_brute_force(step: Step, workers: int) -> None:
     model = StepModel()
     model.learn(step.progress(3.0), step.speeds(3.0), 256, 1.0)
     other = Step(replace(step.rates, others=FleetSpeed.of(ONE, count=workers)), step.lengths)
@@ -130,7 +130,7 @@ def test_prediction_from_within_a_step_agrees_with_the_one_from_its_start(step: 
     assert model.end_s(rates, now.at_s, none_complete) > model.end_s(rates, now.at_s, now), "no group is complete yet"
 
 
-def test_closed_form_from_rates_stops_seeding_too_early(step: Step) -> None:
+def test_closed_form_from_rates_ends_local_time_too_early(step: Step) -> None:
     """The closed form assumes that work can be split freely; with it, training waits for groups."""
     r = step.rates
     low, others = r.local.tok_per_s(256), r.others.tok_per_s(256)

@@ -55,7 +55,7 @@ def brute(run: RunMeasurements, fleet: float) -> float:
 
 @given(rates, st.just(0.0) | rates, rates, st.just(0.0) | rates)
 @settings(max_examples=60, deadline=None)
-def test_no_other_seed_time_gives_a_shorter_step(w: float, local: float, train: float, fleet: float) -> None:
+def test_no_other_local_time_gives_a_shorter_step(w: float, local: float, train: float, fleet: float) -> None:
     run = RunMeasurements(
         steps=2, tokens_per_step=w, train_tok_per_s=train, local_tok_per_s=local, trainer_usd_per_h=1.0
     )

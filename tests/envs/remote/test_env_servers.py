@@ -21,9 +21,9 @@ from windfall.envs.calls import MAX_MOVES
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
 from windfall.envs.process_pool.pool import EnvPool
-from windfall.envs.remote import servers
+from windfall.envs.remote import client as client_module
+from windfall.envs.remote.client import EnvServers
 from windfall.envs.remote.server import NAME, EnvService
-from windfall.envs.remote.servers import EnvServers
 from windfall.envs.remote.settings import settings_of
 from windfall.errors import WindfallError
 from windfall.link import auth, handshake
@@ -42,7 +42,7 @@ ENV: dict[str, Any] = {"name": "custom", "factory": "lighthouse:build"}
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SESSIONS))
-    monkeypatch.setattr(servers, "RETRY_S", 0.05)
+    monkeypatch.setattr(client_module, "RETRY_S", 0.05)
 
 
 @pytest.fixture
@@ -358,7 +358,7 @@ def test_unreachable_servers_are_named(token: Path) -> None:
 
 
 def test_calls_fail_when_no_server_is_left(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "LOST_S", 0.3)
+    monkeypatch.setattr(client_module, "LOST_S", 0.3)
 
     async def main() -> None:
         async with client(token, free_port()) as host:
@@ -403,7 +403,7 @@ def liar(lie: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
 
 def test_servers_that_lie_do_not_hurt(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them answers tasks, lies about the first turn, and is as fast as can be. One server is honest."""
-    monkeypatch.setattr(servers, "GRACE_S", -6.0)  # twice the limit of 5 s, less this
+    monkeypatch.setattr(client_module, "GRACE_S", -6.0)  # twice the limit of 5 s, less this
 
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Policies in whole simulated runs: speeds are learned despite granules and context, and T_seed follows the fleet."""
+"""Policies in whole simulated runs: speeds are learned, and the local time follows the fleet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_speeds_are_learned_despite_granules_and_context(simulated: Simulated) -
         assert found.each_s / granule < 2 * true.each_s
 
 
-def test_t_seed_is_recomputed_when_a_worker_joins(simulated: Simulated, tmp_path: Path) -> None:
+def test_local_time_is_recomputed_when_a_worker_joins(simulated: Simulated, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("".join(f"{at_ms},add,n{at_ms}\n" for at_ms in range(0, 40_000, 2500)))
     _, log = simulated(run={"steps": 5}, trace={"file": str(trace), "nodes": 16}, rollout=ROLLOUT, sim=LONG)
@@ -78,7 +78,7 @@ def test_late_fleet_is_part_of_the_plan_of_the_step_it_joins_in(simulated: Simul
     assert plans[-1] > 0
 
 
-def test_first_t_seed_is_as_good_as_the_best_constant(
+def test_first_local_time_is_as_good_as_the_best_constant(
     simulated: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is learned in the first step, and the fleet joins in the middle of it. With the same average number of

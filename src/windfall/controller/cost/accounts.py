@@ -217,12 +217,12 @@ class Accounts:
         now_s: float,
         worker: str,
         tokens: int,
-        prefill_tok_per_s: float | None = None,
+        prefill_tok_per_s: float = 0.0,
         *,
         sources: Sequence[str] = (),
     ) -> None:
-        """The worker was assigned responses begun elsewhere, with this number of tokens to prefill again. `sources`:
-        the last worker of each of them."""
+        """The worker was assigned responses begun elsewhere, with this number of tokens to prefill again.
+        `prefill_tok_per_s` is 0 if it was not measured; `sources` is the last worker of each response."""
         for source in sources:
             if source != worker:
                 self.activity.moved(source.partition("#")[0], worker.partition("#")[0], now_s)

@@ -400,7 +400,6 @@ class AgentService:
         self._env = env
         self.launcher = AgentLauncher(program(recipe.env, folder)) if is_agent(recipe) else None  # type: ignore[arg-type]
         self.runs: AgentRuns | None = None
-        self._gateway: Gateway | None = None
 
     async def __aenter__(self) -> Self:
         if self.launcher is not None:
@@ -408,15 +407,16 @@ class AgentService:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        if self._gateway is not None:
-            await self._gateway.stop_listening()
+        if self.runs is not None:
+            await self.runs.gateway.stop_listening()
         if self.launcher is not None:
             await self.launcher.__aexit__(*error)
 
     async def open(self, rollout: Rollout, tokenizer: Any, model_context: int | None) -> None:
-        """Start the gateway, and have the rollout's responses made by agents."""
+        """Start the gateway, and have the rollout's responses made by agents. Call this once."""
         if self.launcher is None:
             return
+        assert self.runs is None, "a second gateway would leave the first one listening"
         env, recipe = self._recipe.env, self._recipe
         assert isinstance(env, AgentLimits)
         await self.launcher.ready()
@@ -426,7 +426,7 @@ class AgentService:
         stop = rollout.text.stop
         context = context_of(recipe, model_context)
         sampler = DispatchSampler(rollout.dispatch, model=recipe.run.name, context=context, stop=stop)
-        gateway = self._gateway = Gateway(sampler, tokenizer, chat(recipe, tokenizer, stop), stop)
+        gateway = Gateway(sampler, tokenizer, chat(recipe, tokenizer, stop), stop)
         port = await gateway.listen(HOST, env.port, "Set env.port to another port, or to 0 for any free one.")
         url = f"http://{HOST}:{port}/v1"
         self._events.instant("gateway", url=url)

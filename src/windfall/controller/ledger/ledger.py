@@ -11,7 +11,7 @@ Rules, all in `check()`:
 - Every assignment has its own handle. Tokens for a handle that has ended are counted, and change nothing else.
 - A response that lost its worker keeps its tokens, and is queued before responses that have not begun. So are those
   with a fixed version.
-- No accepted token is ever lost: accepted = in open responses + in closed ones + in withdrawn ones.
+- No accepted token is ever lost: accepted = in open responses + closed + withdrawn + discarded (`LedgerCounts`).
 """
 
 from __future__ import annotations
@@ -374,10 +374,9 @@ class Ledger:
         else:
             self.queue.append(entry.episode.id)
 
-    def release(self, worker: str) -> list[str]:
-        """The worker is gone. Queue its responses again, each with every token it has; return their ids."""
-        entries = list(self._by_worker.get(worker, {}).values())
-        for entry in reversed(entries):
+    def release(self, worker: str) -> None:
+        """The worker is gone. Queue its responses again, each with every token it has."""
+        for entry in reversed(self.held(worker)):
             if len(entry.episode.tokens) == entry.recorded:
                 entry.lost_in_a_row += 1
                 entry.lost_names |= {worker.partition("#")[0]}
@@ -390,7 +389,6 @@ class Ledger:
         self._by_worker.pop(worker, None)
         self._context.pop(worker, None)
         self.engines.pop(worker, None)
-        return [e.episode.id for e in entries]
 
     def cut(self, id: str, length: int) -> dict[str, list[int]]:
         """End the turn of an open response after its first `length` tokens, and discard the later ones. Only tokens of

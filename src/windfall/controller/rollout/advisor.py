@@ -84,8 +84,9 @@ class Advisor:
         run.trainer_usd_per_h = (
             run.trainer_usd_per_h or sum(prices.of(m.lease).if_known or 0.0 for m in engines) or None
         )
-        for local in engines:
-            run.local_profile = self._dispatch.placement.speeds.profile(local.id)
+        if engines:
+            run.local_engines = len(engines)
+            run.local_profile = self._dispatch.placement.speeds.profile(engines[-1].id)
 
     def _learn_kinds(self, last: StepMeasurement, now_s: float) -> None:
         d, members = self._dispatch, list(self._dispatch.members.here())

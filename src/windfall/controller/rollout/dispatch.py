@@ -57,7 +57,7 @@ trip."""
 
 
 class ResponseOwner(Protocol):
-    """Whoever opens a response, and is told what happens to it. There may be any number of owners."""
+    """Opens responses, and is told what happens to them. There may be any number of owners."""
 
     def turn_ended(self, id: str) -> None: ...
 
@@ -250,7 +250,7 @@ class Dispatch:
                     self.refusals.ready()
                     self._schedule_soon()
                     if context := self.ledger.context(id):  # its running responses are prefilled with the new weights
-                        self.accounts.moved_in(now, id, context)
+                        self.accounts.moved_in(now, id, context, self.placement.speeds.prefill_tok_per_s(id))
                         self.ledger.counts.prefilled_again += context
             case m.LoadFailed():
                 self.loading.failed(member, message)
@@ -530,7 +530,8 @@ class Dispatch:
             self.accounts.busy(now, worker)
         if moved := [e for e in entries if e.moved]:
             prefilled_again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in moved)
-            self.accounts.moved_in(now, worker, prefilled_again, sources=[e.last_worker for e in moved])
+            speed, sources = self.placement.speeds.prefill_tok_per_s(worker), [e.last_worker for e in moved]
+            self.accounts.moved_in(now, worker, prefilled_again, speed, sources=sources)
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
         for e in entries:

@@ -24,7 +24,8 @@ def by_context(
     step: Callable[[str], int] = lambda group: 0, head: int = 0,
 ) -> list[str]:  # fmt: skip
     """The first `count` responses. `begun`: groups of which a response has begun. `length`: by which the responses of a
-    group are ordered. `step`: the step that a group was drawn for. `head`: so many at the head keep their place."""
+    group are ordered. `step`: the step that a group was drawn for. `head`: number of responses at the
+    head that keep their place."""
     if count <= head:
         return list(islice(queued, count))
     groups: dict[str, tuple[int, float]] = {}

@@ -52,8 +52,11 @@ class RunMeasurements:
     trainer_usd_per_h: float | None
     """None: not known."""
     local_tok_per_s: float = 0.0
-    """Tokens per second of the trainer's own engine; 0: it has none."""
+    """Tokens per second of the trainer's own engines together; 0: it has none."""
+    local_engines: int = 1
+    """Number of engines that generate these tokens together: one per rank of the trainer."""
     local_profile: StepTime | None = None
+    """The profile of one of them."""
     responses: int = 0
     """Number of responses in a step; 0: rates do not depend on the number of workers."""
     overlap: bool = True
@@ -176,7 +179,7 @@ def advise(run: RunMeasurements, kind: WorkerKind, others: Sequence[WorkerKind] 
 
 def value_curve(run: RunMeasurements, kind: WorkerKind, others: Sequence[WorkerKind] = ()) -> list[ValuePoint]:
     """Speed and value with 0, 1, 2, ... workers of `kind`, up to more than are available or here."""
-    engines_now = sum(k.now for k in (kind, *others)) + (run.local_tok_per_s > 0)
+    engines_now = sum(k.now for k in (kind, *others)) + run.local_engines * (run.local_tok_per_s > 0)
     base_usd_per_h = (run.trainer_usd_per_h or 0.0) + sum(k.now * (k.usd_per_h or 0.0) for k in others)
     points = []
     for n in range(max(kind.max_count, kind.now + 2) + 1):

@@ -3,8 +3,8 @@
     controller ── link ──▶ EnvService ── call ──▶ EnvPool ──▶ child processes
                      ◀── CallBegan, then one answer ──┘
 
-- The environment is built before the port is opened, so whoever can connect can also call it. Its processes end with
-  this one, also if it is killed.
+- The environment is built before the port is opened, so a client that can connect can also call it. Its processes end
+  with this one, also if it is killed.
 - A controller must prove that it knows the token before it learns anything (link/handshake.py).
 - The calls of all controllers share the limits of the pool. The time limit of a call counts from when it begins to run
   in a process; it is at most the server's own.
@@ -145,8 +145,7 @@ class EnvService:
                 async with asyncio.timeout(1.0):
                     await link.send(m.Refused(why=clip(error), again=error.again))
             return
-        if lift_limits := getattr(link, "authenticated", None):
-            lift_limits()
+        link.authenticated()
         pool = self.pool
         await link.send(
             e.EnvWelcome(

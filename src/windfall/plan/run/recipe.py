@@ -364,9 +364,25 @@ class Simulated:
 
 def simulate(plan: RunPlan, request: PlanRequest, base: Recipe) -> Simulated:
     """Figures of the plan, run by the product's controller in virtual time."""
+    world = scenario.build(_simulated_recipe(plan, request, base))
+    world = replace(world, changes=tuple(_changes(plan, request)), trace_s=math.inf)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "events.jsonl"
+        done = run.simulate(world, log)
+        whole = figures(log, world, done.stays)
+        counted = event_log.steps_of(read(log))[SIM_SKIP : SIM_SKIP + SIM_STEPS]
+    seconds = sum(e["s"] for e in counted)
+    return Simulated(
+        tok_per_s=sum(e["trained"] for e in counted) * world.granule / seconds,
+        trainer_idle=whole.trainer_idle,
+        workers_idle=whole.workers_idle,
+    )
+
+
+def _simulated_recipe(plan: RunPlan, request: PlanRequest, base: Recipe) -> Recipe:
     work = plan.work
     steps = SIM_SKIP + work.staleness + SIM_STEPS
-    recipe = with_keys(
+    return with_keys(
         base,
         {
             "run": {"steps": steps, "name": "plan"},
@@ -409,19 +425,6 @@ def simulate(plan: RunPlan, request: PlanRequest, base: Recipe) -> Simulated:
                 ],
             },
         },
-    )
-    world = scenario.build(recipe)
-    world = replace(world, changes=tuple(_changes(plan, request)), trace_s=math.inf)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "events.jsonl"
-        done = run.simulate(world, log)
-        whole = figures(log, world, done.stays)
-        counted = event_log.steps_of(read(log))[SIM_SKIP : SIM_SKIP + SIM_STEPS]
-    seconds = sum(e["s"] for e in counted)
-    return Simulated(
-        tok_per_s=sum(e["trained"] for e in counted) * world.granule / seconds,
-        trainer_idle=whole.trainer_idle,
-        workers_idle=whole.workers_idle,
     )
 
 

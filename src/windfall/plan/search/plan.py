@@ -277,7 +277,7 @@ def score(
         own_s = max(0.0, alone_s - trained.step_s) / (1 + share)
         return w.tokens / (alone_s - share * own_s)
 
-    def again(batches: Sequence[float]) -> float:
+    def prefill_again_s(batches: Sequence[float]) -> float:
         """Seconds to compute the contexts of all running responses again, after new weights."""
         used = max(e.service.prefill_s * b * w.mean_context for (e, _), b in zip(run, batches, strict=True))
         return used if w.staleness else 0.0
@@ -285,24 +285,24 @@ def score(
     def tail(batches: Sequence[float]) -> float:
         fastest = min(step_time(e, b, w) for (e, _), b in zip(run, batches, strict=True))
         around_s = weights_s + last_s if w.staleness else 0.0
-        return (w.longest_tokens * fastest + around_s + w.staleness * again(batches)) / (w.staleness + 1)
+        return (w.longest_tokens * fastest + around_s + w.staleness * prefill_again_s(batches)) / (w.staleness + 1)
 
     full = share_out(run, w)
     low, high = 0.0, max(step_time(e, b, w) for (e, _), b in zip(run, full, strict=True))
-    batches, tok_per_s, again_s = full, speed(full), again(full)
+    batches, tok_per_s, prefill_s = full, speed(full), prefill_again_s(full)
     # With staleness, engines that are fast enough run fewer responses at once, and each of them is faster.
     for _ in range(20 if w.staleness else 0):
         middle = (low + high) / 2
         fewer = [max(1.0, min(batch_at(e, middle, w), most)) for (e, _), most in zip(run, full, strict=True)]
-        if w.tokens / speed(fewer) + again(fewer) > max(trained.step_s, tail(fewer)):
+        if w.tokens / speed(fewer) + prefill_again_s(fewer) > max(trained.step_s, tail(fewer)):
             low = middle
         else:
             high, batches = middle, fewer
     tail_s = tail(batches)
-    if w.tokens / speed(batches) + again(batches) < w.tokens / tok_per_s + again_s:
-        tok_per_s, again_s = speed(batches), again(batches)
+    if w.tokens / speed(batches) + prefill_again_s(batches) < w.tokens / tok_per_s + prefill_s:
+        tok_per_s, prefill_s = speed(batches), prefill_again_s(batches)
     # With staleness, engines go on while new weights arrive; then the contexts of running responses are computed again.
-    update_s = w.reward_s + (again_s if w.staleness else weights_s)
+    update_s = w.reward_s + (prefill_s if w.staleness else weights_s)
     bound_s = max(tail_s, weights_s) if w.staleness else tail_s
     rate = steps_per_s(trained.step_s, tok_per_s, w.tokens, update_s, bound_s, w.staleness > 0)
     usd = sum(p.used * request.price(p.machine.kind) for p in placed if p.used)

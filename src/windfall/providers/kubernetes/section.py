@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from windfall.recipe.section import FilePath
+from windfall.recipe.section_base import FilePath
 from windfall.recipe.worker_source import WorkerSource
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from windfall.recipe.section import Count
+from windfall.recipe.section_base import Count
 from windfall.recipe.worker_source import WorkerSource, gpu_count
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from windfall.controller.gateway import agents
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import describe_passes
+from windfall.controller.rollout.grading import EnvFailures
 from windfall.controller.rollout.stream import Rollout, seed_of
 from windfall.controller.step_batch import Scores, describe_scores
 from windfall.engine.factory import build_engine
@@ -52,6 +55,24 @@ def _warn(line: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[yellow]warning[/] {escape(line)}")
 
 
+@dataclass
+class _Results:
+    """What `evaluate` keeps of the groups."""
+
+    rewards: list[float] = field(default_factory=list)
+    by_task: list[tuple[float, ...]] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    shown: dict[int, str] = field(default_factory=dict)
+    """By task: its first response, as it is printed."""
+
+    def add(self, group: Group) -> None:
+        self.rewards.extend(group.rewards)
+        self.by_task.append(group.rewards)
+        self.scores.extend(r.scores for r in group.responses)
+        self.lengths.extend(r.sampled_count for r in group.responses)
+
+
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
     """`show`: number of tasks whose first response is printed."""
     described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
@@ -65,69 +86,67 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     if sampling.temperature == 0 and size > 1:
         fix = "Raise it, or set eval.responses = 1 and eval.pass_at = []."
         raise WindfallError(f"all {size} responses to a task would be the same", where="--temperature 0", fix=fix)
-    rewards: list[float] = []
-    by_task: list[tuple[float, ...]] = []
-    scores: list[Scores] = []
-    lengths: list[int] = []
-    shown: dict[int, str] = {}
+    results = _Results()
 
-    async def run() -> Rollout:
-        device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
-        async with recipe_host(recipe) as env:
-            await env.ready()  # before loading the model, which may take long
-            model = load.load(model_path, dtype=dtype, device=device)
-            text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
-            context = context_of(model)
-            if is_agent(recipe):
-                prompts = agent_prompts(recipe, context)
-            else:
-                prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
-            engine, slots = _engine(recipe, model, device, dtype, prompts)
-            events = EventLog(Path("/dev/null"))
-            dispatch = Dispatch(events=events)
-            rollout = Rollout(dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=events)
-            rollout.context = context
-            with tempfile.TemporaryDirectory(prefix="windfall-eval-") as folder:
-                async with agents.AgentService(recipe, Path(folder), events, env) as service:
-                    await service.open(rollout, load.load_tokenizer(model_path), context)
-                    await collect(rollout, engine, slots)
-        return rollout
-
-    async def collect(rollout: Rollout, engine: Any, slots: int) -> None:
-        dispatch, text, done = rollout.dispatch, rollout.text, 0
-        async with in_process_worker(dispatch, engine, slots, on_failure=rollout.interrupt):
-            dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
+    async def collect() -> EnvFailures:
+        async with _rollout(model_path, recipe, tasks) as rollout:
             with out.status("evaluating") as status:
                 async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=size, sampling=sampling):
-                    rewards.extend(group.rewards)
-                    by_task.append(group.rewards)
-                    scores.extend(r.scores for r in group.responses)
-                    lengths.extend(r.sampled_count for r in group.responses)
-                    done += 1
-                    status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
+                    results.add(group)
+                    done, mean = len(results.by_task), _mean(results.rewards)
+                    status.update(f"evaluating {done}/{tasks}, reward so far {mean:.3f}")
                     if group.index < HELD_OUT + show:  # the first tasks, not those that finish first, which are short
-                        shown[group.index] = _example(group, text)
+                        results.shown[group.index] = _example(group, rollout.text)
+        return rollout.failures
 
-    rollout = asyncio.run(run())
-    if not rewards:
-        raise rollout.failures.no_rewards(f"{tasks} held-out tasks")
-    for _, example in sorted(shown.items()):
+    failures = asyncio.run(collect())
+    if not results.rewards:
+        raise failures.no_rewards(f"{tasks} held-out tasks")
+    for _, example in sorted(results.shown.items()):
         out.print(example)
-    mean = _mean(rewards)
-    means = [_mean(r) for r in by_task if r]  # responses to the same task are not independent
-    error = math.sqrt(sum((m - mean) ** 2 for m in means) / max(1, len(means) - 1) / max(1, len(means)))
-    of_all = graded({"graded": len(rewards), "responses": tasks * size})
-    out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.description)}{of_all}")
-    described_more = describe_passes(recipe.eval, [r for r in by_task if r]) | describe_scores(scores)
-    if more := passes(described_more).removeprefix(", ") + reward_parts(described_more):
-        out.print(more.strip())
-    failures = rollout.failures
+    _print_rewards(out, recipe, results, described.description, responses=tasks * size)
     out.print(
-        f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; "
+        f"mean length {_mean(results.lengths):.1f} tokens; temperature {sampling.temperature:g}; "
         f"rewards missing {failures.missing}"
     )
     if failures.skipped:
         out.print(f"skipped {failures.skipped} unusable tasks")
+
+
+@contextlib.asynccontextmanager
+async def _rollout(model_path: str, recipe: Recipe, tasks: int) -> AsyncIterator[Rollout]:
+    """A rollout of this model, with a worker in this process."""
+    device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+    async with recipe_host(recipe) as env:
+        await env.ready()  # before loading the model, which may take long
+        model = load.load(model_path, dtype=dtype, device=device)
+        text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
+        context = context_of(model)
+        if is_agent(recipe):
+            prompts = agent_prompts(recipe, context)
+        else:
+            prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
+        engine, slots = _engine(recipe, model, device, dtype, prompts)
+        events = EventLog(Path("/dev/null"))
+        rollout = Rollout(Dispatch(events=events), env, text, recipe.rollout, seed=recipe.run.seed, events=events)
+        rollout.context = context
+        with tempfile.TemporaryDirectory(prefix="windfall-eval-") as folder:
+            async with agents.AgentService(recipe, Path(folder), events, env) as service:
+                await service.open(rollout, load.load_tokenizer(model_path), context)
+                async with in_process_worker(rollout.dispatch, engine, slots, on_failure=rollout.interrupt):
+                    rollout.dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
+                    yield rollout
+
+
+def _print_rewards(out: Console, recipe: Recipe, results: _Results, tasks: str, *, responses: int) -> None:
+    mean, by_task = _mean(results.rewards), [r for r in results.by_task if r]
+    means = [_mean(r) for r in by_task]  # responses to the same task are not independent
+    error = math.sqrt(sum((m - mean) ** 2 for m in means) / max(1, len(means) - 1) / max(1, len(means)))
+    of_all = graded({"graded": len(results.rewards), "responses": responses})
+    out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(tasks)}{of_all}")
+    more = describe_passes(recipe.eval, by_task) | describe_scores(results.scores)
+    if line := passes(more).removeprefix(", ") + reward_parts(more):
+        out.print(line.strip())
 
 
 def generate(

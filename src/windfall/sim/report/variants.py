@@ -27,7 +27,7 @@ VARIANTS = {
         "responses of a lost worker start again from the first token", {"techniques": {"migration": False}}
     ),
     "windfall": Variant("the recipe as it is", {}),
-    "no-seeding": Variant(
+    "no-local-time": Variant(
         "the trainer generates only when there is no other worker", {"techniques": {"trainer_generates": False}}
     ),
     "no-balancing": Variant(

@@ -8,7 +8,7 @@ from windfall.controller.ledger.journal_format import Damage, JournalContents
 from windfall.events.log import Event, EventLog
 
 
-class Recovery:
+class JournalDamage:
     def __init__(self, events: EventLog) -> None:
         """Call `observe` with every event of the log."""
         self._events = events

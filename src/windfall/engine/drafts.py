@@ -94,7 +94,7 @@ class _Text:
     row: int
     first: int  # index of the response's first token: the prompt is before it
     live: bool  # whether its response is generated here
-    match: Match | None = None
+    place: Match | None = None
     run: int = 0
 
 
@@ -165,11 +165,11 @@ class Drafts:
             return []
         family = self._families[self._live[id]]
         text = family.texts[id]
-        if text.match is None:
-            text.match = longest_match(family.tokens, family.lengths, family.newest(text))
-        if text.match is None:
+        if text.place is None:
+            text.place = longest_match(family.tokens, family.lengths, family.newest(text))
+        if text.place is None:
             return []
-        _, row, at = text.match
+        _, row, at = text.place
         return family.tokens[row, at : min(at + most, family.lengths[row])].tolist()
 
     def extend(self, id: str, tokens: Sequence[int], right: int = 0, rows: int = 0) -> None:
@@ -183,7 +183,7 @@ class Drafts:
         if rows:
             text.run = count_run(self.runs, text.run, right, rows)
         goes_on = 0 < right == rows
-        text.match = text.match._replace(at=text.match.at + rows) if text.match and goes_on else None
+        text.place = text.place._replace(at=text.place.at + rows) if text.place and goes_on else None
         self._write(group, text, int(family.lengths[text.row]), tokens)
 
     def end(self, id: str) -> None:

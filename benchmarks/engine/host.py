@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from windfall.engine.cuda.device import prefill_arrays
 from windfall.engine.cuda.engine import GraphEngine
+from windfall.engine.cuda.graphs import PrefillKey, prefill_rows
 from windfall.engine.cuda.host_state import HostState
 from windfall.engine.scheduler import Launch
 from windfall.types import Request
@@ -37,6 +38,9 @@ class FinishedLaunch:
         return 0.0
 
 
+TILE = 64  # rows of a tile
+
+
 class InstantDevice:
     """Replaces the engine's `DeviceRunner`: every response consists of token 7."""
 
@@ -46,7 +50,10 @@ class InstantDevice:
         self.sent_words = 0
 
     def launch(self, work: Launch, version: int) -> FinishedLaunch:
-        arrays = [*self.host_state.take_changes(), *prefill_arrays(work.prefill)]
+        rows = sum(p.stop - p.start for p in work.prefill)
+        key = PrefillKey(prefill_rows(rows), TILE, prefill_rows(rows) // TILE + len(work.prefill))
+        prefill = prefill_arrays(work.prefill, key, TILE, self.host_state.slots) if rows else []
+        arrays = [*self.host_state.take_changes(), *prefill]
         self.sent_words += sum(len(a) for a in arrays)
         np.concatenate(arrays)
         tokens = np.full((1 + work.steps, self.host_state.slots), 7)

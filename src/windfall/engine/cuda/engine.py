@@ -271,7 +271,7 @@ class GraphEngine(PagedEngine):
             batch, step_s = batch_for(len(work.rows)), self.device_s / work.steps
             self._counters.decode_s += self.device_s
             plain_s = work.steps * self._draft_length.observe_step(batch, work.width, step_s)
-            self._counters.undrafted_s += plain_s * (int(per_step.sum()) / active if active else 1.0)
+            self._counters.undrafted_s += plain_s * (float(per_step[per_step > 0].mean()) if per_step.any() else 1.0)
 
     def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
         if self._texts is not None:

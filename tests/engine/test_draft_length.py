@@ -33,16 +33,18 @@ class Simulated:
         for _ in range(count):
             width = lengths.choose(self.batch, widest)
             self.choices.append(width)
+            got = 0.0
             for n in range(self.batch):
                 right = 0
                 while right < width and self._rng.random() < self.right:
                     right += 1
-                tokens += min(right + 1, width) / self.batch
+                got += min(right + 1, width) / self.batch
                 self._run[n] = count_run(self._runs, self._run[n], right, width)
             took_s = (self.step_s + self.extra(width)) * (1 + self.noise * self._rng.uniform(-1, 1))
             time_s += took_s
             lengths.observe_runs(self._runs)
-            undrafted_s += lengths.observe_step(self.batch, width, took_s)
+            undrafted_s += got * lengths.observe_step(self.batch, width, took_s)
+            tokens += got
         self.gain = undrafted_s / time_s
         return tokens / time_s
 

@@ -299,7 +299,8 @@ class GraphEngine(PagedEngine):
         if work.steps and not work.prefill and self.device_s:
             batch, step_s = batch_for(len(work.rows)), self.device_s / work.steps
             self._counters.decode_s += self.device_s
-            self._counters.undrafted_s += work.steps * self._draft_length.observe_step(batch, work.width, step_s)
+            plain_s = work.steps * self._draft_length.observe_step(batch, work.width, step_s)
+            self._counters.undrafted_s += plain_s * (float(per_step[per_step > 0].mean()) if per_step.any() else 1.0)
 
     def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
         if self._texts is not None:

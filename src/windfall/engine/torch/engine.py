@@ -78,7 +78,8 @@ class TorchEngine(PagedEngine):
             if not work.prefill:
                 batch, step_s = _batch(len(work.rows)), time.monotonic() - began_s
                 self._counters.decode_s += step_s
-                self._counters.undrafted_s += self._draft_length.observe_step(batch, work.width, step_s)
+                plain_s = self._draft_length.observe_step(batch, work.width, step_s)
+                self._counters.undrafted_s += plain_s * sum(len(c.tokens) for c in chunks) / len(chunks)
         return chunks
 
     def cancel(self, id: str) -> None:

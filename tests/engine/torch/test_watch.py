@@ -11,9 +11,11 @@ def watched(watch: Watch, running: list[str], steps: int, *, step_s: float, sear
     """The responses that are watched in each of these steps."""
     out: list[set[str]] = []
     for _ in range(steps):
-        ids = [id for id in watch.ids if id in running]
-        out.append(set(ids))
-        watch.observe(running, step_s=step_s + search_s * len(ids), spent_s=search_s * len(ids))
+        out.append(set(watch.ids))
+        spent_s = search_s * len(watch.ids)
+        watch.observe(step_s=step_s + spent_s, spent_s=spent_s)
+        if watch.may_add:
+            watch.add(running[watch.added % len(running)])
     return out
 
 
@@ -40,7 +42,6 @@ def test_responses_that_ended_are_not_watched() -> None:
     watch = Watch()
     watched(watch, ["a", "b"], 200, step_s=0.1, search_s=1e-5)
     assert watch.ids.keys() == {"a", "b"}
-    watch.observe(["b"], step_s=0.1, spent_s=0.0)
+    watch.end("a")
+    watch.end("unknown")
     assert watch.ids.keys() == {"b"}
-    watch.observe([], step_s=0.1, spent_s=0.0)
-    assert not watch.ids

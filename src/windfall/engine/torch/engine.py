@@ -14,7 +14,7 @@ from windfall.engine.draft_length import WIDTHS, DraftLength
 from windfall.engine.drafts import Drafts, verify
 from windfall.engine.paged import PagedEngine
 from windfall.engine.pages import Pages
-from windfall.engine.scheduler import Launch, ScheduledRows, Scheduler
+from windfall.engine.scheduler import Launch, ScheduledRows, Scheduler, widest
 from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.engine.torch.watch import Watch
 from windfall.types import Capabilities, Chunk
@@ -22,6 +22,10 @@ from windfall.types import Capabilities, Chunk
 if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
     from windfall.engine.torch.runner import Sampled
+
+
+LEARN_EVERY = 8
+"""Steps after which new runs of right guesses are taken into account."""
 
 
 class TorchEngine(PagedEngine):
@@ -85,29 +89,34 @@ class TorchEngine(PagedEngine):
 
     def cancel(self, id: str) -> None:
         super().cancel(id)
-        if self._drafts is not None:
-            self._drafts.end(id)
+        self._end_text(id)
 
     def remember(self, group: str, id: str, position: int, tokens: Sequence[int]) -> None:
         if self._drafts is not None:
             self._drafts.remember(group, id, position, tokens)
 
+    def _end_text(self, id: str) -> None:
+        if self._drafts is not None:
+            self._drafts.end(id)
+            self._watch.end(id)
+
     def _choose_width(self) -> int:
         if self._drafts is None:
             return 1
-        scheduler = self._scheduler
-        batch, measured = _batch(scheduler.decoding), not scheduler.can_prefill
-        return self._draft_length.choose(batch, scheduler.widest, measured=measured)
+        scheduler, decoding = self._scheduler, self._scheduler.decoding
+        most, measured = widest(scheduler.max_rows, decoding), not scheduler.can_prefill
+        return self._draft_length.choose(_batch(decoding), most, measured=measured)
 
     def _expected(self, work: Launch) -> dict[SequenceState, list[int]]:
         """What the rows of a response are expected to sample, as far as that is known and may be generated. Without
         drafts, only for responses that are followed."""
         drafts, watched = self._drafts, self._watch.ids
-        if drafts is None:
+        if drafts is None or (work.width == 1 and not watched and not drafts.following):
             return {}
         followed = work.rows
         if work.width == 1:
-            followed = [s for s in work.rows if s.request.id in drafts.following or s.request.id in watched]
+            ids = drafts.following | watched.keys()
+            followed = [s for s in work.rows if s.request.id in ids]
         out: dict[SequenceState, list[int]] = {}
         for s in followed:
             id, most = s.request.id, min(work.width, s.request.max_tokens - s.generated)
@@ -129,21 +138,25 @@ class TorchEngine(PagedEngine):
                 self._drafts.advance(request.id, count, goes_on=right >= count and chunk.finish is None)
             elif first:
                 self._drafts.begin(request.group, request.id, s.tokens, s.position)
-            else:
-                self._drafts.leave(request.id)
             if chunk.finish:
-                self._drafts.end(request.id)
+                self._end_text(request.id)
         return chunk
 
     def _learn(self, work: Launch, step_s: float, searched_s: float) -> None:
         assert self._drafts is not None
-        self._draft_length.observe_runs(self._drafts.runs)
+        for r in work.prefill:
+            self._drafts.leave(r.sequence.request.id)
+        if self._counters.steps % LEARN_EVERY == 0:
+            self._draft_length.observe_runs(self._drafts.runs)
         if work.rows and not work.prefill:
             batch = _batch(len(work.rows))
             self._draft_length.launched(batch, work.width)
             self._draft_length.observe_step(batch, work.width, step_s)
-        if work.width == 1:
-            self._watch.observe([s.request.id for s in work.rows if not s.finished], step_s=step_s, spent_s=searched_s)
+        if work.rows and work.width == 1:
+            self._watch.observe(step_s=step_s, spent_s=searched_s)
+            s = work.rows[self._watch.added % len(work.rows)]
+            if self._watch.may_add and not s.finished:
+                self._watch.add(s.request.id)
 
     def check(self) -> None:
         super().check()

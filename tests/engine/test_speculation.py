@@ -16,6 +16,7 @@ from tests.support.small_models import MODELS, VOCABULARY, drain, engine, logpro
 from windfall.engine.cuda import texts
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import STOPS
+from windfall.engine.draft_length import DraftLength
 from windfall.engine.paged import PagedEngine
 from windfall.types import Chunk, Request, Sampling
 
@@ -154,6 +155,27 @@ def test_right_drafts_need_fewer_steps(model: Any, kind: str) -> None:
     if kind != "cuda":  # a launch of that engine has several steps
         assert after.steps - before.steps < 40
         assert len(again) < 40
+
+
+@KINDS
+@pytest.mark.parametrize("plain", ["llama"], indirect=True)
+def test_only_launches_without_a_prefill_are_measured(model: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A width counts as tried in the launches that are measured, and in no others."""
+    launched, measured = list[tuple[int, int]](), list[tuple[int, int]]()
+    monkeypatch.setattr(DraftLength, "launched", lambda self, *key: launched.append(key))
+    monkeypatch.setattr(DraftLength, "observe_step", lambda self, *key: measured.append(key[:2]))
+    e = build(kind, model, speculation=True)
+    waiting = groups(2)
+    for r in waiting[:3]:
+        e.add(r)
+    for r in waiting[3:]:  # a launch with a prefill in every turn
+        e.step()
+        e.add(r)
+    e.step()
+    assert not launched
+    drain(e)
+    assert launched == measured
+    assert len({width for _, width in launched}) > 2
 
 
 @pytest.mark.parametrize("plain", ["llama"], indirect=True)

@@ -156,8 +156,8 @@ class Request:
     sampling: Sampling = Sampling()
     stop: frozenset[int] = frozenset()
     group: str = ""
-    """Responses of one group have the same prompt. An engine may draft tokens of one from the others' texts; that never
-    changes which tokens are sampled."""
+    """Responses of one group have the same prompt. An engine may draft tokens of one from the others' texts; sampled
+    tokens then change only by rounding, as with another batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,7 @@ def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that speculate choose the width of every launch at random, whatever is faster."""
     rng = random.Random(3)
 
-    def choose(self: DraftLength, batch: int, widest: int) -> int:
+    def choose(self: DraftLength, batch: int, widest: int, *, measured: bool = True) -> int:
         return rng.choice([width for width in WIDTHS if width <= widest])
 
     monkeypatch.setattr(DraftLength, "choose", choose)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from windfall.engine.draft_length import MIN_TOKENS, PROBE, RETRY, WIDTHS, DraftLength
+from windfall.engine.draft_length import MEMORY, MIN_TOKENS, PROBE, RETRY, WIDTHS, DraftLength
 from windfall.engine.drafts import RUNS, count_run
 
 
@@ -27,25 +27,34 @@ class Simulated:
         self._runs = np.zeros(RUNS, np.int64)
         self._run = [0] * batch
 
-    def launches(self, count: int, lengths: DraftLength, widest: int = WIDTHS[-1]) -> float:
-        """Tokens per second of each response."""
-        tokens = time_s = undrafted_s = 0.0
+    def launches(
+        self, count: int, lengths: DraftLength, widest: int = WIDTHS[-1], prefills: float = 0.0, cut: float = 0.0
+    ) -> float:
+        """Tokens per second of each response. `prefills`: share of the launches with a prefill, which are not measured.
+        `cut`: share of the launches that get width 1, because pages are missing."""
+        tokens = time_s = measured_s = undrafted_s = 0.0
         for _ in range(count):
-            width = lengths.choose(self.batch, widest)
+            prefill = self._rng.random() < prefills
+            width = lengths.choose(self.batch, widest, measured=not prefill)
+            width = 1 if self._rng.random() < cut else width
             self.choices.append(width)
+            if not prefill:
+                lengths.launched(self.batch, width)
             got = 0.0
             for n in range(self.batch):
                 right = 0
                 while right < width and self._rng.random() < self.right:
                     right += 1
                 got += min(right + 1, width) / self.batch
-                self._run[n] = count_run(self._runs, self._run[n], right, width)
+                self._run[n] = count_run(self._runs, self._run[n], min(right + 1, width), right == width)
             took_s = (self.step_s + self.extra(width)) * (1 + self.noise * self._rng.uniform(-1, 1))
             time_s += took_s
             lengths.observe_runs(self._runs)
-            undrafted_s += got * lengths.observe_step(self.batch, width, took_s)
             tokens += got
-        self.gain = undrafted_s / time_s
+            if not prefill:
+                measured_s += took_s
+                undrafted_s += got * lengths.observe_step(self.batch, width, took_s)
+        self.gain = undrafted_s / max(measured_s, 1e-9)
         return tokens / time_s
 
 
@@ -152,3 +161,61 @@ def test_contexts_that_grow_are_not_mistaken_for_the_cost_of_a_width() -> None:
     s.extra = linear(0.5)
     s.launches(8 * PROBE, lengths)
     assert s.choices[-2] <= 2
+
+
+@pytest.mark.parametrize("prefills", [0.3, 0.6, 0.9, 0.98])
+def test_launches_that_are_not_measured_cost_no_trial(prefills: float) -> None:
+    """While prompts come all the time, most launches prefill: their time says nothing about a width. Drafts are used
+    in them, too, as soon as other launches have shown what they cost."""
+    s, lengths = Simulated(linear(0.05), 0.9), DraftLength(WIDTHS)
+    s.launches(600, lengths, prefills=prefills)  # at 98 %, about 12 are measured
+    tried = len(s.choices)
+    s.launches(2000, lengths, prefills=prefills)
+    assert sum(width > 1 for width in s.choices[tried:]) > 1800
+    assert s.choices.count(8) > 1000
+
+
+def test_no_width_is_tried_in_a_launch_that_is_not_measured() -> None:
+    s, lengths = Simulated(linear(0.05), 0.9), DraftLength(WIDTHS)
+    s.launches(20, lengths, widest=1)
+    assert lengths.choose(s.batch, 8, measured=False) == 1
+    assert lengths.choose(s.batch, 8) == 2
+
+
+def test_width_that_pages_have_cut_is_tried_again() -> None:
+    s, lengths = Simulated(linear(0.05), 0.9), DraftLength(WIDTHS)
+    s.launches(200, lengths, cut=0.9)
+    s.launches(200, lengths)
+    assert s.choices[200:].count(8) > 180
+
+
+def test_width_is_tried_after_a_launch_of_the_same_batch() -> None:
+    """The cost of a width is the difference to the launch before. If that has another batch, there is none."""
+    s, lengths = Simulated(linear(0.05), 0.9), DraftLength(WIDTHS)
+    s.launches(20, lengths, widest=1)
+    lengths.launched(64, 1)
+    lengths.observe_step(64, 1, 4.0)
+    assert lengths.choose(s.batch, 8) == 1
+    s.launches(200, lengths)
+    assert s.choices[-180:].count(8) > 160
+
+
+def test_choosing_changes_nothing() -> None:
+    s, lengths = Simulated(linear(0.05), 0.9), DraftLength(WIDTHS)
+    s.launches(20, lengths, widest=1)
+    assert {lengths.choose(s.batch, 8) for _ in range(3 * RETRY)} == {2}
+
+
+def test_counts_of_runs_may_wrap_around() -> None:
+    """The device counts in 32 bits, which are full after some days."""
+    one, two = DraftLength(WIDTHS), DraftLength(WIDTHS)
+    counted, wrapping = np.zeros(RUNS, np.int32), np.zeros(RUNS, np.int32)
+    wrapping[0] = 2**31 - 900
+    two.observe_runs(wrapping)
+    for n in range(400):
+        for counts in (counted, wrapping):
+            counts[[0, 3]] += np.array([20, 5 if n else MEMORY], np.int32)  # enough to forget what was before
+        one.observe_runs(counted)
+        two.observe_runs(wrapping)
+    assert wrapping[0] < 0
+    assert [two.tokens_per_step(w) for w in WIDTHS] == pytest.approx([one.tokens_per_step(w) for w in WIDTHS])

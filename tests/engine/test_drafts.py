@@ -65,28 +65,82 @@ def test_runs_are_the_same_for_every_number_of_rows() -> None:
         for length in lengths:
             run, left = 0, length
             while left >= width:
-                run, left = count_run(runs, run, width, width), left - width
-            assert count_run(runs, run, left, width) == 0
+                run, left = count_run(runs, run, width, True), left - width
+            assert count_run(runs, run, left + 1, False) == 0
         assert runs[[0, 2, 5, RUNS - 1]].tolist() == [1] * 4
         assert runs.sum() == 5  # what follows a run of the greatest length is another one
 
 
 def test_sibling_is_followed_while_it_is_right() -> None:
-    d = Drafts()
+    d, said = Drafts(), [1, 2, 3]
     d.begin("g", "a", [1, 2, 3, 4, 5, 6, 7, 8], 5)
-    d.begin("g", "b", [1, 2, 3], 0)
+    d.begin("g", "b", said, 0)
     assert d.expected("b", 2) == [4, 5]
-    d.extend("b", [4, 5], right=2, rows=2)
+    said += [4, 5]
+    d.advance("b", 2, goes_on=True)
     assert d.expected("b", 4) == [6, 7, 8]
-    d.extend("b", [6, 9], right=1, rows=4)
+    said += [6, 9]
+    d.advance("b", 2, goes_on=False)
     assert d.runs.nonzero()[0].tolist() == [3]
     assert d.expected("b", 4) == []
-    d.extend("b", [3], right=0, rows=1)
+    said += [3]
+    d.advance("b", 1, goes_on=False)
     assert (d.runs[0], d.runs[3]) == (1, 1)
-    d.extend("b", [4, 5, 6])  # a prefill
+    said += [4, 5, 6]
+    d.leave("b")  # after a prefill
     assert d.expected("b", 1) == [9], "`a` agrees equally, but more is known after the place in its own text"
-    assert d.expected("unknown", 3) == []
+    assert d.expected("unknown", 3) is None
     d.check()
+
+
+def test_sibling_at_the_same_pace_is_followed_as_it_grows() -> None:
+    """What it says is copied when it is needed."""
+    d, a, b = Drafts(), [1, 2, 3], [1, 2, 3]
+    d.begin("g", "a", a, 0)
+    d.begin("g", "b", b, 0)
+    a += [4]
+    assert d.expected("b", 1) == [4]
+    b += [4]
+    d.advance("b", 1, goes_on=True)
+    for token in range(5, 100):
+        a += [token]
+        assert d.expected("b", 1, search=False) == [token]
+        b += [token]
+        d.advance("b", 1, goes_on=True)
+        d.check()
+    assert d.runs[: RUNS - 1].sum() == 0
+
+
+def test_responses_that_are_not_followed_are_not_counted() -> None:
+    d, said = Drafts(), [1, 2, 3]
+    d.begin("g", "a", [1, 2, 3, 4, 5], 2)
+    d.begin("g", "b", said, 0)
+    assert d.expected("b", 2, search=False) is None
+    assert not d.following
+    assert d.expected("b", 2) == [4, 5]
+    assert d.following == {"b"}
+    d.advance("b", 1, goes_on=True)
+    assert d.expected("b", 1, search=False) == [5], "it has a place, so nothing is searched for"
+    d.advance("b", 1, goes_on=False)
+    assert d.expected("b", 1, search=False) is None
+    assert d.runs.sum() == 1
+    d.check()
+
+
+def test_run_that_the_end_of_a_response_cuts_counts() -> None:
+    """Short responses that were foreseen from the first to the last token are the best case for drafts."""
+    d = Drafts()
+    d.begin("g", "a", [1, 2, 3, 4, 5, 6, 7], 4)
+    for id in "bcd":
+        said = [1, 2, 3]
+        d.begin("g", id, said, 0)
+        for count in (2, 2):
+            assert d.expected(id, 2) == [said[-1] + 1, said[-1] + 2]
+            said += [said[-1] + 1, said[-1] + 2]
+            d.advance(id, count, goes_on=len(said) < 7)
+        d.end(id)
+        d.check()
+    assert d.runs[3] == d.runs.sum() == 3, "four tokens that two steps of two rows give"
 
 
 def test_text_of_a_response_elsewhere_grows() -> None:
@@ -117,14 +171,18 @@ def test_memory_is_bounded_and_groups_are_forgotten_as_a_whole() -> None:
     assert d.expected("x", 2) == [13, 14]
     d.begin("new", "y", range(300), 300)
     d.check()
+    assert d.expected("y", 2) == []
+    d.check()
     d.begin("old", "z", [10, 11, 12], 3)
     assert d.expected("z", 2) == []
     assert d.expected("x", 2) == [13, 14]
-    d.begin("long", "w", range(2000), 2000)  # more than all texts may have
+    d.begin("long", "w", range(2000), 2000)
+    assert d.expected("w", 2) is None, "it has more tokens than all texts may have"
     d.check()
     for id in "wxyz":
-        assert d.expected(id, 2) == []
-        d.extend(id, [1])
+        assert d.expected(id, 2) is None
+        d.advance(id, 1, goes_on=False)
+        d.leave(id)
         d.end(id)
     d.check()
 
@@ -146,18 +204,24 @@ def test_family_keeps_its_newest_texts_and_those_of_running_responses() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_groups_keep_the_rules(seed: int) -> None:
     rng, d = random.Random(seed), Drafts(max_tokens=2500)
+    running: dict[str, list[int]] = {}
     for _ in range(400):
         id = str(rng.randrange(30))
         group, tokens = f"g{int(id) % 4}", [rng.randrange(4) for _ in range(rng.randrange(1, 20))]
         action = rng.randrange(5)
         if action == 0:
+            running[id] = tokens
             d.begin(group, id, tokens, rng.randrange(len(tokens)))
         elif action == 1:
+            running.pop(id, None)
             d.end(id)
         elif action == 2:
             d.remember(group, id, rng.randrange(30), tokens)
-        else:
-            expected = d.expected(id, rng.randrange(1, 9))
-            right = rng.randint(0, len(expected))
-            d.extend(id, tokens, right, max(1, len(expected)))
+        elif id in running:
+            expected = d.expected(id, rng.randrange(1, 9), search=rng.random() < 0.7)
+            running[id] += tokens
+            if expected is None:
+                d.leave(id)
+            else:
+                d.advance(id, len(tokens), goes_on=rng.random() < 0.5)
         d.check()

@@ -82,6 +82,21 @@ def test_engine_drafts_unless_speculation_is_off(monkeypatch: pytest.MonkeyPatch
     assert made.capabilities.drafts == (speculation == "auto")
     assert made._device.pool.dtype == torch.float8_e4m3fn
     assert made.capabilities.rounding == "cuda fp8"
+    for deterministic in (False, True):
+        asked = msgspec.structs.replace(spec(speculation=speculation), deterministic=deterministic)
+        made = factory.make_engine(asked, "cpu", model, **how)
+        assert made.capabilities.name == "torch"
+        assert made.capabilities.drafts == (speculation == "auto")
+
+
+def test_texts_have_the_length_of_a_response_and_not_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer rows would be too few: some running responses would have none."""
+    monkeypatch.setattr(factory, "cuda_engine_disabled", lambda spec: None)
+    model = factory.build_full_model(CONFIG.to_dict(), "float32", "cpu")
+    how = {"kv_tokens": 8192, "page_size": 16, "max_running": 4, "max_rows": 64, "version": 0}
+    made = factory.make_engine(spec(longest=200), "cuda", model, **how)
+    assert made.limit > 4000
+    assert (made._texts.length, made._texts.rows) == (202, 16)
 
 
 @pytest.mark.parametrize(

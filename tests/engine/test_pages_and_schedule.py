@@ -132,6 +132,29 @@ def test_drafts_leave_rows_to_prompts() -> None:
     assert (s.decoding, s.widest) == (2, 4)
 
 
+def test_scheduler_knows_whether_it_can_prefill() -> None:
+    """Widths are tried only in launches that do not."""
+    s = one_batch(Pages(9, 4), 2, 8)
+    live = [Sequence(Request(id=str(n), prompt=(n,) * n, seed=n, max_tokens=9), [n] * n) for n in (12, 20, 3)]
+    assert not s.can_prefill
+    s.add(live[0])
+    assert s.can_prefill
+    one_step(s, live)
+    assert s.can_prefill, "four tokens of its prompt are left"
+    one_step(s, live)
+    assert not s.can_prefill
+    s.add(live[1])
+    assert not s.can_prefill, "five pages are free: it needs six, and the first one another"
+    work = s.next()
+    assert work is not None
+    assert not work.prefill
+    s = one_batch(Pages(9, 4), 1, 8)
+    s.add(live[2])
+    one_step(s, live)
+    s.add(Sequence(Request(id="0", prompt=(5,), seed=1, max_tokens=9), [5]))
+    assert not s.can_prefill, "there is no slot"
+
+
 def test_freed_page_stays_cached_until_it_is_allocated() -> None:
     pages = Pages(2, 4)
     key = key_of(ROOT, [1, 2, 3, 4])

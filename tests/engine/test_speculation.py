@@ -1,6 +1,6 @@
-"""Speculation changes how many tokens a step gives, and never which: windfall's engines generate the same with drafts
-that are mostly right, often right and wrong, whatever else happens. Siblings on other workers, whose texts an engine
-remembers, give the right drafts; the widths are random."""
+"""Speculation changes how many tokens a step gives, and which only by rounding, as another batch does: windfall's
+engines generate the same with drafts that are mostly right, often right and wrong, whatever else happens. Siblings on
+other workers, whose texts an engine remembers, give the right drafts; the widths are random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import pytest
 
 from tests.support.gpu_case import graph_engine
 from tests.support.small_models import MODELS, VOCABULARY, drain, engine, logprobs, tokens
+from windfall.engine.cuda import texts
+from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import STOPS
+from windfall.engine.draft_length import DraftLength
 from windfall.engine.paged import PagedEngine
 from windfall.types import Chunk, Request, Sampling
 
@@ -148,11 +151,57 @@ def test_right_drafts_need_fewer_steps(model: Any, kind: str) -> None:
     assert tokens(again) == tokens(plain)
     after = e.counters
     assert after.accepted - before.accepted > 40
+    assert after.accepted - before.accepted == after.drafted - before.drafted
     if kind != "cuda":  # a launch of that engine has several steps
         assert after.steps - before.steps < 40
-        assert after.accepted - before.accepted == after.drafted - before.drafted
         assert len(again) < 40
         assert min(after.decode_s - before.decode_s, after.undrafted_s - before.undrafted_s) > 0
+
+
+@KINDS
+@pytest.mark.parametrize("plain", ["llama"], indirect=True)
+def test_only_launches_without_a_prefill_are_measured(model: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A width counts as tried in the launches that are measured, and in no others."""
+    launched, measured = list[tuple[int, int]](), list[tuple[int, int]]()
+    monkeypatch.setattr(DraftLength, "launched", lambda self, *key: launched.append(key))
+    monkeypatch.setattr(DraftLength, "observe_step", lambda self, *key: measured.append(key[:2]))
+    e = build(kind, model, speculation=True)
+    waiting = groups(2)
+    for r in waiting[:3]:
+        e.add(r)
+    for r in waiting[3:]:  # a launch with a prefill in every turn
+        e.step()
+        e.add(r)
+    e.step()
+    assert not launched
+    drain(e)
+    assert launched == measured
+    assert len({width for _, width in launched}) > 2
+
+
+@pytest.mark.parametrize("plain", ["llama"], indirect=True)
+def test_response_that_began_without_a_text_gets_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are texts for two of four responses. When the first two have ended, the others get texts, which have all
+    that they have said."""
+    monkeypatch.setattr(texts, "MAX_TOKENS", 2 * 130)
+    prompt = tuple(range(3, 9))
+    asked = [Request(id=str(n), prompt=prompt, seed=n, max_tokens=20 if n < 2 else 120, group="g") for n in range(4)]
+    plain = drain(build("cuda", model), asked)
+    e = build("cuda", model, speculation=True, text_tokens=128, max_running=4, burst=2)
+    assert isinstance(e, GraphEngine)
+    for r in asked:
+        e.add(r)
+    chunks = [*e.step(), *e.step()]
+    assert e._texts is not None
+    assert list(e._texts.without) == ["2", "3"]
+    rest = drain(e)
+    for r in asked:
+        assert tokens([c for c in chunks if c.id == r.id] + rest.get(r.id, [])) == tokens(plain[r.id])
+    assert not e._texts.without
+    on_device = e._device.texts
+    assert on_device is not None
+    found = [on_device.tokens[row, : on_device.length[row]].tolist() for row in range(2)]
+    assert sorted(found) == sorted([*prompt, *tokens(plain[id])] for id in ("2", "3"))
 
 
 @pytest.mark.parametrize("plain", ["llama"], indirect=True)

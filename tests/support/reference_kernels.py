@@ -245,9 +245,14 @@ def accept(
         end = min(known + count, texts.tokens.shape[1] - 1)
         texts.tokens[row, known:end] = torch.tensor(drawn[: end - known], dtype=torch.int32)
         texts.length[row] = end
-        state.run[slot] = count_run(texts.runs, int(state.run[slot]), right, width)
-        state.search[slot] = int(right < width)
-        state.match[slot] = state.match[slot] + width if right == width else 0
+        goes_on = right == width and int(state.left[slot]) > 0
+        if expected is None:
+            state.run[slot] = 0
+        else:
+            state.run[slot] = count_run(texts.runs[:-1], int(state.run[slot]), count, goes_on)
+            texts.runs[-1] += sum(t >= 0 for t in guesses[: min(width, left) - 1])
+        state.search[slot] = int(not goes_on)
+        state.match[slot] = state.match[slot] + width if goes_on else 0
 
 
 def find_matches(rows: Tensor, state: DeviceState, texts: Texts) -> None:
@@ -259,7 +264,7 @@ def find_matches(rows: Tensor, state: DeviceState, texts: Texts) -> None:
             continue
         mine = texts.tokens[own, : int(texts.length[own])].cpu().numpy()
         family = texts.families[int(state.text_family[slot])]
-        family = family[family >= 0].sort().values.long()
+        family = torch.cat([family[family >= 0], family.new_tensor([own])]).unique().long()  # sorted
         lengths = texts.length[family].cpu().numpy()
         found = longest_match(texts.tokens[family].cpu().numpy(), lengths, mine[-MOST:])
         if found is not None:

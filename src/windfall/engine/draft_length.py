@@ -20,7 +20,10 @@ Rules:
 - a width is tried only if it would gain MIN_TRIAL_GAIN at the cost of the next smaller width that was tried, and not
   again for RETRY launches: a trial that fails costs about as much as a few steps. Then its cost is measured anew;
 - width 1 is measured again and again, so that a gain is never just noise or an old measurement: after 2, 4, 8, ...
-  launches of a width that was tried, later after PROBE launches.
+  launches of a width that was tried, later after PROBE launches;
+- a launch counts only if it is measured (`launched`): one with a prefill is not, and neither is one that got another
+  width. A width is tried, and width 1 measured again, only in a launch that is measured after one of the same batch:
+  otherwise the cost would be paid, and not known.
 """
 
 from __future__ import annotations
@@ -48,22 +51,30 @@ class DraftLength:
     def __init__(self, widths: Sequence[int]) -> None:
         """`widths`: rows that a response may have in a step, in ascending order; the first is 1."""
         self._widths = tuple(widths)
-        self._counted = np.zeros(0)
+        self._counted = np.zeros(0, np.int64)
         self._runs = np.zeros(0)
+        self._tokens = 0.0  # of these runs
+        self._tokens_per_step: dict[int, float] = {}  # by width: computed from them when needed
         self._step_s: dict[int, float] = {}  # by batch: time of a step of width 1
         self._extra_s: dict[tuple[int, int], float] = {}  # by batch and width: what it adds
         self._measured: dict[tuple[int, int], int] = {}  # by batch and width: how often that was measured
         self._used: dict[tuple[int, int], int] = {}  # by batch and width: the number of its last launch
         self._observed = (0, 0)  # batch and width of the last launch that was measured
         self._launches = 0
+        self._last_batch = 0  # of the last launch that is or will be measured
 
     def observe_runs(self, counted: np.ndarray) -> None:
-        """How often runs had 0, 1, 2, ... right guesses since the start. The last entry has all longer ones, too."""
+        """How often runs had 0, 1, 2, ... right guesses since the start. The last entry has all longer ones, too. The
+        numbers may wrap around."""
         if not len(self._runs):
-            self._counted = self._runs = np.zeros(len(counted))
+            self._counted, self._runs = np.zeros_like(counted), np.zeros(len(counted))
         new = counted - self._counted
+        if not new.any():
+            return
+        self._counted = counted.copy()
         self._runs = self._runs * max(0.0, 1 - _tokens(new) / MEMORY) + new
-        self._counted = counted.astype(np.float64)
+        self._tokens = _tokens(self._runs)
+        self._tokens_per_step = {}
 
     def observe_step(self, batch: int, width: int, step_s: float) -> float:
         """How long a step took. Returns how long it would have taken without drafts, by what was measured before."""
@@ -83,36 +94,43 @@ class DraftLength:
 
     def tokens_per_step(self, width: int) -> float:
         """Tokens that a response would get from a step."""
-        length = np.arange(1, len(self._runs) + 1)
-        steps = float((self._runs * -(-length // width)).sum())
-        return _tokens(self._runs) / steps if steps else 1.0
+        if width not in self._tokens_per_step:
+            length = np.arange(1, len(self._runs) + 1)
+            steps = float((self._runs * -(-length // width)).sum())
+            self._tokens_per_step[width] = self._tokens / steps if steps else 1.0
+        return self._tokens_per_step[width]
 
-    def choose(self, batch: int, widest: int) -> int:
-        """The width of the next launch, at most `widest`."""
-        self._launches += 1
-        width = self._best(batch, widest)
-        if self._age(batch, 1) > min(PROBE, 2 ** self._measured.get((batch, width), 1)):
-            width = 1
-        self._used[batch, width] = self._launches
+    def choose(self, batch: int, widest: int, *, measured: bool = True) -> int:
+        """The width of the next launch, at most `widest`. `measured`: whether its time will be measured."""
+        may_try = measured and self._last_batch == batch
+        width = self._best(batch, widest, may_try)
+        if may_try and self._age(batch, 1) > min(PROBE, 2 ** self._measured.get((batch, width), 1)):
+            return 1
         return width
 
-    def _best(self, batch: int, widest: int) -> int:
+    def launched(self, batch: int, width: int) -> None:
+        """A launch has this width, and `observe_step` will tell its time."""
+        self._launches += 1
+        if self._age(batch, width) >= RETRY:
+            self._extra_s.pop((batch, width), None)
+        self._used[batch, width] = self._launches
+        self._last_batch = batch
+
+    def _best(self, batch: int, widest: int, may_try: bool) -> int:
         base = self._step_s.get(batch)
-        if base is None or _tokens(self._runs) < MIN_TOKENS:
+        if base is None or self._tokens < MIN_TOKENS:
             return 1
         best, best_rate, smaller_extra = 1, MIN_GAIN, 0.0
         for width in self._widths[1:]:
             if width > widest:
                 break
-            tokens, may_try = self.tokens_per_step(width), self._age(batch, width) >= RETRY
-            if may_try:
-                self._extra_s.pop((batch, width), None)
-            measured = [b for b, w in self._extra_s if w == width and b >= batch]
+            tokens, due = self.tokens_per_step(width), self._age(batch, width) >= RETRY
+            measured = [b for b, w in self._extra_s if w == width and b >= batch + due]  # due: its own is too old
             most = self._extra_s[min(measured), width] if measured else math.inf
             if tokens * base / (base + most) > best_rate:
                 best, best_rate = width, tokens * base / (base + most)
             elif batch not in measured and tokens * base / (base + smaller_extra) > max(MIN_TRIAL_GAIN, best_rate):
-                return width if may_try else best  # else: its trial was launched, but not measured yet
+                return width if due and may_try else best  # not due: its trial was launched, but not measured yet
             if batch in measured:
                 smaller_extra = most
         return best

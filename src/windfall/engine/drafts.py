@@ -10,10 +10,12 @@ including the first that was not expected are those that would have been sampled
 
 A place is followed as long as it is right: a run. Then another one is searched for: the longest agreement, of LEAST to
 MOST tokens; among equals, the one after which more tokens are known (up to KNOWN); among these, the last one. `runs`
-counts how long places were followed, with any number of rows: draft_length.py decides by it.
+counts how long places were followed, with any number of rows: draft_length.py decides by it. A search takes time of the
+host, so the caller may leave it out: then the response is not followed, and nothing is counted until it is again.
 
 The texts of a group form a family. All texts together have at most `max_tokens` tokens: beyond that, the family that
-was used least recently is forgotten as a whole. A response whose text was forgotten drafts nothing.
+was used least recently is forgotten as a whole. A response whose text was forgotten drafts nothing. Texts of running
+responses are copied only when their family is searched.
 
 The GPU engine does the same on the device: cuda/kernels/drafts.py.
 """
@@ -50,14 +52,16 @@ def verify(drawn: Sequence[int], expected: Sequence[int], left: int, stop: Colle
     return next((n + 1 for n in range(count) if drawn[n] in stop), count), right
 
 
-def count_run(runs: Any, run: int, right: int, rows: int) -> int:
-    """The length of a run after a step in which `right` of `rows` tokens were expected. If it has ended, it is counted
-    in `runs`. A run that reaches the last entry is counted, too; what follows is another one."""
+def count_run(runs: Any, run: int, count: int, goes_on: bool) -> int:
+    """The length of a run after a step that gave `count` tokens. `goes_on`: all of them were expected, and the response
+    has not ended. Otherwise the run has ended and is counted in `runs`: the last token counts as one that was not
+    expected, also if the response ended with it. A run that reaches the last entry is counted, too; what follows is
+    another one."""
     longest = len(runs) - 1
-    run += right
-    if right == rows and run < longest:
+    run += count
+    if goes_on and run < longest:
         return run
-    runs[min(run, longest)] += 1
+    runs[longest if goes_on else min(run - 1, longest)] += 1
     return 0
 
 
@@ -93,7 +97,8 @@ def longest_match(texts: np.ndarray, lengths: np.ndarray, own: np.ndarray) -> Ma
 class _Text:
     row: int
     first: int  # index of the response's first token: the prompt is before it
-    live: bool  # whether its response is generated here
+    live: Sequence[int] | None  # all tokens of a response that is generated here, which grow; None: of any other
+    length: int = 0  # tokens that were copied
     place: Match | None = None
     run: int = 0
 
@@ -107,11 +112,11 @@ class _Family:
         self.lengths = np.zeros(1, np.int64)
         self.counted = 0  # values of `tokens` that Drafts has counted
 
-    def add(self, id: str, first: int, *, live: bool) -> _Text:
+    def add(self, id: str, first: int, live: Sequence[int] | None) -> _Text:
         """A new, empty text."""
         old = self.texts.pop(id, None)
         if old is None and len(self.texts) >= FAMILY:
-            ended = next((key for key, text in self.texts.items() if not text.live), None)
+            ended = next((key for key, text in self.texts.items() if text.live is None), None)
             old = None if ended is None else self.texts.pop(ended)
         row = len(self.texts) if old is None else old.row
         self._reserve(row + 1, 0)
@@ -125,11 +130,17 @@ class _Family:
         end = index + len(tokens)
         self._reserve(0, end)
         self.tokens[text.row, index:end] = tokens
-        self.lengths[text.row] = max(self.lengths[text.row], end)
+        self.lengths[text.row] = text.length = max(text.length, end)
+
+    def copy_live(self) -> None:
+        """Copy what running responses have said since the last copy."""
+        for text in self.texts.values():
+            if text.live is not None and len(text.live) > text.length:
+                self.write(text, text.length, text.live[text.length :])
 
     def newest(self, text: _Text) -> np.ndarray:
         """The last tokens of a text, as many as are compared."""
-        end = self.lengths[text.row]
+        end = text.length
         return self.tokens[text.row, max(0, end - MOST) : end]
 
     def _reserve(self, rows: int, length: int) -> None:
@@ -146,51 +157,71 @@ class Drafts:
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self.runs = np.zeros(RUNS, np.int64)
         """How often a place was followed for 0, 1, 2, ... tokens."""
+        self.following: set[str] = set()
+        """Responses that follow a place: for them, `expected` need not search."""
         self._max_tokens = max_tokens
         self._families: OrderedDict[str, _Family] = OrderedDict()  # by group, least recently used first
         self._live: dict[str, str] = {}  # from the responses that are generated here to their groups
         self._size = 0  # tokens that all families have room for
 
     def begin(self, group: str, id: str, tokens: Sequence[int], position: int) -> None:
-        """A response is generated here from now on. `tokens`: what is known of it, its prompt included; the next token
-        has index `position` in the response."""
+        """A response is generated here from now on. `tokens`: all that is known of it, its prompt included. The caller
+        adds every new token until `end`; the next one has index `position` in the response."""
         self.end(id)
         self._live[id] = group = group or id
-        text = self._family(group).add(id, len(tokens) - position, live=True)
-        self._write(group, text, 0, tokens)
+        self._family(group).add(id, len(tokens) - position, tokens)
 
-    def expected(self, id: str, most: int) -> list[int]:
-        """The tokens that are expected next, as far as they are known, at most this number."""
-        if id not in self._live:
-            return []
-        family = self._families[self._live[id]]
-        text = family.texts[id]
-        if text.place is None:
-            text.place = longest_match(family.tokens, family.lengths, family.newest(text))
-        if text.place is None:
-            return []
-        _, row, at = text.place
-        return family.tokens[row, at : min(at + most, family.lengths[row])].tolist()
-
-    def extend(self, id: str, tokens: Sequence[int], right: int = 0, rows: int = 0) -> None:
-        """Tokens that a response got. `rows`: how many it had in the step, of which `right` sampled what was expected;
-        0: the step was a prefill, which follows nothing."""
-        if id not in self._live:
-            return
-        group = self._live[id]
+    def expected(self, id: str, most: int, *, search: bool = True) -> list[int] | None:
+        """The tokens that are expected next, as far as they are known, at most this number. None: the response is not
+        followed, because its text was forgotten, or because it has no place and `search` is off."""
+        group = self._live.get(id)
+        if group is None:
+            return None
         family = self._families[group]
         text = family.texts[id]
-        if rows:
-            text.run = count_run(self.runs, text.run, right, rows)
-        goes_on = 0 < right == rows
-        text.place = text.place._replace(at=text.place.at + rows) if text.place and goes_on else None
-        self._write(group, text, int(family.lengths[text.row]), tokens)
+        if text.place is None and not search:
+            return None
+        if text.place is None or text.place.at + most > family.lengths[text.place.row]:
+            family.copy_live()
+            self._fit(group)
+        if id not in self._live:
+            return None
+        if text.place is None:
+            text.place = longest_match(family.tokens, family.lengths, family.newest(text))
+            if text.place is None:
+                return []
+            self.following.add(id)
+        _, row, at = text.place
+        return family.tokens[row, at : min(at + most, int(family.lengths[row]))].tolist()
+
+    def advance(self, id: str, count: int, *, goes_on: bool) -> None:
+        """A response that was followed got `count` tokens. `goes_on`: all of them were expected, and it has not
+        ended."""
+        if id not in self._live:
+            return
+        text = self._families[self._live[id]].texts[id]
+        text.run = count_run(self.runs, text.run, count, goes_on)
+        if goes_on and text.place is not None:
+            text.place = text.place._replace(at=text.place.at + count)
+        else:
+            self._lose_place(id, text)
+
+    def leave(self, id: str) -> None:
+        """A response got a token without being followed: after a prefill. It has no place until the next search."""
+        if id in self.following:
+            self._lose_place(id, self._families[self._live[id]].texts[id])
 
     def end(self, id: str) -> None:
         """The response is not generated here any more. Its text stays as long as there is room."""
         group = self._live.pop(id, None)
         if group is not None:
-            self._families[group].texts[id].live = False
+            family = self._families[group]
+            text = family.texts[id]
+            self._lose_place(id, text)
+            if text.live is not None:
+                family.write(text, text.length, text.live[text.length :])
+            text.live = None
+            self._fit(group)
 
     def remember(self, group: str, id: str, position: int, tokens: Sequence[int]) -> None:
         """Tokens of a response of this group that was generated elsewhere; the first is at `position`. Tokens after a
@@ -199,9 +230,10 @@ class Drafts:
             return
         known = self._families[group].texts.get(id) if group in self._families else None
         if known is None and position == 0:
-            known = self._family(group).add(id, 0, live=False)
-        if known is not None and known.first + position <= self._families[group].lengths[known.row]:
-            self._write(group, known, known.first + position, tokens)
+            known = self._family(group).add(id, 0, None)
+        if known is not None and known.first + position <= known.length:
+            self._families[group].write(known, known.first + position, tokens)
+            self._fit(group)
 
     def _family(self, group: str) -> _Family:
         family = self._families.get(group)
@@ -209,26 +241,33 @@ class Drafts:
             family = self._families[group] = _Family()
         return family
 
-    def _write(self, group: str, text: _Text, index: int, tokens: Sequence[int]) -> None:
-        """Write to a text, then forget families until the others fit."""
+    def _lose_place(self, id: str, text: _Text) -> None:
+        text.place, text.run = None, 0
+        self.following.discard(id)
+
+    def _fit(self, group: str) -> None:
+        """This family was used and has grown. Forget others until the rest fits."""
         family = self._families[group]
-        family.write(text, index, tokens)
         self._families.move_to_end(group)
         self._size += family.tokens.size - family.counted
         family.counted = family.tokens.size
         while self._size > self._max_tokens:
             forgotten, family = self._families.popitem(last=False)
-            self._size -= family.tokens.size
+            self._size -= family.counted
             for id in [id for id, group in self._live.items() if group == forgotten]:
                 del self._live[id]
+                self.following.discard(id)
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent."""
-        assert self._size == sum(f.tokens.size for f in self._families.values()), "the size is wrong"
+        assert self._size == sum(f.counted for f in self._families.values()), "the size is wrong"
         assert self._size <= self._max_tokens, "the texts have too many tokens"
         for family in self._families.values():
             rows = [t.row for t in family.texts.values()]
             assert sorted(rows) == list(range(len(rows))), "a row is lost, or two texts have it"
             assert all((family.tokens[r, : family.lengths[r]] >= 0).all() for r in rows), "a text has a gap"
-        live = {id: group for group, f in self._families.items() for id, t in f.texts.items() if t.live}
+            assert all(family.lengths[t.row] == t.length for t in family.texts.values()), "two lengths of a text differ"
+        live = {id: group for group, f in self._families.items() for id, t in f.texts.items() if t.live is not None}
         assert live == self._live, "a response has no text, or a text has no response"
+        followed = {id for f in self._families.values() for id, t in f.texts.items() if t.place is not None}
+        assert followed == self.following, "the responses that follow a place are others"

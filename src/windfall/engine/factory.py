@@ -165,6 +165,7 @@ def make_engine(spec: EngineSpec, device: str, model: Any, **how: Any) -> Any:
                 **how,
                 longest=min(how["kv_tokens"], max(positions, 2 * spec.longest)),
                 speculation=spec.speculation != "off",
+                text_tokens=spec.longest,
                 kv_dtype=torch.float8_e4m3fn if spec.kv_dtype == "fp8" else None,
             )
         if spec.kv_dtype == "fp8":
@@ -172,7 +173,7 @@ def make_engine(spec: EngineSpec, device: str, model: Any, **how: Any) -> Any:
         print(f"using the slower engine for this model: {why}", file=sys.stderr, flush=True)
     from windfall.engine.torch.engine import TorchEngine
 
-    return TorchEngine(model, **how, deterministic=spec.deterministic)
+    return TorchEngine(model, **how, deterministic=spec.deterministic, speculation=spec.speculation != "off")
 
 
 def check_kv_dtype(spec: EngineSpec, device: str) -> None:

@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 NO_GROUPS = np.zeros((0, 3), np.int32)
 
 
+def widest(max_rows: int, decoding: int) -> int:
+    """Upper limit for the rows of a sequence in a step: drafts leave half of a launch's rows to prompts."""
+    return max(1, max_rows // (2 * max(1, decoding)))
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
@@ -238,14 +243,26 @@ class Scheduler:
         return len(self._prefilling)
 
     @property
+    def can_prefill(self) -> bool:
+        """Whether the next launch should prefill. Otherwise it may do so, too, if pages of a cached prefix help."""
+        if self._prefilling or not (self.waiting and self._free):
+            return bool(self._prefilling)
+        have = len(self.waiting[0].tokens) + self.burst
+        return -(-have // self.pages.size) + self._burst_pages <= self.pages.free
+
+    @property
+    def _burst_pages(self) -> int:
+        """Pages for a burst of every running sequence: kept free, so that admission rarely causes an eviction."""
+        return len(self.running) * -(-self.burst // self.pages.size)
+
+    @property
     def decoding(self) -> int:
         """Running sequences that may generate more tokens than were launched."""
         return int((self._decoding & (self._planned < self._end)).sum())
 
     @property
     def widest(self) -> int:
-        """Upper limit for the rows of a sequence in a step: drafts leave half of a launch's rows to prompts."""
-        return max(1, self.max_rows // (2 * max(1, self.decoding)))
+        return widest(self.max_rows, self.decoding)
 
     @property
     def prefill_rows(self) -> int:
@@ -287,9 +304,7 @@ class Scheduler:
         left = s.request.max_tokens - s.generated
         end = have + left - 1  # the last generated token needs no KV
         ahead = -(-min(have + self.burst, end) // size)
-        # Keep a burst of every running sequence free, so that admission rarely causes an eviction.
-        need = ahead - len(cached) + len(self.running) * -(-self.burst // size)
-        if need > self.pages.free:
+        if ahead - len(cached) + self._burst_pages > self.pages.free:
             self.pages.release(cached)
             return False
         s.pages = cached + self._allocate(-(-have // size) - len(cached))

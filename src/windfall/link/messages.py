@@ -145,8 +145,8 @@ class Drain(Message, frozen=True, tag=10):
 
 
 class SiblingTokens(Message, frozen=True, tag=54):
-    """Controller to worker: tokens of a response that this worker does not generate, to draft from. They change no
-    token that is sampled, and a worker may ignore them."""
+    """Controller to worker: tokens of a response that this worker does not generate, to draft from. They change sampled
+    tokens only by rounding, as another batch does, and a worker may ignore them."""
 
     group: str  # the responses that may draft from them are those with this `Work.group`
     id: str  # names the text; a later message with the same id continues it

@@ -264,7 +264,8 @@ class EngineSection(Section):
     """Upper limit for the tokens in one engine step, including prefill."""
     speculation: Literal["auto", "off"] = "auto"
     """Whether windfall's engines draft tokens from the responses of the same group, and verify several in one step.
-    Sampled tokens do not change. "auto" drafts where measured times and hits say that it is faster; "off" never."""
+    Sampled tokens change only by rounding, as with another batch, and not at all with `run.deterministic`. "auto"
+    drafts where measured times and hits say that it is faster; "off" never. Lenders never do."""
     kv_dtype: Literal["auto", "bf16", "fp8"] = "auto"
     """Dtype of the workers' KV cache. "auto" and "bf16" are the same: the dtype of the model, which is always that of
     lenders and of the engines of a trainer with several ranks. "fp8" has room for twice as many tokens and reads half

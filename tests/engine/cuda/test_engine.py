@@ -18,6 +18,7 @@ import torch
 from tests.support.gpu_case import CLOSE, MORE, NEVER, Case, cases, graph_engine
 from tests.support.small_models import MODELS, build, drain, logprobs, requests, tokens
 from windfall.engine.cuda.engine import GraphEngine
+from windfall.engine.cuda.graphs import GraphKey
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.models import attention
@@ -327,6 +328,19 @@ def test_warm_up_does_not_change_results(case: Case) -> None:
     assert e.counters.generated == sum(r.max_tokens for r in asked)
     for r in asked:
         case.same(r, made[r.id], drain(case.engine(), [r])[r.id])
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+def test_widths_that_may_be_chosen_are_captured_with_their_batch(
+    monkeypatch: pytest.MonkeyPatch, speculation: bool
+) -> None:
+    """A width that is used for the first time captures nothing while responses run."""
+    e = graph_engine(build("llama"), max_running=16, max_rows=64, speculation=speculation)
+    keys: list[GraphKey] = []
+    monkeypatch.setattr(e._device._graphs, "prepare", keys.append)
+    e.warm(1, 16, longest=200)
+    widths = {batch: [k.width for k in keys if k.batch == batch] for batch in (1, 16)}
+    assert widths == ({1: [1, 2, 4, 8], 16: [1, 2]} if speculation else {1: [1], 16: [1]})
 
 
 def test_full_row_budget_without_waiting_requests_keeps_full_bursts() -> None:

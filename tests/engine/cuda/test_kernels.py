@@ -258,7 +258,7 @@ def drafting(texts: list[list[int]], families: list[list[int]], device: str = "c
         length=rows_of(*map(len, texts), device=device),
         families=torch.tensor(padded, dtype=torch.int32, device=device),
         tokens=tokens,
-        runs=torch.zeros(RUNS, dtype=torch.int32, device=device),
+        runs=torch.zeros(RUNS + 1, dtype=torch.int32, device=device),
     )
 
 
@@ -293,8 +293,9 @@ def test_reference_drafts_what_follows_the_longest_agreement() -> None:
         ([4, 5, 9], 5, 8, [4, 5, 9], None, {2: 1}),  # wrong tokens count, because they were drawn
         ([4, 0, 6], 5, 9, [4, 0], None, {1: 1}),
         ([0, 5, 6], 5, 9, [0], None, {0: 1}),
-        ([4, 5, 6], 2, 9, [4, 5], None, {2: 1}),  # no more tokens may be generated
-        ([4, 5, 6], 5, 5, [4, 5], 3, {}),  # a stop token
+        ([4, 5, 6], 2, 9, [4, 5], None, {1: 1}),  # no more tokens may be generated: two tokens, which were both right
+        ([4, 5, 6], 5, 5, [4, 5], None, {1: 1}),  # a stop token
+        ([4, 5, 6], 5, 6, [4, 5, 6], None, {2: 1}),
         ([4, 5, 6], 0, 9, [], 0, {}),  # inactive
     ],
 )
@@ -324,7 +325,32 @@ def test_reference_accepts_tokens_up_to_the_first_unexpected_one(
     assert s.state.left[0] == (0 if stop in accepted else left - count)
     assert texts.tokens[1, : texts.length[1]].tolist() == [1, 2, 3, *accepted]
     assert (int(s.state.match[0]), int(s.state.search[0])) == ((0, 1) if match is None else (place + match, 0))
-    assert {n: c for n, c in enumerate(texts.runs.tolist()) if c} == runs
+    assert {n: c for n, c in enumerate(texts.runs[:-1].tolist()) if c} == runs
+    assert texts.runs[-1] == min(left, 3) - 1, "tokens that were drafted"
+
+
+def test_reference_counts_only_tokens_that_were_drafted() -> None:
+    """One response follows a place after which one token is known, and one follows nothing. A prefill follows
+    nothing, and is no run."""
+    s = scene([8, 20], kv_heads=1, head=16)
+    texts = drafting([[1, 2, 3, 4], [1, 2, 3], [7, 7, 8]], [[0, 1], [2]])
+    following(s, 0, 1, 0)
+    following(s, 1, 2, 1)
+    rows, out, first = rows_of(0, 1), torch.zeros(8, 2, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    reference.find_matches(rows, s.state, texts)
+    expected = reference.decode_inputs(s.state, rows, texts, 4)[2]
+    reference.accept(rows, s.state, texts, rows_of(*[9] * 8), torch.zeros(8), expected, out, first, 4)
+    assert (texts.runs[0].item(), texts.runs[1:-1].sum().item(), texts.runs[-1].item()) == (2, 0, 1)
+    reference.accept(rows, s.state, texts, rows_of(9, 9), torch.zeros(2), None, out, first, 1)
+    assert texts.runs.sum() == 3
+
+
+def test_reference_searches_the_own_text_if_the_family_lacks_it() -> None:
+    s = scene([8], kv_heads=1, head=16)
+    texts = drafting([[5, 5], [1, 2, 3, 4, 1, 2, 3]], [[0]])
+    following(s, 0, 1, 0)
+    reference.find_matches(rows_of(0), s.state, texts)
+    assert s.state.match[0] == (3 * 16 + 4) << 40 | 1 * 48 + 3
 
 
 def test_splits_never_exceed_the_context() -> None:
@@ -534,6 +560,19 @@ def test_sample_of_nan_logits_is_in_the_vocabulary(kernels: ModuleType) -> None:
         assert all(0 <= int(t) < 5000 for t, slot in zip(s.tokens, s.order, strict=True) if slot in (0, 2))
 
 
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_top_k_sorts_as_few_rows_with_drafts(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """The memory for sorted logits does not grow with the rows of a response."""
+    from windfall.engine.cuda.kernels import sampling as kernel
+
+    sizes: list[tuple[int, int]] = []
+    monkeypatch.setattr(kernel.sampling, "sample", lambda logits, rows, *_: sizes.append((len(logits), len(rows))))
+    rows = rows_of(*[0] * 80)
+    kernels.sample(torch.zeros(80 * width, 4), rows, Any, torch.zeros(80 * width), torch.zeros(80 * width), True, width)
+    assert sum(logits for logits, _ in sizes) == 80 * width
+    assert all(logits == width * count and logits <= 32 for logits, count in sizes)
+
+
 def drafted(device: str) -> tuple[SimpleNamespace, Texts]:
     """Slots with texts of few different tokens, so that there is much to follow; one slot has no text."""
     s = scene([20 + i for i in range(9)], kv_heads=1, head=16, device=device, inactive=(4,))
@@ -548,7 +587,8 @@ def drafted(device: str) -> tuple[SimpleNamespace, Texts]:
     s.state.left[4] = 0
     s.state.left[5] = 6
     s.state.stop[6, 7] = 2
-    return s, drafting(texts, [[0, 3, 6, 9, 11], [1, 4, 7, 10], [2, 5, 8]], device, size=1450)
+    families = [[0, 3, 6, 9, 11], [1, 4, 7, 10], [2, 8]]  # row 5 is in none
+    return s, drafting(texts, families, device, size=1450)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 8])

@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.splits import pack_spans, prefill_tile, spans_size
 from windfall.engine.cuda.state import RUNS, DeviceState, KVPool, PrefixGroups, Spans, Texts, section
 from windfall.engine.draft_length import WIDTHS
-from windfall.engine.scheduler import Launch, ScheduledRows
+from windfall.engine.scheduler import Launch, ScheduledRows, widest
 
 if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
@@ -44,7 +45,7 @@ class PendingLaunch:
     work: Launch
     version: int
     sampled: Tensor  # (1 + steps * width, 2, batch) int32 in host memory; valid only after `wait`
-    runs: Tensor | None  # (RUNS,) int32 in host memory, likewise: see `Texts`; None: tokens are not drafted
+    runs: Tensor | None  # (RUNS + 1,) int32 in host memory, likewise: see `Texts`; None: tokens are not drafted
     began: Any  # event before the launch; None without a GPU
     event: Any
     launch_s: float  # how long the host took for the launch; without a GPU, this is all of it
@@ -107,7 +108,7 @@ class DeviceRunner:
         self._first_row = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._pinned = self.device.type == "cuda"
         self._host_tokens = torch.zeros(self._ring.shape, dtype=torch.int32, pin_memory=self._pinned)
-        self._host_runs = torch.zeros(ring_size, RUNS, dtype=torch.int32, pin_memory=self._pinned)
+        self._host_runs = torch.zeros(ring_size, RUNS + 1, dtype=torch.int32, pin_memory=self._pinned)
         self._uploads = [torch.zeros(0, dtype=torch.int32)] * ring_size
         self._launches = 0
         self._graphs: Graphs[GraphKey] = Graphs(self._step, self.device)
@@ -216,12 +217,14 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def warm(self, batches: Sequence[int], longest: int, *, shorter: bool = False) -> None:
-        """Compile kernels and capture the graphs of these batch sizes. All rows are padding: no state changes.
+        """Compile kernels and capture the graphs of these batch sizes, without drafts and with any number of them that
+        the engine may choose. All rows are padding: no state changes.
         `shorter`: also capture the graphs for contexts that are shorter than `longest`."""
         lengths = [1 << n for n in range(_next_power_of_two(longest).bit_length())] if shorter else [longest]
         for batch in batches:
-            for length in lengths:
-                self._graphs.prepare(self._graph_key(batch, length, False))
+            widths = [w for w in WIDTHS if w <= min(self._widest, widest(self._max_rows, batch))]
+            for length, width in itertools.product(lengths, widths):
+                self._graphs.prepare(self._graph_key(batch, length, False, width=width))
             fit = self.decoder.sharing().max_rows
             if self._pinned and batch >= fit > 1 and not shorter:  # kernels only: graphs are captured when needed
                 self._step(self._graph_key(batch, longest, False, batch // fit, longest // 2), True)

@@ -36,6 +36,7 @@ from windfall.engine.cuda.host_state import STOPS, HostState
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.cuda.texts import MAX_LENGTH, TextRows
 from windfall.engine.draft_length import WIDTHS, DraftLength
+from windfall.engine.drafts import RUNS
 from windfall.engine.paged import PagedEngine, Shape
 from windfall.engine.pages import Pages
 from windfall.engine.saved_kv import SavedKV
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
 
 BURST = 8  # Decode steps per launch. The host notices the end of a response at most twice this many tokens late.
+TEXTS_EVERY = 16
+"""Launches after which responses without a text get the rows that became free. For that the host collects all tokens
+first, so the device waits for one launch."""
 
 
 class GraphEngine(PagedEngine):
@@ -68,21 +72,25 @@ class GraphEngine(PagedEngine):
         sharing: PrefixSharing | None = None,
         kv: TenantKV | None = None,
         speculation: bool = False,
+        text_tokens: int | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         """`longest`: upper limit for the tokens of a response and its prompt. `ops`: kernels to use instead of the
         device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits. `kv`: pages in
         memory that another engine shares; then `kv_tokens` and `page_size` do not count. `speculation`: draft tokens
-        from the texts of siblings where that is faster. `kv_dtype`: of the KV cache, if not that of the model."""
+        from the texts of siblings where that is faster. `text_tokens`: tokens of a response and its prompt up to which
+        it drafts, if fewer than `longest`: then there is room for more texts. `kv_dtype`: of the KV cache, if not that
+        of the model."""
         if kv is not None:
             page_size = kv.pages.size
             kv_tokens = kv.pages.capacity * page_size
         count = -(-kv_tokens // page_size)
         each = min(count, -(-((longest or kv_tokens) + 1) // page_size))
         slots = min(max_running, max_rows)
-        texts = (
-            TextRows(slots=slots, length=min(each * page_size + 2, MAX_LENGTH)) if speculation and kv is None else None
-        )
+        texts = None
+        if speculation and kv is None:
+            tokens = min(text_tokens or MAX_LENGTH, each * page_size)
+            texts = TextRows(slots=slots, length=min(tokens + 2, MAX_LENGTH))
         host_state = HostState(slots=slots, pages_each=each, batch=batch_for(slots), texts=texts)
         decoder = Decoder.of(model, ops)
         fit = decoder.sharing()
@@ -100,7 +108,9 @@ class GraphEngine(PagedEngine):
         super().__init__(model, scheduler, version=version, limit=each * page_size - 1, kv=kv)
         self.capabilities = replace(self.capabilities, drafts=texts is not None)
         self._texts = texts
+        self._texts_age = 0  # launches since rows were given to responses without a text
         self._draft_length = None if texts is None else DraftLength(WIDTHS)
+        self._drafted = np.zeros(1, np.int32)  # tokens that the device has drafted; the number may wrap around
         self._device = DeviceRunner(
             decoder,
             host_state,
@@ -169,7 +179,7 @@ class GraphEngine(PagedEngine):
         self.last_step = (0, 0, False)
         self.last_steps = 1
         self.device_s = None
-        may_launch = most_rows != 0 and len(self._pending) < self.depth
+        may_launch = most_rows != 0 and len(self._pending) < self.depth and not (self._pending and self._texts_due)
         launched = may_launch and self._launch(most_rows, most_steps, prefill)
         if self._ready:
             self._ready_finished -= sum(c.finish is not None for c in self._ready[0])
@@ -215,12 +225,14 @@ class GraphEngine(PagedEngine):
             return False
         if self.asleep:
             self.wake()
+        if self._texts_due:
+            self._assign_texts()
         work = self._scheduler.next(
             in_flight=bool(self._pending),
             most_rows=most_rows,
             most_steps=most_steps,
             may_prefill=prefill,
-            width=1 if self._draft_length is None else self._draft_length.choose(self._batch(), self._scheduler.widest),
+            width=self._choose_width(),
         )
         if self.kv is not None:
             self.kv.clear_moved()  # on the stream of all launches: those in flight have written what they had to
@@ -229,15 +241,34 @@ class GraphEngine(PagedEngine):
         if work is None:
             return False
         self._pending.append(self._device.launch(work, self.version))
+        self._texts_age += 1
+        if self._draft_length is not None and work.steps and not work.prefill:
+            self._draft_length.launched(batch_for(len(work.rows)), work.width)
         self._counters.steps += work.steps + bool(work.prefill)
         prefilled = sum(p.stop - p.start for p in work.prefill)
         self._counters.rows += prefilled
         self._counters.prefilled += prefilled
         return True
 
-    def _batch(self) -> int:
-        """Size of the graph for all decoding responses."""
-        return batch_for(max(1, self._scheduler.decoding))
+    def _choose_width(self) -> int:
+        if self._draft_length is None:
+            return 1
+        scheduler = self._scheduler
+        batch, measured = batch_for(max(1, scheduler.decoding)), not scheduler.can_prefill
+        return self._draft_length.choose(batch, scheduler.widest, measured=measured)
+
+    @property
+    def _texts_due(self) -> bool:
+        texts = self._texts
+        return texts is not None and self._texts_age >= TEXTS_EVERY and bool(texts.without and texts.available)
+
+    def _assign_texts(self) -> None:
+        """Give free rows to running responses without a text. Nothing is in flight, so all their tokens are known."""
+        assert self._texts is not None and self._scheduler.host_state is not None and not self._pending
+        self._texts_age = 0
+        for s in [self._sequences[id] for id in self._texts.without][: self._texts.available]:
+            if s.slot >= 0:
+                self._scheduler.host_state.assign_text(s.slot, s.request, s.tokens)
 
     def finish_launches(self) -> None:
         while self._pending:
@@ -291,11 +322,12 @@ class GraphEngine(PagedEngine):
 
     def _learn(self, work: Launch, accepted: np.ndarray, pending: PendingLaunch) -> None:
         assert self._draft_length is not None and pending.runs is not None
-        self._draft_length.observe_runs(pending.runs.numpy())
+        runs, drafted = np.split(pending.runs.numpy(), [RUNS])
+        self._draft_length.observe_runs(runs)
+        self._counters.drafted += int((drafted - self._drafted)[0])
+        self._drafted = drafted.copy()
         per_step = accepted.reshape(len(work.rows), work.steps, work.width).sum(2)
-        active = int((per_step > 0).sum())
-        self._counters.drafted += active * (work.width - 1)
-        self._counters.accepted += int(per_step.sum()) - active
+        self._counters.accepted += int(per_step.sum() - (per_step > 0).sum())
         if work.steps and not work.prefill and self.device_s:
             batch, step_s = batch_for(len(work.rows)), self.device_s / work.steps
             self._counters.decode_s += self.device_s

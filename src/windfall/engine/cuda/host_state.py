@@ -57,6 +57,11 @@ class HostState:
         self._write(at["top_k"] + slot, min(sampling.top_k, 2**31 - 1))
         self._write(at["top_p"] + slot, top_p)
         self._write(at["stop"] + slot * STOPS, self._stop_row(request.stop))
+        self.assign_text(slot, request, tokens)
+
+    def assign_text(self, slot: int, request: Request, tokens: Sequence[int]) -> None:
+        """Let the response in this slot have a text with these tokens, if there is a row."""
+        at = self.offsets
         row, family = (NO_ROW, NO_ROW) if self.texts is None else self.texts.begin(request, tokens)
         self._write(at["text_row"] + slot, row)
         self._write(at["text_family"] + slot, family)

@@ -146,7 +146,7 @@ class Texts:
     length: Tensor  # (rows,) int32: known tokens of every row
     families: Tensor  # (rows, FAMILY) int32: the rows of every family, padded with -1
     tokens: Tensor  # (rows, length of a row) int32
-    runs: Tensor  # (RUNS,) int32: how often a place was followed for 0, 1, 2, ... tokens
+    runs: Tensor  # (RUNS + 1,) int32: how often a place was followed for 0, 1, 2, ... tokens; then the tokens drafted
 
     @staticmethod
     def new(rows: TextRows, device: torch.device) -> Texts:
@@ -157,7 +157,7 @@ class Texts:
             length=length,
             families=families.view(-1, FAMILY),
             tokens=tokens.view(-1, rows.length),
-            runs=torch.zeros(RUNS, dtype=torch.int32, device=device),
+            runs=torch.zeros(RUNS + 1, dtype=torch.int32, device=device),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +14,18 @@ from windfall.engine.draft_length import WIDTHS, DraftLength
 from windfall.engine.drafts import Drafts, verify
 from windfall.engine.paged import PagedEngine
 from windfall.engine.pages import Pages
-from windfall.engine.scheduler import ScheduledRows, Scheduler
+from windfall.engine.scheduler import Launch, ScheduledRows, Scheduler, widest
 from windfall.engine.scheduler import Sequence as SequenceState
+from windfall.engine.torch.watch import Watch
 from windfall.types import Capabilities, Chunk
 
 if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
     from windfall.engine.torch.runner import Sampled
+
+
+LEARN_EVERY = 8
+"""Steps after which new runs of right guesses are taken into account."""
 
 
 class TorchEngine(PagedEngine):
@@ -39,7 +45,8 @@ class TorchEngine(PagedEngine):
         speculation: bool = False,
     ) -> None:
         """`kv`: pages in memory that another engine shares; then `kv_tokens` and `page_size` do not count.
-        `speculation`: draft tokens from the texts of siblings where that is faster. It changes no token."""
+        `speculation`: draft tokens from the texts of siblings where that is faster. Up to rounding, which is that of
+        another batch, and bit for bit in deterministic mode, the tokens are the same."""
         from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not use
 
         pages = Pages(-(-kv_tokens // page_size), page_size) if kv is None else kv.pages
@@ -52,6 +59,8 @@ class TorchEngine(PagedEngine):
         # An engine that lends its device keeps its steps short.
         self._drafts = Drafts() if speculation and kv is None else None
         self._draft_length = DraftLength(WIDTHS)
+        self._watch = Watch()
+        self.capabilities = replace(self.capabilities, drafts=self._drafts is not None)
 
     def step(self, most_rows: int | None = None, most_steps: int | None = None, prefill: bool = True) -> list[Chunk]:
         del most_steps  # every launch is one step, which is waited for
@@ -63,8 +72,9 @@ class TorchEngine(PagedEngine):
             return []
         self.last_step = work.shape
         began_s = time.monotonic()
-        expected = {s: self._expected(s, work.width) for s in work.rows}
-        rows = [*(_decode_rows(s, guesses, work.width) for s, guesses in expected.items()), *work.prefill]
+        expected = self._expected(work)
+        searched_s = time.monotonic() - began_s
+        rows = [*(_decode_rows(s, expected.get(s) or [], work.width) for s in work.rows), *work.prefill]
         self._runner.allocate()
         new = self._runner.run(rows)
         sampling = [r.sequence for r in rows if r.samples]
@@ -74,36 +84,49 @@ class TorchEngine(PagedEngine):
         self._counters.rows += sum(r.stop - r.start for r in rows)
         self._counters.prefilled += sum(r.stop - r.start for r in work.prefill)
         if self._drafts is not None:
-            self._draft_length.observe_runs(self._drafts.runs)
-            if not work.prefill:
-                batch, step_s = _batch(len(work.rows)), time.monotonic() - began_s
-                self._counters.decode_s += step_s
-                plain_s = self._draft_length.observe_step(batch, work.width, step_s)
-                self._counters.undrafted_s += plain_s * sum(len(c.tokens) for c in chunks) / len(chunks)
+            self._learn(work, chunks, time.monotonic() - began_s, searched_s)
         return chunks
 
     def cancel(self, id: str) -> None:
         super().cancel(id)
-        if self._drafts is not None:
-            self._drafts.end(id)
+        self._end_text(id)
 
     def remember(self, group: str, id: str, position: int, tokens: Sequence[int]) -> None:
         if self._drafts is not None:
             self._drafts.remember(group, id, position, tokens)
 
+    def _end_text(self, id: str) -> None:
+        if self._drafts is not None:
+            self._drafts.end(id)
+            self._watch.end(id)
+
     def _choose_width(self) -> int:
         if self._drafts is None:
             return 1
-        return self._draft_length.choose(_batch(self._scheduler.decoding), self._scheduler.widest)
+        scheduler, decoding = self._scheduler, self._scheduler.decoding
+        most, measured = widest(scheduler.max_rows, decoding), not scheduler.can_prefill
+        return self._draft_length.choose(_batch(decoding), most, measured=measured)
 
-    def _expected(self, s: SequenceState, width: int) -> list[int]:
-        """What `width` rows of a response are expected to sample, as far as that is known and may be generated."""
-        if self._drafts is None:
-            return []
-        return self._drafts.expected(s.request.id, min(width, s.request.max_tokens - s.generated))
+    def _expected(self, work: Launch) -> dict[SequenceState, list[int]]:
+        """What the rows of a response are expected to sample, as far as that is known and may be generated. Without
+        drafts, only for responses that are followed."""
+        drafts, watched = self._drafts, self._watch.ids
+        if drafts is None or (work.width == 1 and not watched and not drafts.following):
+            return {}
+        followed = work.rows
+        if work.width == 1:
+            ids = drafts.following | watched.keys()
+            followed = [s for s in work.rows if s.request.id in ids]
+        out: dict[SequenceState, list[int]] = {}
+        for s in followed:
+            id, most = s.request.id, min(work.width, s.request.max_tokens - s.generated)
+            expected = drafts.expected(id, most, search=work.width > 1 or id in watched)
+            if expected is not None:
+                out[s] = expected
+        return out
 
     def _accept(self, s: SequenceState, expected: list[int] | None, drawn: list[Sampled]) -> Chunk:
-        """Append the tokens that count. `expected`: None after a prefill."""
+        """Append the tokens that count. `expected`: None if the response was not followed."""
         request, first = s.request, s.generated == 0
         tokens = [token for token, _ in drawn]
         count, right = verify(tokens, expected or (), request.max_tokens - s.generated, request.stop)
@@ -111,13 +134,31 @@ class TorchEngine(PagedEngine):
         self._counters.drafted += len(drawn) - 1
         self._counters.accepted += count - 1
         if self._drafts is not None:
-            if first:
+            if expected is not None:
+                self._drafts.advance(request.id, count, goes_on=right >= count and chunk.finish is None)
+            elif first:
                 self._drafts.begin(request.group, request.id, s.tokens, s.position)
-            else:
-                self._drafts.extend(request.id, chunk.tokens, right, 0 if expected is None else len(drawn))
             if chunk.finish:
-                self._drafts.end(request.id)
+                self._end_text(request.id)
         return chunk
+
+    def _learn(self, work: Launch, chunks: Sequence[Chunk], step_s: float, searched_s: float) -> None:
+        assert self._drafts is not None
+        for r in work.prefill:
+            self._drafts.leave(r.sequence.request.id)
+        if self._counters.steps % LEARN_EVERY == 0:
+            self._draft_length.observe_runs(self._drafts.runs)
+        if work.rows and not work.prefill:
+            batch = _batch(len(work.rows))
+            self._draft_length.launched(batch, work.width)
+            plain_s = self._draft_length.observe_step(batch, work.width, step_s)
+            self._counters.decode_s += step_s
+            self._counters.undrafted_s += plain_s * sum(len(c.tokens) for c in chunks) / len(chunks)
+        if work.rows and work.width == 1:
+            self._watch.observe(step_s=step_s, spent_s=searched_s)
+            s = work.rows[self._watch.added % len(work.rows)]
+            if self._watch.may_add and not s.finished:
+                self._watch.add(s.request.id)
 
     def check(self) -> None:
         super().check()

@@ -7,12 +7,14 @@ A response follows a place in a text of its family (texts.py): a token before wh
 own. What comes next there is expected next here. A step computes `width` rows of every response: its newest token, and
 the first `width - 1` expected tokens. Row w samples the token at position + w, as if the rows before it were right. The
 tokens up to and including the first that was not expected are those that would have been sampled one by one, and only
-they count. So drafts change how many tokens a step gives, and never which.
+they count. So drafts change how many tokens a step gives. They change a token only where rounding does, as in another
+batch: with more rows, kernels sum in another order.
 
 `match` of a slot: (length of the agreement * 16 + known tokens after it, at most 15) << 40 | index into the tokens of
 all texts; 0: it follows no place. A place is followed as long as it is right. Then the texts are searched for the
 longest agreement (LEAST to MOST tokens), and among equals for one after which many tokens are known. `runs` counts for
-how many tokens places were followed, with any width: from it the host knows what every width would give.
+how many tokens places were followed, with any width: from it the host knows what every width would give. A run that the
+end of a response cuts is counted, too. The last entry counts the tokens that were drafted and verified.
 
 Rules:
 - nothing depends on the order of programs: `accept` reads what `decode_inputs` expected, not the texts, to which other
@@ -34,6 +36,7 @@ from windfall.engine.cuda.state import DeviceState, Texts
 from windfall.engine.drafts import FAMILY, LEAST, MOST, RUNS
 
 _SHIFT = tl.constexpr(40)
+_INDEX = tl.constexpr((1 << 40) - 1)
 _BLOCK = 1024
 
 
@@ -52,7 +55,7 @@ def _decode_inputs(
     if DRAFTS:
         place = tl.load(MATCH + slot, mask=real, other=0)
         followed = real & (place > 0)
-        at = place & ((1 << _SHIFT) - 1)
+        at = place & _INDEX
         row = at // text_size
         known = tl.load(TEXT_LENGTH + row, mask=followed, other=0)
         left = known - (at - row * text_size)
@@ -129,8 +132,9 @@ def _accept(
             # A text never fills its row, so that no place is behind the end of its row.
             tl.store(TEXTS + text.to(tl.int64) * text_size + at, tokens, mask=accepted & (at < text_size - 1))
             tl.store(TEXT_LENGTH + text, tl.minimum(known + count, text_size - 1))
-            run = tl.load(RUN + slot) + right
-            if right == WIDTH:
+            run = tl.load(RUN + slot) + count
+            goes_on = (right == WIDTH) & (first_stop == WIDTH_P) & (count < left)
+            if goes_on:
                 if run >= LONGEST:  # it goes on, but counts as one that has ended
                     tl.atomic_add(RUNS + LONGEST, 1)
                     run = 0
@@ -138,10 +142,14 @@ def _accept(
                 tl.store(MATCH + slot, tl.load(MATCH + slot) + WIDTH)
                 tl.store(SEARCH + slot, 0)
             else:
-                tl.atomic_add(RUNS + tl.minimum(run, LONGEST), 1)
+                if FOLLOWED:
+                    tl.atomic_add(RUNS + tl.minimum(run - 1, LONGEST), 1)
                 tl.store(RUN + slot, 0)
                 tl.store(MATCH + slot, tl.zeros([], tl.int64))
                 tl.store(SEARCH + slot, 1)
+            if FOLLOWED and WIDTH > 1:
+                drafted = (expected >= 0) & (w + 1 < tl.minimum(left, WIDTH))
+                tl.atomic_add(RUNS + LONGEST + 1, tl.sum(drafted.to(tl.int32), 0))
 
 
 def accept(
@@ -166,7 +174,8 @@ def _find_matches(
     ROWS, LEFT, TEXT_ROW, TEXT_FAMILY, SEARCH, MATCH, TEXTS, TEXT_LENGTH, FAMILIES, text_size,
     FAMILY: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program searches one text of the family for the longest agreement with the end of the slot's own text."""
+    """One program searches one text of the family for the longest agreement with the end of the slot's own text. The
+    last one searches that own text, which may not be among those of a large family."""
     if PDL:
         gdc_wait()
     slot = tl.load(ROWS + tl.program_id(0))
@@ -177,7 +186,9 @@ def _find_matches(
         return
     if tl.load(SEARCH + slot) == 0:
         return
-    row = tl.load(FAMILIES + tl.load(TEXT_FAMILY + slot) * FAMILY + tl.program_id(1))
+    n = tl.program_id(1)
+    row = tl.load(FAMILIES + tl.load(TEXT_FAMILY + slot) * FAMILY + n, mask=n < FAMILY, other=-1)
+    row = tl.where(n == FAMILY, own, tl.where(row == own, -1, row))
     if row < 0:
         return
     text = TEXTS + row.to(tl.int64) * text_size
@@ -205,7 +216,7 @@ def _find_matches(
 
 def find_matches(rows: Tensor, state: DeviceState, texts: Texts) -> None:
     """Let every row's slot that follows no place follow the one with the longest agreement, if there is one."""
-    _find_matches[(rows.numel(), FAMILY)](
+    _find_matches[(rows.numel(), FAMILY + 1)](
         rows, state.left, state.text_row, state.text_family, state.search, state.match, texts.tokens, texts.length,
         texts.families, texts.tokens.shape[1], FAMILY=FAMILY, LEAST=LEAST, MOST=MOST, BLOCK=_BLOCK, num_warps=4,
         **launch.options(),

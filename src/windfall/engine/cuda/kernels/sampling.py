@@ -120,9 +120,9 @@ def sample(
     """See engine/cuda/sampling.py."""
     count, size = logits.shape
     if truncate:
-        for i in range(0, len(rows), _TRUNCATED_ROWS):
-            some = slice(i, i + _TRUNCATED_ROWS)
-            part = slice(i * width, (i + _TRUNCATED_ROWS) * width)
+        each = _TRUNCATED_ROWS // width
+        for i in range(0, len(rows), each):
+            some, part = slice(i, i + each), slice(i * width, (i + each) * width)
             sampling.sample(logits[part], rows[some], state, tokens_out[part], logprobs_out[part], True, width)
         return
     blocks = triton.cdiv(size, _BLOCK)

@@ -77,7 +77,7 @@ class DraftLength:
         self._tokens_per_step = {}
 
     def observe_step(self, batch: int, width: int, step_s: float) -> float:
-        """How long a step took. Returns how long it would have taken without drafts, by what was measured before."""
+        """How long a step took. Returns how long it would have taken without drafts: as before, and never longer."""
         key = batch, width
         before, self._observed = self._observed, key
         changed = before[0] == batch and before[1] != width
@@ -90,7 +90,7 @@ class DraftLength:
             self._step_s[batch] = step_s if base is None or changed else base + SMOOTHING * (step_s - base)
         elif base is not None and extra is not None:
             self._step_s[batch] = base + SMOOTHING * (step_s - extra - base)
-        return step_s if width == 1 or base is None else base
+        return step_s if width == 1 or base is None else min(base, step_s)
 
     def tokens_per_step(self, width: int) -> float:
         """Tokens that a response would get from a step."""

@@ -454,12 +454,11 @@ def test_attention_reads_and_writes_fp8(
     positions = reference.decode_inputs(a.state, rows, None, width)[1]
     qkv = numbers(len(rows) * width, (heads + 2 * kv_heads) * head, like=a)
     cos, sin = numbers(320, head, like=a), numbers(320, head, like=a)
-    rest = (cos, sin, None, None, 1e-6, heads, head**-0.5, window, splits, None, width)
-    out = [
-        how.rope_store_and_decode(qkv, rows, positions, s.state, s.pool, 1, *rest)
-        for s, how in ((a, kernels), (b, reference))
-    ]
-    close(out[0], out[1], rounded=0.13)  # one step of fp8
+    rotation, how = (cos, sin, None, None, 1e-6, heads), (head**-0.5, window, splits, None, width)
+    out = kernels.rope_store_and_decode(qkv, rows, positions, a.state, a.pool, 1, *rotation, *how)
+    q = reference.rope_and_store(qkv, rows, positions, b.state, b.pool, 1, *rotation, kv_heads, width)
+    # Over what the kernel has stored: a key that is one step of fp8 apart changes the result by more than rounding.
+    close(out, reference.decode_attention(q, rows, a.state, a.pool, 1, *how), rounded=2e-2)
     real = slice(0, a.pool.scratch)
     stored = [s.pool.data[:, :, real].float() for s in (a, b)]
     assert ((stored[0] - stored[1]).abs() <= 0.13 * stored[1].abs() + 2e-3).all(), "more than one step of fp8 apart"

@@ -466,9 +466,7 @@ def test_attention_reads_and_writes_fp8(
     spans = spans_of([(0, 0, 1), (4, 100, 30), (5, 16, 9)], heads, kv_heads, DEVICE)
     q = numbers(len(spans.slot), heads, head, like=a)
     want = reference.prefill_attention(q, spans, b.state, b.pool, 1, head**-0.5, window)
-    close(
-        kernels.prefill_attention(q, spans, b.state, b.pool, 1, head**-0.5, window)[:-3], want[:-3], rounded=0.13
-    )  # one step of fp8
+    close(kernels.prefill_attention(q, spans, b.state, b.pool, 1, head**-0.5, window)[:-3], want[:-3], rounded=4e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

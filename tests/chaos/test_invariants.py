@@ -77,19 +77,19 @@ def gap_is_not_detected(patch: Patch) -> None:
 def response_of_lost_worker_loses_its_last_token(patch: Patch) -> None:
     real = Ledger.release
 
-    def release(self: Ledger, worker: str) -> list[str]:
-        ids = real(self, worker)
-        for id in ids:
-            episode = self.entries[id].episode
+    def release(self: Ledger, worker: str) -> None:
+        lost = self.held(worker)
+        real(self, worker)
+        for entry in lost:
+            episode = entry.episode
             if episode.tokens:
                 version, count = episode.version_runs.pop()
                 if count > 1:
                     episode.version_runs.append((version, count - 1))
                 episode.tokens.pop()
                 episode.logprobs.pop()
-                self.entries[id].recorded -= 1
+                entry.recorded -= 1
                 self.counts.accepted -= 1
-        return ids
 
     patch.setattr(Ledger, "release", release)
 

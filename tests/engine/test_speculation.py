@@ -164,7 +164,7 @@ def test_only_launches_without_a_prefill_are_measured(model: Any, monkeypatch: p
     """A width counts as tried in the launches that are measured, and in no others."""
     launched, measured = list[tuple[int, int]](), list[tuple[int, int]]()
     monkeypatch.setattr(DraftLength, "launched", lambda self, *key: launched.append(key))
-    monkeypatch.setattr(DraftLength, "observe_step", lambda self, *key: measured.append(key[:2]))
+    monkeypatch.setattr(DraftLength, "observe_step", lambda self, *key: measured.append(key[:2]) or 0.0)
     e = build(kind, model, speculation=True)
     waiting = groups(2)
     for r in waiting[:3]:

@@ -1,7 +1,7 @@
 """How many responses a lender can take now, by its memory and its slack. Pure: the caller gives the time.
 
     by memory    the responses that run, and as many more as fit beside them, each with GROWTH times the tokens that the
-                 running ones have on average; without any, with the share FIRST of the longest possible response
+                 running ones have on average, but at least the share FIRST of the longest possible response
     by compute   rows that a rollout step may have beside the requests of this moment, averaged over about `ROWS_S`
 
 The lower of the two counts, and never more than the engine's own number of slots. The other figures of the report are

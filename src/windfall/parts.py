@@ -32,8 +32,6 @@ class Command:
     example: str
     """Arguments of `windfall` that start with the name of the command."""
     function: Callable[..., None]
-    before: str = ""
-    """The command of the panel that follows this one. Empty: it is the last."""
 
 
 class ProgramPart:

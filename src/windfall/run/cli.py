@@ -337,10 +337,7 @@ order in which a user meets them. Parts add theirs."""
 def _add_commands() -> None:
     panels = {panel: list(commands.items()) for panel, commands in COMMANDS.items()}
     for command in [command for part in parts.found() for command in part.commands()]:
-        panel = panels.setdefault(command.panel, [])
-        names = [example.split()[0] for example, _ in panel]
-        place = names.index(command.before) if command.before in names else len(names)
-        panel.insert(place, (command.example, command.function))
+        panels.setdefault(command.panel, []).append((command.example, command.function))
     for panel, commands in panels.items():
         for example, function in commands:
             app.command(example.split()[0], epilog=f"Example: windfall {example}", rich_help_panel=panel)(function)

@@ -14,7 +14,7 @@ class ServePart(ProgramPart):
         from windfall.serve.command import serve
 
         example = "serve tiny --port 8000 --lend http://10.0.0.5:8700 --token demo.token"
-        return [Command(panel="Add machines", example=example, function=serve, before="trainer")]
+        return [Command(panel="Add machines", example=example, function=serve)]
 
 
 PART = ServePart()

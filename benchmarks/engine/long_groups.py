@@ -2,6 +2,8 @@
 
     python benchmarks/engine/long_groups.py                                  the 3B shape, 24 groups of 8, ten minutes
     python benchmarks/engine/long_groups.py --models 3b 8b --groups 1 4 24   other shapes and batches
+    python benchmarks/engine/long_groups.py --vllm FOLDER                    vLLM, which is in FOLDER, on the same work
+    python benchmarks/engine/long_groups.py --folder FOLDER --prompts FILE   a model with weights: what it says itself
     python benchmarks/engine/long_groups.py --device cpu --tiny              check that the benchmark itself works
 
 Weights are random, so there is nothing to say; what a response says is replayed. The engine computes and samples as
@@ -13,24 +15,30 @@ about as many tokens per step as Seer reports for reasoning models (1.7 to 2.5),
 - tail: seconds from the end of the 90th percentile of the responses to the last one
 - per step: tokens that a response got from a step; drafted and accepted as the engine counts them
 - gain: tokens/s relative to the first variant of the same streams
+- vLLM: as it is by default, with drafts from each response's own text (`ngram`, 4 tokens: the streams are replayed
+  there, too), and with an fp8 KV cache. Its suffix drafts need a package of their own and are not measured
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import gc
+import json
+import os
+import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
 import torch
 
 from benchmarks.support.gpu_job import SHAPES
+from benchmarks.support.long_work import LONGEST, PROMPT, SIBLINGS, LongWork, tail_s
 from windfall.engine.cuda import decoder, skeleton
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.types import Request
@@ -44,25 +52,6 @@ LLAMA_3B = {
 }  # fmt: skip
 MODELS = {**SHAPES, "3b": LLAMA_3B}
 VARIANTS = {"plain": (False, None), "drafts": (True, None), "fp8": (False, "fp8"), "both": (True, "fp8")}
-PROMPT, LONGEST, SIBLINGS = 512, 8192, 8
-COMMON_TEXT = 1000
-"""Tokens of a group's common text."""
-
-
-def streams(groups: int, lengths: list[int], common: int, own: int, vocabulary: int) -> torch.Tensor:
-    """(responses, longest) tokens: what each response says."""
-    rng = random.Random("streams")
-    out = torch.zeros(len(lengths), max(lengths) + 1, dtype=torch.int32)
-    for group in range(groups):
-        text = [rng.randrange(3, vocabulary) for _ in range(COMMON_TEXT)]
-        for n in range(group * SIBLINGS, (group + 1) * SIBLINGS):
-            said: list[int] = []
-            while len(said) < out.shape[1]:
-                at = rng.randrange(COMMON_TEXT)
-                said += text[at : at + 1 + int(rng.expovariate(1 / common))]
-                said += [rng.randrange(3, vocabulary) for _ in range(1 + int(rng.expovariate(1 / own)))]
-            out[n] = torch.tensor(said[: out.shape[1]], dtype=torch.int32)
-    return out
 
 
 def replaying(ops: Any, said: torch.Tensor) -> Any:
@@ -88,40 +77,81 @@ def build(name: str, device: str) -> Any:
     return model
 
 
-def measure(
-    model: Any, said: torch.Tensor, lengths: list[int], variant: str, prompt: int
-) -> tuple[float, float, int, int]:
-    """(seconds, seconds of the tail, tokens drafted, tokens accepted) of one rollout of all groups."""
+class Figures(NamedTuple):
+    """Of one rollout of all groups."""
+
+    seconds: float
+    tail_s: float
+    tokens: int
+    drafted: int
+    accepted: int
+
+
+def measure(model: Any, work: LongWork, variant: str, prompts: list[list[int]]) -> Figures:
     drafts, kv = VARIANTS[variant]
+    lengths = work.lengths
     ops = __import__(decoder.KERNELS[model.device.type], fromlist=["sample"])
-    longest = prompt + max(lengths)
-    kv_tokens = min(sum(lengths) + len(lengths) * (prompt + 64), len(lengths) * longest)
+    longest = max(map(len, prompts)) + max(lengths)
+    kv_tokens = min(sum(lengths) + len(lengths) * (longest - max(lengths) + 64), len(lengths) * longest)
     if model.device.type == "cuda":
-        per_token = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim
+        c = model.config
+        head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * head
         room = int(torch.cuda.mem_get_info()[0] * 0.9) // (per_token * (1 if kv else 2))
         kv_tokens = min(kv_tokens, room)
     engine = GraphEngine(
         model, kv_tokens=max(kv_tokens, longest + 64), max_running=len(lengths), longest=longest + 16,
-        ops=replaying(ops, said), speculation=drafts, kv_dtype=torch.float8_e4m3fn if kv else None,
+        ops=replaying(ops, work.said().to(model.device)) if work.stream else None, speculation=drafts,
+        kv_dtype=torch.float8_e4m3fn if kv else None,
     )  # fmt: skip
     engine.warm(len(lengths), longest=longest)
-    rng = random.Random("prompts")
-    prompts = [[rng.randrange(3, 500) for _ in range(prompt)] for _ in range(len(lengths) // SIBLINGS)]
-    whole = tail = 0.0
-    before = after = replace(engine.counters)
+    figures = Figures(0.0, 0.0, 0, 0, 0)
     for turn in range(2):  # the first time, graphs are captured: a run does that once
         for n, length in enumerate(lengths):
             group = f"{turn}.{n // SIBLINGS}"
             prompted = tuple(prompts[n // SIBLINGS])
             engine.add(Request(id=f"{group}/{n}", group=group, prompt=prompted, seed=n, max_tokens=length))
         before = replace(engine.counters)
-        began, ended = time.perf_counter(), list[float]()
+        began, ended, tokens = time.perf_counter(), list[float](), 0
         while len(engine):
-            ended += [time.perf_counter() for chunk in engine.step() if chunk.finish]
-        whole, tail = ended[-1] - began, ended[-1] - ended[int(0.9 * len(ended)) - 1]
-        after = replace(engine.counters)
+            for chunk in engine.step():
+                tokens += len(chunk.tokens)
+                ended += [time.perf_counter()] if chunk.finish else []
+        now = engine.counters
+        drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
+        figures = Figures(ended[-1] - began, tail_s(ended), tokens, drafted, accepted)
     engine.sleep()
-    return whole, tail, after.drafted - before.drafted, after.accepted - before.accepted
+    return figures
+
+
+def beside_vllm(folder: str, config: dict[str, Any], work: LongWork, variant: str) -> Figures:
+    """The same of vLLM, in a process of its own."""
+    job = {"config": config, "work": asdict(work), "variant": variant}
+    command = [sys.executable, str(Path(__file__).parent / "peers" / "vllm_long_groups.py"), json.dumps(job)]
+    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=580)
+    for line in done.stdout.splitlines():
+        if line.startswith("FIGURES "):
+            return Figures(*json.loads(line[8:]))
+    raise SystemExit(f"vLLM ({variant}) failed:\n{done.stdout[-1500:]}\n{done.stderr[-2500:]}")
+
+
+class Table:
+    def __init__(self) -> None:
+        self._first: dict[LongWork, Figures] = {}
+        head = "model, groups, streams, variant, tokens/s, gain, tail s, gain, per step, drafted, accepted"
+        print("".join(f"{h:>10}" for h in head.split(", ")))
+
+    def show(self, model: str, work: LongWork, variant: str, figures: Figures) -> None:
+        first = self._first.setdefault(work, figures)
+        seconds, tail, tokens, drafted, accepted = figures
+        rate = tokens / seconds
+        cells = (
+            Path(model).name[:9], work.groups, work.stream, variant, f"{rate:,.0f}",
+            f"{rate * first.seconds / first.tokens:.2f}x", f"{tail:.1f}", f"{first.tail_s / max(tail, 1e-9):.2f}x",
+            f"{tokens / max(1, tokens - accepted):.2f}", drafted, accepted,
+        )  # fmt: skip
+        print("".join(f"{cell!s:>10}" for cell in cells), flush=True)
 
 
 def main() -> None:
@@ -131,52 +161,49 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--streams", nargs="+", default=["30:6", "4:12"])
     parser.add_argument("--longest", type=int, default=LONGEST)
+    parser.add_argument("--folder", help="a model with weights, in Hugging Face format; needs --prompts")
+    parser.add_argument("--prompts", type=Path, help="JSON list of texts: the prompts of the groups")
+    parser.add_argument("--vllm", metavar="FOLDER", help="also measure the vLLM in this folder")
+    parser.add_argument("--vllm-variants", nargs="+", default=["plain", "ngram", "fp8"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    prompt = PROMPT
     if args.tiny:
         args.models, args.groups, args.longest, prompt = ["tiny"], [2], 96, 24
         args.variants = [v for v in args.variants if VARIANTS[v][1] is None or args.device == "cuda"]
-    else:
-        prompt = PROMPT
+    if args.device == "cpu":
+        import tests.support.reference_kernels  # noqa: F401  (the kernels in plain torch)
+    texts: list[list[int]] = []
+    if args.folder:
+        from windfall.models.load import load, load_tokenizer
+
+        tokenizer = load_tokenizer(args.folder)
+        texts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True)["input_ids"]
+            for t in json.loads(args.prompts.read_text())
+        ]
+        args.models, args.streams = [args.folder], [""]
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(f"{where}, torch {torch.__version__}, responses of up to {args.longest} tokens after {prompt}")
-    head = (
-        "model",
-        "groups",
-        "streams",
-        "variant",
-        "tokens/s",
-        "gain",
-        "tail s",
-        "gain",
-        "per step",
-        "drafted",
-        "accepted",
-    )
-    print("".join(f"{h:>10}" for h in head))
+    print(f"{where}, torch {torch.__version__}, responses of up to {args.longest} tokens")
+    table = Table()
     for name in args.models:
-        model = build(name, args.device)
-        for groups in args.groups:
-            rng = random.Random("lengths")
-            scale = args.longest / LONGEST
-            count = groups * SIBLINGS
-            lengths = [max(1, min(args.longest, int(scale * rng.lognormvariate(7.45, 0.8)))) for _ in range(count)]
-            for stream in args.streams:
-                common, own = map(int, stream.split(":"))
-                said = streams(groups, lengths, common, own, model.config.vocab_size).to(args.device)
-                first: tuple[float, float] | None = None
-                for variant in args.variants:
-                    seconds, tail, drafted, accepted = measure(model, said, lengths, variant, prompt)
-                    first = first or (seconds, tail)
-                    row_steps = max(1, sum(lengths) - accepted)
-                    cells = (
-                        name, groups, stream, variant, f"{sum(lengths) / seconds:,.0f}", f"{first[0] / seconds:.2f}x",
-                        f"{tail:.1f}", f"{first[1] / max(tail, 1e-9):.2f}x", f"{sum(lengths) / row_steps:.2f}",
-                        drafted, accepted,
-                    )  # fmt: skip
-                    print("".join(f"{cell!s:>10}" for cell in cells), flush=True)
+        dtype = "bfloat16" if args.device == "cuda" else "float32"
+        model = load(name, dtype=dtype, device=args.device) if args.folder else build(name, args.device)
+        rows = [(n, stream) for n in args.groups for stream in args.streams]
+        works = [LongWork(n, args.longest, prompt, stream, model.config.vocab_size) for n, stream in rows]
+        for work in works:
+            prompts = texts[: work.groups] if texts else work.prompts
+            for variant in args.variants:
+                table.show(name, work, variant, measure(model, work, variant, prompts))
         del model
+        if args.vllm:
+            gc.collect()
+            torch.cuda.empty_cache()
+            for work in works:
+                for variant in args.vllm_variants:
+                    named = "vLLM" if variant == "plain" else f"vL {variant}"
+                    table.show(name, work, named, beside_vllm(args.vllm, MODELS[name], work, variant))
 
 
 if __name__ == "__main__":

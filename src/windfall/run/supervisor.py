@@ -279,11 +279,10 @@ class Supervisor:
                 raise
             handle.when_ended(lambda: self._gpus.release(name))
             self._workers[name] = handle
-            # Which of the Slurm logs belong to living workers is not known here.
-            slurm_logs = {path.name for path in (self.folder / "workers").glob("slurm-*")}
-            folders.keep_newest(
-                self.folder / "workers", LOGS_KEPT, spare={f"{n}.log" for n in self._workers} | slurm_logs
-            )
+            # Which logs of Slurm and Ray belong to living workers is not known here.
+            logs = self.folder / "workers"
+            others = {path.name for source in ("slurm", "ray") for path in logs.glob(f"{source}*")}
+            folders.keep_newest(logs, LOGS_KEPT, spare={f"{n}.log" for n in self._workers} | others)
             return handle
 
         self._scaled = worker_sources.providers(

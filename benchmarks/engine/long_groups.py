@@ -14,6 +14,7 @@ about as many tokens per step as Seer reports for reasoning models (1.7 to 2.5),
 - tokens/s: of all responses, prompts of 512 tokens, up to 8,192 tokens each (log-normal lengths, mean about 2,300)
 - tail: seconds from the end of the 90th percentile of the responses to the last one
 - per step: tokens that a response got from a step; drafted and accepted as the engine counts them
+- promised: tokens per step that 3 drafted tokens would have given, whether the engine drafted or not
 - gain: tokens/s relative to the first variant of the same streams
 - vLLM: as it is by default, with drafts from each response's own text (`ngram`, 4 tokens: the streams are replayed
   there, too), and with an fp8 KV cache. Its suffix drafts need a package of their own and are not measured
@@ -85,6 +86,8 @@ class Figures(NamedTuple):
     tokens: int
     drafted: int
     accepted: int
+    promised: float = 1.0
+    """Tokens per step that drafts of 3 tokens would give, by what was right in other texts."""
 
 
 def measure(model: Any, work: LongWork, variant: str, prompts: list[list[int]]) -> Figures:
@@ -119,7 +122,8 @@ def measure(model: Any, work: LongWork, variant: str, prompts: list[list[int]]) 
                 ended += [time.perf_counter()] if chunk.finish else []
         now = engine.counters
         drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
-        figures = Figures(ended[-1] - began, tail_s(ended), tokens, drafted, accepted)
+        promised = engine._draft_length.tokens_per_step(4) if engine._draft_length else 1.0
+        figures = Figures(ended[-1] - began, tail_s(ended), tokens, drafted, accepted, promised)
     engine.sleep()
     return figures
 
@@ -139,17 +143,17 @@ def beside_vllm(folder: str, config: dict[str, Any], work: LongWork, variant: st
 class Table:
     def __init__(self) -> None:
         self._first: dict[LongWork, Figures] = {}
-        head = "model, groups, streams, variant, tokens/s, gain, tail s, gain, per step, drafted, accepted"
+        head = "model, groups, streams, variant, tokens/s, gain, tail s, gain, per step, promised, drafted, accepted"
         print("".join(f"{h:>10}" for h in head.split(", ")))
 
     def show(self, model: str, work: LongWork, variant: str, figures: Figures) -> None:
         first = self._first.setdefault(work, figures)
-        seconds, tail, tokens, drafted, accepted = figures
+        seconds, tail, tokens, drafted, accepted, promised = figures
         rate = tokens / seconds
         cells = (
             Path(model).name[:9], work.groups, work.stream, variant, f"{rate:,.0f}",
             f"{rate * first.seconds / first.tokens:.2f}x", f"{tail:.1f}", f"{first.tail_s / max(tail, 1e-9):.2f}x",
-            f"{tokens / max(1, tokens - accepted):.2f}", drafted, accepted,
+            f"{tokens / max(1, tokens - accepted):.2f}", f"{promised:.2f}", drafted, accepted,
         )  # fmt: skip
         print("".join(f"{cell!s:>10}" for cell in cells), flush=True)
 

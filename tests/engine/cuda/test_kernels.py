@@ -461,7 +461,7 @@ def test_attention_reads_and_writes_fp8(
     close(out, reference.decode_attention(q, rows, a.state, a.pool, 1, *how), rounded=2e-2)
     real = slice(0, a.pool.scratch)
     stored = [s.pool.data[:, :, real].float() for s in (a, b)]
-    assert ((stored[0] - stored[1]).abs() <= 0.13 * stored[1].abs() + 2e-3).all(), "more than one step of fp8 apart"
+    assert ((stored[0] - stored[1]).abs() <= 0.13 * stored[1].abs() + 1e-2).all(), "more than one step of fp8 apart"
 
     spans = spans_of([(0, 0, 1), (4, 100, 30), (5, 16, 9)], heads, kv_heads, DEVICE)
     q = numbers(len(spans.slot), heads, head, like=a)

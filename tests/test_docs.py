@@ -76,6 +76,13 @@ def test_every_name_in_the_architecture_page_exists() -> None:
     assert not missing
 
 
+def test_number_of_files_that_a_token_passes() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.split("### The files that a token passes")[1].split("\n## ")[0]
+    (count,) = re.findall(r"the id passes (\d+) files", section)
+    assert int(count) == len(set(re.findall(r"`(src/[\w./]+\.py):\w+`", section)))
+
+
 def test_every_package_has_its_line_in_the_architecture_page() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     top = [p.parent.name for p in (ROOT / "src" / "windfall").glob("*/__init__.py")]

@@ -67,7 +67,7 @@ def test_example_with_several_turns(
     recipe = ("--recipe", "recipes/verifiers.toml", "--set", "run.device='cpu'")
     code, out, errors = windfall("eval", "tiny", *recipe, "--tasks", "4", "--show", "4")
     assert code == 0, errors
-    assert "on 4 held-out tasks of verifiers" in out
+    assert "on 4 held-out tasks of agent" in out
     assert "rewards missing 0" in out
     assert ";" in out, "the environment's own sampling arguments end a turn with ';'"
 

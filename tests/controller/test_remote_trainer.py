@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from windfall.controller import remote_trainer
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.errors import WindfallError
 from windfall.link import messages as m
-from windfall.link import samples as wire
 from windfall.link.base import FrameTooLarge
 from windfall.link.memory import MemoryLink, pair
 from windfall.training import Sample, TrainerLost
@@ -158,7 +158,7 @@ def test_engines_of_a_sample_survive_the_wire() -> None:
 
 
 def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "FRAME_BYTES", 1 << 16)
+    monkeypatch.setattr(remote_trainer, "FRAME_BYTES", 1 << 16)
     samples = [sample(n, mark) for mark, n in enumerate((700, 900, 1500, 20, 20, 5000, 30))]
     frames: list[Any] = []
 
@@ -210,11 +210,11 @@ def test_lag_counts_toward_the_size_of_a_message(monkeypatch: pytest.MonkeyPatch
     """Without a lag, messages are split as before it existed: a split changes the order of summation."""
     fresh = [sample(101) for _ in range(8)]
     older = [replace(s, lag=np.ones(100, np.uint16)) for s in fresh]
-    monkeypatch.setattr(wire, "FRAME_BYTES", 4 * (5 * (101 + 100) + 16 * 100 + 160))
-    assert [len(part) for part in wire.parts(fresh)] == [4, 4]
-    assert [len(part) for part in wire.parts(older)] == [3, 3, 2]
-    for part in wire.parts(older):
-        assert len(m.encode(m.ForwardBackward(id="1.0", samples=part))) <= wire.FRAME_BYTES
+    monkeypatch.setattr(remote_trainer, "FRAME_BYTES", 4 * (5 * (101 + 100) + 16 * 100 + 160))
+    assert [len(part) for part in remote_trainer.message_parts(fresh)] == [4, 4]
+    assert [len(part) for part in remote_trainer.message_parts(older)] == [3, 3, 2]
+    for part in remote_trainer.message_parts(older):
+        assert len(m.encode(m.ForwardBackward(id="1.0", samples=part))) <= remote_trainer.FRAME_BYTES
 
 
 def test_sample_over_the_frame_limit_ends_the_run_with_a_reason() -> None:

@@ -120,5 +120,5 @@ def test_a_log_with_foreign_lines_and_odd_events_opens(page: Any, tmp_path: Path
             file.write(line.encode() + b"\n")
         file.write(b'{"t": 179')
     page.goto(pages.write([run], tmp_path / "page.html").as_uri())
-    page.get_by_text("2 events in the log have fields").wait_for()
+    page.get_by_text("5 events in the log have fields").wait_for()
     page.get_by_text("5 / 100").wait_for()

@@ -20,6 +20,7 @@ from windfall.models import load
 from windfall.recipe.lora import Lora
 from windfall.run.commands import export
 from windfall.trainer.model import lora
+from windfall.types import is_local
 
 Windfall = Callable[..., tuple[int, str, str]]
 CHANGES = ["rollout.groups=4", "rollout.group_size=4", "rollout.max_tokens=60", "eval.tasks=0", "train.lr=3e-3",
@@ -94,7 +95,8 @@ def check_bytes(run: Path) -> None:
     )
     assert all(0 < e["weights_bytes"] <= size + 4096 for e in steps(run))
     assert all(e["engine_gap"] < 1e-5 for e in steps(run))
-    pulled = [e["bytes"] for e in read(run / "events.jsonl") if e["name"] == "worker_ready" and e["worker"] != "local"]
+    ready = [e for e in read(run / "events.jsonl") if e["name"] == "worker_ready"]
+    pulled = [e["bytes"] for e in ready if not is_local(e["worker"])]
     assert pulled[0] > base
     assert all(n < size + 32_768 for n in pulled[1:])
     assert len(pulled) > 1

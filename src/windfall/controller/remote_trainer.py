@@ -9,7 +9,7 @@ with its own step and weights. The run ends only if the trainer reports an error
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,10 @@ import numpy as np
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import FrameTooLarge, Link, LinkClosed
-from windfall.link.samples import parts
 from windfall.training import CheckpointState, NewVersion, Report, Sample, TrainerLost
+
+FRAME_BYTES = 16 << 20
+"""Approximate size of one message with samples."""
 
 
 class RemoteTrainer:
@@ -65,13 +67,13 @@ class RemoteTrainer:
     async def forward(self, samples: Sequence[Sample], *, id: str) -> list[Sample]:
         """The samples with the log-probs of the present policy, for steps of several updates."""
         out: list[np.ndarray] = []
-        for n, part in enumerate(parts(samples)):
+        for n, part in enumerate(message_parts(samples)):
             out += (await self._ask(m.Forward(id=f"{id}.{n}", samples=part), m.LogProbs)).old
         return [replace(s, old=old) for s, old in zip(samples, out, strict=True)]
 
     async def forward_backward(self, samples: Sequence[Sample], *, id: str) -> float:
         """Add the gradient of these samples. Returns the seconds that the trainer worked on it."""
-        requests = [m.ForwardBackward(id=f"{id}.{n}", samples=part) for n, part in enumerate(parts(samples))]
+        requests = [m.ForwardBackward(id=f"{id}.{n}", samples=part) for n, part in enumerate(message_parts(samples))]
         return sum([(await self._ask(request, m.GradientAdded)).s for request in requests])
 
     async def optim_step(self, state: CheckpointState | None = None, *, id: str) -> Report:
@@ -124,3 +126,20 @@ class RemoteTrainer:
 
 def _published(reply: m.PublishedVersion) -> NewVersion:
     return NewVersion(version=reply.version, digest=reply.digest, update_bytes=reply.update_bytes)
+
+
+def message_parts(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
+    """The samples of each message, always split in the same way, so that the order of summation does not change."""
+    part: list[Sample] = []
+    size = 0
+    for sample in samples:
+        # On the wire an integer takes up to 5 bytes, a log-prob 8 and a lag 2; a sample has a few more fields.
+        wire = 5 * (len(sample.ids) + len(sample.targets)) + 16 * len(sample.targets) + 160
+        wire += 0 if sample.lag is None else sample.lag.nbytes
+        wire += sum(4 * len(name) + 10 for name, _ in sample.engines)
+        if part and size + wire > FRAME_BYTES:
+            yield tuple(part)
+            part, size = [], 0
+        part.append(sample)
+        size += wire
+    yield tuple(part)

@@ -157,7 +157,8 @@ def test_rewards_after_equal_time_are_interpolated() -> None:
 def test_writers_of_the_publishing_benchmark_agree() -> None:
     one, two = (ranks.measure(size, mib=8, share=0.03, versions=4, device="cpu") for size in (1, 2))
     assert len({tuple(t.digest for t in times) for times in (*one, *two)}) == 1
-    assert 0 < two[0][-1].delta == one[0][-1].delta < 0.1
+    # Each writer has its own spans, and a span has a head of some bytes.
+    assert 0 < one[0][-1].delta <= two[0][-1].delta < 1.001 * one[0][-1].delta < 0.1
     assert len(ranks.row(two, 8, 2, 0.03)) == 9
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from windfall.controller import loop as controller
+from windfall.controller import generation
 from windfall.controller.scheduling.admission import Admission
 from windfall.events import log as events
 from windfall.recipe.file import parse_recipe
@@ -136,7 +136,7 @@ def recipe(case: Case) -> Recipe:
 def simulate(case: Case) -> Measured:
     built = scenario.build(recipe(case))
     admission = GateOnly if VARIANTS[case.variant].get("gate_only") and case.staleness else Admission
-    with tempfile.TemporaryDirectory() as folder, patch.object(controller, "Admission", admission):
+    with tempfile.TemporaryDirectory() as folder, patch.object(generation, "Admission", admission):
         log = Path(folder) / "events.jsonl"
         run.simulate(built, log)
         steps = steps_of(events.read(log))[case.first : case.last]

@@ -98,8 +98,7 @@ def test_resume_with_an_edited_recipe_and_damaged_files(windfall: Windfall, trai
     assert "changed since the start of the run:" in out
     assert "  rollout.temperature: 1.0 -> 0.5. Responses after this point" in out
     assert "runs/small/address.json: damaged and removed" in out
-    assert f"skipped {len(FOREIGN_LINES)} lines that windfall did not write" in out
-    assert "damaged; the summary leaves them out" in out
+    assert "some events are damaged, so there is no summary" in " ".join(out.split())
     events = read(run / "events.jsonl")
     (event,) = [e for e in events if e["name"] == "recipe"]
     assert event["changed"] == {"run.steps": [2, 3], "rollout.temperature": [1.0, 0.5], "fleet.workers": [0, 1]}

@@ -1,9 +1,11 @@
-"""Linear layers on a CPU with weights in oneDNN's own layout, in which it multiplies small batches faster.
+"""Linear layers on an x86-64 CPU, for the batches of decode steps, with copies of their weights in a suitable layout.
 
-torch keeps weights in rows, and a library for matrix products brings them into another layout in every call. Prepacked
-weights are copies that are in this layout already, so they take as much memory as the weights again. Layers use them
-only inside the `with` block, so a trainer that shares the module trains its own weights. They do not follow the module:
-drop them when its weights change.
+torch keeps a weight as (out, in), and a library for matrix products brings it into another layout in every call. For
+few rows this takes as long as the product. So large weights are copied once into oneDNN's own layout, and small ones,
+where a call of oneDNN takes longer than it saves, as (in, out). docs/engine.md has figures.
+
+The copies take as much memory as the weights. Layers use them only inside the `with` block, so a trainer that shares
+the module computes with its own weights. They do not follow the module: drop them when its weights change.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-MIN_ELEMENTS = 1 << 17
-"""Smaller weights are not packed: a call of oneDNN takes longer than it saves."""
-ROWS = 32
-"""Rows of the batch for which the layout is chosen. Others are computed with it, too."""
+LARGE = 1 << 19
+"""Elements from which a weight is in oneDNN's layout."""
+ROWS = range(3, 129)
+"""Batches for which the copies are faster. Others are computed with the weights themselves."""
+TYPICAL_ROWS = 32
+"""Rows for which oneDNN chooses its layout."""
 
 
 class PrepackedLinears:
@@ -32,8 +36,7 @@ class PrepackedLinears:
 
     def __enter__(self) -> None:
         if self._forwards is None:
-            packs = (torch.ops.mkldnn._reorder_linear_weight(m.weight.detach(), ROWS) for m in self._layers)
-            self._forwards = [functools.partial(_forward, m, p) for m, p in zip(self._layers, packs, strict=True)]
+            self._forwards = [_pack(layer) for layer in self._layers]
         for layer, forward in zip(self._layers, self._forwards, strict=True):
             layer.__dict__["forward"] = forward
 
@@ -43,12 +46,26 @@ class PrepackedLinears:
 
 
 def _gains(weight: Tensor) -> bool:
-    """Whether oneDNN is used for this weight and is faster with a packed one. Processes of a run must agree on this."""
-    on = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled  # pyright: ignore[reportAttributeAccessIssue]
-    return on and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_ELEMENTS
+    """The same in all processes of a run: copies change the rounding."""
+    onednn: Any = torch.backends.mkldnn
+    return onednn.is_available() and onednn.enabled and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
-def _forward(layer: torch.nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
-    if x.numel() == x.shape[-1]:  # one row: there is nothing to bring into another layout
+def _pack(layer: torch.nn.Linear) -> Any:
+    weight = layer.weight.detach()
+    if weight.numel() >= LARGE:
+        return functools.partial(_onednn, layer, torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS))
+    return functools.partial(_transposed, layer, weight.t().contiguous())
+
+
+def _onednn(layer: torch.nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
+    if x.numel() // x.shape[-1] not in ROWS:
         return linear(x, layer.weight, layer.bias)
     return torch.ops.mkldnn._linear_pointwise(x, packed, layer.bias, "none", [], "")
+
+
+def _transposed(layer: torch.nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
+    if x.numel() // x.shape[-1] not in ROWS:
+        return linear(x, layer.weight, layer.bias)
+    out = torch.matmul(x, packed)
+    return out if layer.bias is None else out.add_(layer.bias)

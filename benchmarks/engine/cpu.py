@@ -3,10 +3,12 @@
     python benchmarks/engine/cpu.py                the peers that are installed beside windfall
     benchmarks/engine/peers/install.sh .peers      installs the others (5 GB), which are then found there
 
-There are two models (the tiny one, SmolLM2-135M) and two workloads of 32 requests in flight: equal lengths, and uneven
-ones (4 to 183 tokens, exponential), in groups of 8 that share a prompt. Useful tokens are those requested: tokens that
-a peer generates only to fill its batch do not count. Every peer runs in its own process with the same number of
-threads. The machine must be idle otherwise: `others` shows how many cores other processes used meanwhile.
+There are two models (the tiny one, SmolLM2-135M) and two workloads, with 32 requests in flight (`--batch`): equal
+lengths, and uneven ones (4 to 183 tokens, exponential), in groups of 8 that share a prompt. Useful tokens are those
+requested: tokens that a peer generates only to fill its batch do not count. Every peer runs in its own process with the
+same number of threads. The machine must be idle otherwise: `others` shows how many cores other processes used
+meanwhile. On a busy machine, use `--threads 1 --repeats 3` and compare tokens per CPU second: neighbors change them far
+less, and one thread never spins at a barrier.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -36,7 +39,7 @@ PEERS = {  # script: which environment under the peers' folder
 }
 
 
-def workload(model: str, kind: str, requests: int, threads: int) -> dict[str, Any]:
+def workload(model: str, kind: str, requests: int, threads: int, batch: int) -> dict[str, Any]:
     """Groups of 8 with one prompt of 24 tokens each, like in a rollout."""
     rng = random.Random(0)
     vocabulary = json.loads((Path(load.fetch(model)) / "config.json").read_text())["vocab_size"]
@@ -50,7 +53,7 @@ def workload(model: str, kind: str, requests: int, threads: int) -> dict[str, An
         "prompts": [prompts[i // 8] for i in range(requests)],
         "lengths": lengths[kind],
         "threads": threads,
-        "batch": 32,
+        "batch": batch,
     }
 
 
@@ -75,7 +78,10 @@ def main() -> None:
     p.add_argument("--peers", type=Path, default=Path(".peers"), help="directory where install.sh installed the peers")
     p.add_argument("--models", default="tiny,smollm2-135m")
     p.add_argument("--requests", type=int, default=64)
+    p.add_argument("--batch", type=int, default=32, help="requests in flight")
     p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--repeats", type=int, default=1, help="rounds over all peers; the table has medians")
+    p.add_argument("--only", default=",".join(PEERS), help="scripts to run, from benchmarks/engine/peers")
     p.add_argument("--timeout-s", type=float, default=900)
     p.add_argument("--out", type=Path, help="also write the figures to this file, as JSON")
     args = p.parse_args()
@@ -89,24 +95,31 @@ def main() -> None:
             out.print(f"{model} skipped: {e}")
             continue
         for kind in ("equal", "uneven"):
-            table = Table(title=f"{model}, {kind} lengths, {args.requests} requests, {args.threads} threads")
-            for column in ("engine", "version", "useful tok/s", "windfall is", "others", "note"):
+            table = Table(
+                title=f"{model}, {kind} lengths, {args.requests} requests, {args.batch} at once, {args.threads} threads"
+            )
+            for column in ("engine", "version", "tok/s", "windfall is", "tok/CPU s", "windfall is", "others", "note"):
                 table.add_column(column, justify="left" if column in ("engine", "version", "note") else "right")
-            own = 0.0
+            measured: dict[str, list[dict[str, Any]]] = {script: [] for script in PEERS if script in args.only}
             with tempfile.NamedTemporaryFile("w", suffix=".json") as f, out.status(f"{model} {kind}") as status:
-                json.dump(workload(model, kind, args.requests, args.threads), f)
+                json.dump(workload(model, kind, args.requests, args.threads, args.batch), f)
                 f.flush()
-                for script, environment in PEERS.items():
+                for script in [*measured] * args.repeats:
                     status.update(f"{model}, {kind} lengths: {script}")
-                    r = run(script, environment, args.peers, Path(f.name), args.timeout_s)
+                    r = run(script, PEERS[script], args.peers, Path(f.name), args.timeout_s)
+                    measured[script].append(r)
                     results.append({"model": model, "kind": kind, **r})
-                    if "skipped" in r:
-                        table.add_row(r["peer"], "-", "-", "-", "-", r["skipped"])
-                        continue
-                    rate = r["useful_tokens"] / r["seconds"]
-                    own = own or rate
-                    row = [r["peer"], r["version"], f"{rate:,.1f}", f"{own / rate:.2f}x", f"{r['others_cores']:.2f}"]
-                    table.add_row(*row, r["note"])
+            own: list[float] = []
+            for repeats in measured.values():
+                done = [r for r in repeats if "skipped" not in r]
+                if not done:
+                    table.add_row(repeats[0]["peer"], *["-"] * 6, repeats[0]["skipped"])
+                    continue
+                rates = [median(r["useful_tokens"] / r[time] for r in done) for time in ("seconds", "cpu_s")]
+                own = own or rates
+                shown = [text for x, y in zip(own, rates, strict=True) for text in (f"{y:,.1f}", f"{x / y:.2f}x")]
+                others = median(r["others_cores"] for r in done)
+                table.add_row(done[0]["peer"], done[0]["version"], *shown, f"{others:.2f}", done[0]["note"])
             out.print(table)
     if args.out:
         args.out.write_text(json.dumps(results, indent=1))

@@ -65,6 +65,8 @@ class Timer:
     far more than their share to a neighbour (a hundredfold was seen), so a figure is good only with `others` near 0."""
 
     seconds: float
+    cpu_s: float
+    """Time of this process on all cores: with one thread, neighbours hardly change it."""
     others_cores: float
 
     def __enter__(self) -> "Timer":
@@ -73,8 +75,8 @@ class Timer:
 
     def __exit__(self, *exc: object) -> None:
         self.seconds = time.perf_counter() - self._start
-        others_s = (machine_busy_s() - self._busy_s) - (time.process_time() - self._own_s)
-        self.others_cores = max(0.0, others_s / self.seconds)
+        self.cpu_s = time.process_time() - self._own_s
+        self.others_cores = max(0.0, (machine_busy_s() - self._busy_s - self.cpu_s) / self.seconds)
 
 
 def machine_busy_s() -> float:
@@ -94,9 +96,13 @@ def check(workload: Workload, made: list[int]) -> None:
 
 
 def report(peer: str, version: str, workload: Workload, timer: Timer, note: str) -> None:
-    figures = {"useful_tokens": workload.useful_tokens, "seconds": round(timer.seconds, 4)}
-    others = {"others_cores": round(timer.others_cores, 2)}
-    print(json.dumps({"peer": peer, "version": version, **figures, **others, "note": note}), flush=True)
+    figures = {
+        "useful_tokens": workload.useful_tokens,
+        "seconds": round(timer.seconds, 4),
+        "cpu_s": round(timer.cpu_s, 4),
+        "others_cores": round(timer.others_cores, 2),
+    }
+    print(json.dumps({"peer": peer, "version": version, **figures, "note": note}), flush=True)
 
 
 def skip(peer: str, error: ImportError, package: str) -> NoReturn:

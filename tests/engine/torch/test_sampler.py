@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from windfall.engine.torch import sampler
 from windfall.engine.torch.sampler import sample, uniform
 from windfall.types import Sampling
 
@@ -48,7 +50,9 @@ def test_temperature_top_k_and_top_p_truncate_the_distribution() -> None:
     assert set(both) == {0}
 
 
-def test_rows_are_sampled_independently() -> None:
+@pytest.mark.parametrize("chunk", [1, 250, 1 << 18])
+def test_rows_are_sampled_independently(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "CHUNK", chunk)
     hows = [Sampling(temperature=t, top_p=p, top_k=k) for t in (0.0, 0.6, 1.0) for p in (0.5, 1.0) for k in (0, 3)]
     torch.manual_seed(0)
     logits = torch.randn(len(hows), 50)

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from windfall.types import Sampling
 
+CHUNK = 1 << 18
+"""Logits that are sampled from at once on a CPU. For all of a large batch, memory that is computed from them would be
+given back to the system and taken from it again in every step."""
 _GOLDEN, _MIX1, _MIX2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -50,7 +53,19 @@ def sample(
     if any(s.top_k > 0 or s.top_p < 1.0 for s in sampling):
         top_p = torch.tensor([s.top_p for s in sampling], device=device, dtype=torch.float64)
         cut = torch.tensor([s.top_k for s in sampling], device=device), top_p
-    return draw(logits, torch.from_numpy(uniform(seeds, positions)).to(device), temperature, cut)
+    u = torch.from_numpy(uniform(seeds, positions)).to(device)
+    rows = max(1, CHUNK // logits.shape[-1]) if device.type == "cpu" else len(logits)
+    parts = [slice(i, i + rows) for i in range(0, len(logits), rows)]
+    drawn = [
+        draw(
+            logits[part],
+            u[part],
+            None if temperature is None else temperature[part],
+            None if cut is None else (cut[0][part], cut[1][part]),
+        )
+        for part in parts
+    ]
+    return drawn[0] if len(drawn) == 1 else (torch.cat([t for t, _ in drawn]), torch.cat([p for _, p in drawn]))
 
 
 def draw(

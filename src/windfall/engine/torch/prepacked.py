@@ -11,6 +11,7 @@ the module computes with its own weights. They do not follow the module: drop th
 from __future__ import annotations
 
 import functools
+import platform
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class PrepackedLinears:
 def _gains(weight: Tensor) -> bool:
     """The same in all processes of a run: copies change the rounding."""
     onednn: Any = torch.backends.mkldnn
-    return onednn.is_available() and onednn.enabled and weight.device.type == "cpu" and weight.dtype == torch.float32
+    usable = platform.machine() == "x86_64" and onednn.is_available() and onednn.enabled
+    return usable and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def _pack(layer: torch.nn.Linear) -> Any:

@@ -35,6 +35,70 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The common base. Decoding refuses a message with a missing field or a field of the wrong type."""
 
 
+Ranges = tuple[tuple[int, int], ...]
+"""Byte ranges (start, stop): sorted, disjoint, not adjacent, none empty (weights/slices.py)."""
+
+
+class FileRef(Message, frozen=True):
+    """A file of weights: a full copy, the base of adapters, or a delta. Its digest names its bytes."""
+
+    digest: str
+    nbytes: int
+    before: str = ""  # a delta: the full copy that it changes
+    after: str = ""  # a delta: the full copy that results
+
+
+class SourceRef(Message, frozen=True):
+    """Something that answers byte ranges of files."""
+
+    id: str
+    kind: Literal["trainer", "peer", "bucket"]
+    location: str  # URL; the host `_` stands for the controller's host, as the reader reaches it
+    machine: str = ""  # which machine it is on: a reader there reads its memory
+
+
+class RoutePart(Message, frozen=True):
+    start: int
+    stop: int
+    sources: tuple[int, ...]  # numbers in `ReadRoute.sources`, best first
+
+
+class ReadRoute(Message, frozen=True):
+    """Where a reader reads which bytes of a file."""
+
+    sources: tuple[SourceRef, ...]
+    parts: tuple[RoutePart, ...]  # in order, without overlap
+
+
+class FileRoute(Message, frozen=True):
+    file: FileRef
+    route: ReadRoute
+
+
+class Holding(Message, frozen=True):
+    file: FileRef
+    ranges: Ranges = ()  # empty: all of it
+
+
+class SourceUse(Message, frozen=True):
+    """What a reader got from a source."""
+
+    source: str
+    bytes: int
+    s: float
+    why: Literal["", "gone", "unreachable", "stalled", "slow", "wrong"] = ""  # why it stopped using it
+
+
+class PublishedFiles(Message, frozen=True):
+    """What the trainer publishes: all files that can still be read, and which of its machines has which bytes."""
+
+    version: int
+    digest: str  # of the full copy, or of the adapter
+    files: tuple[FileRef, ...]
+    holders: tuple[tuple[str, tuple[Holding, ...]], ...]  # location of each machine's weight server
+    bucket: str = ""  # its URL, if the files are published there, too
+
+
 class Challenge(Message, frozen=True, tag=1):
     """Controller to worker or trainer, first message on a link: prove that you know the secret (link/handshake.py)."""
 

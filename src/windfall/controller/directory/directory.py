@@ -1,0 +1,447 @@
+"""The directory: it knows who has which bytes of which files, and tells every reader from where to read. Pure.
+
+    load       a worker is to get a version: which files, and a route for each
+    ask        a source failed: a new route, from the first missing byte on
+    routed     routes that changed because a source left, was dropped or began something else: send them
+
+The state is soft. Workers say what they hold when they join, and the trainer when it connects; a controller that starts
+again builds the same directory from that. Times are arguments: same calls, same answers.
+
+Rules (`check` tests those that a state can show):
+ 1. Every source of a part is usable, and has all of the part or is reading it. The parts of a route have all that is
+    missing.
+ 2. No reader follows itself, also not over others.
+ 3. At most one reader of a region reads a file from outside it, of those that can use each other.
+ 4. The trainer feeds at most its fan-out and one reader of every other region, if workers can use each other.
+ 5. A reader that can use sources of all that it needs has a route.
+ 6. A dropped source gets no reader before it joins again.
+ 7. `needed` has the newest weights, all that is being read, and each file on the best way of any worker to the newest.
+ 8. A worker's copy is never counted on: while the trainer is connected, the newest weights have a complete source that
+    is no worker.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from windfall.controller.directory import updates
+from windfall.controller.directory.holders import WHOLE, Contacts, KnownFile, Part, PeerUse, Reading, WeightHolder
+from windfall.controller.directory.routes import LATENCY_S, SourceChoice, chunk_bytes, fan_out
+from windfall.controller.directory.traffic import Rates, Traffic, TrafficPrices, mean
+from windfall.link.messages import (
+    FileRef,
+    FileRoute,
+    Holding,
+    PublishedFiles,
+    Ranges,
+    ReadRoute,
+    RoutePart,
+    SourceRef,
+    SourceUse,
+)
+from windfall.weights.slices import covers, normal, size, subtract
+
+VERIFY_BYTES_PER_S = 4e9
+"""First guess of how fast a worker applies deltas to a copy and verifies it, by the size of the copy."""
+PACKED = 0.4
+"""Size of a packed delta, as a share of a plain one."""
+PACK_S_PER_BYTE = 1 / 0.8e9 + 1 / 3.2e9
+"""Packing and unpacking with 8 threads."""
+
+
+class Directory:
+    def __init__(self, prices: TrafficPrices, *, peers: PeerUse = "all", region: str = "") -> None:
+        self.region = region
+        """Region of the trainer and the bucket."""
+        self.newest = ""
+        self.traffic: Traffic | None = None
+        """Of the newest version."""
+        self._prices = prices
+        self._contacts = Contacts(peers)
+        self._rates = Rates()
+        self._verify_bytes_per_s = VERIFY_BYTES_PER_S
+        self._files: dict[str, KnownFile] = {}
+        self._plans: dict[str, tuple[FileRef, ...]] = {}
+        """By reader: the files of its load, in order."""
+        self._copies: dict[str, str] = {}
+        """By worker: the weights that it can apply deltas to. It serves them no more once its next load begins."""
+        self._routed: dict[tuple[str, str], None] = {}
+        self._events: list[tuple[str, dict[str, Any]]] = []
+        self._left: dict[str, WeightHolder] = {}
+        """Holders that left during this version. Readers still report what they got from them."""
+
+    # Holders
+
+    def join(self, holder: WeightHolder, holds: Sequence[Holding] = ()) -> None:
+        self.leave(holder.id)
+        self._contacts.add(holder)
+        for holding in holds:
+            self._known(holding.file.digest).held[holder.id] = holding.ranges or WHOLE
+            if not holding.ranges and not holding.file.after:
+                self._copies[holder.id] = holding.file.digest
+
+    def leave(self, id: str) -> None:
+        """A worker or a machine of the trainer (by its location) is gone. Its readers get other routes (`routed`)."""
+        holder = self._contacts.holders.get(id)
+        if holder is None:
+            return
+        self._left[id] = holder
+        self._plans.pop(id, None)
+        self._copies.pop(id, None)
+        for known in self._files.values():
+            known.held.pop(id, None)
+            self._end(known, id)
+            known.load.pop(id, None)
+        self._contacts.remove(id)
+        self._rates.forget(id)
+        self._repair(self._files.values(), id)
+        if self.traffic is not None:
+            self.traffic.left([id])
+
+    def publish(self, files: PublishedFiles, now_s: float) -> None:
+        """What the trainer and the bucket hold, all of it. A trainer that connects again says the same."""
+        gone = {id for id, holder in self._contacts.holders.items() if holder.kind != "peer"}
+        for known in self._files.values():
+            for id in gone:
+                known.held.pop(id, None)
+        for location, holds in files.holders:
+            kind = "bucket" if location == files.bucket else "trainer"
+            if location not in gone:
+                self._contacts.add(WeightHolder(id=location, kind=kind, location=location, region=self.region))
+            gone.discard(location)
+            for holding in holds:
+                self._known(holding.file.digest).held[location] = holding.ranges or WHOLE
+        for file in files.files:
+            self._known(file.digest).file = file
+        listed = {file.digest for file in files.files}
+        self._files = {name: known for name, known in self._files.items() if name in listed or known.readings}
+        for id in sorted(gone):
+            self.leave(id)
+        self._repair(self._files.values(), "")
+        if files.digest != self.newest:
+            self._begin_version(files, now_s)
+
+    def _begin_version(self, files: PublishedFiles, now_s: float) -> None:
+        if self.traffic is not None and self.traffic.all_s is None:
+            self._events.append(("weights", self.traffic.describe()))
+        sizes = {updates.result(file): file.nbytes for file in files.files if file.after}
+        copy = next((file.nbytes for file in files.files if file.digest == files.digest), 0)
+        waiting = {id for id, holder in self._contacts.holders.items() if holder.kind == "peer"}
+        self.newest = files.digest
+        self.traffic = Traffic(files.version, copy, sizes.get(files.digest, 0), now_s, waiting)
+        self._left = {}
+
+    def _known(self, digest: str) -> KnownFile:
+        return self._files.setdefault(digest, KnownFile())
+
+    # Readers
+
+    def load(self, reader: str, wanted: str, now_s: float) -> tuple[FileRoute, ...]:
+        """The files that bring the reader to these weights, each with its route. Nothing to read: no files. A file
+        without sources: none are known, and the reader is to ask again."""
+        me = self._contacts.holders[reader]
+        self.stopped(reader)
+        files = {known.file.digest: known.file for known in self._files.values() if known.file is not None}
+        while True:
+            plan = self._plan(reader, wanted, files.values())
+            if plan is None:  # no way has sources now: wait for those of the copy
+                copy = self._known(wanted).file
+                plan = () if copy is None else (copy,)
+                break
+            unread = [file for file in plan if not self._has_sources(me, file)]
+            if not unread:
+                break
+            del files[unread[0].digest]
+        self._keep_only(reader, {name for file in plan for name in _names(file)} or {wanted})
+        self._plans[reader] = plan
+        return tuple(FileRoute(file=file, route=self._begin(reader, file)) for file in plan)
+
+    def ask(self, reader: str, file: str, used: Sequence[SourceUse], received: int, now_s: float) -> ReadRoute:
+        """A source failed, or the reader needs this file, which its load did not name. `received`: bytes of it."""
+        known = self._known(file)
+        if known.file is None:
+            return ReadRoute(sources=(), parts=())
+        if reader not in known.readings:  # the deltas cannot be applied: it has lost its copy
+            self.stopped(reader)
+            self._copies.pop(reader, None)
+            self._keep_only(reader, set())
+            self._plans[reader] = (known.file,)
+            self._begin(reader, known.file)
+        reading = known.readings[reader]
+        reading.received = received
+        if not reading.missing:  # it lacks something nevertheless
+            known.held.pop(reader, None)
+            reading.need, reading.received = self._lacks(known, reader), 0
+        dropped = [use.source for use in used if self._take(reader, use, known)]
+        self._set(known, reader, ())
+        failed = next((use.source for use in used if use.why), "")
+        self._repair([known], failed)
+        self._repair(self._files.values() if dropped else (), failed)
+        self._routed.pop((reader, file), None)
+        return self._route(reading)
+
+    def progress(self, reader: str, received: int, now_s: float) -> None:
+        """`received`: bytes of the reader's present load, over all its files, which it reads in order."""
+        for file in self._plans.get(reader, ()):
+            reading = self._files[file.digest].readings[reader]
+            need = size(reading.need)
+            reading.received = max(reading.received, min(received, need))
+            received = max(0, received - need)
+
+    def loaded(self, reader: str, digest: str, used: Sequence[SourceUse], now_s: float, apply_s: float = 0.0) -> None:
+        """The reader has these weights, and every file of its load. `apply_s`: what applying deltas took."""
+        for use in used:
+            self._take(reader, use, None)
+        plan = self._plans.pop(reader, ())
+        for file in plan:
+            self._known(file.digest).held[reader] = WHOLE
+            self._end(self._files[file.digest], reader)
+        known = self._files.get(digest)
+        if known is not None and known.file is not None:
+            known.held[reader] = WHOLE
+            if apply_s > 0:
+                self._verify_bytes_per_s = mean(self._verify_bytes_per_s, known.file.nbytes / apply_s)
+        self._copies[reader] = digest
+        if self.traffic is not None and digest == self.newest:
+            open = self.traffic.all_s is None
+            self.traffic.ready(reader, now_s)
+            if open and self.traffic.all_s is not None:
+                self._events.append(("weights", self.traffic.describe()))
+
+    def stopped(self, reader: str) -> None:
+        """Its load failed or was replaced. Its followers get other routes."""
+        files = [self._files[file.digest] for file in self._plans.pop(reader, ())]
+        for known in files:
+            self._end(known, reader)
+        self._repair(files, reader)
+
+    # What others need to know
+
+    def routed(self) -> list[tuple[str, FileRoute]]:
+        """Routes to send to readers that did not ask, since the last call."""
+        changed, self._routed = self._routed, {}
+        out = []
+        for reader, digest in changed:
+            known = self._files.get(digest)
+            if known is not None and known.file is not None and reader in known.readings:
+                out.append((reader, FileRoute(file=known.file, route=self._route(known.readings[reader]))))
+        return out
+
+    def needed(self) -> frozenset[str]:
+        """Files that must not expire."""
+        files = [known.file for known in self._files.values() if known.file is not None]
+        out = {self.newest} | {name for name, known in self._files.items() if known.readings}
+        plans: dict[tuple[frozenset[str], float], tuple[FileRef, ...] | None] = {}
+        for id, holder in self._contacts.holders.items():
+            if holder.kind == "peer":
+                key = frozenset(self._held(id)), self._rate(holder, self.newest)
+                if key not in plans:
+                    plans[key] = self._plan(id, self.newest, files)
+                out.update(name for file in plans[key] or () for name in _names(file))
+        return frozenset(out & set(self._files))
+
+    def pack(self) -> bool:
+        """Whether packed deltas save more time on the slowest link from the trainer than packing takes."""
+        trainer = WeightHolder(id="", kind="trainer", region=self.region)
+        workers = (holder for holder in self._contacts.holders.values() if holder.kind == "peer")
+        slowest = min((self._rates.between(worker, trainer) for worker in workers), default=float("inf"))
+        return (1 - PACKED) / slowest > PACK_S_PER_BYTE
+
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        """Since the last call, for the event log."""
+        out, self._events = self._events, []
+        return out
+
+    def check(self) -> None:
+        """Raise AssertionError if the state breaks a rule."""
+        holders, usable = self._contacts.holders, self._contacts.usable
+        for digest, known in self._files.items():
+            importers: list[str] = []
+            load: Counter[str] = Counter()
+            for reader, reading in known.readings.items():
+                me = holders[reader]
+                for part in reading.parts:
+                    assert part.sources and all(self._valid(known, reader, part, id) for id in part.sources), (1, part)
+                    assert not self._contacts.dropped.intersection(part.sources), (6, part)
+                covered = normal((part.start, part.stop) for part in reading.parts)
+                assert not reading.parts or covers(covered, reading.missing), (1, reader, digest)
+                firsts = [holders[id] for id in _firsts(reading.parts)]
+                load.update(h.id for h in firsts if h.region == me.region and not h.shares_machine(me))
+                for other in importers if any(h.region != me.region for h in firsts) else ():
+                    pair = ((reader, other), (other, reader))
+                    both = all(usable(*ids) and ids[1] not in known.readings[ids[0]].avoid for ids in pair)
+                    assert holders[other].region != me.region or not both, (3, reader, other)
+                if any(h.region != me.region for h in firsts):
+                    importers.append(reader)
+            assert +load == +known.load, (digest, load, known.load)
+            follows = {reader: known.follows(reader) for reader in known.readings}
+            while done := [reader for reader, others in follows.items() if not others & follows.keys()]:
+                for reader in done:
+                    del follows[reader]
+            assert not follows, (2, follows)
+        kept = [id for id, holder in holders.items() if holder.kind != "peer"]
+        if self.newest in self._files and any(holders[id].kind == "trainer" for id in kept):
+            known = self._files[self.newest]
+            complete = normal(piece for id in kept for piece in known.held.get(id, ()))
+            assert known.file is not None and covers(complete, normal([(0, known.file.nbytes)])), (8, self.newest)
+
+    # Plans
+
+    def _plan(self, reader: str, wanted: str, files: Iterable[FileRef]) -> tuple[FileRef, ...] | None:
+        known = self._files.get(wanted)
+        copy = known.file.nbytes if known is not None and known.file is not None else 0
+        return updates.plan(
+            self._held(reader),
+            wanted,
+            files,
+            bytes_per_s=self._rate(self._contacts.holders[reader], wanted),
+            apply_s=copy / self._verify_bytes_per_s,
+        )
+
+    def _held(self, reader: str) -> list[str]:
+        """All weights that the reader has complete."""
+        whole = [name for name, known in self._files.items() if known.file and not self._lacks(known, reader)]
+        return [*whole, *([self._copies[reader]] if reader in self._copies else [])]
+
+    def _lacks(self, known: KnownFile, reader: str) -> Ranges:
+        assert known.file is not None
+        return subtract(normal([(0, known.file.nbytes)]), known.held.get(reader, ()))
+
+    def _rate(self, me: WeightHolder, wanted: str) -> float:
+        """Expected bytes per second: from the nearest complete copy, or else from the trainer."""
+        nearest = WeightHolder(id="", kind="trainer", region=self.region)
+        for id, ranges in self._files[wanted].held.items() if wanted in self._files else ():
+            holder = self._contacts.holders[id]
+            near = me.shares_machine(holder) or holder.region == me.region != nearest.region
+            if near and ranges == WHOLE and self._contacts.usable(me.id, id):
+                nearest = holder
+                if me.shares_machine(holder):
+                    break
+        return self._rates.between(me, nearest)
+
+    # Routes
+
+    def _choice(self, file: FileRef) -> SourceChoice:
+        here = WeightHolder(id="", kind="peer", region=self.region)
+        rate = self._rates.between(here, here)
+        slots = fan_out(len(self._contacts.holders), file.nbytes, chunk_bytes(file.nbytes), rate, LATENCY_S)
+        return SourceChoice(self._contacts, self._prices, slots, self._rates.slow)
+
+    def _has_sources(self, me: WeightHolder, file: FileRef) -> bool:
+        known = self._files[file.digest]
+        lacks = self._lacks(known, me.id)
+        return not lacks or bool(self._choice(file).route(me, known, Reading(lacks)))
+
+    def _begin(self, reader: str, file: FileRef) -> ReadRoute:
+        known = self._files[file.digest]
+        reading = Reading(self._lacks(known, reader))
+        parts = self._choice(file).route(self._contacts.holders[reader], known, reading)
+        known.readings[reader] = reading
+        self._set(known, reader, parts, "first")
+        return self._route(reading)
+
+    def _end(self, known: KnownFile, reader: str) -> None:
+        if reader in known.readings:
+            self._set(known, reader, ())
+            del known.readings[reader]
+
+    def _keep_only(self, reader: str, keep: set[str]) -> None:
+        """The reader overwrites its copy: it serves deltas and these files only."""
+        for name, known in self._files.items():
+            delta = known.file is not None and known.file.after
+            if name not in keep and not delta and known.held.pop(reader, None) is not None:
+                self._repair([known], reader)
+
+    def _set(self, known: KnownFile, reader: str, parts: tuple[Part, ...], why: str = "") -> None:
+        """Give a reader this route, and count the load of its first sources. `why`: for the event of an importer."""
+        reading, me, holders = known.readings[reader], self._contacts.holders[reader], self._contacts.holders
+        for sources, sign in ((_firsts(reading.parts), -1), (_firsts(parts), 1)):
+            for id in sources:
+                holder = holders.get(id)
+                if holder is not None and holder.region == me.region and not me.shares_machine(holder):
+                    known.load[id] += sign
+        reading.parts = parts
+        if parts:
+            importing = any(holders[id].region != me.region for id in _firsts(parts))
+            if importing and not reading.importing and known.file is not None:
+                at = {"worker": reader, "file": known.file.digest, "at_bytes": reading.missing[0][0]}
+                self._events.append(("importer", {"region": me.region, **at, "why": why}))
+            reading.importing = importing
+
+    def _route(self, reading: Reading) -> ReadRoute:
+        ids = list(dict.fromkeys(id for part in reading.parts for id in part.sources))
+        holders = [self._contacts.holders[id] for id in ids]
+        return ReadRoute(
+            sources=tuple(SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine) for h in holders),
+            parts=tuple(
+                RoutePart(start=part.start, stop=part.stop, sources=tuple(ids.index(id) for id in part.sources))
+                for part in reading.parts
+            ),
+        )
+
+    def _repair(self, files: Iterable[KnownFile], lost: str) -> None:
+        """Give new routes to all whose first source is none any more, and to those that had none. The reader with the
+        most bytes comes first: if it must import, the others can follow it."""
+        for known in files:
+            broken = []
+            for reader, reading in known.readings.items():
+                parts = tuple(
+                    part._replace(sources=tuple(id for id in part.sources if self._valid(known, reader, part, id)))
+                    for part in reading.parts
+                )
+                if _firsts(parts) != _firsts(reading.parts) or (not parts and reading.missing):
+                    broken.append(reader)
+                else:
+                    reading.parts = parts
+            for reader in broken:
+                self._set(known, reader, ())
+            for reader in sorted(broken, key=lambda id: (-known.readings[id].received, id)):
+                assert known.file is not None
+                reading = known.readings[reader]
+                parts = self._choice(known.file).route(self._contacts.holders[reader], known, reading)
+                self._set(known, reader, parts, lost or "first")
+                if parts:
+                    self._routed[reader, known.file.digest] = None
+
+    def _valid(self, known: KnownFile, reader: str, part: Part, id: str) -> bool:
+        has = id in known.readings or known.has(id, part.start, part.stop)
+        return has and self._contacts.usable(reader, id)
+
+    # Reports
+
+    def _take(self, reader: str, use: SourceUse, known: KnownFile | None) -> bool:
+        """Count what a reader got, and take its complaint. Whether a source was dropped."""
+        me, source = self._contacts.holders[reader], self._contacts.holders.get(use.source)
+        past = source or self._left.get(use.source)
+        if past is not None:
+            self._rates.add(me, past, use.bytes, use.s)
+            if self.traffic is not None:
+                self.traffic.add(me, past, use.bytes, self._prices)
+        if source is None or use.why in ("", "slow"):
+            return False
+        dropped = False
+        if known is not None and use.why == "wrong" and source.kind == "bucket":
+            dropped = known.held.pop(use.source, None) is not None
+        elif use.why in ("unreachable", "wrong"):
+            dropped = self._contacts.report(reader, use.source, use.why)
+        elif known is not None:
+            known.readings[reader].avoid.add(use.source)
+            if use.why == "gone" and source.kind == "peer" and use.source not in known.readings:
+                dropped = known.held.pop(use.source, None) is not None
+        if dropped:
+            file = known.file.digest if known is not None and known.file is not None else ""
+            about = {"source": use.source, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
+            self._events.append(("source_dropped", about))
+        return dropped
+
+
+def _names(file: FileRef) -> tuple[str, ...]:
+    """A file, and the base that it is useless without."""
+    return (file.digest, file.before) if file.before and not file.after else (file.digest,)
+
+
+def _firsts(parts: Iterable[Part]) -> tuple[str, ...]:
+    """The first source of every part, each once."""
+    return tuple(dict.fromkeys(id for part in parts for id in part.sources[:1]))

@@ -154,6 +154,12 @@ class DirectoryMachine(RuleBasedStateMachine):
         if any(not r.route.sources and worker.missing(r.file.digest) for r in routes):
             assert len(routes) == 1  # it waits for the copy
 
+    @rule()
+    def load_all(self) -> None:
+        for id in self.workers:
+            self.load(id)
+            self.keeps_its_rules()
+
     def reading(self, data: Any) -> Worker | None:
         busy = [w for w in self.workers.values() if w.files]
         return data.draw(st.sampled_from(busy)) if busy else None
@@ -232,7 +238,8 @@ class DirectoryMachine(RuleBasedStateMachine):
                 if have:
                     holds.append(Holding(file=file, ranges=have))
             self.directory.join(worker.holder, holds)
-            worker.copy = worker.copy if not worker.files else ""
+            whole = [name for name, file in worker.files.items() if not file.after and not worker.missing(name)]
+            worker.copy = worker.copy if not worker.files else (whole or [""])[0]
             worker.begin("", (), {})
         self.connected = True
         self.directory.publish(self.published(), self.now_s)
@@ -271,9 +278,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         readers: dict[tuple[str, str], int] = {}
         for id, worker in self.workers.items():
             for name, known in self.directory._files.items():  # noqa: SLF001
-                if id in known.readings and any(
-                    part.sources[0] in ("t0", "t1") for part in known.readings[id].parts
-                ):
+                if id in known.readings and any(part.sources[0] in ("t0", "t1") for part in known.readings[id].parts):
                     key = name, worker.holder.region
                     readers[key] = readers.get(key, 0) + 1
         for (_, region), count in readers.items():

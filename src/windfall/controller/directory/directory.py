@@ -174,11 +174,11 @@ class Directory:
         if not reading.missing:  # it lacks something nevertheless
             known.held.pop(reader, None)
             reading.need, reading.received = self._lacks(known, reader), 0
-        dropped = [use.source for use in used if self._take(reader, use, known)]
+        for use in used:
+            self._take(reader, use, known)
         self._set(known, reader, ())
         failed = next((use.source for use in used if use.why), "")
-        self._repair([known], failed)
-        self._repair(self._files.values() if dropped else (), failed)
+        self._repair(self._files.values() if failed else [known], failed)
         self._routed.pop((reader, file), None)
         return self._route(reading)
 
@@ -192,8 +192,6 @@ class Directory:
 
     def loaded(self, reader: str, digest: str, used: Sequence[SourceUse], now_s: float, apply_s: float = 0.0) -> None:
         """The reader has these weights, and every file of its load. `apply_s`: what applying deltas took."""
-        for use in used:
-            self._take(reader, use, None)
         plan = self._plans.pop(reader, ())
         for file in plan:
             self._known(file.digest).held[reader] = WHOLE
@@ -204,6 +202,10 @@ class Directory:
             if apply_s > 0:
                 self._verify_bytes_per_s = mean(self._verify_bytes_per_s, known.file.nbytes / apply_s)
         self._copies[reader] = digest
+        for use in used:
+            self._take(reader, use, None)
+        if any(use.why for use in used):
+            self._repair(self._files.values(), reader)
         if self.traffic is not None and digest == self.newest:
             open = self.traffic.all_s is None
             self.traffic.ready(reader, now_s)
@@ -269,11 +271,12 @@ class Directory:
                 assert not reading.parts or covers(covered, reading.missing), (1, reader, digest)
                 firsts = [holders[id] for id in _firsts(reading.parts)]
                 load.update(h.id for h in firsts if h.region == me.region and not h.shares_machine(me))
-                for other in importers if any(h.region != me.region for h in firsts) else ():
+                importing = any(holder.across(me) for holder in firsts)
+                for other in importers if importing else ():
                     pair = ((reader, other), (other, reader))
                     both = all(usable(*ids) and ids[1] not in known.readings[ids[0]].avoid for ids in pair)
                     assert holders[other].region != me.region or not both, (3, reader, other)
-                if any(h.region != me.region for h in firsts):
+                if importing:
                     importers.append(reader)
             assert +load == +known.load, (digest, load, known.load)
             follows = {reader: known.follows(reader) for reader in known.readings}
@@ -364,7 +367,7 @@ class Directory:
                     known.load[id] += sign
         reading.parts = parts
         if parts:
-            importing = any(holders[id].region != me.region for id in _firsts(parts))
+            importing = any(holders[id].across(me) for id in _firsts(parts))
             if importing and not reading.importing and known.file is not None:
                 at = {"worker": reader, "file": known.file.digest, "at_bytes": reading.missing[0][0]}
                 self._events.append(("importer", {"region": me.region, **at, "why": why}))
@@ -411,8 +414,8 @@ class Directory:
 
     # Reports
 
-    def _take(self, reader: str, use: SourceUse, known: KnownFile | None) -> bool:
-        """Count what a reader got, and take its complaint. Whether a source was dropped."""
+    def _take(self, reader: str, use: SourceUse, known: KnownFile | None) -> None:
+        """Count what a reader got, and take its complaint."""
         me, source = self._contacts.holders[reader], self._contacts.holders.get(use.source)
         past = source or self._left.get(use.source)
         if past is not None:
@@ -420,7 +423,7 @@ class Directory:
             if self.traffic is not None:
                 self.traffic.add(me, past, use.bytes, self._prices)
         if source is None or use.why in ("", "slow"):
-            return False
+            return
         dropped = False
         if known is not None and use.why == "wrong" and source.kind == "bucket":
             dropped = known.held.pop(use.source, None) is not None
@@ -434,7 +437,6 @@ class Directory:
             file = known.file.digest if known is not None and known.file is not None else ""
             about = {"source": use.source, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
             self._events.append(("source_dropped", about))
-        return dropped
 
 
 def _names(file: FileRef) -> tuple[str, ...]:

@@ -51,6 +51,10 @@ class WeightHolder:
     def shares_machine(self, other: WeightHolder) -> bool:
         return bool(self.machine) and self.machine == other.machine
 
+    def across(self, other: WeightHolder) -> bool:
+        """Whether a wide link is between them."""
+        return self.region != other.region and not self.shares_machine(other)
+
 
 class Part(NamedTuple):
     start: int

@@ -109,10 +109,11 @@ class _Search:
             or min(inside, key=self._cost, default=None)
         )
         if first is None and outside:
-            first = min((id for id in candidates if self._serves(id, start, stop)), key=self._cost, default=None)
+            usable = (id for id in candidates if self._serves(id, start, stop))
+            first = min(usable, key=lambda id: (self._cost(id)[:2], not known.has(id, start, stop)), default=None)
         if first is None:
             return ()
-        across = holders[first].region != region
+        across = holders[first].across(self.me)
         for id in known.held:
             near = across or holders[id].region == region
             if near and id != first and known.has(id, start, stop) and self._serves(id, start, stop):

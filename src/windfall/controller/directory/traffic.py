@@ -35,7 +35,7 @@ class TrafficPrices:
     bucket_usd_per_gb: float = 0.0
 
     def usd_per_gb(self, reader: WeightHolder, source: WeightHolder) -> float:
-        across = self.across_usd_per_gb if reader.region != source.region else 0.0
+        across = self.across_usd_per_gb if reader.across(source) else 0.0
         return across + (self.bucket_usd_per_gb if source.kind == "bucket" else 0.0)
 
 
@@ -97,7 +97,7 @@ class Traffic:
 
     def add(self, reader: WeightHolder, source: WeightHolder, count: int, prices: TrafficPrices) -> None:
         self.bytes["machine" if reader.shares_machine(source) else source.kind] += count
-        self.bytes["across"] += count if reader.region != source.region else 0
+        self.bytes["across"] += count if reader.across(source) else 0
         self.usd += count / 1e9 * prices.usd_per_gb(reader, source)
 
     def ready(self, reader: str, now_s: float) -> None:

@@ -245,7 +245,8 @@ def test_traffic_of_a_version() -> None:
         "peer_bytes": 16 * GB, "machine_bytes": 16 * GB, "bucket_bytes": 0, "across_bytes": 16 * GB,
         "usd": pytest.approx(0.32), "half_s": 20.0, "all_s": 40.0,
     }  # fmt: skip
-    assert d.traffic is not None and d.traffic.describe() == weights
+    assert d.traffic is not None
+    assert d.traffic.describe() == weights
 
 
 def test_deltas_are_packed_for_slow_links() -> None:

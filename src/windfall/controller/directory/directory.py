@@ -23,7 +23,7 @@ Rules (`check` tests those that a state can show):
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from windfall.controller.directory import updates
@@ -96,7 +96,7 @@ class Directory:
             known.load.pop(id, None)
         self._contacts.remove(id)
         self._rates.forget(id)
-        self._repair(self._files.values(), id)
+        self._repair(self._files.values(), [id])
         if self.traffic is not None:
             self.traffic.left([id])
 
@@ -119,7 +119,7 @@ class Directory:
         self._files = {name: known for name, known in self._files.items() if name in listed or known.readings}
         for id in sorted(gone):
             self.leave(id)
-        self._repair(self._files.values(), "")
+        self._repair(self._files.values(), [id for id, h in self._contacts.holders.items() if h.kind != "peer"])
         if files.digest != self.newest:
             self._begin_version(files, now_s)
 
@@ -141,22 +141,20 @@ class Directory:
     def load(self, reader: str, wanted: str, now_s: float) -> tuple[FileRoute, ...]:
         """The files that bring the reader to these weights, each with its route. Nothing to read: no files. A file
         without sources: none are known, and the reader is to ask again."""
-        me = self._contacts.holders[reader]
         self.stopped(reader)
         files = {known.file.digest: known.file for known in self._files.values() if known.file is not None}
-        while True:
-            plan = self._plan(reader, wanted, files.values())
-            if plan is None:  # no way has sources now: wait for those of the copy
-                copy = self._known(wanted).file
-                plan = () if copy is None else (copy,)
-                break
-            unread = [file for file in plan if not self._has_sources(me, file)]
+        while (plan := self._plan(reader, wanted, files.values())) is not None:
+            readings = [self._find(reader, file) for file in plan]
+            unread = [file for file, reading in zip(plan, readings, strict=True) if reading.unfed]
             if not unread:
                 break
             del files[unread[0].digest]
+        else:  # no way has sources now: wait for those of the copy
+            copy = self._known(wanted).file
+            plan = () if copy is None else (copy,)
+            readings = [Reading(self._lacks(self._known(wanted), reader)) for _ in plan]
         self._keep_only(reader, {name for file in plan for name in _names(file)} or {wanted})
-        self._plans[reader] = plan
-        return tuple(FileRoute(file=file, route=self._begin(reader, file)) for file in plan)
+        return self._begin(reader, plan, readings)
 
     def ask(self, reader: str, file: str, used: Sequence[SourceUse], received: int, now_s: float) -> ReadRoute:
         """A source failed, or the reader needs this file, which its load did not name. `received`: bytes of it."""
@@ -167,8 +165,8 @@ class Directory:
             self.stopped(reader)
             self._copies.pop(reader, None)
             self._keep_only(reader, set())
-            self._plans[reader] = (known.file,)
-            self._begin(reader, known.file)
+            known.held.pop(reader, None)
+            self._begin(reader, (known.file,), [Reading(self._lacks(known, reader))])
         reading = known.readings[reader]
         reading.received = received
         if not reading.missing:  # it lacks something nevertheless
@@ -177,7 +175,7 @@ class Directory:
         for use in used:
             self._take(reader, use, known)
         self._set(known, reader, ())
-        failed = next((use.source for use in used if use.why), "")
+        failed = [use.source for use in used if use.why]
         self._repair(self._files.values() if failed else [known], failed)
         self._routed.pop((reader, file), None)
         return self._route(reading)
@@ -204,8 +202,8 @@ class Directory:
         self._copies[reader] = digest
         for use in used:
             self._take(reader, use, None)
-        if any(use.why for use in used):
-            self._repair(self._files.values(), reader)
+        if failed := [use.source for use in used if use.why]:
+            self._repair(self._files.values(), failed)
         if self.traffic is not None and digest == self.newest:
             open = self.traffic.all_s is None
             self.traffic.ready(reader, now_s)
@@ -217,7 +215,7 @@ class Directory:
         files = [self._files[file.digest] for file in self._plans.pop(reader, ())]
         for known in files:
             self._end(known, reader)
-        self._repair(files, reader)
+        self._repair(files, [reader])
 
     # What others need to know
 
@@ -332,18 +330,20 @@ class Directory:
         slots = fan_out(len(self._contacts.holders), file.nbytes, chunk_bytes(file.nbytes), rate, LATENCY_S)
         return SourceChoice(self._contacts, self._prices, slots, self._rates.slow)
 
-    def _has_sources(self, me: WeightHolder, file: FileRef) -> bool:
-        known = self._files[file.digest]
-        lacks = self._lacks(known, me.id)
-        return not lacks or bool(self._choice(file).route(me, known, Reading(lacks)))
-
-    def _begin(self, reader: str, file: FileRef) -> ReadRoute:
+    def _find(self, reader: str, file: FileRef) -> Reading:
+        """A reading with its route, which has not begun."""
         known = self._files[file.digest]
         reading = Reading(self._lacks(known, reader))
-        parts = self._choice(file).route(self._contacts.holders[reader], known, reading)
-        known.readings[reader] = reading
-        self._set(known, reader, parts, "first")
-        return self._route(reading)
+        reading.parts = self._choice(file).route(self._contacts.holders[reader], known, reading)
+        return reading
+
+    def _begin(self, reader: str, plan: tuple[FileRef, ...], found: Sequence[Reading]) -> tuple[FileRoute, ...]:
+        self._plans[reader] = plan
+        for file, reading in zip(plan, found, strict=True):
+            known, parts, reading.parts = self._files[file.digest], reading.parts, ()
+            known.readings[reader] = reading
+            self._set(known, reader, parts, "first")
+        return tuple(FileRoute(file=file, route=self._route(r)) for file, r in zip(plan, found, strict=True))
 
     def _end(self, known: KnownFile, reader: str) -> None:
         if reader in known.readings:
@@ -355,7 +355,7 @@ class Directory:
         for name, known in self._files.items():
             delta = known.file is not None and known.file.after
             if name not in keep and not delta and known.held.pop(reader, None) is not None:
-                self._repair([known], reader)
+                self._repair([known], [reader])
 
     def _set(self, known: KnownFile, reader: str, parts: tuple[Part, ...], why: str = "") -> None:
         """Give a reader this route, and count the load of its first sources. `why`: for the event of an importer."""
@@ -384,17 +384,19 @@ class Directory:
             ),
         )
 
-    def _repair(self, files: Iterable[KnownFile], lost: str) -> None:
-        """Give new routes to all whose first source is none any more, and to those that had none. The reader with the
-        most bytes comes first: if it must import, the others can follow it."""
+    def _repair(self, files: Iterable[KnownFile], suspects: Collection[str]) -> None:
+        """Something has changed about these sources. Give new routes to all whose first source is none any more, and to
+        those that had none. The reader with the most bytes comes first: if it must import, the others can follow it."""
         for known in files:
-            broken = []
+            broken = [reader for reader, reading in known.readings.items() if reading.unfed]
             for reader, reading in known.readings.items():
+                if not any(id in suspects for part in reading.parts for id in part.sources):
+                    continue
                 parts = tuple(
                     part._replace(sources=tuple(id for id in part.sources if self._valid(known, reader, part, id)))
                     for part in reading.parts
                 )
-                if _firsts(parts) != _firsts(reading.parts) or (not parts and reading.missing):
+                if _firsts(parts) != _firsts(reading.parts):
                     broken.append(reader)
                 else:
                     reading.parts = parts
@@ -404,7 +406,7 @@ class Directory:
                 assert known.file is not None
                 reading = known.readings[reader]
                 parts = self._choice(known.file).route(self._contacts.holders[reader], known, reading)
-                self._set(known, reader, parts, lost or "first")
+                self._set(known, reader, parts, next(iter(suspects), "first"))
                 if parts:
                     self._routed[reader, known.file.digest] = None
 

@@ -77,6 +77,11 @@ class Reading:
     """It reads from another region."""
 
     @property
+    def unfed(self) -> bool:
+        """It lacks something, and has no source for it."""
+        return not self.parts and bool(self.missing)
+
+    @property
     def missing(self) -> Ranges:
         left, out = self.received, []
         for start, stop in self.need:
@@ -98,7 +103,8 @@ class KnownFile:
     """By holder: readers of its region on other machines whose first source it is."""
 
     def has(self, id: str, start: int, stop: int) -> bool:
-        return covers(self.held.get(id, ()), ((start, stop),))
+        ranges = self.held.get(id)
+        return ranges is not None and (ranges == WHOLE or covers(ranges, ((start, stop),)))
 
     def follows(self, reader: str) -> set[str]:
         """The readers of this file that a reader follows."""
@@ -111,7 +117,7 @@ class KnownFile:
 
     def unfit(self, reader: str) -> set[str]:
         """Who cannot be followed by this reader: those that follow it, those without a source, and their followers."""
-        unfit = {id for id, reading in self.readings.items() if id == reader or (not reading.parts and reading.missing)}
+        unfit = {id for id, reading in self.readings.items() if id == reader or reading.unfed}
         if not unfit:
             return unfit
         followers: dict[str, list[str]] = {}

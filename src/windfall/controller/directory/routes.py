@@ -17,7 +17,6 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -75,16 +74,15 @@ class SourceChoice:
 
     def _cover(self, search: _Search, reading: Reading) -> tuple[Part, ...]:
         parts: list[Part] = []
-        for start, stop in reading.missing:
-            whole = search.sources(start, stop, outside=False)
-            pieces = ((start, stop),) if whole else _pieces(search.known, start, stop)
-            for start, stop in pieces:
+        for missing in reading.missing:
+            pieces = _pieces(search.known, *missing)
+            whole = search.sources(*missing, outside=False) if len(pieces) > 1 else ()
+            for start, stop in (missing,) if whole else pieces:
                 found = whole or search.sources(start, stop, outside=True)
                 if not found:
                     return ()
-                if parts and parts[-1].stop == start and parts[-1].sources == found:
-                    start = parts.pop().start
-                parts.append(Part(start, stop, found))
+                joined = parts and parts[-1].stop == start and parts[-1].sources == found
+                parts.append(Part(parts.pop().start if joined else start, stop, found))
         return tuple(parts)
 
 
@@ -102,15 +100,15 @@ class _Search:
         """The first and the second source of these bytes; with `outside`, also from other regions."""
         known, region, holders = self.known, self.me.region, self.choice.contacts.holders
         candidates = [*known.held, *(id for id in known.readings if id not in known.held)]
-        inside = (id for id in candidates if holders[id].region == region and self._serves(id, start, stop))
-        first = (
-            next((id for id in self._neighbors() if self._serves(id, start, stop)), None)
-            or next((id for id in candidates if self._free(id) and self._serves(id, start, stop)), None)
-            or min(inside, key=self._cost, default=None)
+        neighbors = self.choice.contacts.machines.get(self.me.machine, ())
+        first = next((id for id in neighbors if self._serves(id, start, stop)), None) or next(
+            (id for id in candidates if self._free(id) and self._serves(id, start, stop)), None
         )
-        if first is None and outside:
-            usable = (id for id in candidates if self._serves(id, start, stop))
-            first = min(usable, key=lambda id: (self._cost(id)[:2], not known.has(id, start, stop)), default=None)
+        if first is None:
+            usable = [id for id in candidates if self._serves(id, start, stop)]
+            first = min((id for id in usable if holders[id].region == region), key=self._cost, default=None)
+            if first is None and usable and outside:
+                first = min(usable, key=lambda id: (self._cost(id)[:2], not known.has(id, start, stop)))
         if first is None:
             return ()
         across = holders[first].across(self.me)
@@ -119,9 +117,6 @@ class _Search:
             if near and id != first and known.has(id, start, stop) and self._serves(id, start, stop):
                 return first, id
         return (first,)
-
-    def _neighbors(self) -> Iterable[str]:
-        return self.choice.contacts.machines.get(self.me.machine, ())
 
     def _free(self, id: str) -> bool:
         """Whether it is in the region, with a free slot and without a price. This visits every reader."""
@@ -140,8 +135,8 @@ class _Search:
         return self.choice.prices.usd_per_gb(self.me, holder), id in self.choice.slow, self.known.load.get(id, 0)
 
 
-def _pieces(known: KnownFile, start: int, stop: int) -> Iterable[tuple[int, int]]:
+def _pieces(known: KnownFile, start: int, stop: int) -> list[tuple[int, int]]:
     """These bytes, cut where the ranges of a holder begin or end."""
     cuts = {edge for ranges in known.held.values() if ranges != WHOLE for piece in ranges for edge in piece}
     edges = [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
-    return pairwise(edges)
+    return list(pairwise(edges))

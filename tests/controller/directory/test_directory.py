@@ -143,6 +143,29 @@ def test_a_liar_is_refused_by_one_and_then_by_all() -> None:
     assert load(d, "c") == ["liar"]
 
 
+def test_a_source_that_is_dropped_loses_its_readers() -> None:
+    d = directory(*(worker(id, "eu", machine=id) for id in ("liar", "a", "b", "c")))
+    assert [load(d, id) for id in ("liar", "a", "b", "c")] == [["trainer"], ["liar"], ["a"], ["b"]]
+    d.loaded("a", "v1", [SourceUse(source="liar", bytes=0, s=0.0, why="wrong")], 1.0)
+    d.loaded("b", "v1", [SourceUse(source="liar", bytes=0, s=0.0, why="wrong")], 1.0)
+    d.join(worker("e", "eu"))
+    assert "liar" not in load(d, "e")
+
+
+def test_who_only_reads_does_not_cross_where_another_has_crossed() -> None:
+    d = directory(worker("a", "eu"), *(WeightHolder(id=f"x{n}", kind="peer", region="eu") for n in range(3)))
+    assert [load(d, id) for id in ("a", "x0", "x1", "x2")] == [["trainer"], ["a"], ["a"], ["a"]]
+
+
+def test_a_reader_that_has_lost_a_delta_gets_a_route_for_it() -> None:
+    d = directory()
+    d.publish(published(V2, DELTA, version=2), 0.0)
+    d.join(worker("a", "eu"), [Holding(file=V1), Holding(file=DELTA)])
+    assert [(each.file, each.route.parts) for each in d.load("a", "v2", 0.0)] == [(DELTA, ())]
+    assert firsts(d.ask("a", "d2", (), 0, 0.0)) == ["trainer"]
+    d.check()
+
+
 def test_who_finds_everything_wrong_is_not_believed() -> None:
     names = ("a", "b", "c", "d", "e", "f")
     d = directory(*(worker(id, machine=id) for id in names))

@@ -18,6 +18,7 @@ from windfall.weights.slices import covers, normal, size, subtract
 COPY, DELTA = 40 * 10**9, 10**6
 WORKERS = st.sampled_from([f"w{n}" for n in range(7)])
 BUCKET = "file:///bucket"
+WHYS = ["gone", "unreachable", "stalled", "slow", "wrong", ""]
 
 
 class Worker:
@@ -50,8 +51,10 @@ class Worker:
 
 
 class DirectoryMachine(RuleBasedStateMachine):
-    @initialize(shards=st.integers(1, 2), bucket=st.booleans(), copy=st.sampled_from([COPY, 10**6]))
-    def start(self, shards: int, bucket: bool, copy: int) -> None:
+    @initialize(
+        shards=st.integers(1, 2), bucket=st.booleans(), copy=st.sampled_from([COPY, 10**6]), workers=st.integers(0, 7)
+    )
+    def start(self, shards: int, bucket: bool, copy: int, workers: int) -> None:
         self.copy_bytes = copy
         self.directory = Directory(TrafficPrices(), region="us")
         self.workers: dict[str, Worker] = {}
@@ -61,6 +64,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         """All workers can reach each other, and nobody has complained."""
         self.now_s = 0.0
         self.publish()
+        for n in range(workers):
+            self.join(f"w{n}", "us" if n < 4 else "eu", "", "public", 0)
 
     # What the trainer does
 
@@ -164,12 +169,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         busy = [w for w in self.workers.values() if w.files]
         return data.draw(st.sampled_from(busy)) if busy else None
 
-    @rule(data=st.data(), why=st.sampled_from(["gone", "unreachable", "stalled", "slow", "wrong", ""]))
-    def ask(self, data: Any, why: Any) -> None:
+    @rule(data=st.data(), why=st.sampled_from(WHYS), share=st.floats(0, 1))
+    def ask(self, data: Any, why: Any, share: float) -> None:
         if (worker := self.reading(data)) is None:
             return
         file = data.draw(st.sampled_from(list(worker.files)))
         sources = worker.routes[file].sources
+        if worker.routes[file].parts:  # it may have more than it has reported, and not all
+            left = size(worker.missing(file))
+            worker.received[file] += min(int(share * left), left - 1)
         used = ()
         if sources and why:
             self.tame = False
@@ -208,14 +216,17 @@ class DirectoryMachine(RuleBasedStateMachine):
             left -= worker.received[name]
         self.directory.progress(worker.holder.id, received, self.now_s)
 
-    @rule(data=st.data())
-    def loaded(self, data: Any) -> None:
+    @rule(data=st.data(), why=st.sampled_from(["", "", "wrong", "unreachable"]))
+    def loaded(self, data: Any, why: Any) -> None:
         if (worker := self.reading(data)) is None:
             return
         self.now_s += 1
         used = tuple(
-            SourceUse(source=s.id, bytes=10, s=1.0) for route in worker.routes.values() for s in route.sources[:1]
+            SourceUse(source=s.id, bytes=10, s=1.0, why=why)
+            for route in worker.routes.values()
+            for s in route.sources[:1]
         )
+        self.tame &= not why
         self.directory.loaded(worker.holder.id, worker.wanted, used, self.now_s, apply_s=1.0)
         worker.copy = worker.wanted
         worker.begin("", (), {})
@@ -255,6 +266,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         for id, route in directory.routed():
             assert route.file.digest in self.workers[id].files
             self.workers[id].routes[route.file.digest] = route.route
+        for id, worker in self.workers.items():  # what is being overwritten is served no more
+            served = {name for name, known in directory._files.items() if id in known.held and name.startswith("c")}
+            assert not worker.files or served <= worker.files.keys()
         self.everyone_has_a_route()
         self.the_trainer_feeds_few()
         self.nothing_needed_expires()

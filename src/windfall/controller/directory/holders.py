@@ -115,9 +115,10 @@ class KnownFile:
             if id in self.readings and not self.has(id, part.start, part.stop)
         }
 
-    def unfit(self, reader: str) -> set[str]:
-        """Who cannot be followed by this reader: those that follow it, those without a source, and their followers."""
-        unfit = {id for id, reading in self.readings.items() if id == reader or reading.unfed}
+    def unfit(self) -> set[str]:
+        """Who cannot be followed: readers without a source, and their followers. A reader is without a source while one
+        is chosen for it, so it never gets one that follows it."""
+        unfit = {id for id, reading in self.readings.items() if reading.unfed}
         if not unfit:
             return unfit
         followers: dict[str, list[str]] = {}

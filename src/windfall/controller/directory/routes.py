@@ -66,7 +66,7 @@ class SourceChoice:
 
     def route(self, me: WeightHolder, known: KnownFile, reading: Reading) -> tuple[Part, ...]:
         """Parts that cover all that is missing; none if no sources do."""
-        unfit = known.unfit(me.id)
+        unfit = known.unfit()
         parts = self._cover(_Search(self, me, known, unfit, reading.avoid), reading)
         if not parts and reading.avoid:
             parts = self._cover(_Search(self, me, known, unfit, set()), reading)

@@ -44,7 +44,7 @@ class FileRef(Message, frozen=True):
 
     digest: str
     nbytes: int
-    before: str = ""  # a delta: the full copy that it changes
+    before: str = ""  # a delta: the full copy that it changes; an adapter: its base
     after: str = ""  # a delta: the full copy that results
 
 
@@ -95,7 +95,7 @@ class PublishedFiles(Message, frozen=True):
     version: int
     digest: str  # of the full copy, or of the adapter
     files: tuple[FileRef, ...]
-    holders: tuple[tuple[str, tuple[Holding, ...]], ...]  # location of each machine's weight server
+    holders: tuple[tuple[str, tuple[Holding, ...]], ...]  # location of each weight server, or `bucket`
     bucket: str = ""  # its URL, if the files are published there, too
 
 

@@ -58,12 +58,12 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.copy_bytes = copy
         self.directory = Directory(TrafficPrices(), region="us")
         self.workers: dict[str, Worker] = {}
-        self.shards, self.bucket, self.version = shards, bucket, 0
+        self.bucket, self.version = bucket, 0
         self.connected = False
         self.tame = True
         """All workers can reach each other, and nobody has complained."""
         self.now_s = 0.0
-        self.publish()
+        self.publish(shards)
         for n in range(workers):
             self.join(f"w{n}", "us" if n < 4 else "eu", "", "public", 0)
 
@@ -89,8 +89,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             version=self.version, digest=copy.digest, files=files, holders=tuple(holders), bucket=bucket
         )
 
-    @rule()
-    def publish(self) -> None:
+    @rule(shards=st.integers(1, 2))
+    def publish(self, shards: int) -> None:
+        self.shards = shards
         self.version += 1
         self.connected = True
         self.directory.publish(self.published(), self.now_s)
@@ -149,7 +150,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             return
         wanted = f"c{self.version}"
         held = {f"{name}": k.held.get(id, ()) for name, k in self.directory._files.items()}
-        routes = self.directory.load(id, wanted, self.now_s)
+        routes = self.directory.load(id, wanted)
         worker.begin(wanted, routes, {r.file.digest: held.get(r.file.digest, ()) for r in routes})
         at = worker.copy
         for route in routes:  # the files lead from what it has to what is wanted
@@ -188,7 +189,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert used[0].source not in [s.id for s in worker.routes[file].sources]
 
     def _ask(self, worker: Worker, file: str, used: tuple[SourceUse, ...]) -> None:
-        route = self.directory.ask(worker.holder.id, file, used, worker.received[file], self.now_s)
+        route = self.directory.ask(worker.holder.id, file, used, worker.received[file])
         worker.routes[file] = route
         missing = worker.missing(file)
         if missing and route.parts:
@@ -214,7 +215,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         for name, file in worker.files.items():
             worker.received[name] = min(left, size(subtract(((0, file.nbytes),), worker.had.get(name, ()))))
             left -= worker.received[name]
-        self.directory.progress(worker.holder.id, received, self.now_s)
+        self.directory.progress(worker.holder.id, received)
 
     @rule(data=st.data(), why=st.sampled_from(["", "", "wrong", "unreachable"]))
     def loaded(self, data: Any, why: Any) -> None:

@@ -5,7 +5,7 @@
     routed     routes that changed because a source left, was dropped or began something else: send them
 
 The state is soft. Workers say what they hold when they join, and the trainer when it connects; a controller that starts
-again builds the same directory from that. Times are arguments: same calls, same answers.
+again builds a directory from that. Times are arguments: same calls, same answers.
 
 Rules (`check` tests those that a state can show):
  1. Every source of a part is usable, and has all of the part or is reading it. The parts of a route have all that is
@@ -98,7 +98,7 @@ class Directory:
         self._rates.forget(id)
         self._repair(self._files.values(), [id])
         if self.traffic is not None:
-            self.traffic.left([id])
+            self.traffic.waiting.discard(id)
 
     def publish(self, files: PublishedFiles, now_s: float) -> None:
         """What the trainer and the bucket hold, all of it. A trainer that connects again says the same."""
@@ -138,7 +138,7 @@ class Directory:
 
     # Readers
 
-    def load(self, reader: str, wanted: str, now_s: float) -> tuple[FileRoute, ...]:
+    def load(self, reader: str, wanted: str) -> tuple[FileRoute, ...]:
         """The files that bring the reader to these weights, each with its route. Nothing to read: no files. A file
         without sources: none are known, and the reader is to ask again."""
         self.stopped(reader)
@@ -156,7 +156,7 @@ class Directory:
         self._keep_only(reader, {name for file in plan for name in _names(file)} or {wanted})
         return self._begin(reader, plan, readings)
 
-    def ask(self, reader: str, file: str, used: Sequence[SourceUse], received: int, now_s: float) -> ReadRoute:
+    def ask(self, reader: str, file: str, used: Sequence[SourceUse], received: int) -> ReadRoute:
         """A source failed, or the reader needs this file, which its load did not name. `received`: bytes of it."""
         known = self._known(file)
         if known.file is None:
@@ -180,7 +180,7 @@ class Directory:
         self._routed.pop((reader, file), None)
         return self._route(reading)
 
-    def progress(self, reader: str, received: int, now_s: float) -> None:
+    def progress(self, reader: str, received: int) -> None:
         """`received`: bytes of the reader's present load, over all its files, which it reads in order."""
         for file in self._plans.get(reader, ()):
             reading = self._files[file.digest].readings[reader]
@@ -204,11 +204,8 @@ class Directory:
             self._take(reader, use, None)
         if failed := [use.source for use in used if use.why]:
             self._repair(self._files.values(), failed)
-        if self.traffic is not None and digest == self.newest:
-            open = self.traffic.all_s is None
-            self.traffic.ready(reader, now_s)
-            if open and self.traffic.all_s is not None:
-                self._events.append(("weights", self.traffic.describe()))
+        if self.traffic is not None and digest == self.newest and self.traffic.ready(reader, now_s):
+            self._events.append(("weights", self.traffic.describe()))
 
     def stopped(self, reader: str) -> None:
         """Its load failed or was replaced. Its followers get other routes."""
@@ -396,10 +393,10 @@ class Directory:
                     part._replace(sources=tuple(id for id in part.sources if self._valid(known, reader, part, id)))
                     for part in reading.parts
                 )
-                if _firsts(parts) != _firsts(reading.parts):
-                    broken.append(reader)
-                else:
+                if all(new.sources[:1] == old.sources[:1] for new, old in zip(parts, reading.parts, strict=True)):
                     reading.parts = parts
+                else:
+                    broken.append(reader)
             for reader in broken:
                 self._set(known, reader, ())
             for reader in sorted(broken, key=lambda id: (-known.readings[id].received, id)):

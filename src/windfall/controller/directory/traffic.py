@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,18 +99,17 @@ class Traffic:
         self.bytes["across"] += count if reader.across(source) else 0
         self.usd += count / 1e9 * prices.usd_per_gb(reader, source)
 
-    def ready(self, reader: str, now_s: float) -> None:
+    def ready(self, reader: str, now_s: float) -> bool:
+        """A worker has the version. Whether it was the last."""
         if reader not in self.waiting:
-            return
+            return False
         self.readers += 1
         self.waiting.discard(reader)
         if self.half_s is None and self.readers >= len(self.waiting):
             self.half_s = now_s - self.since_s
-        if self.all_s is None and not self.waiting:
+        if not self.waiting:
             self.all_s = now_s - self.since_s
-
-    def left(self, readers: Collection[str]) -> None:
-        self.waiting.difference_update(readers)
+        return not self.waiting
 
     def describe(self) -> dict[str, Any]:
         kinds = ("trainer", "peer", "machine", "bucket", "across")

@@ -16,7 +16,7 @@ from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import PeerUse, WeightHolder
 from windfall.controller.directory.routes import CHUNK_BYTES, LATENCY_S, MAX_FAN_OUT, chunk_bytes, fan_out
 from windfall.controller.directory.traffic import TrafficPrices
-from windfall.link.messages import FileRef, Holding, PublishedFiles, ReadRoute, SourceUse
+from windfall.link.messages import FileRef, HolderFiles, Holding, PublishedFiles, ReadRoute, SourceUse
 
 GB = 10**9
 V1, V2 = FileRef(digest="v1", nbytes=16 * GB), FileRef(digest="v2", nbytes=16 * GB)
@@ -29,7 +29,7 @@ def worker(id: str, region: str = "us", **more: Any) -> WeightHolder:
 
 def published(*files: FileRef, version: int = 1, bucket: str = "") -> PublishedFiles:
     holds = tuple(Holding(file=f) for f in files)
-    holders = [("trainer", holds), *([(bucket, holds)] if bucket else [])]
+    holders = [HolderFiles(location=at, holds=holds) for at in ("trainer", bucket) if at]
     return PublishedFiles(version=version, digest=files[0].digest, files=files, holders=tuple(holders), bucket=bucket)
 
 
@@ -224,8 +224,8 @@ def test_each_machine_of_the_trainer_serves_its_shard() -> None:
     d.join(worker("b"))
     half = V1.nbytes // 2
     holders = (
-        ("t0", (Holding(file=V1, ranges=((0, half),)),)),
-        ("t1", (Holding(file=V1, ranges=((half, V1.nbytes),)),)),
+        HolderFiles(location="t0", holds=(Holding(file=V1, ranges=((0, half),)),)),
+        HolderFiles(location="t1", holds=(Holding(file=V1, ranges=((half, V1.nbytes),)),)),
     )
     d.publish(PublishedFiles(version=1, digest="v1", files=(V1,), holders=holders), 0.0)
     route = d.load("a", "v1")[0].route
@@ -244,7 +244,7 @@ def test_a_machine_of_the_trainer_that_has_less_of_a_file_than_before() -> None:
     for lost in (False, True):
         if lost:
             ranges = {"t0": ((0, third),), "t1": ((third, V1.nbytes),)}
-        holders = tuple((id, (Holding(file=V1, ranges=r),)) for id, r in ranges.items())
+        holders = tuple(HolderFiles(location=id, holds=(Holding(file=V1, ranges=r),)) for id, r in ranges.items())
         d.publish(PublishedFiles(version=1, digest="v1", files=(V1,), holders=holders), 0.0)
         if not lost:
             assert load(d, "a") == ["t0", "t1", "t0"]

@@ -106,13 +106,15 @@ class Directory:
         for known in self._files.values():
             for id in gone:
                 known.held.pop(id, None)
-        for location, holds in files.holders:
-            kind = "bucket" if location == files.bucket else "trainer"
-            if location not in gone:
-                self._contacts.add(WeightHolder(id=location, kind=kind, location=location, region=self.region))
-            gone.discard(location)
-            for holding in holds:
-                self._known(holding.file.digest).held[location] = holding.ranges or WHOLE
+        for each in files.holders:
+            at = each.location
+            kind = "bucket" if at == files.bucket else "trainer"
+            if at not in gone:
+                holder = WeightHolder(id=at, kind=kind, location=at, region=self.region, machine=each.machine)
+                self._contacts.add(holder)
+            gone.discard(at)
+            for holding in each.holds:
+                self._known(holding.file.digest).held[at] = holding.ranges or WHOLE
         for file in files.files:
             self._known(file.digest).file = file
         listed = {file.digest for file in files.files}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import PeerUse, WeightHolder
-from windfall.controller.directory.routes import CHUNK_BYTES, LATENCY_S, MAX_FAN_OUT, chunk_bytes, fan_out
+from windfall.controller.directory.routes import MAX_FAN_OUT, fan_out
 from windfall.controller.directory.traffic import TrafficPrices
 from windfall.link.messages import FileRef, HolderFiles, Holding, PublishedFiles, ReadRoute, SourceUse
 
@@ -98,7 +98,7 @@ def test_the_trainer_feeds_its_fan_out_and_one_reader_of_each_other_region(
         d.join(worker(name, region))
     d.publish(published(file), 0.0)
     routes = {name: d.load(name, "v")[0].route for name in data.draw(st.permutations(names))}
-    limit = fan_out(len(names) + 1, file.nbytes, chunk_bytes(file.nbytes), 1e9, LATENCY_S)
+    limit = fan_out(len(names) + 1, file.nbytes, 1e9)
     for dying in [None, *data.draw(st.lists(st.sampled_from(names), unique=True, max_size=5))]:
         if dying is not None:
             d.leave(dying)
@@ -113,10 +113,9 @@ def test_the_trainer_feeds_its_fan_out_and_one_reader_of_each_other_region(
 
 
 def test_a_small_file_makes_a_tree_and_a_large_one_a_chain() -> None:
-    assert fan_out(16, 16 * GB, CHUNK_BYTES, 1e9, 0.001) == 1
-    assert 2 <= fan_out(1000, 10**6, CHUNK_BYTES, 1e9, 0.01) <= MAX_FAN_OUT
-    assert fan_out(1, 10**6, CHUNK_BYTES, 1e9, 0.01) == 1
-    assert [chunk_bytes(n) for n in (1, 64 << 30, (64 << 30) + 1)] == [4 << 20, 4 << 20, 8 << 20]
+    assert fan_out(16, 16 * GB, 1e9) == 1
+    assert 2 <= fan_out(1000, 10**6, 1e9) <= MAX_FAN_OUT
+    assert fan_out(1, 10**6, 1e9) == 1
 
 
 def complain(d: Directory, reader: str, source: str, why: Any) -> list[str]:

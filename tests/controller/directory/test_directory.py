@@ -199,10 +199,10 @@ def test_a_wrong_file_in_the_bucket_is_dropped_at_once() -> None:
     d = directory(worker("a"), bucket="s3://b")
     load(d, "a")
     assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
-    assert complain(d, "a", "s3://b", "wrong") == []
+    assert complain(d, "a", "s3://b", "wrong") == ["trainer"]
     assert [name for name, _ in d.events()] == ["source_dropped"]
     d.publish(published(V2, V1, version=2, bucket="s3://b"), 1.0)
-    assert [(reader, firsts(each.route)) for reader, each in d.routed()] == [("a", ["s3://b"])]
+    assert load(d, "a") == ["s3://b"]
 
 
 def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
@@ -211,19 +211,23 @@ def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
     assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
     d.uploaded("v1", 5, failed=True)
     d.check()
-    assert complain(d, "a", "s3://b", "stalled") == []
+    assert [firsts(each.route) for _, each in d.routed()] == [["trainer"]]
     assert d.traffic is not None
     assert d.traffic.describe()["upload_bytes"] == 5
     d.uploaded("v1", 5, failed=False)  # the second attempt
-    assert [firsts(each.route) for _, each in d.routed()] == [["s3://b"]]
+    assert load(d, "a") == ["s3://b"]
 
 
-def test_a_trainer_that_connects_again_may_be_reached_now() -> None:
-    d = directory(worker("a"))
+def test_a_trainer_that_cannot_be_reached_is_tried_again_if_there_is_no_other() -> None:
+    d = directory(worker("a", "eu"), worker("b", "eu"), bucket="s3://b")
     load(d, "a")
-    assert complain(d, "a", "trainer", "unreachable") == []
-    d.publish(published(V1), 1.0)
-    assert [(reader, firsts(each.route)) for reader, each in d.routed()] == [("a", ["trainer"])]
+    assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+    assert load(d, "a") == ["s3://b"]
+    assert complain(d, "a", "s3://b", "unreachable") == ["trainer"]
+    d.leave("s3://b")
+    assert load(d, "a") == ["trainer"]
+    d.publish(published(V1, bucket="s3://b"), 1.0)  # the trainer has connected again
+    assert load(d, "a") == ["trainer"]
 
 
 def test_late_messages_about_an_older_load_change_nothing() -> None:

@@ -9,8 +9,9 @@ Rules:
 - A reader follows nobody that follows it, directly or over others, and nobody whose own bytes have no source.
 - A worker can be reached if its own address is the one that the controller sees, or if the reader is seen at the same
   address (one NAT), or on the same machine. Reports override this.
-- A reader gets no source again that it has reported as unreachable or wrong. After such reports from two machines no
-  reader gets it, until it joins again. The trainer is only refused reader by reader: it is trusted.
+- A reader gets no worker again that it has reported as unreachable or wrong. After such reports from two machines no
+  reader gets it, until it joins again. The trainer and the bucket it gets again if there is no other source: they are
+  trusted, and a firewall is told from a bad moment by trying.
 - A reader that has reported three sources as wrong is not believed any more: its own memory is the likelier cause.
 """
 
@@ -149,13 +150,17 @@ class Contacts:
         holder, me = self.holders.get(source), self.holders[reader]
         if holder is None or not holder.location or holder is me or source in self.dropped:
             return False
-        if source in self._failed and reader in self._failed[source]:
-            return False
         if holder.kind != "peer":
             return True
+        if source in self._failed and reader in self._failed[source]:
+            return False
         if me.shares_machine(holder):
             return self._peers != "none"
         return self._peers == "all" and (holder.own == holder.seen or holder.seen == me.seen)
+
+    def shunned(self, reader: str) -> set[str]:
+        """What the reader has reported as unreachable or wrong."""
+        return {source for source, reports in self._failed.items() if reader in reports}
 
     def report(self, reader: str, source: str, why: Literal["unreachable", "wrong"]) -> bool:
         """Take a report. Whether no reader gets the source any more because of it."""

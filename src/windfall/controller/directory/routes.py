@@ -63,9 +63,9 @@ class RouteSearch:
 
     def route(self, reading: Reading) -> tuple[Part, ...]:
         """Parts that cover all that it needs; none if no sources do."""
-        unfit = self.known.unfit()
-        parts = self._cover(reading.need, unfit, reading.avoid)
-        return parts or (self._cover(reading.need, unfit, ()) if reading.avoid else ())
+        unfit, avoid = self.known.unfit(), reading.avoid | self.contacts.shunned(self.me.id)
+        parts = self._cover(reading.need, unfit, avoid)
+        return parts or (self._cover(reading.need, unfit, ()) if avoid else ())
 
     def _cover(self, ranges: Ranges, unfit: Collection[str], avoid: Collection[str]) -> tuple[Part, ...]:
         holders = dict.fromkeys((*self.known.held, *self.known.readings))

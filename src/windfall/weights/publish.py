@@ -330,7 +330,7 @@ class Publisher:
             return published, None
         meeting.step("write the delta", write_delta)
         found = meeting.step("hash the delta", hash_delta)
-        names = {"version": made.version, "before": old.manifest.digest, "after": made.digest}
+        names = {"version": made.version, "before": old.manifest.digest, "after": made.digest, "result": made.encode()}
         blob = _manifest(plan, changed, found, **names)
         if stored is None:
             return published, None

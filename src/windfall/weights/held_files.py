@@ -34,6 +34,8 @@ class HeldFile:
         verified; otherwise `add` says what is."""
         self.manifest, self.buffer = manifest, buffer
         self.ranges = ((0, manifest.nbytes),) if ranges is None else ranges
+        self.pinned = False
+        """Whether it is being uploaded to a bucket: its buffer must not be overwritten."""
         self.revoked = False
         """Whether the reads that have begun must end, too."""
         self._bounds = manifest.bounds()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import PeerUse, WeightHolder
-from windfall.controller.directory.routes import CHUNK_BYTES, LATENCY_S, MAX_FAN_OUT, chunk_bytes, fan_out
+from windfall.controller.directory.routes import MAX_FAN_OUT, fan_out
 from windfall.controller.directory.traffic import TrafficPrices
-from windfall.link.messages import FileRef, Holding, PublishedFiles, ReadRoute, SourceUse
+from windfall.link.messages import FileRef, HolderFiles, Holding, PublishedFiles, ReadRoute, SourceUse
 
 GB = 10**9
 V1, V2 = FileRef(digest="v1", nbytes=16 * GB), FileRef(digest="v2", nbytes=16 * GB)
@@ -29,7 +29,7 @@ def worker(id: str, region: str = "us", **more: Any) -> WeightHolder:
 
 def published(*files: FileRef, version: int = 1, bucket: str = "") -> PublishedFiles:
     holds = tuple(Holding(file=f) for f in files)
-    holders = [("trainer", holds), *([(bucket, holds)] if bucket else [])]
+    holders = [HolderFiles(location=at, holds=holds) for at in ("trainer", bucket) if at]
     return PublishedFiles(version=version, digest=files[0].digest, files=files, holders=tuple(holders), bucket=bucket)
 
 
@@ -60,7 +60,7 @@ def test_a_region_is_a_chain_and_one_reader_crosses_into_the_next() -> None:
     assert d.events() == [("importer", importer)]
 
 
-def test_an_importer_that_dies_is_replaced_at_the_first_missing_byte_of_the_one_with_most() -> None:
+def test_an_importer_that_dies_is_replaced_by_the_reader_with_most_bytes() -> None:
     d = directory(*(worker(f"e{n}", "eu", machine=f"m{n}") for n in range(2)), worker("e2", "eu", machine="m0"))
     assert [load(d, id) for id in ("e0", "e1", "e2")] == [["trainer"], ["e0"], ["e0"]]
     for id, received in (("e0", 9 * GB), ("e1", 5 * GB), ("e2", 7 * GB)):
@@ -70,11 +70,12 @@ def test_an_importer_that_dies_is_replaced_at_the_first_missing_byte_of_the_one_
     d.check()
     routes = {reader: each.route for reader, each in d.routed()}
     assert list(routes) == ["e2", "e1"]
-    assert (routes["e2"].parts[0].start, firsts(routes["e2"])) == (7 * GB, ["trainer"])
-    assert (routes["e1"].parts[0].start, firsts(routes["e1"])) == (5 * GB, ["e2"])
+    assert {id: firsts(route) for id, route in routes.items()} == {"e2": ["trainer"], "e1": ["e2"]}
     taken = {"region": "eu", "worker": "e2", "file": "v1", "at_bytes": 7 * GB, "why": "e0"}
     assert d.events() == [("importer", taken)]
     assert d.routed() == []
+    asked = d.ask("e2", "v1", (), 7 * GB + 1)  # what it says itself is exact
+    assert (asked.parts[0].start, firsts(asked)) == (7 * GB + 1, ["trainer"])
 
 
 def test_readers_of_one_machine_take_no_slot() -> None:
@@ -97,7 +98,7 @@ def test_the_trainer_feeds_its_fan_out_and_one_reader_of_each_other_region(
         d.join(worker(name, region))
     d.publish(published(file), 0.0)
     routes = {name: d.load(name, "v")[0].route for name in data.draw(st.permutations(names))}
-    limit = fan_out(len(names) + 1, file.nbytes, chunk_bytes(file.nbytes), 1e9, LATENCY_S)
+    limit = fan_out(len(names) + 1, file.nbytes, 1e9)
     for dying in [None, *data.draw(st.lists(st.sampled_from(names), unique=True, max_size=5))]:
         if dying is not None:
             d.leave(dying)
@@ -112,10 +113,9 @@ def test_the_trainer_feeds_its_fan_out_and_one_reader_of_each_other_region(
 
 
 def test_a_small_file_makes_a_tree_and_a_large_one_a_chain() -> None:
-    assert fan_out(16, 16 * GB, CHUNK_BYTES, 1e9, 0.001) == 1
-    assert 2 <= fan_out(1000, 10**6, CHUNK_BYTES, 1e9, 0.01) <= MAX_FAN_OUT
-    assert fan_out(1, 10**6, CHUNK_BYTES, 1e9, 0.01) == 1
-    assert [chunk_bytes(n) for n in (1, 64 << 30, (64 << 30) + 1)] == [4 << 20, 4 << 20, 8 << 20]
+    assert fan_out(16, 16 * GB, 1e9) == 1
+    assert 2 <= fan_out(1000, 10**6, 1e9) <= MAX_FAN_OUT
+    assert fan_out(1, 10**6, 1e9) == 1
 
 
 def complain(d: Directory, reader: str, source: str, why: Any) -> list[str]:
@@ -199,10 +199,49 @@ def test_a_wrong_file_in_the_bucket_is_dropped_at_once() -> None:
     d = directory(worker("a"), bucket="s3://b")
     load(d, "a")
     assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
-    assert complain(d, "a", "s3://b", "wrong") == []
+    assert complain(d, "a", "s3://b", "wrong") == ["trainer"]
     assert [name for name, _ in d.events()] == ["source_dropped"]
-    d.publish(published(V1, bucket="s3://b"), 1.0)
-    assert [(reader, firsts(each.route)) for reader, each in d.routed()] == [("a", ["s3://b"])]
+    d.publish(published(V2, V1, version=2, bucket="s3://b"), 1.0)
+    assert load(d, "a") == ["s3://b"]
+
+
+def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
+    d = directory(worker("a"), bucket="s3://b")
+    load(d, "a")
+    assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+    d.uploaded("v1", 5, failed=True)
+    d.check()
+    assert [firsts(each.route) for _, each in d.routed()] == [["trainer"]]
+    assert d.traffic is not None
+    assert d.traffic.describe()["upload_bytes"] == 5
+    d.uploaded("v1", 5, failed=False)  # the second attempt
+    assert load(d, "a") == ["s3://b"]
+
+
+def test_a_trainer_that_cannot_be_reached_is_tried_again_if_there_is_no_other() -> None:
+    d = directory(worker("a", "eu"), worker("b", "eu"), bucket="s3://b")
+    load(d, "a")
+    assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+    assert load(d, "a") == ["s3://b"]
+    assert complain(d, "a", "s3://b", "unreachable") == ["trainer"]
+    d.leave("s3://b")
+    assert load(d, "a") == ["trainer"]
+    d.publish(published(V1, bucket="s3://b"), 1.0)  # the trainer has connected again
+    assert load(d, "a") == ["trainer"]
+
+
+def test_late_messages_about_an_older_load_change_nothing() -> None:
+    d = directory(worker("a"), worker("b"))
+    load(d, "a")
+    d.publish(published(V2, DELTA, version=2), 2.0)
+    load(d, "a", "v2")
+    assert d.ask("a", "v1", (), 0) == ReadRoute(sources=(), parts=())
+    assert d.ask("a", "unheard of", (), 0) == ReadRoute(sources=(), parts=())
+    d.loaded("a", "v1", (), 3.0)
+    assert load(d, "b", "v2") == ["a"]  # which is still reading
+    d.leave("a")
+    assert [firsts(each.route) for _, each in d.routed()] == [["trainer"]]
+    d.check()
 
 
 @pytest.mark.parametrize(("peers", "sources"), [("none", ["trainer"] * 3), ("machine", ["trainer", "a", "trainer"])])
@@ -224,8 +263,8 @@ def test_each_machine_of_the_trainer_serves_its_shard() -> None:
     d.join(worker("b"))
     half = V1.nbytes // 2
     holders = (
-        ("t0", (Holding(file=V1, ranges=((0, half),)),)),
-        ("t1", (Holding(file=V1, ranges=((half, V1.nbytes),)),)),
+        HolderFiles(location="t0", holds=(Holding(file=V1, ranges=((0, half),)),)),
+        HolderFiles(location="t1", holds=(Holding(file=V1, ranges=((half, V1.nbytes),)),)),
     )
     d.publish(PublishedFiles(version=1, digest="v1", files=(V1,), holders=holders), 0.0)
     route = d.load("a", "v1")[0].route
@@ -244,7 +283,7 @@ def test_a_machine_of_the_trainer_that_has_less_of_a_file_than_before() -> None:
     for lost in (False, True):
         if lost:
             ranges = {"t0": ((0, third),), "t1": ((third, V1.nbytes),)}
-        holders = tuple((id, (Holding(file=V1, ranges=r),)) for id, r in ranges.items())
+        holders = tuple(HolderFiles(location=id, holds=(Holding(file=V1, ranges=r),)) for id, r in ranges.items())
         d.publish(PublishedFiles(version=1, digest="v1", files=(V1,), holders=holders), 0.0)
         if not lost:
             assert load(d, "a") == ["t0", "t1", "t0"]
@@ -284,14 +323,22 @@ def test_traffic_of_a_version() -> None:
     assert sources == {"a": "trainer", "b": "a", "c": "b", "e": "trainer"}
     for n, id in enumerate("abce"):
         d.loaded(id, "v1", [SourceUse(source=sources[id], bytes=V1.nbytes, s=16.0)], 10.0 * (n + 1))
-    weights = dict(d.events())["weights"]
+    assert d.traffic is not None
+    weights = d.traffic.describe()
     assert weights == {
         "version": 1, "readers": 4, "full_bytes": 16 * GB, "delta_bytes": 0, "trainer_bytes": 32 * GB,
-        "peer_bytes": 16 * GB, "machine_bytes": 16 * GB, "bucket_bytes": 0, "across_bytes": 16 * GB,
+        "peer_bytes": 16 * GB, "machine_bytes": 16 * GB, "bucket_bytes": 0, "upload_bytes": 0, "across_bytes": 16 * GB,
         "usd": pytest.approx(0.32), "half_s": 20.0, "all_s": 40.0,
     }  # fmt: skip
-    assert d.traffic is not None
-    assert d.traffic.describe() == weights
+    d.join(worker("late"))
+    d.load("late", "v1")
+    d.loaded("late", "v1", (), 90.0)
+    d.events()
+    d.publish(published(V2, version=2), 100.0)
+    assert d.events() == [("weights", weights | {"readers": 5})]
+    d.leave("a")
+    d.publish(published(V1, version=3), 101.0)
+    assert d.events() == [], "nobody has read it"
 
 
 def test_deltas_are_packed_for_slow_links() -> None:

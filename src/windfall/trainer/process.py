@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from windfall import algorithms, devices, errors
@@ -45,12 +45,10 @@ from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, can
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
+from windfall.weights import buffers
 from windfall.weights.meeting import PublishFailed
 from windfall.weights.publish import Publisher
-from windfall.weights.serve import serve
-
-SERVER_START_S = 30.0
-"""Seconds in which the weight server must listen."""
+from windfall.weights.serve import serve, serve_in_thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +98,8 @@ class RankPart:
     trainer: TorchTrainer
     publisher: Publisher
     weights: TrainedWeights
+    published: m.PublishedFiles
+    """What workers can read. The location of this rank's own server is left empty."""
     pids: list[int]
     """Processes of all ranks, in order."""
 
@@ -162,7 +162,16 @@ class RankPart:
 
     def publish(self, version: int) -> Any:
         """Publish the present weights as this version. Returns their manifest."""
-        return self.weights.publish(self.publisher, version, copied=self.engine.release)
+        manifest = self.weights.publish(self.publisher, version, copied=self.engine.release)
+        mine = m.HolderFiles(
+            location=self.publisher.address, holds=self.publisher.files.describe(), machine=buffers.machine()
+        )
+        holders = tuple(each for each in self.ranks.quick.all_gather(mine) if each.holds)
+        files = {holding.file.digest: holding.file for each in holders for holding in each.holds}
+        self.published = m.PublishedFiles(
+            version=version, digest=manifest.digest, files=tuple(files.values()), holders=holders
+        )
+        return manifest
 
     def build_engine(self, terms: EngineTerms) -> None:
         """Build the engines of the ranks on the machine of rank 0, at the same time: a rank that builds cannot train,
@@ -246,17 +255,14 @@ def run_rank(folder: Path, place: RankPlace, work: Callable[[], int]) -> int:
 
 def serve_weights(publisher: Publisher, recipe: Recipe, host: str) -> str:
     """Serve the rows of this machine to workers until the process ends. Returns the address of the server."""
-    f, loop = recipe.fleet, asyncio.new_event_loop()
-    listener.raise_file_limit()
-    threading.Thread(target=loop.run_forever, name="weight server", daemon=True).start()
-    opening = serve(
-        publisher,
+    f = recipe.fleet
+    server = serve_in_thread(
+        publisher.files,
         host=f.host if f.host in ALL_INTERFACES else host,
         port=f.weights_port,
         key=os.environ[WEIGHTS_KEY],
         ssl=tls.server_context(f),
     )
-    server = asyncio.run_coroutine_threadsafe(opening, loop).result(SERVER_START_S)
     return f"{'https' if f.tls_cert else 'http'}://{network.in_url(host)}:{server.port}"
 
 
@@ -291,8 +297,9 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     f, token, secret = recipe.fleet, auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret")
     listener.raise_file_limit()
     server = await serve(
-        part.publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
+        part.publisher.files, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
+    url = f"{'https' if f.tls_cert else 'http'}://_:{server.port}"
     address = await _address(folder)
     where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
     dialer = Dialer(
@@ -312,10 +319,11 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         state=loaded.state,
         secret=secret,
         dialer=dialer,
-        hello=_hello(loaded, part, f"{'https' if f.tls_cert else 'http'}://_:{server.port}"),
+        hello=_hello(loaded, part, url),
         engine=part.engine,
         publish=lambda version: orders.call(part.publish, version),
-        update_bytes=lambda: part.publisher.readable[0].update_bytes,
+        update_bytes=lambda: part.publisher.update_bytes,
+        weights=lambda: _located(part.published, url),
         save=lambda now: _save(loaded, part, now),
         load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,
         address=where,
@@ -392,6 +400,12 @@ def _build(loaded: LoadedRun, part: RankPart) -> RankPart:
         if isinstance(loaded.reference, torch.nn.Module):
             loaded.reference.to("meta")
     return part
+
+
+def _located(files: m.PublishedFiles, url: str) -> m.PublishedFiles:
+    """With the address of the weight server of rank 0."""
+    holders = (msgspec.structs.replace(each, location=each.location or url) for each in files.holders)
+    return msgspec.structs.replace(files, holders=tuple(holders))
 
 
 def _hello(loaded: LoadedRun, part: RankPart, url: str) -> Callable[..., m.TrainerHello]:

@@ -195,6 +195,12 @@ def test_a_stalled_source_comes_back_if_there_is_no_other() -> None:
     assert complain(d, "b", "trainer", "stalled") == ["trainer"]
 
 
+def test_workers_follow_each_other_rather_than_the_upload_to_the_bucket() -> None:
+    d = directory(worker("a"), worker("b"), worker("e", "eu"), worker("f", "eu"), bucket="s3://b")
+    assert [load(d, id) for id in "abef"] == [["trainer"], ["a"], ["trainer"], ["e"]]
+    assert complain(d, "e", "trainer", "unreachable") == ["s3://b"]
+
+
 def test_a_wrong_file_in_the_bucket_is_dropped_at_once() -> None:
     d = directory(worker("a"), bucket="s3://b")
     load(d, "a")

@@ -347,6 +347,16 @@ def test_traffic_of_a_version() -> None:
     assert d.events() == [], "nobody has read it"
 
 
+def test_traffic_from_a_region_that_is_not_known_has_no_price_and_one_reader_of_each_region() -> None:
+    d = Directory(TrafficPrices())
+    for id in ("a", "b"):
+        d.join(worker(id, "us"))
+    d.publish(published(V1), 0.0)
+    assert [load(d, id) for id in ("a", "b")] == [["trainer"], ["a"]]
+    d.loaded("a", "v1", [SourceUse(source="trainer", bytes=V1.nbytes, s=16.0)], 1.0)
+    assert d.usd == 0
+
+
 def test_deltas_are_packed_for_slow_links() -> None:
     d = directory(worker("a"))
     assert not d.pack()

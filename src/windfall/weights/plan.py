@@ -77,12 +77,6 @@ class FilePlan:
         at = functools.partial(bisect_left, self.bounds)
         return [i for start, stop in self.parts.get(leader, ()) for i in range(at(start), at(stop))]
 
-    def sources(self, leaders: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """As in Manifest."""
-        if len(self.parts) == 1:
-            return ()
-        return tuple(sorted((start, leaders.index(at)) for at, parts in self.parts.items() for start, _ in parts))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishPlan:
@@ -90,7 +84,6 @@ class PublishPlan:
     file: FilePlan
     shares: tuple[Share, ...]  # by rank
     only: tuple[int, ...]  # for each chunk, the rank that alone has rows in it; -1: several ranks, or none
-    servers: tuple[str, ...]  # as in Manifest
 
     @property
     def leaders(self) -> list[int]:
@@ -136,9 +129,9 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
     for piece, rank in pieces:
         by_rank[rank].append(piece)
     shares = tuple(Share(leader=leader, pieces=tuple(mine)) for leader, mine in zip(leaders, by_rank, strict=True))
-    servers = _servers(leaders, offers) if len(parts) > 1 else ()
+    _check_served(leaders, offers)
     file = file_plan(nbytes, offers[0].chunk_bytes, parts)
-    return PublishPlan(entries=entries, file=file, shares=shares, only=_only(file, pieces), servers=servers)
+    return PublishPlan(entries=entries, file=file, shares=shares, only=_only(file, pieces))
 
 
 def _only(file: FilePlan, pieces: Sequence[tuple[Piece, int]]) -> tuple[int, ...]:
@@ -205,13 +198,11 @@ def _parts(pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], nbytes: 
     return parts or {0: ()}
 
 
-def _servers(leaders: Sequence[int], offers: Sequence[RankOffer]) -> tuple[str, ...]:
-    others = sorted(set(leaders))[1:]
-    for leader in others:
+def _check_served(leaders: Sequence[int], offers: Sequence[RankOffer]) -> None:
+    for leader in sorted(set(leaders))[1:]:
         if not offers[leader].address:
             fix = "Start a weight server there, and set the publisher's `address`."
             raise _invalid(f"rank {leader} is the first on its machine and has no weight server", fix)
-    return ("", *(offers[leader].address for leader in others))
 
 
 def _invalid(what: str, fix: str = "Pass the shards of the same model on all ranks.") -> WindfallError:

@@ -329,7 +329,7 @@ class Publisher:
         if old is not None and min(sizes) >= 0 and sum(sizes) <= MAX_RATIO * file.nbytes:
             changed, part_starts = plan.delta(sizes)
         reserved = meeting.step("hash the chunks", hash_and_reserve)
-        made = _manifest(plan, file, [mine for mine, _ in reserved], entries=plan.entries, **fields)
+        made = _manifest(file, [mine for mine, _ in reserved], entries=plan.entries, **fields)
         held = HeldFile(made, buffer, ranges=file.parts.get(rank, ()), filled=True) if rank == leader else None
         published = Published(manifest=made, buffer=buffer, plan=plan, held=held)
         if old is None or changed is None:
@@ -338,7 +338,7 @@ class Publisher:
         if stored is None:
             return published, None
         names = {"version": made.version, "before": old.manifest.digest, "after": made.digest, "result": made.encode()}
-        blob = _manifest(plan, changed, found, **names)
+        blob = _manifest(changed, found, **names)
         return published, HeldFile(blob, stored, ranges=changed.parts.get(rank, ()), filled=True)
 
     def _reserve(self, nbytes: int) -> Buffer:
@@ -419,19 +419,16 @@ def _write_chunk(
     return manifest.hash_chunk(*inside)
 
 
-def _manifest(plan: PublishPlan, file: FilePlan, hashed: Sequence[Hashes], **fields: Any) -> Manifest:
+def _manifest(file: FilePlan, hashed: Sequence[Hashes], **fields: Any) -> Manifest:
     """The manifest of a file whose chunks were hashed by several ranks."""
     found = {i: both for mine in hashed for i, both in mine.items()}
     chunks = [found[i] for i in range(len(file.bounds) - 1)]
-    sources = file.sources(plan.leaders)
     return manifest.make(
         nbytes=file.nbytes,
         chunk_bytes=file.chunk_bytes,
         chunks=b"".join(checksum for checksum, _ in chunks),
         seals=b"".join(seal for _, seal in chunks),
         cuts=file.cuts,
-        servers=plan.servers if sources else (),
-        sources=sources,
         **fields,
     )
 

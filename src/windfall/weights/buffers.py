@@ -47,6 +47,22 @@ def handle_of(fd: int, nbytes: int) -> BufferHandle:
     return BufferHandle(os.getpid(), fd, status.st_dev, status.st_ino, nbytes)
 
 
+def open_buffer(handle: BufferHandle, mode: int) -> int:
+    """A descriptor of the buffer of another process of this machine, which must not have closed it."""
+    path = f"/proc/{handle.pid}/fd/{handle.fd}"
+    try:
+        fd = os.open(path, mode | os.O_CLOEXEC)
+    except OSError as e:
+        what = f"cannot open the weight buffer of process {handle.pid}: {e.strerror}"
+        fix = "Run all processes of a machine as one user, and in one container."
+        raise WindfallError(what, where=path, fix=fix) from e
+    status = os.fstat(fd)
+    if (status.st_dev, status.st_ino) != (handle.device, handle.inode):
+        os.close(fd)
+        raise WindfallError("this is not the weight buffer any more", where=path, fix="Restart the trainer.")
+    return fd
+
+
 class Buffer:
     """`nbytes` zeroed bytes. `data` is an array to read and write; `dup` gives a descriptor to send from. Numpy views
     may outlive `close`."""
@@ -75,17 +91,7 @@ class Buffer:
     @classmethod
     def map(cls, handle: BufferHandle) -> Buffer:
         """The buffer of another process of this machine, which must not have closed it."""
-        path = f"/proc/{handle.pid}/fd/{handle.fd}"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as e:
-            what = f"cannot open the weight buffer of process {handle.pid}: {e.strerror}"
-            fix = "Run all processes of a machine as one user, and in one container."
-            raise WindfallError(what, where=path, fix=fix) from e
-        status = os.fstat(fd)
-        if (status.st_dev, status.st_ino) != (handle.device, handle.inode):
-            os.close(fd)
-            raise WindfallError("this is not the weight buffer any more", where=path, fix="Restart the trainer.")
+        fd = open_buffer(handle, os.O_RDWR)
         self = cls.__new__(cls)
         self.handle = handle
         self._open(fd, handle.nbytes)

@@ -36,7 +36,7 @@ from windfall.errors import WindfallError
 from windfall.link import listener
 from windfall.weights.buffers import Buffer
 from windfall.weights.manifest import ChunkedManifest
-from windfall.weights.source import Published, Source
+from windfall.weights.source import Published, PublishedVersions
 
 SEND_BYTES = 4 << 20
 MAX_SENDING = 512  # readers at a time, each with a thread of its own; more of them wait
@@ -47,7 +47,7 @@ RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 
 
 async def serve(
-    source: Source,
+    source: PublishedVersions,
     *,
     host: str,
     port: int,
@@ -81,7 +81,9 @@ class Server:
     port: int
     runner: web.AppRunner
 
-    def __init__(self, source: Source, key: str, tls: bool, write_timeout_s: float, limits: listener.Listener) -> None:
+    def __init__(
+        self, source: PublishedVersions, key: str, tls: bool, write_timeout_s: float, limits: listener.Listener
+    ) -> None:
         self.source = source
         self.key = f"Bearer {key}".encode()
         self.tls = tls

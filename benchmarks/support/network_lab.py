@@ -11,6 +11,7 @@ queue, none is reordered, and packets have up to 9 kB.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MTU = 9000
+CLONE_NEWNET = 0x40000000
 BURST_S = 0.002
 """What tbf lets through at once, as time at the full rate."""
 
@@ -134,6 +136,14 @@ class NetworkLab:
                 shape = ("rate", f"{int(bit_per_s)}bit", "burst", burst, "latency", "50ms")
                 _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *shape)
             self.machines[name] = machine
+
+
+def enter(machine: LabMachine) -> None:
+    """Move this process to a machine of the lab. Its later sockets are there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{machine.namespace}") as place:
+        if libc.setns(place.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {machine.namespace}")
 
 
 def _counted(namespace: str, device: str, way: str) -> int:

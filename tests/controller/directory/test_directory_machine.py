@@ -208,10 +208,14 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def ask_for_the_copy(self, data: Any) -> None:
         """Its deltas cannot be applied."""
-        if (worker := self.reading(data)) is None or f"c{self.version}" in worker.files:
+        if (worker := self.reading(data)) is None or worker.wanted in worker.files:
             return
         worker.copy = ""
-        copy = FileRef(digest=f"c{self.version}", nbytes=self.copy_bytes)
+        if worker.wanted != f"c{self.version}":  # that copy is gone: the load has failed
+            assert not self.directory.ask(worker.holder.id, worker.wanted, (), 0).sources
+            self.stop(worker)
+            return
+        copy = FileRef(digest=worker.wanted, nbytes=self.copy_bytes)
         worker.begin(copy.digest, (FileRoute(file=copy, route=ReadRoute(sources=(), parts=())),), {})
         self._ask(worker, copy.digest, ())
 
@@ -244,8 +248,11 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def stopped(self, data: Any) -> None:
         if (worker := self.reading(data)) is not None:
-            self.directory.stopped(worker.holder.id)
-            worker.begin("", (), {})
+            self.stop(worker)
+
+    def stop(self, worker: Worker) -> None:
+        self.directory.stopped(worker.holder.id)
+        worker.begin("", (), {})
 
     @rule()
     def controller_restarts(self) -> None:

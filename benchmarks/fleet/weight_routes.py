@@ -147,6 +147,173 @@ class MainStar:
             child.process.join()
 
 
+# With the code of this tree
+
+
+def trainer(pipe: Connection, mib: int, address: str, bucket: str, only_bucket: bool) -> None:
+    """`bucket`: its URL, if the weights are uploaded, too. `only_bucket`: the controller is told of nothing else."""
+    from windfall.link import auth
+    from windfall.link import messages as m
+    from windfall.weights.bucket import BucketStore
+    from windfall.weights.publish import Publisher
+    from windfall.weights.serve import serve_in_thread
+    from windfall.weights.uploads import BucketUploads
+
+    publisher, tensors = Publisher(), make_tensors(mib)
+    serve_in_thread(publisher.files, host="0.0.0.0", port=WEIGHTS_PORT, key=auth.weights_key(TOKEN))
+    uploads = BucketUploads(BucketStore(bucket, "benchmark"), lambda done: None) if bucket else None
+    for version in range(1 << 30):
+        (share,) = pipe.recv()
+        change(tensors, share, version)
+        made = publisher.publish(version, tensors)
+        copy, delta = publisher.readable[0].held, publisher.delta
+        holds = publisher.files.describe()
+        files, holders = [holding.file for holding in holds], []
+        if not only_bucket:
+            holders.append(m.HolderFiles(location=f"http://{address}:{WEIGHTS_PORT}", holds=holds))
+        if uploads is not None:
+            assert copy is not None
+            uploads.publish(copy, delta, [])
+            holders.append(m.HolderFiles(location=uploads.store.location, holds=uploads.holds()))
+            files += [h.file for h in uploads.holds() if h.file not in files]
+        told = m.PublishedFiles(
+            version=version,
+            digest=made.digest,
+            files=tuple(files),
+            holders=tuple(holders),
+            bucket=uploads.store.location if uploads else "",
+        )
+        pipe.send((told, made.nbytes, delta.manifest.nbytes if delta else 0))
+
+
+def controller(pipe: Connection, readers: int, peers: bool, region: str) -> None:
+    from windfall.controller.directory.directory import Directory
+    from windfall.controller.directory.traffic import TrafficPrices
+    from windfall.controller.rollout.assignment import Offer
+    from windfall.controller.rollout.dispatch import Dispatch
+    from windfall.controller.scheduling.members import Patience, WorkerState
+    from windfall.events.log import EventLog
+    from windfall.link import messages as m
+    from windfall.link.gate import Gate, Terms
+    from windfall.link.socket import Port, Route
+
+    async def run(folder: str) -> None:
+        events = EventLog(Path(folder) / "events.jsonl")
+        directory = Directory(TrafficPrices(), peers="all" if peers else "none", region=region)
+        dispatch = Dispatch(events=events, patience=Patience(suspect_s=60, gone_s=120), directory=directory)
+        gate = Gate("benchmark", TOKEN, log=events.instant, max_workers=readers)
+        gate.terms = Terms(model="model", engine=engine_spec(), heartbeat_s=1.0)
+        route = Route(
+            receives=m.FromWorker,
+            max_frame_bytes=m.MAX_FRAME_BYTES,
+            handler=lambda link: gate.worker(link, dispatch.attend),
+        )
+        port = Port("0.0.0.0", CONTROLLER_PORT, {"/worker": route}, None)
+        await port.open()
+        watching = asyncio.create_task(dispatch.watch())
+        members = dispatch.members.all
+        while len(members) < readers:
+            await asyncio.sleep(0.02)
+        pipe.send("joined")
+        while True:
+            (told,) = await asyncio.to_thread(pipe.recv)
+            began, times = time.monotonic(), {}
+            dispatch.weights.publish(told)
+            dispatch.set_offer(Offer(version=told.version, digest=told.digest))
+            while len(times) < readers and not watching.done():
+                await asyncio.sleep(0.002)
+                for id, member in members.items():
+                    if member.state is WorkerState.READY and member.digest == told.digest:
+                        times.setdefault(id, time.monotonic() - began)
+            pipe.send(sorted(times.values()))
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(run(folder))
+
+
+def engine_spec() -> Any:
+    from windfall.link import messages as m
+
+    sizes = {"kv_tokens": 0, "page_size": 16, "max_running": 0, "max_rows": 64, "longest": 100, "wanted": 8}
+    return m.EngineSpec(model_config="{}", dtype="float32", deterministic=False, **sizes)
+
+
+def worker(pipe: Connection, url: str, name: str, region: str) -> None:
+    from collections import Counter
+
+    from tests.support.hashing_engine import Hashing
+    from windfall.link import auth
+    from windfall.types import Lease
+    from windfall.weights.pull import Puller
+    from windfall.worker.controller_client import ControllerClient
+
+    client = ControllerClient(
+        url,
+        TOKEN,
+        name=name,
+        lease=Lease(region=region),
+        build=lambda spec: (Hashing(Counter()), 4),
+        puller=Puller(key=auth.weights_key(TOKEN)),
+        say=lambda line: print(f"{name}: {line}", file=sys.stderr) if os.environ.get("LAB_LOG") else None,
+    )
+    asyncio.run(client.run())
+    del pipe
+
+
+class Site:
+    """Trainer, controller and workers with the code of this tree."""
+
+    def __init__(self, mode: str, lab: NetworkLab, readers: list[LabMachine], mib: int) -> None:
+        machines, url = lab.machines, ""
+        self.children: list[Child] = []
+        if mode == "bucket":
+            environment = {"AWS_ACCESS_KEY_ID": "lab", "AWS_SECRET_ACCESS_KEY": "lab", "AWS_REGION": "us-east-1"}
+            endpoint = f"http://{machines['bucket'].address}:{BUCKET_PORT}"
+            os.environ.update(environment, AWS_ENDPOINT_URL=endpoint)
+            url = "s3://bucket/weights"
+            self._start(machines["bucket"], bucket_server).answer()
+        names = {r.name: f"region-{r.region}" if mode == "regions" else "" for r in readers}
+        self.controller = self._start(
+            machines["controller"], controller, len(readers), mode in ("peers", "regions"), names[readers[0].name]
+        )
+        at = f"http://{machines['controller'].address}:{CONTROLLER_PORT}"
+        for reader in readers:
+            self._start(reader, worker, at, reader.name, names[reader.name])
+        address = machines["trainer"].address
+        self.trainer = self._start(machines["trainer"], trainer, mib, address, url, mode == "bucket")
+        assert self.controller.answer() == "joined"
+
+    def _start(self, machine: LabMachine, work: Callable[..., None], *args: Any) -> Child:
+        self.children.append(Child(machine, work, *args))
+        return self.children[-1]
+
+    def publish(self, share: float) -> tuple[int, int]:
+        self.told, nbytes, delta = self.trainer.ask(share)
+        return nbytes, delta
+
+    def load(self) -> list[float]:
+        return self.controller.ask(self.told)
+
+    def close(self) -> None:
+        for child in self.children:
+            child.process.kill()
+            child.process.join()
+
+
+def bucket_server(pipe: Connection) -> None:
+    """moto's S3 server, with a bucket named `bucket`."""
+    import threading
+    import urllib.request
+
+    from moto.server import ThreadedMotoServer
+
+    ThreadedMotoServer("0.0.0.0", BUCKET_PORT, verbose=False).start()
+    request = urllib.request.Request(f"http://127.0.0.1:{BUCKET_PORT}/bucket", method="PUT")
+    urllib.request.urlopen(request, timeout=60).close()
+    pipe.send("ready")
+    threading.Event().wait()
+
+
 # Runs and figures
 
 
@@ -221,7 +388,7 @@ def main() -> None:
         return
     if why := missing():
         raise SystemExit(why)
-    modes = [mode for mode in (MODES if args.modes == "all" else args.modes.split(","))]
+    modes = list(MODES) if args.modes == "all" else args.modes.split(",")
     if args.baseline is None and "star-main" in modes:
         modes.remove("star-main")
     rows: dict[tuple[int, str, str], list[dict[str, Any]]] = {}

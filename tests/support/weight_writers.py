@@ -82,7 +82,7 @@ class State:
         ready = threading.Event()
 
         async def run() -> None:
-            server = await serve(self.publisher, host="127.0.0.1", port=0, key=KEY)
+            server = await serve(self.publisher.files, host="127.0.0.1", port=0, key=KEY)
             self.url = f"http://127.0.0.1:{server.port}"
             ready.set()
             await asyncio.Event().wait()
@@ -152,13 +152,13 @@ def publish(
 
 def found(state: State) -> dict[str, Any]:
     newest = state.publisher.readable[0]
-    blob = newest.delta_buffer.data.tobytes() if newest.delta_buffer else b""
+    delta = state.publisher.delta
     return {
         "manifest": newest.manifest,
         "encoded": len(newest.manifest.encode()),
         "bytes": xxhash.xxh3_64_hexdigest(newest.buffer.data),
-        "delta": newest.delta,
-        "blob": blob,
+        "delta": delta.manifest if delta else None,
+        "blob": delta.buffer.data.tobytes() if delta else b"",
         "versions": [p.manifest.version for p in state.publisher.readable],
     }
 

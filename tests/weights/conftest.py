@@ -28,7 +28,7 @@ class Served:
 
     async def _run(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        server = await serve(self.publisher, host="127.0.0.1", port=0, key=KEY, **self._options)
+        server = await serve(self.publisher.files, host="127.0.0.1", port=0, key=KEY, **self._options)
         self.port = server.port
         self._ready.set()
         await self._end.wait()

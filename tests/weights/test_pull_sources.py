@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.weight_writers import KEY, Shard, State, Writers, found, model
+from tests.support.weight_writers import KEY, Shard, State, Writers, model
 from tests.weights.conftest import Proxy
 from windfall.errors import WindfallError
 from windfall.weights.manifest import Manifest
@@ -113,7 +113,7 @@ def test_both_servers_send_at_once(writers: Writers, proxies: Callable[..., list
 
     def rule(mine: int) -> Any:
         def hold(number: int, sent: int, data: bytes) -> bytes:
-            if any("/full" in x for x in made[mine].requests):
+            if any(m.digest + " " in x for x in made[mine].requests):
                 waiting[mine].set()
                 if not waiting[1 - mine].wait(5):
                     alone.append(mine)
@@ -141,7 +141,7 @@ def test_dead_server_is_named_and_the_next_pull_continues(
     published = writers.publish(0, 1)[0]
     m = published["manifest"]
     p, started = puller(), time.monotonic()
-    with pytest.raises(PullFailed, match=rf"/weights/0/full at byte .*{re.escape(made[1].url[7:])}.* in 3 attempts"):
+    with pytest.raises(PullFailed, match=rf"/weights/[0-9a-f]+ at byte .*{re.escape(made[1].url[7:])}.* in 3 attempts"):
         p.pull(made[0].url, 0, m.digest)
     assert time.monotonic() - started < 15, "less than the time limit of a connection"
     assert p.held is None
@@ -179,23 +179,31 @@ def test_server_with_wrong_bytes_is_named(writers: Writers) -> None:
     assert equal(p.tensors(), model(1))
 
 
-def test_delta_of_one_machine_only(writers: Writers) -> None:
-    """All rows of the second machine change, and few of the first: its delta is used, the other rows are downloaded."""
+def test_delta_is_one_file_in_parts(writers: Writers) -> None:
+    """Each machine holds the part with the changes of its rows."""
     m = writers.all(publish_layer, 0, 0.0)[0]
     p = puller()
     p.pull(writers.urls[0], 0, m.digest)
-    m = writers.all(publish_layer, 1, 1.0)[0]
-    assert [writers.call(leader, found)["blob"] != b"" for leader in writers.leaders] == [True, False]
+    m = writers.all(publish_layer, 1, 1.0, 100)[0]
+    found = [writers.call(leader, delta_parts) for leader in writers.leaders]
+    assert found[0][0] == found[1][0]
+    assert [len(parts) for _, parts in found] == [1, 1]
+    assert found[0][1][0][1] == found[1][1][0][0], "where the one ends, the other begins"
     before = p.bytes_received
     p.pull(writers.urls[0], 1, m.digest)
-    assert p.tensors()["w"].sum() == 600 * 1000 * 1.0 + 3
-    assert by_server(m)[1] <= p.bytes_received - before < by_server(m)[1] + len(m.encode()) + 2 * CHUNK
+    assert p.tensors()["w"].sum() == 600 * 100 * 1.0 + 3
+    assert p.delta_used == 1
+    assert found[0][0].nbytes <= p.bytes_received - before < found[0][0].nbytes + len(m.encode()) + 2 * CHUNK
 
 
-def publish_layer(state: State, version: int, change: float) -> Manifest:
+def delta_parts(state: State) -> tuple[Any, Any]:
+    return state.publisher.delta.manifest.ref, state.publisher.delta.held
+
+
+def publish_layer(state: State, version: int, change: float, columns: int = 1000) -> Manifest:
     """A tensor with 600 rows on each machine."""
     rank, w = state.ranks.rank, torch.zeros(1200, 1000)
-    w[600:] += change
+    w[600:, :columns] += change
     w[:3, 7] += change
     first, stop = [(0, 300), (300, 600), (600, 1200)][rank]
     return state.publisher.publish(version, {"w": Shard(w[first:stop], (1200, 1000), first)})
@@ -257,5 +265,7 @@ def test_one_machine_and_several_hold_the_same_bytes(writers: Writers) -> None:
     one.close()
     assert single.entries == m.entries
     assert set(single.bounds()) <= set(m.bounds())
-    same = set(zip(pairwise(single.bounds()), single.chunks, strict=True))
-    assert len(same & set(zip(pairwise(m.bounds()), m.chunks, strict=True))) >= len(single.chunks) - len(m.sources)
+    same = set(zip(pairwise(single.bounds()), single.checksums(), strict=True))
+    assert len(same & set(zip(pairwise(m.bounds()), m.checksums(), strict=True))) >= len(single.checksums()) - len(
+        m.sources
+    )

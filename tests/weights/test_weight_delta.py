@@ -19,8 +19,9 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def described(*tensors: tuple[str, int]) -> Manifest:
     rows = [(f"t{i}", dtype, (n,), i) for i, (dtype, n) in enumerate(tensors)]
     entries, nbytes = manifest.layout(rows)
-    chunks = tuple(range(-(-nbytes // (1 << 20))))
-    return manifest.make(version=0, entries=entries, nbytes=nbytes, chunk_bytes=1 << 20, chunks=chunks)
+    count = -(-nbytes // (1 << 20))
+    hashes = {"chunks": bytes(8 * count), "seals": bytes(32 * count)}
+    return manifest.make(entries=entries, nbytes=nbytes, chunk_bytes=1 << 20, **hashes)
 
 
 def random_bytes(m: Manifest, rng: np.random.Generator) -> np.ndarray:

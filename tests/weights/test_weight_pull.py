@@ -16,14 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 from windfall.errors import WindfallError
-from windfall.weights import buffers
+from windfall.weights import buffers, manifest
+from windfall.weights.held_files import HeldFile
 from windfall.weights.publish import Publisher
 from windfall.weights.pull import Puller, PullFailed, PullGone
 
@@ -150,11 +149,13 @@ def test_delta_with_a_wrong_result_is_corrected(serving: Callable[..., Any]) -> 
     p.pull(s.url, 0, s.publisher.publish(0, w).digest)
     new = moved(w, 0.02)
     m = s.publisher.publish(1, new)
-    found = s.publisher.readable[0]
-    found.delta_buffer.data[-1] ^= 1  # a part of the last value
-    hashes = tuple(xxhash.xxh3_64_intdigest(found.delta_buffer.data[a:b]) for a, b in pairwise(found.delta.bounds()))
-    wrong = msgspec.structs.replace(found.delta, chunks=hashes)
-    object.__setattr__(found, "delta", wrong)
+    found, names = s.publisher.delta, {"before": p.held.digest, "after": m.digest}
+    found.buffer.data[-1] ^= 1  # a part of the last value
+    both = [manifest.hash_chunk(found.buffer.data[a:b].data) for a, b in pairwise(found.manifest.bounds())]
+    hashes = {"chunks": b"".join(c for c, _ in both), "seals": b"".join(s for _, s in both)}
+    sizes = {"nbytes": found.manifest.nbytes, "chunk_bytes": found.manifest.chunk_bytes}
+    s.publisher.files.remove(found)
+    s.publisher.files.add(HeldFile(manifest.make(**sizes, **names, **hashes), found.buffer, filled=True))
     before = p.bytes_received
     p.pull(s.url, 1, m.digest)
     assert p.delta_used == 0
@@ -175,8 +176,8 @@ def _hanging(s: Any, path: str) -> socket.socket:
     c = socket.socket()
     c.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     c.connect(("127.0.0.1", s.port))
-    c.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {s.key}\r\n\r\n".encode())
-    assert c.recv(1000).startswith(b"HTTP/1.1 200")
+    c.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nRange: bytes=0-\r\nAuthorization: Bearer {s.key}\r\n\r\n".encode())
+    assert c.recv(1000).startswith(b"HTTP/1.1 206")
     return c
 
 
@@ -190,8 +191,8 @@ def test_dead_or_stalled_readers_disturb_no_other(serving: Callable[..., Any]) -
     s, w = serving(server={"write_timeout_s": 0.3}), weights(count=4_000_000)
     m = s.publisher.publish(0, w)
     for _ in range(5):
-        _hanging(s, "/weights/0/full").close()
-    slow = _hanging(s, "/weights/0/full")
+        _hanging(s, f"/weights/{m.digest}").close()
+    slow = _hanging(s, f"/weights/{m.digest}")
     p = s.puller()
     p.pull(s.url, 0, m.digest)
     assert equal(p.tensors(), w)
@@ -208,7 +209,7 @@ def test_dead_or_stalled_readers_disturb_no_other(serving: Callable[..., Any]) -
 def test_many_stalled_readers_delay_no_other(serving: Callable[..., Any]) -> None:
     s, w = serving(), {"big": torch.randn(3_000_000)}
     m = s.publisher.publish(0, w)
-    stalled = [_hanging(s, "/weights/0/full") for _ in range(60)]
+    stalled = [_hanging(s, f"/weights/{m.digest}") for _ in range(60)]
     p, started = s.puller(), time.monotonic()
     p.pull(s.url, 0, m.digest)
     assert time.monotonic() - started < 15, "less than the time limit of a stalled reader"
@@ -224,35 +225,34 @@ def test_wrong_key_is_refused_at_once(serving: Callable[..., Any]) -> None:
     with pytest.raises(PullFailed, match="401 wrong key"):
         p.pull(s.url, 0, m.digest)
     assert p.retries == 0
-    for path in ("manifest", "full", f"delta/{'0' * 32}/manifest", f"delta/{'0' * 32}"):
-        assert s.ask(f"/weights/0/{path}", key="").startswith(b"HTTP/1.1 401")
+    for path in ("", "/manifest"):
+        assert s.ask(f"/weights/{m.digest}{path}", key="").startswith(b"HTTP/1.1 401")
     assert s.ask("/elsewhere", key="x").startswith(b"HTTP/1.1 401")
 
 
 def test_invalid_requests_are_refused(serving: Callable[..., Any]) -> None:
     s = serving()
     m = s.publisher.publish(0, weights())
-    n = m.nbytes
+    n, path = m.nbytes, f"/weights/{m.digest}"
+    assert s.ask(path).startswith(b"HTTP/1.1 416")
     for bad in ("bytes=5-4", f"bytes={n}-", f"bytes=0-{n}", "bytes=-5", "bytes=0-1,3-4", "lines=0-1", "bytes=a-b"):
-        assert s.ask("/weights/0/full", f"Range: {bad}").startswith(b"HTTP/1.1 416"), bad
-    assert s.ask("/weights/0/full", f"Range: bytes={n - 3}-").endswith(
-        b"\r\n\r\n" + bytes(s.publisher.readable[0].buffer.data[-3:])
-    )
-    assert s.ask("/weights/0/full", "Range: bytes=0-0").startswith(b"HTTP/1.1 206")
-    assert s.ask("/weights/0/manifest", "Content-Length: 5", body=b"hello").startswith(b"HTTP/1.1 413")
-    assert s.ask("/weights/0/full", method="POST").startswith(b"HTTP/1.1 405")
-    assert s.ask("/weights/x/full").startswith(b"HTTP/1.1 404")
-    assert s.ask(f"/weights/0/delta/{'0' * 32}").startswith(b"HTTP/1.1 404")
+        assert s.ask(path, f"Range: {bad}").startswith(b"HTTP/1.1 416"), bad
+    assert s.ask(path, f"Range: bytes={n - 3}-").endswith(b"\r\n\r\n" + bytes(s.publisher.readable[0].buffer.data[-3:]))
+    assert s.ask(path, "Range: bytes=0-0").startswith(b"HTTP/1.1 206")
+    assert s.ask(f"{path}/manifest", "Content-Length: 5", body=b"hello").startswith(b"HTTP/1.1 413")
+    assert s.ask(path, method="POST").startswith(b"HTTP/1.1 405")
+    assert s.ask("/weights/x").startswith(b"HTTP/1.1 404")
+    assert s.ask(f"/weights/{'0' * 64}", "Range: bytes=0-").startswith(b"HTTP/1.1 404")
 
 
 def test_withdrawn_and_unknown_versions(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     digests = [s.publisher.publish(v, moved(w, 0.01 * v)).digest for v in range(3)]
     p = s.puller()
-    with pytest.raises(PullGone, match="withdrawn; current is 2"):
+    with pytest.raises(PullGone, match="is not held here"):
         p.pull(s.url, 0, digests[0])
-    with pytest.raises(PullGone, match="not published"):
-        p.pull(s.url, 9, digests[0])
+    with pytest.raises(PullGone, match="is not held here"):
+        p.pull(s.url, 9, "0" * 64)
     assert p.retries == 0
     for v in (1, 2):
         p = s.puller()
@@ -260,12 +260,11 @@ def test_withdrawn_and_unknown_versions(serving: Callable[..., Any]) -> None:
         assert equal(p.tensors(), moved(w, 0.01 * v))
 
 
-def test_unexpected_digest_is_refused(serving: Callable[..., Any]) -> None:
-    s, w = serving(), weights()
-    m = s.publisher.publish(0, w)
-    p = s.puller(tries=2)
-    with pytest.raises(PullFailed, match=f"digest {m.digest} at /weights/0/manifest, expected {'0' * 32}"):
-        p.pull(s.url, 0, "0" * 32)
+def test_failed_pull_leaves_nothing_held(serving: Callable[..., Any]) -> None:
+    s = serving()
+    p = s.puller()
+    with pytest.raises(PullGone):
+        p.pull(s.url, 0, "0" * 64)
     assert p.held is None
     with pytest.raises(WindfallError, match="no complete version"):
         p.tensors()
@@ -310,8 +309,8 @@ def test_publishing_while_readers_read(serving: Callable[..., Any]) -> None:
 
 def test_reader_of_a_withdrawn_version_is_disconnected(serving: Callable[..., Any]) -> None:
     s, w = serving(), {"big": torch.zeros(8_000_000)}
-    s.publisher.publish(0, w)
-    c = _hanging(s, "/weights/0/full")
+    m = s.publisher.publish(0, w)
+    c = _hanging(s, f"/weights/{m.digest}")
     for v in (1, 2):
         s.publisher.publish(v, {"big": torch.full((8_000_000,), float(v))})
     with pytest.raises(ConnectionResetError):
@@ -346,7 +345,7 @@ def test_pull_over_tls(serving: Callable[..., Any], certificate: Path) -> None:
     with pytest.raises(PullFailed, match="not trusted"):
         s.puller().pull(s.url, 1, m.digest)
     with pytest.raises(WindfallError, match="TLS is configured"):
-        p.pull(f"http://127.0.0.1:{s.port}", 2, "0" * 32)
+        p.pull(f"http://127.0.0.1:{s.port}", 2, "0" * 64)
 
 
 def test_publisher_requires_rising_versions_and_leaves_no_file_or_descriptor(
@@ -419,7 +418,7 @@ def test_invalid_puller_options_are_refused() -> None:
             Puller(**options)
     for url in ("ftp://a:1", "http://", "127.0.0.1:9", "http://a:99999", "http://a:1/path"):
         with pytest.raises(WindfallError, match="address"):
-            Puller(key="k").pull(url, 0, "0" * 32)
+            Puller(key="k").pull(url, 0, "0" * 64)
 
 
 def test_import_does_not_need_torch() -> None:

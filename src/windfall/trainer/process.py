@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -47,10 +46,7 @@ from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
 from windfall.weights.meeting import PublishFailed
 from windfall.weights.publish import Publisher
-from windfall.weights.serve import serve
-
-SERVER_START_S = 30.0
-"""Seconds in which the weight server must listen."""
+from windfall.weights.serve import serve, serve_in_thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,17 +242,14 @@ def run_rank(folder: Path, place: RankPlace, work: Callable[[], int]) -> int:
 
 def serve_weights(publisher: Publisher, recipe: Recipe, host: str) -> str:
     """Serve the rows of this machine to workers until the process ends. Returns the address of the server."""
-    f, loop = recipe.fleet, asyncio.new_event_loop()
-    listener.raise_file_limit()
-    threading.Thread(target=loop.run_forever, name="weight server", daemon=True).start()
-    opening = serve(
-        publisher,
+    f = recipe.fleet
+    server = serve_in_thread(
+        publisher.files,
         host=f.host if f.host in ALL_INTERFACES else host,
         port=f.weights_port,
         key=os.environ[WEIGHTS_KEY],
         ssl=tls.server_context(f),
     )
-    server = asyncio.run_coroutine_threadsafe(opening, loop).result(SERVER_START_S)
     return f"{'https' if f.tls_cert else 'http'}://{network.in_url(host)}:{server.port}"
 
 
@@ -291,7 +284,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     f, token, secret = recipe.fleet, auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret")
     listener.raise_file_limit()
     server = await serve(
-        part.publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
+        part.publisher.files, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
     address = await _address(folder)
     where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
@@ -315,7 +308,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         hello=_hello(loaded, part, f"{'https' if f.tls_cert else 'http'}://_:{server.port}"),
         engine=part.engine,
         publish=lambda version: orders.call(part.publish, version),
-        update_bytes=lambda: part.publisher.readable[0].update_bytes,
+        update_bytes=lambda: part.publisher.update_bytes,
         save=lambda now: _save(loaded, part, now),
         load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,
         address=where,

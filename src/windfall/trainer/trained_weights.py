@@ -107,14 +107,14 @@ def collect(publisher: Any, ranks: Any) -> Any:
 
     version = publisher.readable[0]
     plan, mine = version.plan, version.buffer.data
-    if not plan.sources:
+    if len(plan.file.parts) == 1:
         return version.buffer
-    parts = plan.parts(ranks.rank) if plan.shares[ranks.rank].leader == ranks.rank else []
+    parts = plan.file.parts.get(ranks.rank, ())
     if not ranks.first:
         rows = [piece for a, b in parts for piece in pieces(a, torch.from_numpy(mine[a:b]))]
         send_to_first(ranks, rows, lambda at, data: None)
         return None
-    whole = Buffer(plan.nbytes, publisher.folder)
+    whole = Buffer(plan.file.nbytes, publisher.folder)
     for start, stop in parts:
         whole.data[start:stop] = mine[start:stop]
 

@@ -34,7 +34,7 @@ import xxhash
 from windfall.backoff import delay_s
 from windfall.errors import WindfallError
 from windfall.link.network import in_url
-from windfall.weights.manifest import MAX_MANIFEST_BYTES, ChunkedManifest
+from windfall.weights.manifest import MAX_MANIFEST_BYTES, Manifest
 
 POLL_S = 0.25
 MAX_HEAD_BYTES = 16 << 10
@@ -238,7 +238,7 @@ class Download:
         servers: Sequence[Address],
         path: str,
         view: memoryview,
-        source: ChunkedManifest,
+        source: Manifest,
         verified: list[int | None],
         *,
         tries: int,
@@ -249,7 +249,7 @@ class Download:
         self.servers = servers
         self.path = path
         self.view = view
-        self.chunks = source.chunks
+        self.chunks = source.checksums()
         self._bounds = source.bounds()
         self._server_of = source.chunk_servers()
         self._chunk_bytes = source.chunk_bytes

@@ -16,11 +16,13 @@ import functools
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 
 from windfall.errors import WindfallError
+from windfall.link.messages import Ranges
 from windfall.weights import manifest
 from windfall.weights.manifest import TensorEntry
 
@@ -60,34 +62,61 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FilePlan:
+    """The chunks of a file that is published, and which machine has which bytes."""
+
+    nbytes: int
+    chunk_bytes: int
+    parts: dict[int, Ranges]  # by the leader of the machine
+    cuts: tuple[int, ...]
+    bounds: tuple[int, ...]  # of the chunks
+
+    def chunks(self, leader: int) -> list[int]:
+        """The chunks of a machine."""
+        at = functools.partial(bisect_left, self.bounds)
+        return [i for start, stop in self.parts.get(leader, ()) for i in range(at(start), at(stop))]
+
+    def sources(self, leaders: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """As in Manifest."""
+        if len(self.parts) == 1:
+            return ()
+        return tuple(sorted((start, leaders.index(at)) for at, parts in self.parts.items() for start, _ in parts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PublishPlan:
     entries: tuple[TensorEntry, ...]
-    nbytes: int
-    bounds: tuple[int, ...]  # of the chunks
+    file: FilePlan
     shares: tuple[Share, ...]  # by rank
-    servers: tuple[str, ...]  # both as in Manifest
-    sources: tuple[tuple[int, int], ...]
+    servers: tuple[str, ...]  # as in Manifest
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of each machine."""
+        return sorted({share.leader for share in self.shares})
 
     def members(self, rank: int) -> list[int]:
         """The ranks on the machine of a rank. The first one is the leader."""
         return [r for r, share in enumerate(self.shares) if share.leader == self.shares[rank].leader]
 
-    def parts(self, rank: int) -> list[tuple[int, int]]:
-        """The byte ranges that come from the machine of a rank."""
-        if not self.sources:
-            return [(0, self.nbytes)] if self.shares[rank].leader == 0 else []
-        mine = sorted({share.leader for share in self.shares}).index(self.shares[rank].leader)
-        stops = [start for start, _ in self.sources[1:]] + [self.nbytes]
-        return [(start, stop) for (start, server), stop in zip(self.sources, stops, strict=True) if server == mine]
+    def delta(self, sizes: Sequence[int]) -> tuple[FilePlan, list[int]]:
+        """A delta made of a part of each rank with these sizes: its plan, and where each rank's part starts. The parts
+        of one machine are next to each other."""
+        starts, parts, end = [0] * len(sizes), {}, 0
+        for leader in self.leaders:
+            first = end
+            for rank in self.members(leader):
+                starts[rank], end = end, end + sizes[rank]
+            if end > first:
+                parts[leader] = ((first, end),)
+        return file_plan(end, self.file.chunk_bytes, parts), starts
 
-    def chunks(self, rank: int) -> list[int]:
-        """The chunks that come from the machine of a rank."""
-        at = functools.partial(bisect_left, self.bounds)
-        return [i for start, stop in self.parts(rank) for i in range(at(start), at(stop))]
 
-    def part_bytes(self, rank: int) -> int:
-        """The number of bytes that come from the machine of a rank."""
-        return sum(stop - start for start, stop in self.parts(rank))
+def file_plan(nbytes: int, chunk_bytes: int, parts: dict[int, Ranges]) -> FilePlan:
+    chunk_bytes = manifest.chunk_size(nbytes, chunk_bytes)
+    cuts = tuple(sorted(start for of in parts.values() for start, _ in of)[1:])
+    bounds = tuple(manifest.chunk_bounds(nbytes, chunk_bytes, cuts))
+    return FilePlan(nbytes=nbytes, chunk_bytes=chunk_bytes, parts=parts, cuts=cuts, bounds=bounds)
 
 
 def make(offers: Sequence[RankOffer]) -> PublishPlan:
@@ -99,15 +128,14 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
         ((piece, rank) for entry, i in first.items() for piece, rank in _pieces(entry, [o.tensors[i] for o in offers])),
         key=lambda found: found[0].start,
     )
-    servers, sources = _sources(pieces, leaders, offers)
-    bounds = manifest.chunk_bounds(nbytes, offers[0].chunk_bytes, (start for start, _ in sources))
+    parts = _parts(pieces, leaders, nbytes)
     by_rank: list[list[Piece]] = [[] for _ in offers]
     for piece, rank in pieces:
         by_rank[rank].append(piece)
     shares = tuple(Share(leader=leader, pieces=tuple(mine)) for leader, mine in zip(leaders, by_rank, strict=True))
-    return PublishPlan(
-        entries=entries, nbytes=nbytes, bounds=tuple(bounds), shares=shares, servers=servers, sources=sources
-    )
+    servers = _servers(leaders, offers) if len(parts) > 1 else ()
+    file = file_plan(nbytes, offers[0].chunk_bytes, parts)
+    return PublishPlan(entries=entries, file=file, shares=shares, servers=servers)
 
 
 def _check_same(offers: Sequence[RankOffer]) -> None:
@@ -154,22 +182,25 @@ def _pieces(entry: TensorEntry, held: Sequence[HeldRows]) -> list[tuple[Piece, i
     return out
 
 
-def _sources(
-    pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], offers: Sequence[RankOffer]
-) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
-    order = sorted(set(leaders))
-    if all(leaders[rank] == 0 for _, rank in pieces):
-        return (), ()
-    for leader in order[1:]:
+def _parts(pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], nbytes: int) -> dict[int, Ranges]:
+    """The bytes of each machine that has some; bytes between tensors belong to the tensor before."""
+    starts: list[tuple[int, int]] = []
+    for piece, rank in pieces:
+        if not starts or starts[-1][1] != leaders[rank]:
+            starts.append((piece.start, leaders[rank]))
+    parts: dict[int, Ranges] = {}
+    for (start, leader), (stop, _) in pairwise([*starts, (nbytes, -1)]):
+        parts[leader] = (*parts.get(leader, ()), (start, stop))
+    return parts or {0: ()}
+
+
+def _servers(leaders: Sequence[int], offers: Sequence[RankOffer]) -> tuple[str, ...]:
+    others = sorted(set(leaders))[1:]
+    for leader in others:
         if not offers[leader].address:
             fix = "Start a weight server there, and set the publisher's `address`."
             raise _invalid(f"rank {leader} is the first on its machine and has no weight server", fix)
-    sources: list[tuple[int, int]] = []
-    for piece, rank in pieces:
-        server = order.index(leaders[rank])
-        if not sources or sources[-1][1] != server:
-            sources.append((piece.start, server))
-    return ("", *(offers[leader].address for leader in order[1:])), tuple(sources)
+    return ("", *(offers[leader].address for leader in others))
 
 
 def _invalid(what: str, fix: str = "Pass the shards of the same model on all ranks.") -> WindfallError:

@@ -39,23 +39,21 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import xxhash
 
 from windfall.errors import WindfallError
 from windfall.weights import manifest
 from windfall.weights import plan as plans
 from windfall.weights.buffers import Buffer, BufferHandle, machine, write_at
 from windfall.weights.delta import MAX_RATIO, part
-from windfall.weights.manifest import DeltaManifest, Manifest
+from windfall.weights.held_files import HeldFile, HeldFiles
+from windfall.weights.manifest import Manifest
 from windfall.weights.meeting import Meeting, OneRank, PublishRanks
-from windfall.weights.plan import HeldRows, Piece, PublishPlan, RankOffer
-from windfall.weights.source import Published
+from windfall.weights.plan import FilePlan, HeldRows, Piece, PublishPlan, RankOffer
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +72,19 @@ class RankRows:
     first_row: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Published:
+    """One readable version, or the base of adapters."""
+
+    manifest: Manifest
+    buffer: Buffer
+    plan: PublishPlan
+    held: HeldFile | None
+    """What this rank serves of it, if it is the first of its machine."""
+
+
+Hashes = dict[int, tuple[bytes, bytes]]
+"""Checksum and seal of chunks, by their number."""
 Tensors = Mapping[str, "torch.Tensor | RankRows"]
 PieceValues = Mapping[Piece, "torch.Tensor"]
 
@@ -103,6 +114,9 @@ class Publisher:
         it before `publish`."""
         self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
         self.base: Published | None = None  # of adapters
+        self.files = HeldFiles()
+        """What this rank serves, if it is the first of its machine."""
+        self.deltas: tuple[HeldFile, ...] = ()  # those that are served, newest first
         self._machine = machine() if on_machine is None else on_machine
         self._read_here = read_here
         self._planned: tuple[list[RankOffer], PublishPlan] | None = None  # the last plan, and what it was made from
@@ -118,8 +132,17 @@ class Publisher:
     def find(self, version: int) -> Published | None:
         return next((p for p in self.readable if p.manifest.version == version), None)
 
-    def is_readable(self, published: Published) -> bool:
-        return published in self.readable or published is self.base
+    @property
+    def delta(self) -> HeldFile | None:
+        """The delta from the previous version to the newest one, on the first rank of a machine."""
+        newest, current = next(iter(self.deltas), None), self.current
+        return newest if newest and current and newest.manifest.after == current.digest else None
+
+    @property
+    def update_bytes(self) -> int:
+        """What a worker with the previous version must pull, on rank 0."""
+        assert self.current is not None
+        return self.delta.manifest.nbytes if self.delta else self.current.nbytes
 
     def publish(
         self,
@@ -148,10 +171,10 @@ class Publisher:
             plan, values = self._agree(meeting, tensors, check)
             fields = {"base": base, "scale": scale} if base else {}
             old = self.readable[0] if self.readable and self.readable[0].plan == plan else None
-            published = self._write(meeting, plan, values, undo, old=old, copied=copied, version=version, **fields)
-            self._make_readable(meeting, published)
+            new, delta = self._write(meeting, plan, values, undo, old=old, copied=copied, version=version, **fields)
+            self._make_readable(meeting, new, delta)
             undo.pop_all()
-            return published.manifest
+            return new.manifest
 
     def publish_base(self, tensors: Tensors) -> Manifest:
         """Publish the weights that adapters apply to. They stay readable as long as the publisher is open."""
@@ -164,19 +187,22 @@ class Publisher:
         with self._lock, ExitStack() as undo:
             meeting = Meeting(self.ranks, "the base of adapters")
             plan, values = self._agree(meeting, tensors, check)
-            self.base, self._spare = self._write(meeting, plan, values, undo, version=0), None
+            (self.base, _), self._spare = self._write(meeting, plan, values, undo), None
+            if self.base.held:
+                self.files.add(self.base.held)
             undo.pop_all()
             return self.base.manifest
 
     def close(self) -> None:
         """Withdraw all versions. Responses in progress are reset before their next piece."""
         with self._lock:
-            withdrawn = (*self.readable, *((self.base,) if self.base else ()))
-            self.readable, self.base, self._closed = (), None, True
+            withdrawn, deltas = (*self.readable, *((self.base,) if self.base else ())), self.deltas
+            self.readable, self.base, self.deltas, self._closed = (), None, (), True
             for p in withdrawn:
+                self._withdraw(p)
                 p.buffer.close()
-                if p.delta_buffer:
-                    p.delta_buffer.close()
+            for delta in deltas:
+                self._drop_delta(delta)
             self._drop_spare()
             self._threads.shutdown()
 
@@ -216,31 +242,30 @@ class Publisher:
         old: Published | None = None,
         copied: Callable[[], None] | None = None,
         **fields: Any,
-    ) -> Published:
-        """Write a version into the spare buffer. `old`: the version to compare with. `fields`: of the manifest. `undo`
-        is extended by what must be done if the version does not become readable."""
+    ) -> tuple[Published, HeldFile | None]:
+        """Write a version into the spare buffer, and its delta. `old`: the version to compare with. `fields`: of the
+        manifest. `undo` is extended by what must be done if the version does not become readable."""
         leader, rank = plan.shares[self.ranks.rank].leader, self.ranks.rank
-        alone = len(plan.members(rank)) == 1
+        alone, bounds = len(plan.members(rank)) == 1, plan.file.bounds
         buffer: Any = None
         stored: Buffer | None = None
         delta: list[memoryview] = []
-        checksums: dict[int, int] = {}
+        hashes: Hashes = {}
 
         def prepare() -> tuple[BufferHandle | None, str]:
             self._withdraw_older()
             if self._spare and self._spare[1] != plan:
                 self._drop_spare()
             if leader == rank and self._spare is None:
-                used = plan.parts(rank) if plan.sources else None
-                self._spare = Buffer(plan.nbytes, self.folder, used=used), plan
+                self._spare = Buffer(plan.file.nbytes, self.folder, used=plan.file.parts.get(rank, ())), plan
             return self._spare[0].handle if leader == rank and self._spare else None, old.manifest.digest if old else ""
 
         def hash_chunk(i: int) -> None:
-            checksums[i] = _checksum(buffer, plan.bounds[i], plan.bounds[i + 1])
+            hashes[i] = manifest.hash_chunk(buffer.data[bounds[i] : bounds[i + 1]].data)
 
         def written(start: int, stop: int) -> None:
             if alone:  # otherwise a chunk may have rows of other ranks
-                for i in range(bisect_left(plan.bounds, start), bisect_right(plan.bounds, stop) - 1):
+                for i in range(bisect_left(bounds, start), bisect_right(bounds, stop) - 1):
                     hash_chunk(i)
 
         def write_rows() -> int:
@@ -260,83 +285,91 @@ class Publisher:
                 copied()
             if changes is None:
                 return -1
-            delta = part(changes)
+            delta = part(changes) if values else []
             return sum(map(len, delta))
 
-        def hash_and_reserve() -> tuple[dict[int, int], BufferHandle | None]:
+        def hash_and_reserve() -> tuple[Hashes, BufferHandle | None]:
             nonlocal stored
             if rank != leader:
                 return {}, None
-            list(self._threads.map(hash_chunk, [i for i in plan.chunks(rank) if i not in checksums]))
-            if rank in deltas:
-                stored = Buffer(sum(deltas[rank]), self.folder)
+            list(self._threads.map(hash_chunk, [i for i in plan.file.chunks(rank) if i not in hashes]))
+            if changed is not None:
+                stored = Buffer(changed.nbytes, self.folder, used=changed.parts.get(rank, ()))
                 undo.callback(stored.close)
-            return checksums, stored and stored.handle
+            return hashes, stored and stored.handle
 
         def write_delta() -> None:
-            if delta_handle is None:
-                return
-            target = stored or Buffer.map(delta_handle)
-            at = sum(deltas[leader][: plan.members(rank).index(rank)])
+            handle = hashed[leader][1]
+            assert handle is not None
+            target = stored or Buffer.map(handle)
             # Write through the descriptor: the kernel writes to a file faster than it maps new pages of it.
-            starts = accumulate(map(len, delta), initial=at)
+            starts = accumulate(map(len, delta), initial=part_starts[rank])
             list(self._threads.map(partial(write_at, target.fd), starts, delta))
             if target is not stored:
                 target.close()
 
+        def hash_delta() -> Hashes:
+            if stored is None or changed is None:
+                return {}
+            data, at, mine = stored.data, changed.bounds, changed.chunks(rank)
+            chunks = self._threads.map(lambda i: manifest.hash_chunk(data[at[i] : at[i + 1]].data), mine)
+            return dict(zip(mine, chunks, strict=True))
+
         prepared = meeting.step("prepare the buffer", prepare)
         handle = prepared[leader][0]
         old = old if len({digest for _, digest in prepared}) == 1 else None  # else a rank does not have it
-        deltas = _delta_sizes(plan, meeting.step("write their rows", write_rows))
+        sizes = meeting.step("write their rows", write_rows)
+        changed, part_starts = None, []
+        if old is not None and min(sizes) >= 0 and sum(sizes) <= MAX_RATIO * plan.file.nbytes:
+            changed, part_starts = plan.delta(sizes)
         hashed = meeting.step("hash the chunks", hash_and_reserve)
-        found = {i: checksum for mine, _ in hashed for i, checksum in mine.items()}
-        made = manifest.make(
-            entries=plan.entries,
-            nbytes=plan.nbytes,
-            chunk_bytes=self.chunk_bytes,
-            servers=plan.servers,
-            sources=plan.sources,
-            chunks=tuple(found[i] for i in range(len(plan.bounds) - 1)),
-            **fields,
-        )
-        leaders = {share.leader for share in plan.shares}
-        update_bytes = sum(sum(deltas[x]) if x in deltas else plan.part_bytes(x) for x in leaders)
-        published = Published(manifest=made, buffer=buffer, plan=plan, update_bytes=update_bytes)
-        if old is None or not deltas:
-            return published
-        delta_handle = hashed[leader][1]
+        made = _manifest(plan, plan.file, [mine for mine, _ in hashed], entries=plan.entries, **fields)
+        held = HeldFile(made, buffer, ranges=plan.file.parts.get(rank, ()), filled=True) if rank == leader else None
+        published = Published(manifest=made, buffer=buffer, plan=plan, held=held)
+        if old is None or changed is None:
+            return published, None
         meeting.step("write the delta", write_delta)
-        return published if stored is None else self._with_delta(published, old, stored)
+        found = meeting.step("hash the delta", hash_delta)
+        names = {"version": made.version, "before": old.manifest.digest, "after": made.digest}
+        blob = _manifest(plan, changed, found, **names)
+        if stored is None:
+            return published, None
+        return published, HeldFile(blob, stored, ranges=changed.parts.get(rank, ()), filled=True)
 
-    def _with_delta(self, published: Published, old: Published, stored: Buffer) -> Published:
-        bounds = manifest.chunk_bounds(stored.nbytes, self.chunk_bytes)
-        made = DeltaManifest(
-            base=old.manifest.digest,
-            digest=published.manifest.digest,
-            nbytes=stored.nbytes,
-            chunk_bytes=self.chunk_bytes,
-            chunks=tuple(self._threads.map(lambda chunk: _checksum(stored, *chunk), pairwise(bounds))),
-        )
-        return replace(published, delta=made, delta_buffer=stored)
-
-    def _make_readable(self, meeting: Meeting, published: Published) -> None:
+    def _make_readable(self, meeting: Meeting, new: Published, delta: HeldFile | None) -> None:
         """On rank 0 last: workers get the manifest from there."""
 
         def switch() -> None:
-            self.readable, self._spare = (published, *self.readable[:1]), None
+            for file in (new.held, delta):
+                if file is not None:
+                    self.files.add(file)
+            self.readable, self._spare = (new, *self.readable[:1]), None
+            self.deltas = (delta, *self.deltas) if delta else self.deltas
 
-        if published.plan.sources:
+        several = len(new.plan.file.parts) > 1
+        if several:
             meeting.step("make the version readable", lambda: switch() if self.ranks.rank else None)
-        if self.ranks.rank == 0 or not published.plan.sources:
+        if self.ranks.rank == 0 or not several:
             switch()
 
     def _withdraw_older(self) -> None:
         """Make the buffer of the older version the spare one."""
         if len(self.readable) == 2:
             older, self.readable = self.readable[1], self.readable[:1]
+            self._withdraw(older)
             self._spare = older.buffer, older.plan
-            if older.delta_buffer:
-                older.delta_buffer.close()
+            kept = tuple(d for d in self.deltas if d.manifest.version != older.manifest.version)
+            for delta in set(self.deltas) - set(kept):
+                self._drop_delta(delta)
+            self.deltas = kept
+
+    def _withdraw(self, published: Published) -> None:
+        if published.held:
+            self.files.remove(published.held)
+
+    def _drop_delta(self, delta: HeldFile) -> None:
+        self.files.remove(delta)
+        delta.buffer.close()
 
     def _drop_spare(self) -> None:
         if self._spare:
@@ -344,20 +377,21 @@ class Publisher:
         self._spare = None
 
 
-def _checksum(buffer: Buffer, start: int, stop: int) -> int:
-    return xxhash.xxh3_64_intdigest(buffer.data[start:stop].data)
-
-
-def _delta_sizes(plan: PublishPlan, sizes: Sequence[int]) -> dict[int, list[int]]:
-    """The bytes of each rank in the delta of its machine, by the leaders of the machines that have one. `sizes`: of
-    all ranks; -1: none."""
-    out = {}
-    for leader in {share.leader for share in plan.shares}:
-        found = [sizes[rank] for rank in plan.members(leader)]
-        whole = plan.part_bytes(leader)
-        if whole and min(found) >= 0 and sum(found) <= MAX_RATIO * whole:
-            out[leader] = found
-    return out
+def _manifest(plan: PublishPlan, file: FilePlan, hashed: Sequence[Hashes], **fields: Any) -> Manifest:
+    """The manifest of a file whose chunks were hashed by several ranks."""
+    found = {i: both for mine in hashed for i, both in mine.items()}
+    chunks = [found[i] for i in range(len(file.bounds) - 1)]
+    sources = file.sources(plan.leaders)
+    return manifest.make(
+        nbytes=file.nbytes,
+        chunk_bytes=file.chunk_bytes,
+        chunks=b"".join(checksum for checksum, _ in chunks),
+        seals=b"".join(seal for _, seal in chunks),
+        cuts=file.cuts,
+        servers=plan.servers if sources else (),
+        sources=sources,
+        **fields,
+    )
 
 
 def describe(tensors: Tensors, dtype: str | None) -> tuple[tuple[HeldRows, ...], dict[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ import ssl as tls
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
@@ -31,7 +31,6 @@ from windfall.weights import delta, manifest
 from windfall.weights.buffers import Buffer, views
 from windfall.weights.download import (
     Address,
-    ConnectionBroken,
     Download,
     PullDamaged,
     PullFailed,
@@ -40,14 +39,13 @@ from windfall.weights.download import (
     download_manifest,
     parse_address,
 )
-from windfall.weights.manifest import ChunkedManifest, DeltaManifest, Manifest
+from windfall.weights.manifest import Manifest
 from windfall.weights.shared import BufferTensors, SharedTensors
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["PullDamaged", "PullFailed", "PullGone", "Puller"]
-T = TypeVar("T", Manifest, DeltaManifest)
 
 
 class Puller:
@@ -84,7 +82,7 @@ class Puller:
             held = self._weights.held
             if held is None or held.digest != digest:
                 to = self._address(url)
-                self._pull(to, version, digest, stop or threading.Event())
+                self._pull(to, digest, stop or threading.Event())
                 held = self._weights.held
             assert held is not None
             self._weights.held = msgspec.structs.replace(held, version=version)
@@ -104,89 +102,51 @@ class Puller:
     def _address(self, url: str) -> Address:
         return parse_address(url, key=self.key, timeout_s=self.timeout_s, tls=self.ssl)
 
-    def _pull(self, to: Address, version: int, digest: str, stop: threading.Event) -> None:
-        wanted = self._get_manifest(to, f"/weights/{version}/manifest", Manifest, stop, version=version, digest=digest)
+    def _pull(self, to: Address, digest: str, stop: threading.Event) -> None:
+        wanted = self._get_manifest(to, f"/weights/{digest}/manifest", digest, stop)
         if wanted.base and (self._base.held is None or self._base.held.digest != wanted.base):
-            base = self._get_manifest(to, "/weights/base/manifest", Manifest, stop, digest=wanted.base)
-            self._pull_into(self._base, to, "/weights/base", base, stop)
-        self._pull_into(self._weights, to, f"/weights/{version}", wanted, stop)
+            base = self._get_manifest(to, f"/weights/{wanted.base}/manifest", wanted.base, stop)
+            self._pull_into(self._base, to, base, stop)
+        self._pull_into(self._weights, to, wanted, stop)
 
-    def _pull_into(self, copy: LocalCopy, to: Address, path: str, wanted: Manifest, stop: threading.Event) -> None:
-        try:
-            servers = [self._address(server) if server else to for server in wanted.servers] or [to]
-        except WindfallError as e:
-            raise PullFailed(f"the manifest of {path} from {to.name} names a wrong server: {e}") from e
+    def _pull_into(self, copy: LocalCopy, to: Address, wanted: Manifest, stop: threading.Event) -> None:
         held, copy.held = copy.held, None
         copy.prepare(wanted)
         if held and held.entries == wanted.entries and held.chunk_bytes == wanted.chunk_bytes:
-            self._apply_deltas(copy, servers, path, held, wanted, stop)
-        self._download(servers, f"{path}/full", copy.view, wanted, copy.verified, stop)
+            self._apply_delta(copy, to, held, wanted, stop)
+        self._download(to, copy.view, wanted, copy.verified, stop)
         copy.held = wanted
 
-    def _apply_deltas(
-        self,
-        copy: LocalCopy,
-        servers: list[Address],
-        path: str,
-        held: Manifest,
-        wanted: Manifest,
-        stop: threading.Event,
+    def _apply_delta(
+        self, copy: LocalCopy, to: Address, held: Manifest, wanted: Manifest, stop: threading.Event
     ) -> None:
-        """Update the buffer toward `wanted` with the deltas of all servers. After any failure, the full download
-        corrects the buffer."""
-        missing, bounds = [0] * len(servers), wanted.bounds()
-        for i, server in enumerate(wanted.chunk_servers()):
-            missing[server] += (copy.verified[i] != wanted.chunks[i]) * (bounds[i + 1] - bounds[i])
-
-        def fetch(server: int) -> memoryview | None:
-            of = (held.digest, wanted.digest)
-            return self._download_delta(servers[server], f"{path}/delta/{held.digest}", of, missing[server], stop)
-
-        asked = [server for server, nbytes in enumerate(missing) if nbytes]
-        with ThreadPoolExecutor(max(1, len(asked))) as pool:
-            blobs = [blob for blob in pool.map(fetch, asked) if blob is not None]
-        before, copy.verified[:] = copy.verified[:], [None] * len(copy.verified)
-        applied = 0
-        for blob in blobs:
-            try:
-                delta.apply(copy.view, blob, wanted)
-                applied += 1
-            except WindfallError:  # refused before the buffer was changed
-                continue
-        if not applied:
-            copy.verified[:] = before
-            return
+        """Update the buffer toward `wanted` with a delta, if there is one and it is smaller than the missing chunks.
+        After any failure, the full download corrects the buffer."""
+        missing = sum(
+            stop - start
+            for (start, stop), has, wants in zip(
+                pairwise(wanted.bounds()), copy.verified, wanted.checksums(), strict=True
+            )
+            if has != wants
+        )
+        try:
+            found = self._get_manifest(to, f"/weights/{wanted.digest}/delta/{held.digest}", "", stop)
+            if found.nbytes >= missing or (found.before, found.after) != (held.digest, wanted.digest):
+                return
+            blob = memoryview(bytearray(found.nbytes))
+            self._download(to, blob, found, [None] * len(found.checksums()), stop)
+            delta.apply(copy.view, blob, wanted)
+        except (PullGone, PullDamaged, WindfallError):
+            return  # the buffer is as before
+        copy.verified[:] = [None] * len(copy.verified)
         with ThreadPoolExecutor(self.parallel) as pool:
             copy.hash_all(pool)
-        self.delta_used += copy.verified == list(wanted.chunks)
+        self.delta_used += copy.verified == wanted.checksums()
 
-    def _download_delta(
-        self, to: Address, path: str, of: tuple[str, str], missing: int, stop: threading.Event
-    ) -> memoryview | None:
-        """The delta of one server, if it has one and it is smaller than the `missing` bytes. `of`: both digests."""
-        try:
-            found = self._get_manifest(to, f"{path}/manifest", DeltaManifest, stop, base=of[0], digest=of[1])
-            if found.nbytes >= missing:
-                return None
-            blob = memoryview(bytearray(found.nbytes))
-            self._download([to], path, blob, found, [None] * len(found.chunks), stop)
-        except (PullGone, PullDamaged):
-            return None
-        return blob
-
-    def _get_manifest(self, to: Address, path: str, kind: type[T], stop: threading.Event, **expected: Any) -> T:
-        """The manifest at this path, which must have the expected values."""
-
-        def parse(data: bytes) -> T:
-            got = manifest.decode(data, kind)
-            for name, value in expected.items():
-                if getattr(got, name) != value:
-                    raise ConnectionBroken(f"{to.name} has {name} {getattr(got, name)} at {path}, expected {value}")
-            return got
-
+    def _get_manifest(self, to: Address, path: str, digest: str, stop: threading.Event) -> Manifest:
         retry = Retry(self.tries, stop, stop.is_set)
         try:
-            got, received = download_manifest(to, path, retry, parse)
+            got, received = download_manifest(to, path, retry, lambda data: manifest.decode(data, digest))
         finally:
             self._count(retries=retry.total)
         self._count(received)
@@ -194,13 +154,17 @@ class Puller:
 
     def _download(
         self,
-        servers: list[Address],
-        path: str,
+        to: Address,
         view: memoryview,
-        source: ChunkedManifest,
+        source: Manifest,
         verified: list[int | None],
         stop: threading.Event,
     ) -> None:
+        path = f"/weights/{source.digest}"
+        try:
+            servers = [self._address(server) if server else to for server in source.servers] or [to]
+        except WindfallError as e:
+            raise PullFailed(f"the manifest of {path} from {to.name} names a wrong server: {e}") from e
         download = Download(servers, path, view, source, verified, tries=self.tries, stop=stop, on_bytes=self._count)
         try:
             download.run(self.parallel)

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 from windfall.link.messages import SourceRef
-from windfall.weights.buffers import Buffer, machine
-from windfall.weights.manifest import DeltaManifest, Manifest
-from windfall.weights.plan import PublishPlan
+from windfall.weights.buffers import machine
 
 CONNECT_S, PEER_CONNECT_S = 10.0, 2.0
 """Time limits for a connection (seconds). A worker may be behind a firewall, and there are other sources."""
@@ -77,41 +74,11 @@ def connect(
     ref: SourceRef, *, key: str, tls: ssl.SSLContext | None, timeout_s: float, stopped: Callable[[], bool]
 ) -> Source:
     """`timeout_s`: after how long without a byte the source counts as broken; a worker's limit is shorter."""
+    from windfall.weights.bucket import BucketSource
     from windfall.weights.http_source import HttpSource
     from windfall.weights.machine_source import MachineSource
 
+    if ref.kind == "bucket":
+        return BucketSource(ref, timeout_s=timeout_s, stopped=stopped)
     kind = MachineSource if ref.machine and ref.machine == machine() else HttpSource
     return kind(ref, key=key, tls=tls, timeout_s=timeout_s, stopped=stopped)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Published:
-    """One readable version."""
-
-    manifest: Manifest
-    buffer: Buffer
-    plan: PublishPlan
-    update_bytes: int
-    """What a worker with the previous version must pull: from every machine its delta, or its rows if it has none."""
-    delta: DeltaManifest | None = None
-    delta_buffer: Buffer | None = None
-
-
-class PublishedVersions(Protocol):
-    """What a weight server serves. Any thread may call it."""
-
-    @property
-    def current(self) -> Manifest | None:
-        """The newest version."""
-        ...
-
-    @property
-    def base(self) -> Published | None:
-        """The weights that adapters apply to."""
-        ...
-
-    def find(self, version: int) -> Published | None: ...
-
-    def is_readable(self, published: Published) -> bool:
-        """Whether no byte of this version has been overwritten yet."""
-        ...

@@ -234,7 +234,14 @@ def controller(pipe: Connection, readers: int, peers: bool, region: str) -> None
 def engine_spec() -> Any:
     from windfall.link import messages as m
 
-    sizes = {"kv_tokens": 0, "page_size": 16, "max_running": 0, "max_rows": 64, "longest": 100, "wanted": 8}
+    sizes: dict[str, Any] = {
+        "kv_tokens": 0,
+        "page_size": 16,
+        "max_running": 0,
+        "max_rows": 64,
+        "longest": 100,
+        "wanted": 8,
+    }
     return m.EngineSpec(model_config="{}", dtype="float32", deterministic=False, **sizes)
 
 

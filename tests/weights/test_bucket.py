@@ -25,7 +25,7 @@ from windfall.weights import manifest
 from windfall.weights.bucket import BucketFailed, BucketSource, BucketStore, bucket_at, part_bounds
 from windfall.weights.buffers import Buffer
 from windfall.weights.held_files import HeldFile, Withdrawn
-from windfall.weights.source import SourceBroken, SourceGone, SourceWaits
+from windfall.weights.source import SourceBroken, SourceWaits, SourceWrong
 from windfall.weights.uploads import BucketUploads
 
 CHUNK, PART = 1 << 12, 1 << 14
@@ -231,7 +231,7 @@ def test_wrong_bytes_are_found_out(store: BucketStore) -> None:
     ]
     assert [a // PART == 2 for a in bounds[:-1]] == [not ok for ok in good]
     overwrite(store, path_of(file, 2), b"too short")
-    with pytest.raises(SourceGone, match="9 bytes"):
+    with pytest.raises(SourceWrong, match="9 bytes"):
         source(store).open(file.manifest.digest, 2 * PART, 3 * PART)
     overwrite(store, f"{RUN}/{file.manifest.digest}/manifest", b"no manifest")
     bucket_at.cache_clear()

@@ -33,7 +33,7 @@ from windfall.link import messages as m
 from windfall.weights.held_files import HeldFile, Withdrawn
 from windfall.weights.manifest import MAX_MANIFEST_BYTES, Manifest, chunk_bounds, decode
 from windfall.weights.slices import covers
-from windfall.weights.source import SourceBroken, SourceGone, SourceStalled, SourceWaits
+from windfall.weights.source import SourceBroken, SourceStalled, SourceWaits, SourceWrong
 
 PART_BYTES = 64 << 20
 MAX_PUTS = 8  # at once
@@ -93,7 +93,7 @@ class BucketStore:
     async def manifest(self, file: str) -> bytes:
         found = await self._open().get_async(f"{self.run}/{file}/{MANIFEST}")
         if found.meta["size"] > MAX_MANIFEST_BYTES:
-            raise SourceGone(f"the manifest of {file} has {found.meta['size']} bytes")
+            raise SourceWrong(f"the manifest of {file} has {found.meta['size']} bytes")
         return bytes(await found.bytes_async())
 
     async def read(self, file: str, start: int, stop: int) -> tuple[int, AsyncIterator[bytes]]:
@@ -106,7 +106,7 @@ class BucketStore:
         path, stop = self._path(file, first), min(stop, end)
         found = await self._open().get_async(path, options={"range": (start - first, stop - first)})
         if found.meta["size"] != end - first:
-            raise SourceGone(f"{path} has {found.meta['size']} bytes, expected {end - first}")
+            raise SourceWrong(f"{path} has {found.meta['size']} bytes, expected {end - first}")
         return stop - start, aiter(found.stream(min_chunk_size=READ_BYTES))
 
     async def _upload_manifest(self, manifest: Manifest) -> None:

@@ -26,7 +26,7 @@ PEER_SILENT_S = 3.0
 class SourceBroken(Exception):
     """The source failed. The same one may answer when asked again, or another one."""
 
-    why: ClassVar[Literal["gone", "unreachable", "stalled"]] = "unreachable"
+    why: ClassVar[Literal["gone", "unreachable", "stalled", "wrong"]] = "unreachable"
     """As in SourceUse."""
 
 
@@ -40,6 +40,12 @@ class SourceGone(SourceBroken):
     """It does not have the file any more."""
 
     why = "gone"
+
+
+class SourceWrong(SourceBroken):
+    """It has sent wrong bytes. Whoever reads finds that out, not the source."""
+
+    why = "wrong"
 
 
 class SourceWaits(SourceBroken):

@@ -32,6 +32,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
+
 from benchmarks.support.network_lab import LabMachine, NetworkLab, enter, missing
 
 ROOT = Path(__file__).resolve().parents[2]

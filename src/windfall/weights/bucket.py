@@ -40,7 +40,7 @@ MAX_PUTS = 8  # at once
 PUT_S = 600.0  # time limit of one object
 CONNECT_S = 10.0
 RETRY_S, MAX_RETRIES = 10.0, 3
-READ_BYTES = 1 << 20
+READ_BYTES, FOLDER_READ_BYTES = 1 << 20, 4 << 20
 POLL_S = 0.25
 MANIFEST = "manifest"
 FIX = "Use a URL like s3://bucket/path, gs://bucket/path, az://container/path or file:///folder."
@@ -96,18 +96,27 @@ class BucketStore:
             raise SourceWrong(f"the manifest of {file} has {found.meta['size']} bytes")
         return bytes(await found.bytes_async())
 
-    async def read(self, file: str, start: int, stop: int) -> tuple[int, AsyncIterator[bytes]]:
+    async def read(self, file: str, start: int, stop: int) -> tuple[int, AsyncIterator[Any]]:
         """The bytes from `start` on of the part that has them: their number, and the bytes in pieces."""
         if file not in self._bounds:
             self._bounds[file] = part_bounds(decode(await self.manifest(file), file))
         bounds = self._bounds[file]
         at = bisect_right(bounds, start)
         first, end = bounds[at - 1], bounds[at]
-        path, stop = self._path(file, first), min(stop, end)
-        found = await self._open().get_async(path, options={"range": (start - first, stop - first)})
-        if found.meta["size"] != end - first:
-            raise SourceWrong(f"{path} has {found.meta['size']} bytes, expected {end - first}")
-        return stop - start, aiter(found.stream(min_chunk_size=READ_BYTES))
+        path, stop, store = self._path(file, first), min(stop, end), self._open()
+        if self.url.startswith("file:"):  # a stream of a local file comes in pieces of 8 kB
+            size = (await store.head_async(path))["size"]
+            pieces = self._read_folder(path, start - first, stop - first)
+        else:
+            found = await store.get_async(path, options={"range": (start - first, stop - first)})
+            size, pieces = found.meta["size"], aiter(found.stream(min_chunk_size=READ_BYTES))
+        if size != end - first:
+            raise SourceWrong(f"{path} has {size} bytes, expected {end - first}")
+        return stop - start, pieces
+
+    async def _read_folder(self, path: str, start: int, stop: int) -> AsyncIterator[Any]:
+        for at in range(start, stop, FOLDER_READ_BYTES):
+            yield await self._open().get_range_async(path, start=at, end=min(stop, at + FOLDER_READ_BYTES))
 
     async def _upload_manifest(self, manifest: Manifest) -> None:
         path = f"{self.run}/{manifest.digest}/{MANIFEST}"
@@ -183,7 +192,7 @@ class BucketSource:
         self.ref = ref
         self._timeout_s, self._stopped = timeout_s, stopped
         self._bucket = bucket_at(ref.location)
-        self._pieces: AsyncIterator[bytes] | None = None
+        self._pieces: AsyncIterator[Any] | None = None
         self._piece = memoryview(b"")
 
     def manifest(self, file: str) -> bytes:
@@ -204,7 +213,7 @@ class BucketSource:
     def close(self) -> None:
         self._pieces = None
 
-    async def _next(self) -> bytes:
+    async def _next(self) -> Any:
         assert self._pieces is not None
         if piece := await anext(self._pieces, b""):
             return piece

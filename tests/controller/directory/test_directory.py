@@ -215,6 +215,8 @@ def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
     assert complain(d, "a", "s3://b", "stalled") == []
     assert d.traffic is not None
     assert d.traffic.describe()["upload_bytes"] == 5
+    d.uploaded("v1", 5, failed=False)  # the second attempt
+    assert [firsts(each.route) for _, each in d.routed()] == [["s3://b"]]
 
 
 def test_a_trainer_that_connects_again_may_be_reached_now() -> None:
@@ -318,14 +320,22 @@ def test_traffic_of_a_version() -> None:
     assert sources == {"a": "trainer", "b": "a", "c": "b", "e": "trainer"}
     for n, id in enumerate("abce"):
         d.loaded(id, "v1", [SourceUse(source=sources[id], bytes=V1.nbytes, s=16.0)], 10.0 * (n + 1))
-    weights = dict(d.events())["weights"]
+    assert d.traffic is not None
+    weights = d.traffic.describe()
     assert weights == {
         "version": 1, "readers": 4, "full_bytes": 16 * GB, "delta_bytes": 0, "trainer_bytes": 32 * GB,
         "peer_bytes": 16 * GB, "machine_bytes": 16 * GB, "bucket_bytes": 0, "upload_bytes": 0, "across_bytes": 16 * GB,
         "usd": pytest.approx(0.32), "half_s": 20.0, "all_s": 40.0,
     }  # fmt: skip
-    assert d.traffic is not None
-    assert d.traffic.describe() == weights
+    d.join(worker("late"))
+    d.load("late", "v1")
+    d.loaded("late", "v1", (), 90.0)
+    d.events()
+    d.publish(published(V2, version=2), 100.0)
+    assert d.events() == [("weights", weights | {"readers": 5})]
+    d.leave("a")
+    d.publish(published(V1, version=3), 101.0)
+    assert d.events() == [], "nobody has read it"
 
 
 def test_deltas_are_packed_for_slow_links() -> None:

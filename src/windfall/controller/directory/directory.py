@@ -137,14 +137,18 @@ class Directory:
             self._begin_version(files, now_s)
 
     def _begin_version(self, files: PublishedFiles, now_s: float) -> None:
-        if self.traffic is not None and self.traffic.all_s is None:
-            self._events.append(("weights", self.traffic.describe()))
+        self.end_version()
         sizes = {updates.result(file): file.nbytes for file in files.files if file.after}
         copy = next((file.nbytes for file in files.files if file.digest == files.digest), 0)
         waiting = {id for id, holder in self._contacts.holders.items() if holder.kind == "peer"}
         self.newest = files.digest
         self.traffic = Traffic(files.version, copy, sizes.get(files.digest, 0), now_s, waiting)
         self._left = {}
+
+    def end_version(self) -> None:
+        """The next version comes, or the run ends: write the event of the newest one."""
+        if self.traffic is not None and self.traffic.readers:
+            self._events.append(("weights", self.traffic.describe()))
 
     def _known(self, digest: str) -> KnownFile:
         return self._files.setdefault(digest, KnownFile())
@@ -219,8 +223,8 @@ class Directory:
             self._take(reader, use, None)
         if failed := [use.source for use in used if use.why]:
             self._repair(self._files.values(), failed)
-        if self.traffic is not None and digest == self.newest and self.traffic.ready(reader, now_s):
-            self._events.append(("weights", self.traffic.describe()))
+        if self.traffic is not None and digest == self.newest:
+            self.traffic.ready(reader, now_s)
 
     def stopped(self, reader: str) -> None:
         """Its load failed or was replaced. Its followers get other routes."""
@@ -233,11 +237,11 @@ class Directory:
         """The trainer has sent bytes of a file to the bucket, which has the file; or not, if that failed."""
         if self.traffic is not None:
             self.traffic.bytes["upload"] += count
-        if failed and file in self._files:
+        if (known := self._files.get(file)) is not None:
             buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
             for id in buckets:
-                self._files[file].held.pop(id, None)
-            self._repair([self._files[file]], buckets)
+                known.held.pop(id, None) if failed else known.held.setdefault(id, WHOLE)
+            self._repair([known], buckets)
 
     # What others need to know
 

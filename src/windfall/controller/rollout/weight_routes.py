@@ -37,6 +37,10 @@ class WeightRoutes:
         self._events.instant("bucket_upload", **about)
         self._pass_on()
 
+    def end_run(self) -> None:
+        self.directory.end_version()
+        self._pass_on()
+
     # Workers
 
     def join(self, member: Member, hello: m.Hello, seen: str) -> None:
@@ -94,5 +98,8 @@ class WeightRoutes:
         for reader, changed in self.directory.routed():
             self._send(reader, m.Routed(file=changed.file.digest, route=changed.route))
         for name, fields in self.directory.events():
-            (self._events.scalar if name == "weights" else self._events.instant)(name, **fields)
+            if name == "weights":
+                self._events.scalar(name, step=fields["version"], **fields)
+            else:
+                self._events.instant(name, **fields)
         self._accounts.traffic_usd = self.directory.usd

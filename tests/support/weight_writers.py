@@ -158,13 +158,13 @@ def found(state: State) -> dict[str, Any]:
         "encoded": len(newest.manifest.encode()),
         "bytes": xxhash.xxh3_64_hexdigest(newest.buffer.data),
         "delta": delta.manifest if delta else None,
-        "blob": delta.buffer.data.tobytes() if delta else b"",
+        "blob": delta.buffer.data[: delta.manifest.nbytes].tobytes() if delta else b"",
         "versions": [p.manifest.version for p in state.publisher.readable],
     }
 
 
-def small_spans(state: State) -> None:
-    row_writer.SPAN_BYTES = 1024
+def small_slabs(state: State) -> None:
+    row_writer.SLAB_BYTES = 1024
 
 
 def descriptors(state: State) -> int:

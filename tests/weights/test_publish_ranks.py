@@ -8,7 +8,7 @@ import pytest
 import torch
 import xxhash
 
-from tests.support.weight_writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_spans
+from tests.support.weight_writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_slabs
 from windfall.errors import WindfallError
 from windfall.weights import delta, row_writer
 from windfall.weights.meeting import PublishFailed
@@ -93,13 +93,13 @@ def check_delta(before: bytes, published: dict[str, Any], expected: bool) -> Non
         assert xxhash.xxh3_64_hexdigest(data) == published["bytes"]
 
 
-def test_delta_of_several_ranks_with_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delta_of_several_ranks_with_many_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = [(1, 0.02), (2, 0.02), (3, 0.01), (3, 1.0)]
-    monkeypatch.setattr(row_writer, "SPAN_BYTES", 1024)
+    monkeypatch.setattr(row_writer, "SLAB_BYTES", 1024)
     expected = alone(versions)
     assert [bool(x["blob"]) for x in expected] == [False, True, True, False]
     with Writers(3) as writers:
-        writers.all(small_spans)
+        writers.all(small_slabs)
         before = b""
         for version, (seed, share) in enumerate(versions):
             check_delta(before, writers.publish(version, seed, share)[0], bool(expected[version]["blob"]))

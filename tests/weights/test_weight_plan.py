@@ -88,7 +88,7 @@ def test_parts_of_machines() -> None:
     assert made.file.cuts == (320, 448, 454)
     assert made.file.bounds[:7] == (0, 64, 128, 192, 256, 320, 384)
     delta, starts = made.delta([100, 50, 70])
-    assert (delta.parts, delta.cuts, starts) == ({0: ((0, 150),), 2: ((150, 220),)}, (150,), [0, 100, 150])
+    assert (delta.parts, delta.cuts, starts) == ({0: ((0, 150),), 2: ((150, 220),)}, (100, 150), [0, 100, 150])
 
 
 def test_tensors_are_tied_only_if_they_are_tied_on_every_rank() -> None:

@@ -36,7 +36,7 @@ from windfall.errors import WindfallError
 from windfall.link.messages import FileRef
 
 ALIGN_BYTES = 64
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64, 1 << 30
+MAX_CHUNK_BYTES = 1 << 30
 MAX_BYTES = 1 << 44  # 16 TiB. No model is larger, so a larger number is an error.
 MAX_ENTRIES = 1 << 20
 MAX_CHUNKS = 1 << 14  # of a file that is published; so its manifest has less than a MB of hashes
@@ -105,9 +105,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return byte_ranges(self.entries)
 
 
-def hash_chunk(data: Any) -> tuple[bytes, bytes]:
-    """Checksum and seal of a chunk."""
-    return xxhash.xxh3_64_intdigest(data).to_bytes(8, "little"), blake3.blake3(data).digest()
+def hash_chunk(*pieces: Any) -> tuple[bytes, bytes]:
+    """Checksum and seal of a chunk, whose bytes may be in several pieces."""
+    checksum, seal = xxhash.xxh3_64(), blake3.blake3()
+    for data in pieces:
+        checksum.update(data)
+        seal.update(data)
+    return checksum.intdigest().to_bytes(8, "little"), seal.digest()
 
 
 def make(**fields: Any) -> Manifest:
@@ -183,7 +187,7 @@ def digest_of(m: Manifest) -> str:
 
 
 def _check(m: Manifest) -> None:
-    if not 0 <= m.nbytes <= MAX_BYTES or not MIN_CHUNK_BYTES <= m.chunk_bytes <= MAX_CHUNK_BYTES:
+    if not 0 <= m.nbytes <= MAX_BYTES or m.chunk_bytes % ALIGN_BYTES or not 0 < m.chunk_bytes <= MAX_CHUNK_BYTES:
         raise _invalid(f"invalid size: {m.nbytes} bytes in chunks of {m.chunk_bytes}")
     if any(not a < b for a, b in pairwise((0, *m.cuts, m.nbytes))) and m.cuts:
         raise _invalid(f"its cuts {list(m.cuts)} are not in order, or not inside {m.nbytes} bytes")

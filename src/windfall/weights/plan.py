@@ -5,7 +5,8 @@ ranks, every rank computes the same `PublishPlan`, so the ranks need not send it
 
 - rows that several ranks hold (a tensor that is not sharded, a replica) are written by the first of them;
 - the ranks of one machine share one buffer, which the first of them, the leader, creates and serves;
-- the leader hashes the chunks of its machine. No chunk has bytes of two machines (manifest.py);
+- a rank hashes the chunks in which it alone has rows, and the leader the other ones of its machine. No chunk has bytes
+  of two machines (manifest.py);
 - every rank compares its own rows with those of the previous version (row_writer.py);
 - the digest is the one that a single process would compute, whatever the number of ranks on one machine.
 """
@@ -13,8 +14,8 @@ ranks, every rank computes the same `PublishPlan`, so the ranks need not send it
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -88,6 +89,7 @@ class PublishPlan:
     entries: tuple[TensorEntry, ...]
     file: FilePlan
     shares: tuple[Share, ...]  # by rank
+    only: tuple[int, ...]  # for each chunk, the rank that alone has rows in it; -1: several ranks, or none
     servers: tuple[str, ...]  # as in Manifest
 
     @property
@@ -101,7 +103,7 @@ class PublishPlan:
 
     def delta(self, sizes: Sequence[int]) -> tuple[FilePlan, list[int]]:
         """A delta made of a part of each rank with these sizes: its plan, and where each rank's part starts. The parts
-        of one machine are next to each other."""
+        of one machine are next to each other, and no chunk has bytes of two ranks."""
         starts, parts, end = [0] * len(sizes), {}, 0
         for leader in self.leaders:
             first = end
@@ -109,12 +111,13 @@ class PublishPlan:
                 starts[rank], end = end, end + sizes[rank]
             if end > first:
                 parts[leader] = ((first, end),)
-        return file_plan(end, self.file.chunk_bytes, parts), starts
+        return file_plan(end, self.file.chunk_bytes, parts, starts), starts
 
 
-def file_plan(nbytes: int, chunk_bytes: int, parts: dict[int, Ranges]) -> FilePlan:
+def file_plan(nbytes: int, chunk_bytes: int, parts: dict[int, Ranges], more_cuts: Iterable[int] = ()) -> FilePlan:
     chunk_bytes = manifest.chunk_size(nbytes, chunk_bytes)
-    cuts = tuple(sorted(start for of in parts.values() for start, _ in of)[1:])
+    starts = {start for of in parts.values() for start, _ in of}
+    cuts = tuple(sorted((starts | {*more_cuts}) - {0, nbytes}))
     bounds = tuple(manifest.chunk_bounds(nbytes, chunk_bytes, cuts))
     return FilePlan(nbytes=nbytes, chunk_bytes=chunk_bytes, parts=parts, cuts=cuts, bounds=bounds)
 
@@ -135,7 +138,15 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
     shares = tuple(Share(leader=leader, pieces=tuple(mine)) for leader, mine in zip(leaders, by_rank, strict=True))
     servers = _servers(leaders, offers) if len(parts) > 1 else ()
     file = file_plan(nbytes, offers[0].chunk_bytes, parts)
-    return PublishPlan(entries=entries, file=file, shares=shares, servers=servers)
+    return PublishPlan(entries=entries, file=file, shares=shares, only=_only(file, pieces), servers=servers)
+
+
+def _only(file: FilePlan, pieces: Sequence[tuple[Piece, int]]) -> tuple[int, ...]:
+    writers: list[set[int]] = [set() for _ in file.bounds[1:]]
+    for piece, rank in pieces:
+        for i in range(bisect_right(file.bounds, piece.start) - 1, bisect_left(file.bounds, piece.stop)):
+            writers[i].add(rank)
+    return tuple(next(iter(ranks)) if len(ranks) == 1 else -1 for ranks in writers)
 
 
 def _check_same(offers: Sequence[RankOffer]) -> None:

@@ -36,8 +36,8 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 4 << 20
-MAX_THREADS = 8
+MAX_THREADS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -120,6 +120,7 @@ class Publisher:
         self._machine = machine() if on_machine is None else on_machine
         self._read_here = read_here
         self._planned: tuple[list[RankOffer], PublishPlan] | None = None  # the last plan, and what it was made from
+        self._free: list[Buffer] = []  # buffers for deltas
         self._spare: tuple[Buffer, PublishPlan] | None = None  # the buffer that is not readable, and its layout
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="publish")
@@ -203,6 +204,9 @@ class Publisher:
                 p.buffer.close()
             for delta in deltas:
                 self._drop_delta(delta)
+            for buffer in self._free:
+                buffer.close()
+            self._free.clear()
             self._drop_spare()
             self._threads.shutdown()
 
@@ -245,28 +249,23 @@ class Publisher:
     ) -> tuple[Published, HeldFile | None]:
         """Write a version into the spare buffer, and its delta. `old`: the version to compare with. `fields`: of the
         manifest. `undo` is extended by what must be done if the version does not become readable."""
-        leader, rank = plan.shares[self.ranks.rank].leader, self.ranks.rank
-        alone, bounds = len(plan.members(rank)) == 1, plan.file.bounds
+        rank, leader, file = self.ranks.rank, plan.shares[self.ranks.rank].leader, plan.file
         buffer: Any = None
-        stored: Buffer | None = None
-        delta: list[memoryview] = []
         hashes: Hashes = {}
+        delta: list[memoryview] = []
+        stored: Buffer | None = None
 
         def prepare() -> tuple[BufferHandle | None, str]:
             self._withdraw_older()
             if self._spare and self._spare[1] != plan:
                 self._drop_spare()
             if leader == rank and self._spare is None:
-                self._spare = Buffer(plan.file.nbytes, self.folder, used=plan.file.parts.get(rank, ())), plan
+                self._spare = Buffer(file.nbytes, self.folder, used=file.parts.get(rank, ())), plan
             return self._spare[0].handle if leader == rank and self._spare else None, old.manifest.digest if old else ""
 
-        def hash_chunk(i: int) -> None:
-            hashes[i] = manifest.hash_chunk(buffer.data[bounds[i] : bounds[i + 1]].data)
-
-        def written(start: int, stop: int) -> None:
-            if alone:  # otherwise a chunk may have rows of other ranks
-                for i in range(bisect_left(bounds, start), bisect_right(bounds, stop) - 1):
-                    hash_chunk(i)
+        def hash_chunks(chunks: Iterable[int]) -> None:
+            for i in chunks:
+                hashes[i] = manifest.hash_chunk(buffer.data[file.bounds[i] : file.bounds[i + 1]].data)
 
         def write_rows() -> int:
             """Returns the bytes of this rank in the delta; -1: none."""
@@ -280,61 +279,75 @@ class Publisher:
             buffer = self._spare[0]
             if self._read_here and any(value.is_cuda for value in values.values()):
                 buffer.lock([(0, buffer.nbytes)])
-            changes = row_writer.write(buffer, values, old.buffer if old else None, written)
+            hashing: list[Future[None]] = []
+
+            def written(chunks: range) -> None:
+                mine = [i for i in chunks if plan.only[i] == rank]
+                hashing.append(self._threads.submit(hash_chunks, mine))
+
+            before = old.buffer if old else None
+            changes = row_writer.write(buffer, values, file.bounds, old=before, written=written)
             if copied:
                 copied()
-            if changes is None:
-                return -1
-            delta = part(changes) if values else []
-            return sum(map(len, delta))
+            if changes is not None and values:
+                delta = part(changes)
+            for each in hashing:
+                each.result()
+            return -1 if changes is None else sum(map(len, delta))
 
         def hash_and_reserve() -> tuple[Hashes, BufferHandle | None]:
             nonlocal stored
-            if rank != leader:
-                return {}, None
-            list(self._threads.map(hash_chunk, [i for i in plan.file.chunks(rank) if i not in hashes]))
-            if changed is not None:
-                stored = Buffer(changed.nbytes, self.folder, used=changed.parts.get(rank, ()))
-                undo.callback(stored.close)
+            if rank == leader:
+                rest = [i for i in file.chunks(rank) if plan.only[i] < 0]
+                list(self._threads.map(hash_chunks, ([i] for i in rest)))
+                if changed is not None:
+                    stored = self._reserve(changed.nbytes)
+                    undo.callback(self._free.append, stored)
             return hashes, stored and stored.handle
 
-        def write_delta() -> None:
-            handle = hashed[leader][1]
+        def write_delta() -> Hashes:
+            handle = reserved[leader][1]
             assert handle is not None
+            assert changed is not None
             target = stored or Buffer.map(handle)
-            # Write through the descriptor: the kernel writes to a file faster than it maps new pages of it.
-            starts = accumulate(map(len, delta), initial=part_starts[rank])
-            list(self._threads.map(partial(write_at, target.fd), starts, delta))
-            if target is not stored:
-                target.close()
-
-        def hash_delta() -> Hashes:
-            if stored is None or changed is None:
-                return {}
-            data, at, mine = stored.data, changed.bounds, changed.chunks(rank)
-            chunks = self._threads.map(lambda i: manifest.hash_chunk(data[at[i] : at[i + 1]].data), mine)
-            return dict(zip(mine, chunks, strict=True))
+            try:
+                starts, bounds = list(accumulate(map(len, delta), initial=part_starts[rank])), changed.bounds
+                chunks = range(bisect_left(bounds, starts[0]), bisect_left(bounds, starts[-1]))
+                write = partial(_write_chunk, target.fd, delta, starts)
+                ranges = (bounds[i : i + 2] for i in chunks)
+                return dict(zip(chunks, self._threads.map(write, ranges), strict=True))
+            finally:
+                if target is not stored:
+                    target.close()
 
         prepared = meeting.step("prepare the buffer", prepare)
         handle = prepared[leader][0]
         old = old if len({digest for _, digest in prepared}) == 1 else None  # else a rank does not have it
         sizes = meeting.step("write their rows", write_rows)
         changed, part_starts = None, []
-        if old is not None and min(sizes) >= 0 and sum(sizes) <= MAX_RATIO * plan.file.nbytes:
+        if old is not None and min(sizes) >= 0 and sum(sizes) <= MAX_RATIO * file.nbytes:
             changed, part_starts = plan.delta(sizes)
-        hashed = meeting.step("hash the chunks", hash_and_reserve)
-        made = _manifest(plan, plan.file, [mine for mine, _ in hashed], entries=plan.entries, **fields)
-        held = HeldFile(made, buffer, ranges=plan.file.parts.get(rank, ()), filled=True) if rank == leader else None
+        reserved = meeting.step("hash the chunks", hash_and_reserve)
+        made = _manifest(plan, file, [mine for mine, _ in reserved], entries=plan.entries, **fields)
+        held = HeldFile(made, buffer, ranges=file.parts.get(rank, ()), filled=True) if rank == leader else None
         published = Published(manifest=made, buffer=buffer, plan=plan, held=held)
         if old is None or changed is None:
             return published, None
-        meeting.step("write the delta", write_delta)
-        found = meeting.step("hash the delta", hash_delta)
-        names = {"version": made.version, "before": old.manifest.digest, "after": made.digest}
-        blob = _manifest(plan, changed, found, **names)
+        found = meeting.step("write the delta", write_delta)
         if stored is None:
             return published, None
+        names = {"version": made.version, "before": old.manifest.digest, "after": made.digest}
+        blob = _manifest(plan, changed, found, **names)
         return published, HeldFile(blob, stored, ranges=changed.parts.get(rank, ()), filled=True)
+
+    def _reserve(self, nbytes: int) -> Buffer:
+        """A buffer for a delta: a free one, or a new one, with room for the next deltas to be larger."""
+        for buffer in self._free[:]:
+            self._free.remove(buffer)
+            if nbytes <= buffer.nbytes:
+                return buffer
+            buffer.close()
+        return Buffer(nbytes + nbytes // 4, self.folder)
 
     def _make_readable(self, meeting: Meeting, new: Published, delta: HeldFile | None) -> None:
         """On rank 0 last: workers get the manifest from there."""
@@ -369,12 +382,25 @@ class Publisher:
 
     def _drop_delta(self, delta: HeldFile) -> None:
         self.files.remove(delta)
-        delta.buffer.close()
+        self._free.append(delta.buffer)
 
     def _drop_spare(self) -> None:
         if self._spare:
             self._spare[0].close()
         self._spare = None
+
+
+def _write_chunk(
+    fd: int, pieces: Sequence[memoryview], starts: Sequence[int], chunk: tuple[int, int]
+) -> tuple[bytes, bytes]:
+    """Write a range of a file whose bytes are in these pieces, which start there. Returns its hashes."""
+    start, stop = chunk
+    inside = []
+    for i in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
+        inside.append(pieces[i][max(start - starts[i], 0) : stop - starts[i]])
+        # Through the descriptor: the kernel writes to a file faster than it maps new pages of it.
+        write_at(fd, max(start, starts[i]), inside[-1])
+    return manifest.hash_chunk(*inside)
 
 
 def _manifest(plan: PublishPlan, file: FilePlan, hashed: Sequence[Hashes], **fields: Any) -> Manifest:

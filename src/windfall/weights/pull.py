@@ -135,12 +135,12 @@ class Puller:
                 return
             blob = memoryview(bytearray(found.nbytes))
             self._download(to, blob, found, [None] * len(found.checksums()), stop)
-            delta.apply(copy.view, blob, wanted)
+            with ThreadPoolExecutor(self.parallel) as pool:
+                delta.apply(copy.view, blob, wanted, pool.map)
+                copy.verified[:] = [None] * len(copy.verified)
+                copy.hash_all(pool)
         except (PullGone, PullDamaged, WindfallError):
             return  # the buffer is as before
-        copy.verified[:] = [None] * len(copy.verified)
-        with ThreadPoolExecutor(self.parallel) as pool:
-            copy.hash_all(pool)
         self.delta_used += copy.verified == wanted.checksums()
 
     def _get_manifest(self, to: Address, path: str, digest: str, stop: threading.Event) -> Manifest:

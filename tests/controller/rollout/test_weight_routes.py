@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from windfall.controller.directory.directory import Directory
+from windfall.controller.directory.traffic import TrafficPrices
 from windfall.controller.fleet_report import FleetReport
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.assignment import Offer
@@ -64,8 +66,7 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.log = folder / "events.jsonl"
         self.events = EventLog(self.log)
-        self.dispatch = Dispatch(events=self.events)
-        self.dispatch.weights.directory.region = "us"
+        self.dispatch = Dispatch(events=self.events, directory=Directory(TrafficPrices(), region="us"))
 
     def offer(self, version: int) -> None:
         self.dispatch.weights.publish(published(version))
@@ -183,8 +184,9 @@ def test_a_controller_that_starts_again_learns_what_workers_hold(tmp_path: Path)
 def test_who_has_the_weights_of_the_trainer_reads_nothing(tmp_path: Path) -> None:
     async def part(fleet: Fleet) -> None:
         fleet.offer(1)
-        local = Worker(fleet, LOCAL)
+        local, on_other_machine = Worker(fleet, LOCAL, machine=""), Worker(fleet, f"{LOCAL}-1")
         assert (await local.load())[0].files == ()
+        assert (await on_other_machine.load())[1] == ["http://_:1"]
         await local.loaded(1)
         await fleet.ready(local)
 

@@ -9,8 +9,9 @@ Rules:
 - A reader follows nobody that follows it, directly or over others, and nobody whose own bytes have no source.
 - A worker can be reached if its own address is the one that the controller sees, or if the reader is seen at the same
   address (one NAT), or on the same machine. Reports override this.
-- A reader gets no source again that it has reported as unreachable or wrong. After such reports from two machines no
-  reader gets it, until it joins again. The trainer is only refused reader by reader: it is trusted.
+- A reader gets no worker again that it has reported as unreachable or wrong. After such reports from two machines no
+  reader gets it, until it joins again. The trainer and the bucket it gets again if there is no other source: they are
+  trusted, and a firewall is told from a bad moment by trying.
 - A reader that has reported three sources as wrong is not believed any more: its own memory is the likelier cause.
 """
 
@@ -67,8 +68,6 @@ class Part(NamedTuple):
 class Reading:
     need: Ranges
     """What it lacked when it began, or when it last asked. It knows itself what it has got since."""
-    received: int = 0
-    """Bytes of the file that it has got in this load, by its last report."""
     parts: tuple[Part, ...] = ()
     """Where it gets what it needs. Empty: no source is known, or it needs nothing."""
     avoid: set[str] = field(default_factory=set)
@@ -109,7 +108,7 @@ class KnownFile:
     def unfit(self) -> set[str]:
         """Who cannot be followed: readers without a source, and their followers. A reader is without a source while one
         is chosen for it, so it never gets one that follows it."""
-        unfit = {id for id, reading in self.readings.items() if reading.unfed}
+        unfit = {id for id, reading in self.readings.items() if reading.need and not reading.parts}
         if not unfit:
             return unfit
         followers: dict[str, list[str]] = {}
@@ -132,13 +131,7 @@ class Contacts:
         self._failed: dict[str, dict[str, str]] = {}
         """By source, then by reader: why it gets the source no more."""
         self.holders: dict[str, WeightHolder] = {}
-        self.machines: dict[str, dict[str, None]] = {}
         self.dropped: set[str] = set()
-
-    def add(self, holder: WeightHolder) -> None:
-        self.holders[holder.id] = holder
-        if holder.machine:
-            self.machines.setdefault(holder.machine, {})[holder.id] = None
 
     def forgive(self, id: str) -> None:
         """Forget what was reported about a holder."""
@@ -147,11 +140,7 @@ class Contacts:
 
     def remove(self, id: str) -> None:
         """Forget a holder with what was reported about it and by it."""
-        holder = self.holders.pop(id, None)
-        if holder is not None and holder.machine:
-            del self.machines[holder.machine][id]
-            if not self.machines[holder.machine]:
-                del self.machines[holder.machine]
+        self.holders.pop(id, None)
         self.forgive(id)
         for reports in self._failed.values():
             reports.pop(id, None)
@@ -161,13 +150,17 @@ class Contacts:
         holder, me = self.holders.get(source), self.holders[reader]
         if holder is None or not holder.location or holder is me or source in self.dropped:
             return False
-        if source in self._failed and reader in self._failed[source]:
-            return False
         if holder.kind != "peer":
             return True
+        if source in self._failed and reader in self._failed[source]:
+            return False
         if me.shares_machine(holder):
             return self._peers != "none"
         return self._peers == "all" and (holder.own == holder.seen or holder.seen == me.seen)
+
+    def shunned(self, reader: str) -> set[str]:
+        """What the reader has reported as unreachable or wrong."""
+        return {source for source, reports in self._failed.items() if reader in reports}
 
     def report(self, reader: str, source: str, why: Literal["unreachable", "wrong"]) -> bool:
         """Take a report. Whether no reader gets the source any more because of it."""

@@ -12,9 +12,10 @@ a reader sees the old version or the new one, never a mixture. Rules:
 
 - two versions are readable: the current one, and the previous one until `publish` needs its buffer. The previous
   version is withdrawn before its first byte is overwritten, without waiting for its readers: they notice by status or
-  checksum;
+  checksum. One that is being uploaded to a bucket stays as it is; `publish` takes a third buffer then;
 - a tensor is written once, even if it has several names;
-- the delta from the previous version is part of a version: both become readable together;
+- the delta from the previous version is part of a version: both become readable together. Deltas stay readable longer
+  than versions, so that a reader can apply several of them, one after another;
 - the base of adapters is readable as long as the publisher is open.
 
 `publish` may run in a thread alongside the event loop that serves: writing, hashing and comparing release the GIL.
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 4 << 20
 MAX_THREADS = 16
+MAX_DELTAS = 8
+MAX_DELTAS_RATIO = 0.5  # all deltas that are kept, as a share of the full copy; the newest is always kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -153,9 +156,11 @@ class Publisher:
         copied: Callable[[], None] | None = None,
         base: str = "",
         scale: float = 1.0,
+        pack: bool = False,
     ) -> Manifest:
         """The version can be pulled when this returns. `copied` is called once the tensors of this rank may change
-        again. `base`: the digest from `publish_base`, if the tensors are an adapter, which is added times `scale`."""
+        again. `base`: the digest from `publish_base`, if the tensors are an adapter, which is added times `scale`.
+        `pack`: make the delta smaller, which takes time here and where it is applied."""
 
         def check() -> int:
             current = self.current
@@ -172,7 +177,8 @@ class Publisher:
             plan, values = self._agree(meeting, tensors, check)
             fields = {"base": base, "scale": scale} if base else {}
             old = self.readable[0] if self.readable and self.readable[0].plan == plan else None
-            new, delta = self._write(meeting, plan, values, undo, old=old, copied=copied, version=version, **fields)
+            fields |= {"version": version}
+            new, delta = self._write(meeting, plan, values, undo, old=old, copied=copied, pack=pack, **fields)
             self._make_readable(meeting, new, delta)
             undo.pop_all()
             return new.manifest
@@ -245,6 +251,7 @@ class Publisher:
         *,
         old: Published | None = None,
         copied: Callable[[], None] | None = None,
+        pack: bool = False,
         **fields: Any,
     ) -> tuple[Published, HeldFile | None]:
         """Write a version into the spare buffer, and its delta. `old`: the version to compare with. `fields`: of the
@@ -286,11 +293,11 @@ class Publisher:
                 hashing.append(self._threads.submit(hash_chunks, mine))
 
             before = old.buffer if old else None
-            changes = row_writer.write(buffer, values, file.bounds, old=before, written=written)
+            changes = row_writer.write(buffer, values, file.bounds, old=before, written=written, differences=pack)
             if copied:
                 copied()
             if changes is not None and values:
-                delta = part(changes)
+                delta = part(changes, pack, self._threads.map)
             for each in hashing:
                 each.result()
             return -1 if changes is None else sum(map(len, delta))
@@ -356,8 +363,8 @@ class Publisher:
             for file in (new.held, delta):
                 if file is not None:
                     self.files.add(file)
-            self.readable, self._spare = (new, *self.readable[:1]), None
-            self.deltas = (delta, *self.deltas) if delta else self.deltas
+            self.readable, self._spare = (new, *self.readable), None
+            self._keep_deltas((delta, *self.deltas) if delta else self.deltas)
 
         several = len(new.plan.file.parts) > 1
         if several:
@@ -366,15 +373,30 @@ class Publisher:
             switch()
 
     def _withdraw_older(self) -> None:
-        """Make the buffer of the older version the spare one."""
-        if len(self.readable) == 2:
-            older, self.readable = self.readable[1], self.readable[:1]
-            self._withdraw(older)
-            self._spare = older.buffer, older.plan
-            kept = tuple(d for d in self.deltas if d.manifest.version != older.manifest.version)
-            for delta in set(self.deltas) - set(kept):
+        """Withdraw all versions but the newest. The buffer of one of them is the spare one then."""
+        older = [p for p in self.readable[1:] if not (p.held and p.held.pinned)]
+        self.readable = tuple(p for p in self.readable if p not in older)
+        for p in older:
+            self._withdraw(p)
+            self._drop_spare()
+            self._spare = p.buffer, p.plan
+
+    def _keep_deltas(self, deltas: Sequence[HeldFile]) -> None:
+        """Withdraw deltas that do not lead to the newest version, and those that are too large together with newer
+        ones. `deltas`: newest first."""
+        assert self.current is not None
+        kept, after, nbytes = [], self.current.digest, 0
+        for delta in deltas:
+            nbytes += delta.manifest.nbytes
+            fits = not kept or (nbytes <= MAX_DELTAS_RATIO * self.current.nbytes and len(kept) < MAX_DELTAS)
+            if fits and delta.manifest.after == after:
+                kept.append(delta)
+                after = delta.manifest.before
+            elif delta.pinned:
+                kept.append(delta)
+            else:
                 self._drop_delta(delta)
-            self.deltas = kept
+        self.deltas = tuple(kept)
 
     def _withdraw(self, published: Published) -> None:
         if published.held:

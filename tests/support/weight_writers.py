@@ -23,8 +23,12 @@ import torch
 import xxhash
 
 from tests.support.rank_processes import CONTEXT
+from tests.support.weight_shelves import load_for
+from windfall.link.messages import AskRoute, Routed
 from windfall.weights import meeting, row_writer
+from windfall.weights.manifest import Manifest
 from windfall.weights.publish import Publisher
+from windfall.weights.pull import Puller
 from windfall.weights.serve import serve
 
 KEY = "a-key-for-tests"
@@ -229,6 +233,18 @@ class Writers:
     def publish(self, version: int, seed: int = 0, share: float = 1.0, **options: Any) -> list[Any]:
         return self.all(publish, version, seed, share, "", options)
 
+    def pull(self, puller: Puller, made: Manifest, urls: Sequence[str] = ()) -> Manifest:
+        """Pull what the controller would tell a reader to. `urls`: of the servers, if not their own."""
+        holders = dict(zip(urls or self.urls, (self.call(leader, _holds) for leader in self.leaders), strict=True))
+        first = load_for(made, "", holders).files
+
+        def ask(question: AskRoute) -> None:
+            route = next((each.route for each in first if each.file.digest == question.file), None)
+            if route is not None:
+                puller.reroute(Routed(file=question.file, route=route))
+
+        return puller.pull(load_for(made, puller.held.digest if puller.held else "", holders), ask).manifest
+
     def _answer(self, rank: int) -> Any:
         assert self.orders[rank].poll(60), f"rank {rank} does not answer"
         result, error = self.orders[rank].recv()
@@ -251,3 +267,7 @@ class Writers:
 
 def _url(state: State) -> str:
     return state.url
+
+
+def _holds(state: State) -> Any:
+    return state.publisher.files.describe()

@@ -11,6 +11,7 @@ import xxhash
 from tests.support.weight_writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_slabs
 from windfall.errors import WindfallError
 from windfall.weights import delta, row_writer
+from windfall.weights.manifest import Manifest
 from windfall.weights.meeting import PublishFailed
 from windfall.weights.publish import Publisher
 from windfall.weights.pull import Puller
@@ -30,9 +31,9 @@ def alone(versions: list[tuple[int, float]], **options: Any) -> list[dict[str, A
     return out
 
 
-def pulled(url: str, version: int, digest: str, puller: Puller | None = None) -> dict[str, torch.Tensor]:
-    puller = puller or Puller(key=KEY, timeout_s=60)
-    puller.pull(url, version, digest)
+def pulled(writers: Writers, made: Manifest) -> dict[str, torch.Tensor]:
+    puller = Puller(key=KEY, timeout_s=60)
+    writers.pull(puller, made)
     return puller.tensors()
 
 
@@ -77,7 +78,7 @@ def publish_all(size: int, options: dict[str, Any]) -> None:
             check_delta(before, ranks[0], bool(one["blob"]))
             before = writers.call(0, content)
         if not options:
-            assert equal(pulled(writers.urls[0], version, one["manifest"].digest), model(seed, share))
+            assert equal(pulled(writers, one["manifest"]), model(seed, share))
 
 
 def content(state: State) -> bytes:
@@ -192,7 +193,7 @@ def test_death_of_a_rank_leaves_the_previous_version_readable(step: str) -> None
         assert not writers.processes[1].join(5)
         left = writers.call(0, found)
         assert left["versions"] == ([1, 0] if step == STEPS[0] else [1])
-        assert equal(pulled(writers.urls[0], 1, left["manifest"].digest), model(2, 0.01))
+        assert equal(pulled(writers, left["manifest"]), model(2, 0.01))
 
 
 def set_timeout(state: State, timeout_s: float) -> None:

@@ -62,7 +62,7 @@ def test_peers_without_the_key_keep_no_reader_out(
         assert peers[-1].recv(64).startswith(b"HTTP/1.0 400")
         started = time.monotonic()
         assert [seconds_until_closed(c, started) < 9.0 for c in peers[:7]] == [True] * 7, "before their time limit"
-        assert server.puller().pull(server.url, 1, server.publisher.current.digest).version == 1
+        assert server.pull(server.puller(), server.publisher.current).version == 1
     finally:
         for c in peers:
             c.close()

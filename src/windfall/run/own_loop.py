@@ -135,9 +135,7 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
     weights = TrainerWeights(lambda: service.manifest)
 
     def pull(order: m.Load, stop: threading.Event) -> PulledWeights:
-        return PulledWeights(
-            digest=weights.pull(order.url, order.version, order.digest, stop=stop).digest, tensors=None
-        )
+        return PulledWeights(digest=weights.pull(order, stop=stop).manifest.digest, tensors=None)
 
     serving = asyncio.create_task(service.run(), name="trainer")
     try:

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from windfall import algorithms, devices, errors
@@ -44,6 +45,7 @@ from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, can
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
+from windfall.weights import buffers
 from windfall.weights.meeting import PublishFailed
 from windfall.weights.publish import Publisher
 from windfall.weights.serve import serve, serve_in_thread
@@ -96,6 +98,8 @@ class RankPart:
     trainer: TorchTrainer
     publisher: Publisher
     weights: TrainedWeights
+    published: m.PublishedFiles
+    """What workers can read. The location of this rank's own server is left empty."""
     pids: list[int]
     """Processes of all ranks, in order."""
 
@@ -158,7 +162,16 @@ class RankPart:
 
     def publish(self, version: int) -> Any:
         """Publish the present weights as this version. Returns their manifest."""
-        return self.weights.publish(self.publisher, version, copied=self.engine.release)
+        manifest = self.weights.publish(self.publisher, version, copied=self.engine.release)
+        mine = m.HolderFiles(
+            location=self.publisher.address, holds=self.publisher.files.describe(), machine=buffers.machine()
+        )
+        holders = tuple(each for each in self.ranks.quick.all_gather(mine) if each.holds)
+        files = {holding.file.digest: holding.file for each in holders for holding in each.holds}
+        self.published = m.PublishedFiles(
+            version=version, digest=manifest.digest, files=tuple(files.values()), holders=holders
+        )
+        return manifest
 
     def build_engine(self, terms: EngineTerms) -> None:
         """Build the engines of the ranks on the machine of rank 0, at the same time: a rank that builds cannot train,
@@ -286,6 +299,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     server = await serve(
         part.publisher.files, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
+    url = f"{'https' if f.tls_cert else 'http'}://_:{server.port}"
     address = await _address(folder)
     where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
     dialer = Dialer(
@@ -305,10 +319,11 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         state=loaded.state,
         secret=secret,
         dialer=dialer,
-        hello=_hello(loaded, part, f"{'https' if f.tls_cert else 'http'}://_:{server.port}"),
+        hello=_hello(loaded, part, url),
         engine=part.engine,
         publish=lambda version: orders.call(part.publish, version),
         update_bytes=lambda: part.publisher.update_bytes,
+        weights=lambda: _located(part.published, url),
         save=lambda now: _save(loaded, part, now),
         load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,
         address=where,
@@ -385,6 +400,12 @@ def _build(loaded: LoadedRun, part: RankPart) -> RankPart:
         if isinstance(loaded.reference, torch.nn.Module):
             loaded.reference.to("meta")
     return part
+
+
+def _located(files: m.PublishedFiles, url: str) -> m.PublishedFiles:
+    """With the address of the weight server of rank 0."""
+    holders = (msgspec.structs.replace(each, location=each.location or url) for each in files.holders)
+    return msgspec.structs.replace(files, holders=tuple(holders))
 
 
 def _hello(loaded: LoadedRun, part: RankPart, url: str) -> Callable[..., m.TrainerHello]:

@@ -124,6 +124,8 @@ class TrainerService:
     save: Callable[[CheckpointState], Any]
     update_bytes: Callable[[], int] = lambda: 0
     """Returns the bytes that a worker with the previous version must pull for the one published last."""
+    weights: Callable[[], m.PublishedFiles | None] = lambda: None
+    """Returns what workers can read; None: they need not read."""
     hello: Callable[..., m.TrainerHello]
     """Builds the TrainerHello from protocol, nonce, proof, step, next_task, version and digest."""
     secret: str
@@ -207,7 +209,7 @@ class TrainerService:
     async def _handshake(self, link: Link) -> None:
         hello = functools.partial(
             self.hello, step=self.state.step, next_task=self.state.next_task, open_tasks=self.state.open_tasks,
-            version=self._manifest.version, digest=self._manifest.digest,
+            version=self._manifest.version, digest=self._manifest.digest, weights=self.weights(),
         )  # fmt: skip
         await handshake.join(link, handshake.TRAINER, self.secret, hello)
 
@@ -285,7 +287,10 @@ class TrainerService:
         self._manifest = await self.run_in_thread(self.publish, self._completed.step)
         self.state, self._completed, self._updates = self._completed, None, 0
         return m.PublishedVersion(
-            version=self._manifest.version, digest=self._manifest.digest, update_bytes=self.update_bytes()
+            version=self._manifest.version,
+            digest=self._manifest.digest,
+            update_bytes=self.update_bytes(),
+            weights=self.weights(),
         )
 
     def _update(self) -> Any:

@@ -105,6 +105,10 @@ class Buffer:
         self._lock = threading.Lock()
         self._locked: list[int] | None = None  # addresses of locked ranges
 
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.mapped)[: self.nbytes]
+
     def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Lock the pages of these ranges, which are in order, for copies from and to a GPU. Only the first call has an
         effect."""

@@ -25,7 +25,7 @@ from windfall.link.messages import AskRoute, ReadRoute, SourceRef, SourceUse
 from windfall.weights.source import Source, SourceBroken, SourceWaits, SourceWrong
 
 POLL_S = 0.25
-ASK_S = 2.0
+ASK_S, ASK_AGAIN_S = 2.0, 1.0
 WAIT_S, WAIT_POLL_S = 15.0, 0.02
 NO_SOURCE_S = 30.0
 """How long to ask for sources if none is known."""
@@ -143,8 +143,8 @@ class FileSources:
             while not (found := self.of(stop)):
                 if self._ask is None or time.monotonic() - asking_s > NO_SOURCE_S:
                     raise PullFailed(f"no source of {self.file} is known")
-                self._report("")
-                self._pause(ASK_S)
+                self._ask_and_wait("")
+                self._pause(0.0 if self.of(stop) else ASK_AGAIN_S)
             ref = min(found, key=lambda ref: self._failures[ref.id])
             failures = self._failures[ref.id]
             if failures >= self._tries:
@@ -167,9 +167,8 @@ class FileSources:
             self._errors[id] = str(error)
             self._waits_s.pop(id, None)
             self._failed_s[id] = time.monotonic()
-            if self._failures[id] > 0 and self._ask is not None:
-                self._report(error.why, id)
-                self._pause(ASK_S)
+            if self._failures[id] > 0:
+                self._ask_and_wait(error.why, id)
 
     def _may_wait(self, id: str) -> bool:
         with self._changed:
@@ -181,9 +180,14 @@ class FileSources:
         if self._ask is not None:
             self._ask(AskRoute(file=self.file, used=self.uses(why, *ids), received=self.verified()))
 
-    def _pause(self, seconds: float) -> None:
-        """Wait until another route comes, but at most this long."""
-        route, ends_s = self.route, time.monotonic() + seconds
+    def _ask_and_wait(self, why: str, *ids: str) -> None:
+        route = self.route
+        self._report(why, *ids)
+        self._pause(0.0 if self._ask is None else ASK_S, route)
+
+    def _pause(self, seconds: float, route: ReadRoute | None = None) -> None:
+        """Wait until there is another route than this one, or the present one, but at most this long."""
+        route, ends_s = route or self.route, time.monotonic() + seconds
         while self.route is route and (left_s := ends_s - time.monotonic()) > 0:
             self._check_stop()
             self._changed.wait(min(left_s, POLL_S))

@@ -44,9 +44,8 @@ class HeldFile:
         self._readers = 0
         self._changed = threading.Condition()
         if filled:
-            for start, stop in self.ranges:
-                first, last = bisect_left(self._bounds, start), bisect_left(self._bounds, stop)
-                self._ready[first:last] = b"\1" * (last - first)
+            for i in self._chunks():
+                self._ready[i] = 1
 
     @property
     def held(self) -> m.Ranges:
@@ -54,6 +53,15 @@ class HeldFile:
         with self._changed:
             chunks = [i for i, ready in enumerate(self._ready) if ready]
         return normal((self._bounds[i], self._bounds[i + 1]) for i in chunks)
+
+    def missing(self) -> list[int]:
+        """The chunks that are not verified, of those that the buffer is for."""
+        with self._changed:
+            return [i for i in self._chunks() if not self._ready[i]]
+
+    def _chunks(self) -> Iterator[int]:
+        for start, stop in self.ranges:
+            yield from range(bisect_left(self._bounds, start), bisect_left(self._bounds, stop))
 
     def add(self, chunk: int) -> None:
         """This chunk is verified, and may be sent from now on."""

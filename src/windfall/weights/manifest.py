@@ -71,6 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     scale: float = 1.0
     before: str = ""
     after: str = ""
+    result: bytes = b""  # a delta: the manifest of `after`, because its reader may find no copy of `after`
     # Until readers get routes: addresses ("": where the manifest came from), and (first byte, its server). Not covered.
     servers: tuple[str, ...] = ()
     sources: tuple[tuple[int, int], ...] = ()
@@ -94,7 +95,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         seal."""
         if trusted:
             return xxhash.xxh3_64_intdigest(data).to_bytes(8, "little") == self.chunks[8 * i : 8 * i + 8]
-        return blake3.blake3(data).digest() == self.seals[SEAL_BYTES * i : SEAL_BYTES * (i + 1)]
+        return blake3.blake3(data).digest() == self.seal(i)
+
+    def seal(self, i: int) -> bytes:
+        return self.seals[SEAL_BYTES * i : SEAL_BYTES * (i + 1)]
 
     def chunk_servers(self) -> list[int]:
         """The number of the server that has each chunk."""
@@ -183,7 +187,9 @@ def chunk_size(nbytes: int, wanted: int) -> int:
 
 def digest_of(m: Manifest) -> str:
     file = (m.nbytes, m.chunk_bytes, m.cuts, m.chunks, m.seals)
-    return blake3.blake3(msgspec.msgpack.encode((file, m.entries, m.base, m.scale, m.before, m.after))).hexdigest()
+    return blake3.blake3(
+        msgspec.msgpack.encode((file, m.entries, m.base, m.scale, m.before, m.after, m.result))
+    ).hexdigest()
 
 
 def _check(m: Manifest) -> None:

@@ -343,7 +343,7 @@ class Publisher:
         found = meeting.step("write the delta", write_delta)
         if stored is None:
             return published, None
-        names = {"version": made.version, "before": old.manifest.digest, "after": made.digest}
+        names = {"version": made.version, "before": old.manifest.digest, "after": made.digest, "result": made.encode()}
         blob = _manifest(plan, changed, found, **names)
         return published, HeldFile(blob, stored, ranges=changed.parts.get(rank, ()), filled=True)
 

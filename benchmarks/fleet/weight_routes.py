@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import multiprocessing
 import os
@@ -202,7 +203,8 @@ def controller(pipe: Connection, readers: int, peers: bool, region: str) -> None
     async def run(folder: str) -> None:
         events = EventLog(Path(folder) / "events.jsonl")
         directory = Directory(TrafficPrices(), peers="all" if peers else "none", region=region)
-        dispatch = Dispatch(events=events, patience=Patience(suspect_s=60, gone_s=120), directory=directory)
+        patience = Patience(suspect_s=60, gone_s=120)
+        dispatch = Dispatch(events=events, patience=patience, directory=directory, staleness=1)  # loads at once
         gate = Gate("benchmark", TOKEN, log=events.instant, max_workers=readers)
         gate.terms = Terms(model="model", engine=engine_spec(), heartbeat_s=1.0)
         route = Route(
@@ -273,6 +275,14 @@ class Site:
     """Trainer, controller and workers with the code of this tree."""
 
     def __init__(self, mode: str, lab: NetworkLab, readers: list[LabMachine], mib: int) -> None:
+        for module in ("bucket", "uploads"):
+            importlib.import_module(f"windfall.weights.{module}")
+        for module in (
+            "windfall.controller.rollout.dispatch",
+            "windfall.link.gate",
+            "windfall.worker.controller_client",
+        ):
+            importlib.import_module(module)
         machines, url = lab.machines, ""
         self.children: list[Child] = []
         if mode == "bucket":
@@ -333,6 +343,8 @@ def run_once(mode: str, args: argparse.Namespace, regions: int) -> list[dict[str
     names[0] = ["trainer", "controller", "bucket", *names[0]]
     links = {"near_bit_per_s": args.near_gbit * 1e9, "wide_bit_per_s": args.wide_gbit * 1e9}
     with NetworkLab(names, delay_s=args.rtt_ms / 2e3, **links) as lab:
+        for module in ("torch", "windfall.weights.pull", "windfall.weights.publish", "windfall.weights.serve"):
+            importlib.import_module(module)  # here, so that no child does it while it is measured
         readers = [lab.machines[f"w{i}"] for i in range(args.readers)]
         site = MainStar(lab, readers, args.mib) if mode == "star-main" else Site(mode, lab, readers, args.mib)
         try:
@@ -368,7 +380,7 @@ def start(mode: str, args: argparse.Namespace, regions: int) -> list[dict[str, A
         [sys.executable, __file__, "--role", mode, "--regions", str(regions), *options],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{code}/src:{ROOT}"},
+        env=os.environ | {"PYTHONPATH": f"{code}/src:{ROOT}", "OMP_NUM_THREADS": "1"},  # forks cannot share a pool
     )
     if done.returncode:
         raise SystemExit(f"{mode} failed")

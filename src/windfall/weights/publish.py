@@ -142,12 +142,6 @@ class Publisher:
         newest, current = next(iter(self.deltas), None), self.current
         return newest if newest and current and newest.manifest.after == current.digest else None
 
-    @property
-    def update_bytes(self) -> int:
-        """What a worker with the previous version must pull, on rank 0."""
-        assert self.current is not None
-        return self.delta.manifest.nbytes if self.delta else self.current.nbytes
-
     def publish(
         self,
         version: int,

@@ -23,7 +23,7 @@ import ssl as tls
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -153,12 +153,13 @@ class Puller:
                 raise
             return 0.0
         missing = copy.begin(wanted)
-        with contextlib.suppress(WindfallError):  # then chunks are wrong
-            for blob in blobs:
-                delta.apply(copy.view, blob.buffer.view, wanted)
-        if copy.verify(missing, self.parallel):
-            copy.held = wanted
-            self.delta_used += 1
+        with ThreadPoolExecutor(self.parallel) as pool:
+            with contextlib.suppress(WindfallError):  # then chunks are wrong
+                for blob in blobs:
+                    delta.apply(copy.view, blob.buffer.view, wanted, pool.map)
+            if copy.verify(missing, pool):
+                copy.held = wanted
+                self.delta_used += 1
         self._drop_deltas(len(blobs), wanted.nbytes // 4)
         return time.monotonic() - began_s
 
@@ -244,7 +245,7 @@ class LocalCopy:
         self._seals[self._bounds[chunk], self._bounds[chunk + 1]] = self._file.manifest.seal(chunk)
         self._file.add(chunk)
 
-    def verify(self, missing: Iterable[int], threads: int) -> bool:
+    def verify(self, missing: Iterable[int], pool: Executor) -> bool:
         """Add those of these chunks that have the right bytes. Whether all have."""
 
         def check(chunk: int) -> bool:
@@ -255,8 +256,7 @@ class LocalCopy:
                 self.add(chunk)
             return intact
 
-        with ThreadPoolExecutor(threads) as pool:
-            return all(list(pool.map(check, missing)))
+        return all(list(pool.map(check, missing)))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views of the buffer, by name."""

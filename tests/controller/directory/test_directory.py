@@ -195,6 +195,12 @@ def test_a_stalled_source_comes_back_if_there_is_no_other() -> None:
     assert complain(d, "b", "trainer", "stalled") == ["trainer"]
 
 
+def test_workers_follow_each_other_rather_than_the_upload_to_the_bucket() -> None:
+    d = directory(worker("a"), worker("b"), worker("e", "eu"), worker("f", "eu"), bucket="s3://b")
+    assert [load(d, id) for id in "abef"] == [["trainer"], ["a"], ["trainer"], ["e"]]
+    assert complain(d, "e", "trainer", "unreachable") == ["s3://b"]
+
+
 def test_a_wrong_file_in_the_bucket_is_dropped_at_once() -> None:
     d = directory(worker("a"), bucket="s3://b")
     load(d, "a")
@@ -339,6 +345,16 @@ def test_traffic_of_a_version() -> None:
     d.leave("a")
     d.publish(published(V1, version=3), 101.0)
     assert d.events() == [], "nobody has read it"
+
+
+def test_traffic_from_a_region_that_is_not_known_has_no_price_and_one_reader_of_each_region() -> None:
+    d = Directory(TrafficPrices())
+    for id in ("a", "b"):
+        d.join(worker(id, "us"))
+    d.publish(published(V1), 0.0)
+    assert [load(d, id) for id in ("a", "b")] == [["trainer"], ["a"]]
+    d.loaded("a", "v1", [SourceUse(source="trainer", bytes=V1.nbytes, s=16.0)], 1.0)
+    assert d.usd == 0
 
 
 def test_deltas_are_packed_for_slow_links() -> None:

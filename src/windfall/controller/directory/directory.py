@@ -133,7 +133,7 @@ class Directory:
         self._files = {name: known for name, known in self._files.items() if name in listed or known.readings}
         for id in sorted(gone):
             self.leave(id)
-        self._repair(self._files.values(), [each.location for each in files.holders])
+        self._repair(self._files.values(), [each.location for each in files.holders], gained=True)
         if files.digest != self.newest:
             self.end_version()
             copy = sum(file.nbytes for file in files.files if file.digest == files.digest)
@@ -155,7 +155,7 @@ class Directory:
             buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
             for id in buckets:
                 known.held.pop(id, None) if failed else known.held.setdefault(id, WHOLE)
-            self._repair([known], buckets)
+            self._repair([known], buckets, gained=not failed)
 
     def _known(self, digest: str) -> KnownFile:
         return self._files.setdefault(digest, KnownFile())
@@ -203,9 +203,10 @@ class Directory:
             reading.need = self._lacks(known, reader)
         for use in used:
             self._take(reader, use, known)
-        self._set(known, reader, ())
         failed = [use.source for use in used if use.why]
-        self._repair(self._files.values() if failed else [known], failed)
+        self._renew(known, [reader], failed[0] if failed else "first")
+        if failed:
+            self._repair(self._files.values(), failed)
         self._routed.pop((reader, file), None)
         return self._route(reading)
 
@@ -234,13 +235,16 @@ class Directory:
         if self.traffic is not None and digest == self.newest:
             self.traffic.ready(reader, now_s)
 
-    def stopped(self, reader: str) -> None:
-        """Its load failed or was replaced. Its followers get other routes."""
-        load = self._loads.pop(reader, None)
-        files = [self._files[file.digest] for file in load.files] if load is not None else []
-        for known in files:
-            self._end(known, reader)
-        self._repair(files, [reader])
+    def stopped(self, *readers: str) -> None:
+        """Their loads have failed, or others follow. Their followers get other routes. To stop many at once is cheaper
+        than to stop them one by one, each time with new routes for followers that will be stopped, too."""
+        files: dict[str, KnownFile] = {}
+        for reader in readers:
+            load = self._loads.pop(reader, None)
+            for file in load.files if load is not None else ():
+                known = files[file.digest] = self._files[file.digest]
+                self._end(known, reader)
+        self._repair(files.values(), readers)
 
     # What others need to know
 
@@ -412,11 +416,11 @@ class Directory:
             ),
         )
 
-    def _repair(self, files: Iterable[KnownFile], suspects: Collection[str]) -> None:
-        """Something has changed about these sources. Give new routes to all whose first source is none any more, and to
-        those that had none. The reader with the most bytes comes first: if it must import, the others can follow it."""
+    def _repair(self, files: Iterable[KnownFile], suspects: Collection[str], *, gained: bool = False) -> None:
+        """Something has changed about these sources. Give new routes to all whose first source is none any more.
+        `gained`: also to those that had none, which otherwise ask again."""
         for known in files:
-            broken = [reader for reader, reading in known.readings.items() if reading.unfed]
+            broken = [reader for reader, reading in known.readings.items() if gained and reading.unfed]
             for reader, reading in known.readings.items():
                 if not any(id in suspects for part in reading.parts for id in part.sources):
                     continue
@@ -428,13 +432,18 @@ class Directory:
                     reading.parts = parts
                 else:
                     broken.append(reader)
-            for reader in broken:
-                self._set(known, reader, ())
-            for reader in sorted(broken, key=lambda id: (-self._loads[id].received, id)):
-                parts = self._search(reader, known, known.readings[reader])
-                self._set(known, reader, parts, next(iter(suspects), "first"))
-                if parts and known.file is not None:
-                    self._routed[reader, known.file.digest] = None
+            self._renew(known, broken, next(iter(suspects), "first"))
+
+    def _renew(self, known: KnownFile, readers: Collection[str], why: str) -> None:
+        """Give these readers new routes. The one with the most bytes comes first: if it must import, the others can
+        follow it."""
+        for reader in readers:
+            self._set(known, reader, ())
+        for reader in sorted(readers, key=lambda id: (-self._loads[id].received, id)):
+            parts = self._search(reader, known, known.readings[reader])
+            self._set(known, reader, parts, why)
+            if parts and known.file is not None:
+                self._routed[reader, known.file.digest] = None
 
     def _valid(self, known: KnownFile, reader: str, part: Part, id: str) -> bool:
         has = id in known.readings or known.has(id, part.start, part.stop)

@@ -42,6 +42,7 @@ class WeightHolder:
     location: str = ""
     """URL of its weight server. Empty: it only reads."""
     region: str = ""
+    """Empty: not known."""
     machine: str = ""
     """Empty: not known, and shared with no other holder."""
     seen: str = ""
@@ -53,8 +54,9 @@ class WeightHolder:
         return bool(self.machine) and self.machine == other.machine
 
     def across(self, other: WeightHolder) -> bool:
-        """Whether a wide link is between them."""
-        return self.region != other.region and not self.shares_machine(other)
+        """Whether a wide link, which costs money, is known to be between them."""
+        known = bool(self.region and other.region)
+        return known and self.region != other.region and not self.shares_machine(other)
 
 
 class Part(NamedTuple):

@@ -6,7 +6,7 @@
 Rules:
 - The first source of a part is, in this order: on the reader's machine; in its region, with a free slot; in its region;
   elsewhere, where it costs least. Among equals, who has the bytes comes before who is reading them, and who began
-  earlier before who began later, which keeps the tree flat.
+  earlier before who began later, which keeps the tree flat. A bucket comes last: it gets the bytes later.
 - So a reader imports only if it can use no source in its region, and the next readers there follow it.
 - A holder has as many slots as the file's fan-out. A slow one has none. Reads within a machine, and by importers, take
   no slot.
@@ -68,9 +68,11 @@ class RouteSearch:
         return parts or (self._cover(reading.need, unfit, ()) if avoid else ())
 
     def _cover(self, ranges: Ranges, unfit: Collection[str], avoid: Collection[str]) -> tuple[Part, ...]:
+        buckets = [id for id in self.known.held if self.contacts.holders[id].kind == "bucket"]
         holders = dict.fromkeys((*self.known.held, *self.known.readings))
-        for id in avoid:
+        for id in (*buckets, *avoid):
             holders.pop(id, None)
+        holders |= dict.fromkeys(id for id in buckets if id not in avoid)
         parts: list[Part] = []
         for need in ranges:
             pieces = _pieces(self.known, *need)

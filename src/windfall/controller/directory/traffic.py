@@ -3,7 +3,7 @@
 Rules:
 - A rate is an exponential mean of what readers report. It is kept per link (within a machine, or from one region to
   another), and per holder.
-- A byte counts for the kind of its source. A byte between workers of one machine crosses no network, and counts as
+- A byte counts for the kind of its source. A byte from the reader's own machine crosses no network, and counts as
   `machine`.
 - A byte from another region costs the price between regions; one from the bucket costs the bucket's price as well.
 - A version is complete when all workers that were connected when it was published have it or have left.

@@ -23,6 +23,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -56,7 +57,13 @@ class Child:
 
     @staticmethod
     def _run(machine: LabMachine, work: Callable[..., None], pipe: Connection, *args: Any) -> None:
-        enter(machine)
+        from windfall.processes import parent_death
+
+        enter(machine, processes=True)
+        if child := os.fork():
+            os.waitpid(child, 0)
+            os._exit(0)
+        parent_death.die_with_parent(0, signal.SIGKILL)
         work(pipe, *args)
 
     def ask(self, *what: Any) -> Any:
@@ -258,13 +265,15 @@ def worker(pipe: Connection, url: str, name: str, region: str) -> None:
     from windfall.weights.pull import Puller
     from windfall.worker.controller_client import ControllerClient
 
+    puller = Puller(key=auth.weights_key(TOKEN))
     client = ControllerClient(
         url,
         TOKEN,
         name=name,
         lease=Lease(region=region),
         build=lambda spec: (Hashing(Counter()), 4),
-        puller=Puller(key=auth.weights_key(TOKEN)),
+        puller=puller,
+        files=puller.files,
         say=lambda line: print(f"{name}: {line}", file=sys.stderr) if os.environ.get("LAB_LOG") else None,
     )
     asyncio.run(client.run())

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MTU = 9000
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNET, CLONE_NEWPID = 0x40000000, 0x20000000
 BURST_S = 0.002
 """What tbf lets through at once, as time at the full rate."""
 
@@ -138,11 +138,12 @@ class NetworkLab:
             self.machines[name] = machine
 
 
-def enter(machine: LabMachine) -> None:
-    """Move this process to a machine of the lab. Its later sockets are there."""
+def enter(machine: LabMachine, *, processes: bool = False) -> None:
+    """Move this thread to the network of a machine, with its later sockets. `processes`: its children get process
+    numbers of their own, so that none of them counts as on one machine with another (weights/buffers.py:machine)."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{machine.namespace}") as place:
-        if libc.setns(place.fileno(), CLONE_NEWNET):
+        if libc.setns(place.fileno(), CLONE_NEWNET) or (processes and libc.unshare(CLONE_NEWPID)):
             raise OSError(ctypes.get_errno(), f"cannot enter {machine.namespace}")
 
 

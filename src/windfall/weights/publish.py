@@ -46,10 +46,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from windfall.errors import WindfallError
 from windfall.weights import manifest
 from windfall.weights import plan as plans
-from windfall.weights.buffers import Buffer, BufferHandle, machine, write_at
+from windfall.weights.buffers import Buffer, BufferHandle, machine
 from windfall.weights.delta import MAX_RATIO, part
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import Manifest
@@ -314,7 +316,7 @@ class Publisher:
             try:
                 starts, bounds = list(accumulate(map(len, delta), initial=part_starts[rank])), changed.bounds
                 chunks = range(bisect_left(bounds, starts[0]), bisect_left(bounds, starts[-1]))
-                write = partial(_write_chunk, target.fd, delta, starts)
+                write = partial(_write_chunk, target.data, delta, starts)
                 ranges = (bounds[i : i + 2] for i in chunks)
                 return dict(zip(chunks, self._threads.map(write, ranges), strict=True))
             finally:
@@ -348,7 +350,7 @@ class Publisher:
             if nbytes <= buffer.nbytes:
                 return buffer
             buffer.close()
-        return Buffer(nbytes + nbytes // 4, self.folder)
+        return Buffer(nbytes + nbytes // 4, self.folder, lazy=True)
 
     def _make_readable(self, meeting: Meeting, new: Published, delta: HeldFile | None) -> None:
         """On rank 0 last: workers get the manifest from there."""
@@ -407,15 +409,15 @@ class Publisher:
 
 
 def _write_chunk(
-    fd: int, pieces: Sequence[memoryview], starts: Sequence[int], chunk: tuple[int, int]
+    data: np.ndarray, pieces: Sequence[memoryview], starts: Sequence[int], chunk: tuple[int, int]
 ) -> tuple[bytes, bytes]:
     """Write a range of a file whose bytes are in these pieces, which start there. Returns its hashes."""
     start, stop = chunk
     inside = []
     for i in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
         inside.append(pieces[i][max(start - starts[i], 0) : stop - starts[i]])
-        # Through the descriptor: the kernel writes to a file faster than it maps new pages of it.
-        write_at(fd, max(start, starts[i]), inside[-1])
+        at = max(start, starts[i])
+        data[at : at + len(inside[-1])] = inside[-1]
     return manifest.hash_chunk(*inside)
 
 

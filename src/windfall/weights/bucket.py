@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from windfall.errors import WindfallError, install_command
+from windfall.link import auth
 from windfall.link import messages as m
 from windfall.weights.held_files import HeldFile, Withdrawn
 from windfall.weights.manifest import MAX_MANIFEST_BYTES, Manifest, chunk_bounds, decode
@@ -94,12 +95,17 @@ class BucketStore:
         found = await self._open().get_async(f"{self.run}/{file}/{MANIFEST}")
         if found.meta["size"] > MAX_MANIFEST_BYTES:
             raise SourceWrong(f"the manifest of {file} has {found.meta['size']} bytes")
-        return bytes(await found.bytes_async())
+        data = bytes(await found.bytes_async())
+        try:
+            self._bounds[file] = part_bounds(decode(data, file))
+        except WindfallError as e:
+            raise SourceWrong(f"{self.location}: {e}") from None
+        return data
 
     async def read(self, file: str, start: int, stop: int) -> tuple[int, AsyncIterator[Any]]:
         """The bytes from `start` on of the part that has them: their number, and the bytes in pieces."""
         if file not in self._bounds:
-            self._bounds[file] = part_bounds(decode(await self.manifest(file), file))
+            await self.manifest(file)
         bounds = self._bounds[file]
         at = bisect_right(bounds, start)
         first, end = bounds[at - 1], bounds[at]
@@ -234,6 +240,11 @@ class BucketSource:
 def part_bounds(manifest: Manifest) -> list[int]:
     """Part `i` has the bytes from `bounds[i]` to `bounds[i + 1]`."""
     return chunk_bounds(manifest.nbytes, PART_BYTES, manifest.cuts)
+
+
+def bucket_of_run(url: str, run: str, token: str) -> BucketStore:
+    """Runs with the same name have different tokens, and do not delete each other's files."""
+    return BucketStore(url, f"{run}-{auth.proof(token, 'bucket', run).hex()[:8]}")
 
 
 @cache

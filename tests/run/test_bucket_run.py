@@ -20,7 +20,7 @@ from tests.support.ports import free_port
 from tests.support.s3_server import BUCKET, SECRET, s3_server
 from windfall.events.log import read
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 RECIPE = """
 [run]
 name = "{name}"

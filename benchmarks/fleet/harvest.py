@@ -122,7 +122,7 @@ async def run_trainer(folder: Path) -> int:
     server = await serve(publisher.files, host="127.0.0.1", port=0, key=auth.weights_key(token))
     weights = torch.zeros(1 << 20)
 
-    def publish(version: int) -> Any:
+    def publish(version: int, keep: Any, pack: bool) -> Any:
         weights.add_(1.0)
         return publisher.publish(version, {"w": weights})
 

@@ -61,7 +61,7 @@ class Trainer:
             kl=0.0, skipped=self.skips,
         )  # fmt: skip
 
-    def publish(self, version: int) -> Any:
+    def publish(self, version: int, keep: Any = (), pack: bool = False) -> Any:
         self.published[version] = copy.deepcopy(self.model)
         return SimpleNamespace(version=version, digest=f"d{version}")
 

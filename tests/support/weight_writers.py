@@ -24,7 +24,7 @@ import xxhash
 
 from tests.support.rank_processes import CONTEXT
 from tests.support.weight_shelves import load_for
-from windfall.link.messages import AskRoute, Routed
+from windfall.link.messages import AskRoute, Load, Routed
 from windfall.weights import meeting, row_writer
 from windfall.weights.manifest import Manifest
 from windfall.weights.publish import Publisher
@@ -233,17 +233,19 @@ class Writers:
     def publish(self, version: int, seed: int = 0, share: float = 1.0, **options: Any) -> list[Any]:
         return self.all(publish, version, seed, share, "", options)
 
-    def pull(self, puller: Puller, made: Manifest, urls: Sequence[str] = ()) -> Manifest:
-        """Pull what the controller would tell a reader to. `urls`: of the servers, if not their own."""
+    def load(self, made: Manifest, held: str = "", urls: Sequence[str] = ()) -> Load:
+        """What the controller would tell a reader with the weights `held`. `urls`: of the servers, if not their own."""
         holders = dict(zip(urls or self.urls, (self.call(leader, _holds) for leader in self.leaders), strict=True))
-        first = load_for(made, "", holders).files
+        return load_for(made, held, holders)
+
+    def pull(self, puller: Puller, made: Manifest, urls: Sequence[str] = ()) -> Manifest:
+        routes = {each.file.digest: each.route for each in self.load(made, "", urls).files}
 
         def ask(question: AskRoute) -> None:
-            route = next((each.route for each in first if each.file.digest == question.file), None)
-            if route is not None:
-                puller.reroute(Routed(file=question.file, route=route))
+            if question.file in routes:
+                puller.reroute(Routed(file=question.file, route=routes[question.file]))
 
-        return puller.pull(load_for(made, puller.held.digest if puller.held else "", holders), ask).manifest
+        return puller.pull(self.load(made, puller.held.digest if puller.held else "", urls), ask).manifest
 
     def _answer(self, rank: int) -> Any:
         assert self.orders[rank].poll(60), f"rank {rank} does not answer"

@@ -83,7 +83,6 @@ def test_parts_of_machines() -> None:
     shapes = [("float32", (10, 10)), ("int8", (7,))]
     assert plan.make(offers(shapes, [0, 0, 0], 64)).file.parts == {0: ((0, 455),)}
     made = plan.make(offers(shapes, [0, 0, 1], 64))
-    assert made.servers == ("", "http://m1")
     assert made.file.parts == {0: ((0, 320), (448, 454)), 2: ((320, 448), (454, 455))}
     assert made.file.cuts == (320, 448, 454)
     assert made.file.bounds[:7] == (0, 64, 128, 192, 256, 320, 384)

@@ -455,7 +455,6 @@ class PublishedVersion(Message, frozen=True, tag=52):
 
     version: int
     digest: str
-    update_bytes: int = 0  # bytes that a worker with the previous version must pull for this one
     weights: PublishedFiles | None = None
 
 

@@ -160,9 +160,10 @@ class RankPart:
     def several_machines(self) -> bool:
         return self.place.local_size < self.place.size
 
-    def publish(self, version: int) -> Any:
-        """Publish the present weights as this version. Returns their manifest."""
-        manifest = self.weights.publish(self.publisher, version, copied=self.engine.release)
+    def publish(self, version: int, keep: tuple[str, ...] = (), pack: bool = False) -> Any:
+        """Publish the present weights as this version. Returns their manifest. `keep`: files that workers may still
+        read. `pack`: compress the delta."""
+        manifest = self.weights.publish(self.publisher, version, copied=self.engine.release, pack=pack)
         mine = m.HolderFiles(
             location=self.publisher.address, holds=self.publisher.files.describe(), machine=buffers.machine()
         )
@@ -321,8 +322,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         dialer=dialer,
         hello=_hello(loaded, part, url),
         engine=part.engine,
-        publish=lambda version: orders.call(part.publish, version),
-        update_bytes=lambda: part.publisher.update_bytes,
+        publish=lambda version, keep, pack: orders.call(part.publish, version, keep, pack),
         weights=lambda: _located(part.published, url),
         save=lambda now: _save(loaded, part, now),
         load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,

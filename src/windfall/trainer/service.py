@@ -119,11 +119,10 @@ class EngineTerms:
 class TrainerService:
     trainer: Trainer
     state: CheckpointState
-    publish: Callable[[int], Any]
-    """Publishes the trainer's weights as this version; returns their manifest. May call `engine.release`."""
+    publish: Callable[[int, tuple[str, ...], bool], Any]
+    """Publishes the trainer's weights as this version, and returns their manifest. Further arguments: `keep` and `pack`
+    of m.Publish. May call `engine.release`."""
     save: Callable[[CheckpointState], Any]
-    update_bytes: Callable[[], int] = lambda: 0
-    """Returns the bytes that a worker with the previous version must pull for the one published last."""
     weights: Callable[[], m.PublishedFiles | None] = lambda: None
     """Returns what workers can read; None: they need not read."""
     hello: Callable[..., m.TrainerHello]
@@ -167,7 +166,7 @@ class TrainerService:
         last_link_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
             self._threads = threads
-            self._manifest = await self.run_in_thread(self.publish, self.state.step)
+            self._manifest = await self.run_in_thread(self.publish, self.state.step, (), False)
             while time.monotonic() - last_link_s < self.patience_s:
                 self.dialer.url = self.address()
                 earlier, unwelcome = unwelcome, 0
@@ -270,7 +269,7 @@ class TrainerService:
                     )
                 return m.Optimized(report=asdict(report))
             case m.Publish():
-                return await self._publish()
+                return await self._publish(request.keep, request.pack)
             case m.Save():
                 return m.Saved(path=str(await self.run_in_thread(self.save, self.state)))
             case m.LoadCheckpoint():
@@ -278,20 +277,15 @@ class TrainerService:
                 self._completed = await self.run_in_thread(self.load, request.path, room=True)
                 return await self._publish()
 
-    async def _publish(self) -> m.PublishedVersion:
+    async def _publish(self, keep: tuple[str, ...] = (), pack: bool = False) -> m.PublishedVersion:
         """Publish the weights of the completed step."""
         if self._completed is None and self._early is not None:
             return self._early
         if self._completed is None:
             raise LinkClosed("nothing to publish: no step was completed since the last version")
-        self._manifest = await self.run_in_thread(self.publish, self._completed.step)
+        self._manifest = await self.run_in_thread(self.publish, self._completed.step, keep, pack)
         self.state, self._completed, self._updates = self._completed, None, 0
-        return m.PublishedVersion(
-            version=self._manifest.version,
-            digest=self._manifest.digest,
-            update_bytes=self.update_bytes(),
-            weights=self.weights(),
-        )
+        return m.PublishedVersion(version=self._manifest.version, digest=self._manifest.digest, weights=self.weights())
 
     def _update(self) -> Any:
         self.engine.invalidate()

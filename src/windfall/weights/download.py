@@ -76,7 +76,10 @@ class Download:
         self._error: Exception | None = None
 
     def run(self, parallel: int) -> None:
-        self._start(parallel)
+        """`parallel`: connections at the beginning; at least one for each group of sources."""
+        with self._lock:
+            self._group()
+        self._start(max(parallel, len(self._queues)))
         best = rate = last = slow_s = 0
         while any(t.is_alive() for t in self._threads):
             before, ends_s = self._received, time.monotonic() + 1.0
@@ -115,11 +118,7 @@ class Download:
     def _next_span(self, number: int, of: tuple[SourceRef, ...]) -> tuple[tuple[SourceRef, ...], int, int] | None:
         """Chunks `first` to `stop` of the same sources as before, if these have more, and otherwise of others."""
         with self._lock:
-            if self._grouped is not self.sources.route:
-                self._grouped, left = self.sources.route, sorted(i for queue in self._queues.values() for i in queue)
-                self._queues = {}
-                for i in left:
-                    self._queues.setdefault(self.sources.of(self._bounds[i + 1]), deque()).append(i)
+            self._group()
             if not self._queues.get(of):
                 self._queues = {key: queue for key, queue in self._queues.items() if queue}
                 if not self._queues:
@@ -132,6 +131,14 @@ class Download:
             while queue and queue[0] == stop and stop - first < longest:
                 stop = queue.popleft() + 1
             return of, first, stop
+
+    def _group(self) -> None:
+        """Arrange the chunks anew if the route has changed."""
+        if self._grouped is not self.sources.route:
+            self._grouped, left = self.sources.route, sorted(i for queue in self._queues.values() for i in queue)
+            self._queues = {}
+            for i in left:
+                self._queues.setdefault(self.sources.of(self._bounds[i + 1]), deque()).append(i)
 
     def _read_span(self, first: int, stop: int, source: Source | None) -> Source | None:
         """Read chunks `first` to `stop`. Returns the source for the next span."""

@@ -117,11 +117,6 @@ class HeldFiles:
     def find(self, digest: str) -> HeldFile | None:
         return self._files.get(digest)
 
-    def find_delta(self, before: str, after: str) -> HeldFile | None:
-        """Until readers get routes."""
-        found = (f for f in self._files.values() if (f.manifest.before, f.manifest.after) == (before, after))
-        return next(found, None)
-
     def add(self, file: HeldFile) -> None:
         """In place of a file with the same digest."""
         with self._lock:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -72,9 +71,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     before: str = ""
     after: str = ""
     result: bytes = b""  # a delta: the manifest of `after`, because its reader may find no copy of `after`
-    # Until readers get routes: addresses ("": where the manifest came from), and (first byte, its server). Not covered.
-    servers: tuple[str, ...] = ()
-    sources: tuple[tuple[int, int], ...] = ()
 
     @property
     def ref(self) -> FileRef:
@@ -99,11 +95,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def seal(self, i: int) -> bytes:
         return self.seals[SEAL_BYTES * i : SEAL_BYTES * (i + 1)]
-
-    def chunk_servers(self) -> list[int]:
-        """The number of the server that has each chunk."""
-        starts = [start for start, _ in self.sources]
-        return [self.sources[bisect_right(starts, at) - 1][1] if starts else 0 for at in self.bounds()[:-1]]
 
     def ranges(self) -> list[TensorEntry]:
         return byte_ranges(self.entries)
@@ -202,7 +193,6 @@ def _check(m: Manifest) -> None:
     if not near or (len(m.chunks), len(m.seals)) != (8 * count, SEAL_BYTES * count) or count != len(m.bounds()) - 1:
         what = f"{len(m.chunks)} bytes of checksums and {len(m.seals)} of seals"
         raise _invalid(f"{what} for {m.nbytes} bytes in chunks of {m.chunk_bytes}")
-    _check_sources(m)
     if any(name and not re.fullmatch("[0-9a-f]{64}", name) for name in (m.base, m.before, m.after)):
         raise _invalid(f"{m.base or m.before!r} or {m.after!r} is not a digest")
     if bool(m.before) != bool(m.after) or (m.before and (m.entries or m.base)) or not math.isfinite(m.scale):
@@ -232,16 +222,6 @@ def _check_entries(m: Manifest) -> None:
         end = e.offset + e.nbytes
     if end != m.nbytes:
         raise _invalid(f"the tensors end at byte {end}, the buffer at {m.nbytes}")
-
-
-def _check_sources(m: Manifest) -> None:
-    if bool(m.sources) != bool(m.servers):
-        raise _invalid(f"{len(m.sources)} sources on {len(m.servers)} servers")
-    end = -1
-    for start, server in m.sources:
-        if not end < start < m.nbytes or (end < 0) != (start == 0) or not 0 <= server < len(m.servers):
-            raise _invalid(f"the source at byte {start} on server {server} is not in order, or not part of the weights")
-        end = start
 
 
 def _invalid(what: str, fix: str = "Install the same version of windfall on trainer and worker.") -> WindfallError:

@@ -77,12 +77,6 @@ class FilePlan:
         at = functools.partial(bisect_left, self.bounds)
         return [i for start, stop in self.parts.get(leader, ()) for i in range(at(start), at(stop))]
 
-    def sources(self, leaders: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """As in Manifest."""
-        if len(self.parts) == 1:
-            return ()
-        return tuple(sorted((start, leaders.index(at)) for at, parts in self.parts.items() for start, _ in parts))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishPlan:
@@ -90,27 +84,16 @@ class PublishPlan:
     file: FilePlan
     shares: tuple[Share, ...]  # by rank
     only: tuple[int, ...]  # for each chunk, the rank that alone has rows in it; -1: several ranks, or none
-    servers: tuple[str, ...]  # as in Manifest
-
-    @property
-    def leaders(self) -> list[int]:
-        """The first rank of each machine."""
-        return sorted({share.leader for share in self.shares})
-
-    def members(self, rank: int) -> list[int]:
-        """The ranks on the machine of a rank. The first one is the leader."""
-        return [r for r, share in enumerate(self.shares) if share.leader == self.shares[rank].leader]
 
     def delta(self, sizes: Sequence[int]) -> tuple[FilePlan, list[int]]:
         """A delta made of a part of each rank with these sizes: its plan, and where each rank's part starts. The parts
         of one machine are next to each other, and no chunk has bytes of two ranks."""
         starts, parts, end = [0] * len(sizes), {}, 0
-        for leader in self.leaders:
-            first = end
-            for rank in self.members(leader):
-                starts[rank], end = end, end + sizes[rank]
-            if end > first:
-                parts[leader] = ((first, end),)
+        for rank, share in sorted(enumerate(self.shares), key=lambda each: each[1].leader):
+            starts[rank], end = end, end + sizes[rank]
+            if sizes[rank]:
+                first = parts[share.leader][0][0] if share.leader in parts else starts[rank]
+                parts[share.leader] = ((first, end),)
         return file_plan(end, self.file.chunk_bytes, parts, starts), starts
 
 
@@ -136,9 +119,12 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
     for piece, rank in pieces:
         by_rank[rank].append(piece)
     shares = tuple(Share(leader=leader, pieces=tuple(mine)) for leader, mine in zip(leaders, by_rank, strict=True))
-    servers = _servers(leaders, offers) if len(parts) > 1 else ()
+    for leader in {*parts} - {0}:
+        if not offers[leader].address:
+            fix = "Start a weight server there, and set the publisher's `address`."
+            raise _invalid(f"rank {leader} is the first on its machine and has no weight server", fix)
     file = file_plan(nbytes, offers[0].chunk_bytes, parts)
-    return PublishPlan(entries=entries, file=file, shares=shares, only=_only(file, pieces), servers=servers)
+    return PublishPlan(entries=entries, file=file, shares=shares, only=_only(file, pieces))
 
 
 def _only(file: FilePlan, pieces: Sequence[tuple[Piece, int]]) -> tuple[int, ...]:
@@ -203,15 +189,6 @@ def _parts(pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], nbytes: 
     for (start, leader), (stop, _) in pairwise([*starts, (nbytes, -1)]):
         parts[leader] = (*parts.get(leader, ()), (start, stop))
     return parts or {0: ()}
-
-
-def _servers(leaders: Sequence[int], offers: Sequence[RankOffer]) -> tuple[str, ...]:
-    others = sorted(set(leaders))[1:]
-    for leader in others:
-        if not offers[leader].address:
-            fix = "Start a weight server there, and set the publisher's `address`."
-            raise _invalid(f"rank {leader} is the first on its machine and has no weight server", fix)
-    return ("", *(offers[leader].address for leader in others))
 
 
 def _invalid(what: str, fix: str = "Pass the shards of the same model on all ranks.") -> WindfallError:

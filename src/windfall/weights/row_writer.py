@@ -34,7 +34,7 @@ from windfall.weights.delta import MAX_RATIO, SKIP, SpanDelta
 from windfall.weights.manifest import ALIGN_BYTES, WIDTHS
 from windfall.weights.plan import Piece
 
-SLAB_BYTES = 32 << 20
+SLAB_BYTES = 64 << 20
 THREADS = 4
 CPU = torch.device("cpu")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

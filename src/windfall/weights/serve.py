@@ -69,7 +69,6 @@ async def serve(
     app = web.Application(middlewares=[server.admit], client_max_size=1024)
     file = "/weights/{digest:[0-9a-f]{64}}"
     app.router.add_get(f"{file}/manifest", server.manifest)
-    app.router.add_get(f"{file}/delta/{{before:[0-9a-f]{{64}}}}", server.manifest)  # until readers get routes
     app.router.add_get(file, server.bytes)
     options = {"backlog": 1024, "shutdown_timeout": 0.5, "keepalive_timeout": 60.0}
     server.runner, server.port = await limits.serve(app, host, port, ssl, "Choose another port.", **options)
@@ -152,10 +151,9 @@ class Server:
         return await self._send(request, file, start, end)
 
     def _find(self, request: web.Request) -> HeldFile:
-        digest, before = request.match_info["digest"], request.match_info.get("before")
-        file = self.files.find(digest) if before is None else self.files.find_delta(before, digest)
+        file = self.files.find(request.match_info["digest"])
         if file is None:
-            raise web.HTTPNotFound(text=f"{digest} is not held here\n")
+            raise web.HTTPNotFound(text=f"{request.match_info['digest']} is not held here\n")
         return file
 
     async def _send(self, request: web.Request, file: HeldFile, start: int, stop: int) -> web.StreamResponse:

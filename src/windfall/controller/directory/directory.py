@@ -142,7 +142,7 @@ class Directory:
             delta = sum(file.nbytes for file in files.files if file.after == files.digest)
             waiting = {id for id, holder in self._contacts.holders.items() if holder.kind == "peer"}
             self.newest, self._left = files.digest, {}
-            self.traffic = Traffic(files.version, copy, delta, now_s, waiting)
+            self.traffic = Traffic(files.version, copy, delta, now_s, waiting, len(waiting) // 2)
 
     def end_version(self) -> None:
         """The next version comes, or the run ends: write the event of the newest one."""
@@ -303,7 +303,7 @@ class Directory:
                 covered = normal((part.start, part.stop) for part in reading.parts)
                 assert not reading.parts or covers(covered, reading.need), (1, reader, digest)
                 sources = [holders[id] for id in reading.sources]
-                load.update(h.id for h in sources if h.region == me.region and not h.shares_machine(me))
+                load.update(reading.sources)
                 importing = any(holder.across(me) for holder in sources)
                 for other in importers if importing else ():
                     pair = ((reader, other), (other, reader))
@@ -386,11 +386,9 @@ class Directory:
     def _set(self, known: KnownFile, reader: str, parts: tuple[Part, ...], why: str = "") -> None:
         """Give a reader this route, and count the load of its sources. `why`: for the event of an importer."""
         reading, me, holders = known.readings[reader], self._contacts.holders[reader], self._contacts.holders
-        before, reading.parts = reading.sources, parts
-        for id, sign in (*((id, -1) for id in before), *((id, 1) for id in reading.sources)):
-            holder = holders.get(id)
-            if holder is not None and holder.region == me.region and not me.shares_machine(holder):
-                known.load[id] += sign
+        known.load.subtract(id for id in reading.sources if id in holders)
+        reading.parts = parts
+        known.load.update(reading.sources)
         if parts:
             importing = any(holders[id].across(me) for id in reading.sources)
             if importing and not reading.importing and known.file is not None:

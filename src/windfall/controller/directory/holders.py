@@ -96,7 +96,7 @@ class KnownFile:
     readings: dict[str, Reading] = field(default_factory=dict)
     """By reader, in the order in which they began."""
     load: Counter[str] = field(default_factory=Counter)
-    """By holder: readers of its region on other machines whose first source it is."""
+    """By holder: readers whose source it is."""
 
     def has(self, id: str, start: int, stop: int) -> bool:
         ranges = self.held.get(id)

@@ -8,8 +8,8 @@ Rules:
   elsewhere, where it costs least. Among equals, who has the bytes comes before who is reading them, and who began
   earlier before who began later, which keeps the tree flat. A bucket comes last: it gets the bytes later.
 - So a reader imports only if it can use no source in its region, and the next readers there follow it.
-- A holder has as many slots as the file's fan-out. A slow one has none. Reads within a machine, and by importers, take
-  no slot.
+- A holder has as many slots as the file's fan-out; readers on its machine and importers may take more. A slow holder
+  has none.
 - Sources that a reader avoids come back if there is no other.
 - A reader gets one source of each byte, and asks for another if that fails. A second one in advance would be out of
   date by then, and nobody would balance the reads that go there.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import WeightHolder
@@ -23,6 +25,7 @@ from windfall.link.messages import (
     RoutePart,
     SourceRef,
 )
+from windfall.weights import bucket as buckets
 from windfall.weights.buffers import Buffer, machine
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import Manifest, TensorEntry, chunk_bounds, hash_chunk, make
@@ -49,6 +52,9 @@ def manifest_of(data: bytes, **fields: Any) -> Manifest:
 class Shelf(Protocol):
     """Holds files, and connects sources to them."""
 
+    absent: type[SourceBroken]
+    """What its sources raise for a file that is not here."""
+
     def hold(self, data: bytes, *, chunks: int) -> Manifest:
         """Hold a file with these bytes, cut into chunks of CHUNK, of which only the first `chunks` are here."""
         ...
@@ -66,6 +72,8 @@ class Shelf(Protocol):
 
 class MemoryShelf:
     """A shelf in memory, whose sources can fail."""
+
+    absent = SourceGone
 
     def __init__(self, id: str = "memory", kind: Any = "trainer") -> None:
         self.ref = SourceRef(id=id, kind=kind, location=f"memory://{id}")
@@ -141,8 +149,46 @@ class MemorySource:
         self._promised = memoryview(b"")
 
 
+class BucketShelf:
+    """A bucket in a folder, whose objects are chunks."""
+
+    absent = SourceWaits  # not there yet
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(buckets, "PART_BYTES", CHUNK)
+        self._store = buckets.BucketStore(f"file://{self._folder.name}", "run")
+        self._files: dict[str, HeldFile] = {}
+
+    def hold(self, data: bytes, *, chunks: int) -> Manifest:
+        made, buffer = manifest_of(data), Buffer(len(data))
+        buffer.data[:] = np.frombuffer(data, np.uint8)
+        self._files[made.digest] = HeldFile(made, buffer, ranges=((0, chunks * CHUNK),), filled=True)
+        self._store.upload(self._files[made.digest])
+        return made
+
+    def fill(self, file: str, chunk: int) -> None:
+        held = self._files[file]
+        part = ((chunk * CHUNK, (chunk + 1) * CHUNK),)
+        self._store.upload(HeldFile(held.manifest, held.buffer, ranges=part, filled=True))
+
+    def withdraw(self, file: str) -> None:
+        self._store.expire(self._files.keys() - {file})
+
+    def connect(self, stopped: Callable[[], bool] = lambda: False) -> Source:
+        ref = SourceRef(id="bucket", kind="bucket", location=self._store.location)
+        return connect(ref, key="", tls=None, timeout_s=5.0, stopped=stopped)
+
+    def close(self) -> None:
+        self._patch.undo()
+        self._folder.cleanup()
+
+
 class ServedShelf:
     """Files that a weight server serves. With `by_handle`, its sources read the memory of the server."""
+
+    absent = SourceGone
 
     def __init__(self, *, by_handle: bool = False, kind: Any = "trainer") -> None:
         self.files = HeldFiles()

@@ -288,7 +288,8 @@ class CountingTrainer:
 
 
 VERBS = (
-    m.ForwardBackward(id="1", samples=()), m.OptimStep(id="2", step=3, next_task=5), m.Publish(id="3"), m.Save(id="4"),
+    m.ForwardBackward(id="1", samples=()), m.OptimStep(id="2", step=3, next_task=5),
+    m.Publish(id="3", keep=("a", "b"), pack=True), m.Save(id="4"),
 )  # fmt: skip
 
 
@@ -327,8 +328,9 @@ def test_calls_repeated_after_a_lost_link_are_performed_once(before: int, again:
         made = Gate("run", "t" * 20, log=lambda *_, **__: None, max_workers=1, trainer_secret=SECRET)
         return lambda link: made.trainer(link, serve)
 
-    def publish(version: int, *_: Any) -> Any:
+    def publish(version: int, *order: Any) -> Any:
         trainer.done.append(f"publish {version}")
+        assert order == ((("a", "b"), True) if version == 3 and before != 2 else ((), False))
         return SimpleNamespace(version=version, digest="d")
 
     async def run() -> None:

@@ -12,14 +12,15 @@ from contextlib import closing, suppress
 
 import pytest
 
-from tests.support.weight_shelves import CHUNK, MemoryShelf, ServedShelf, Shelf, some_bytes
-from windfall.weights.source import Source, SourceBroken, SourceGone, SourceWaits
+from tests.support.weight_shelves import CHUNK, BucketShelf, MemoryShelf, ServedShelf, Shelf, some_bytes
+from windfall.weights.source import Source, SourceBroken, SourceWaits
 
 UNKNOWN = "0" * 64
 SHELVES: dict[str, Callable[[], Shelf]] = {
     "memory": MemoryShelf,
     "http": ServedShelf,
     "machine": lambda: ServedShelf(by_handle=True),
+    "bucket": BucketShelf,
 }
 
 
@@ -84,10 +85,10 @@ def test_a_missing_or_withdrawn_file_is_gone(shelf: Shelf) -> None:
     file = shelf.hold(data, chunks=1).digest
     with closing(shelf.connect()) as source:
         assert read(source, file, 0, CHUNK) == data
-        with pytest.raises(SourceGone):
+        with pytest.raises(shelf.absent):
             source.open(UNKNOWN, 0, 10)
         shelf.withdraw(file)
-        with pytest.raises(SourceGone):
+        with pytest.raises(shelf.absent):
             read(source, file, 0, CHUNK)
 
 

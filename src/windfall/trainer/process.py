@@ -46,9 +46,11 @@ from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
 from windfall.weights import buffers
+from windfall.weights.bucket import BucketStore, bucket_of_run
 from windfall.weights.meeting import PublishFailed
 from windfall.weights.publish import Publisher
 from windfall.weights.serve import serve, serve_in_thread
+from windfall.weights.uploads import BucketUploads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +66,8 @@ class Setup:
     adapter: Any
     """The AdapterConfig of the adapters, or None if the whole model is trained."""
     onednn: bool
+    bucket: str
+    """Name of the run in the bucket, if there is one."""
 
 
 def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
@@ -102,6 +106,10 @@ class RankPart:
     """What workers can read. The location of this rank's own server is left empty."""
     pids: list[int]
     """Processes of all ranks, in order."""
+    uploads: BucketUploads | None = None
+    """To the bucket, by the first rank of each machine."""
+    report: Callable[[m.Uploaded], None] = staticmethod(lambda done: print(done, file=sys.stderr, flush=True))
+    """Called after each upload, by any thread."""
 
     def __init__(
         self,
@@ -150,6 +158,9 @@ class RankPart:
         )
         if self.place.machine and self.place.local_rank == 0:
             self.publisher.address = serve_weights(self.publisher, recipe, self.place.host)
+        if setup.bucket and self.place.local_rank == 0:
+            store = BucketStore(recipe.weights.bucket, setup.bucket)
+            self.uploads = BucketUploads(store, lambda done: self.report(done), first=self.place.rank == 0)
         if setup.checkpoint_activations and self.trainer.learner.has_graph:
             self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         if setup.checkpoint is not None:
@@ -168,9 +179,16 @@ class RankPart:
             location=self.publisher.address, holds=self.publisher.files.describe(), machine=buffers.machine()
         )
         holders = tuple(each for each in self.ranks.quick.all_gather(mine) if each.holds)
+        bucket = ""
+        if self.uploads is not None:
+            bucket, base = self.uploads.store.location, self.publisher.base
+            newest = self.publisher.readable[0].held
+            assert newest is not None
+            self.uploads.publish(newest, self.publisher.delta, keep, base=base and base.held)
+            holders = (*holders, m.HolderFiles(location=bucket, holds=self.uploads.holds()))
         files = {holding.file.digest: holding.file for each in holders for holding in each.holds}
         self.published = m.PublishedFiles(
-            version=version, digest=manifest.digest, files=tuple(files.values()), holders=holders
+            version=version, digest=manifest.digest, files=tuple(files.values()), holders=holders, bucket=bucket
         )
         return manifest
 
@@ -292,10 +310,9 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     device, dtype = choose_device(recipe, place)
     orders = join(recipe, place, device)
     loaded = await _load(recipe, folder, place, device, dtype)
-    part = _build(
-        loaded, RankPart(recipe, folder, orders, place=place, loaded=loaded.weights, reference=loaded.reference)
-    )
     f, token, secret = recipe.fleet, auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret")
+    part = RankPart(recipe, folder, orders, place=place, loaded=loaded.weights, reference=loaded.reference)
+    _build(loaded, part, token)
     listener.raise_file_limit()
     server = await serve(
         part.publisher.files, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
@@ -329,8 +346,11 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         address=where,
     )
     try:
+        part.report = host.tell
         return await run_beside(host.run(), part.engine.run(host, terms))
     finally:
+        if part.uploads is not None:
+            part.uploads.close()
         await dialer.close()
         await server.close()
         part.publisher.close()
@@ -382,9 +402,9 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
     )
 
 
-def _build(loaded: LoadedRun, part: RankPart) -> RankPart:
+def _build(loaded: LoadedRun, part: RankPart, token: str) -> None:
     """Let all ranks build their parts."""
-    model, adapters = loaded.weights.model, loaded.weights.adapters
+    model, adapters, url = loaded.weights.model, loaded.weights.adapters, part.recipe.weights.bucket
     setup = Setup(
         model_config=model.config,
         dtype=loaded.chosen.dtype,
@@ -393,13 +413,13 @@ def _build(loaded: LoadedRun, part: RankPart) -> RankPart:
         onednn=bool(torch.backends.mkldnn.enabled),
         checkpoint=loaded.checkpoint,
         adapter=adapters.config if adapters else None,
+        bucket=bucket_of_run(url, part.recipe.run.name, token).run if url else "",
     )
     part.orders.call(part.build, setup)
     if loaded.sharded:
         model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
         if isinstance(loaded.reference, torch.nn.Module):
             loaded.reference.to("meta")
-    return part
 
 
 def _located(files: m.PublishedFiles, url: str) -> m.PublishedFiles:

@@ -159,10 +159,21 @@ class TrainerService:
         """Manifest of the weights' version. None from a step's first update until its result is published."""
         return None if self._updates else self._manifest
 
+    def tell(self, message: m.Uploaded) -> None:
+        """Send the controller a message that it has not asked for, if it is connected. Any thread may call it."""
+        asyncio.run_coroutine_threadsafe(self._tell(message), self._loop)
+
+    async def _tell(self, message: m.Uploaded) -> None:
+        if self._link is not None:
+            with contextlib.suppress(LinkClosed):
+                await self._link.send(message)
+
     async def run(self) -> int:
         """Serve until the process should exit. Exit status: 1 no controller, 2 refused, 4 weights of no version."""
         refusals, unwelcome, logged = 0, 0, ""
         self._manifest: Any = None
+        self._link: Link | None = None
+        self._loop = asyncio.get_running_loop()
         last_link_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
             self._threads = threads
@@ -176,11 +187,12 @@ class TrainerService:
                     try:
                         await self._handshake(link)
                         self.connected.set()
+                        self._link = link
                         refusals, unwelcome, logged = 0, 0, ""
                         try:
                             await self._serve(link)
                         finally:
-                            last_link_s = time.monotonic()
+                            self._link, last_link_s = None, time.monotonic()
                     finally:
                         await link.close()
                 except LinkClosed as e:

@@ -68,9 +68,15 @@ class Buffer:
     may outlive `close`."""
 
     def __init__(
-        self, nbytes: int, folder: Path | None = None, *, used: Sequence[tuple[int, int]] | None = None
+        self,
+        nbytes: int,
+        folder: Path | None = None,
+        *,
+        used: Sequence[tuple[int, int]] | None = None,
+        lazy: bool = False,
     ) -> None:
-        """`used`: the ranges (start, stop) that will be written, if not all; only these get memory."""
+        """`used`: the ranges (start, stop) that will be written, if not all; only these get memory. `lazy`: get memory
+        when it is written, which several threads do faster than one does now."""
         used = [(0, nbytes)] if used is None else used
         room = sum(stop - start for start, stop in used)
         in_memory = room < MAX_MEMORY_SHARE * free_bytes()
@@ -79,7 +85,7 @@ class Buffer:
         try:
             os.ftruncate(fd, max(nbytes, 1))
             # Allocating the pages now makes a full disk an error here instead of a SIGBUS at a later write.
-            for start, stop in used:
+            for start, stop in () if lazy and in_memory else used:
                 os.posix_fallocate(fd, start, max(stop - start, 1))
         except OSError as e:
             os.close(fd)

@@ -85,25 +85,15 @@ class PublishPlan:
     shares: tuple[Share, ...]  # by rank
     only: tuple[int, ...]  # for each chunk, the rank that alone has rows in it; -1: several ranks, or none
 
-    @property
-    def leaders(self) -> list[int]:
-        """The first rank of each machine."""
-        return sorted({share.leader for share in self.shares})
-
-    def members(self, rank: int) -> list[int]:
-        """The ranks on the machine of a rank. The first one is the leader."""
-        return [r for r, share in enumerate(self.shares) if share.leader == self.shares[rank].leader]
-
     def delta(self, sizes: Sequence[int]) -> tuple[FilePlan, list[int]]:
         """A delta made of a part of each rank with these sizes: its plan, and where each rank's part starts. The parts
         of one machine are next to each other, and no chunk has bytes of two ranks."""
         starts, parts, end = [0] * len(sizes), {}, 0
-        for leader in self.leaders:
-            first = end
-            for rank in self.members(leader):
-                starts[rank], end = end, end + sizes[rank]
-            if end > first:
-                parts[leader] = ((first, end),)
+        for rank, share in sorted(enumerate(self.shares), key=lambda each: each[1].leader):
+            starts[rank], end = end, end + sizes[rank]
+            if sizes[rank]:
+                first = parts[share.leader][0][0] if share.leader in parts else starts[rank]
+                parts[share.leader] = ((first, end),)
         return file_plan(end, self.file.chunk_bytes, parts, starts), starts
 
 
@@ -129,7 +119,10 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
     for piece, rank in pieces:
         by_rank[rank].append(piece)
     shares = tuple(Share(leader=leader, pieces=tuple(mine)) for leader, mine in zip(leaders, by_rank, strict=True))
-    _check_served(leaders, offers)
+    for leader in {*parts} - {0}:
+        if not offers[leader].address:
+            fix = "Start a weight server there, and set the publisher's `address`."
+            raise _invalid(f"rank {leader} is the first on its machine and has no weight server", fix)
     file = file_plan(nbytes, offers[0].chunk_bytes, parts)
     return PublishPlan(entries=entries, file=file, shares=shares, only=_only(file, pieces))
 
@@ -196,13 +189,6 @@ def _parts(pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], nbytes: 
     for (start, leader), (stop, _) in pairwise([*starts, (nbytes, -1)]):
         parts[leader] = (*parts.get(leader, ()), (start, stop))
     return parts or {0: ()}
-
-
-def _check_served(leaders: Sequence[int], offers: Sequence[RankOffer]) -> None:
-    for leader in sorted(set(leaders))[1:]:
-        if not offers[leader].address:
-            fix = "Start a weight server there, and set the publisher's `address`."
-            raise _invalid(f"rank {leader} is the first on its machine and has no weight server", fix)
 
 
 def _invalid(what: str, fix: str = "Pass the shards of the same model on all ranks.") -> WindfallError:

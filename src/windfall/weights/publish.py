@@ -25,11 +25,8 @@ ever has the whole model (plan.py says who does what, meeting.py what happens if
 steps together: describe their tensors, prepare the buffer, write their rows, hash the chunks, and, if there is a delta,
 write it. Then every rank has all checksums, and makes the same manifest.
 
-On one machine all ranks write to the two buffers of rank 0, which serves them. Another machine has buffers of its own,
-with memory only for its own rows, and its first rank serves these. The manifest, which rank 0 serves, says which bytes
-are where.
-
-On several machines, a version becomes readable on rank 0 after it is readable on all others.
+On one machine all ranks write to the buffers of rank 0, which serves them. Another machine has buffers of its own,
+with memory only for its own rows, and its first rank serves these.
 """
 
 from __future__ import annotations
@@ -39,17 +36,18 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from windfall.errors import WindfallError
 from windfall.weights import manifest
 from windfall.weights import plan as plans
-from windfall.weights.buffers import Buffer, BufferHandle, machine, write_at
+from windfall.weights.buffers import Buffer, BufferHandle, machine
 from windfall.weights.delta import MAX_RATIO, part
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import Manifest
@@ -166,15 +164,20 @@ class Publisher:
                 raise WindfallError(what, where=f"version {version}", fix="Call publish_base first.")
             return version
 
-        with self._lock, ExitStack() as undo:
+        with self._lock:
             meeting = Meeting(self.ranks, f"version {version}")
             plan, values = self._agree(meeting, tensors, check)
             fields = {"base": base, "scale": scale} if base else {}
             old = self.readable[0] if self.readable and self.readable[0].plan == plan else None
             fields |= {"version": version}
-            new, delta = self._write(meeting, plan, values, undo, old=old, copied=copied, pack=pack, **fields)
-            self._make_readable(meeting, new, delta)
-            undo.pop_all()
+            new, delta = self._write(meeting, plan, values, old=old, copied=copied, pack=pack, **fields)
+            if new.held:
+                self.files.add(new.held)
+            if delta:
+                self._free.remove(delta.buffer)
+                self.files.add(delta)
+            self.readable, self._spare = (new, *self.readable), None
+            self._keep_deltas((delta, *self.deltas) if delta else self.deltas)
             return new.manifest
 
     def publish_base(self, tensors: Tensors) -> Manifest:
@@ -185,13 +188,12 @@ class Publisher:
                 raise WindfallError("the base of adapters is already published", where="weights")
             return -1  # no version
 
-        with self._lock, ExitStack() as undo:
+        with self._lock:
             meeting = Meeting(self.ranks, "the base of adapters")
             plan, values = self._agree(meeting, tensors, check)
-            (self.base, _), self._spare = self._write(meeting, plan, values, undo), None
+            (self.base, _), self._spare = self._write(meeting, plan, values), None
             if self.base.held:
                 self.files.add(self.base.held)
-            undo.pop_all()
             return self.base.manifest
 
     def close(self) -> None:
@@ -241,7 +243,6 @@ class Publisher:
         meeting: Meeting,
         plan: PublishPlan,
         values: PieceValues,
-        undo: ExitStack,
         *,
         old: Published | None = None,
         copied: Callable[[], None] | None = None,
@@ -249,7 +250,7 @@ class Publisher:
         **fields: Any,
     ) -> tuple[Published, HeldFile | None]:
         """Write a version into the spare buffer, and its delta. `old`: the version to compare with. `fields`: of the
-        manifest. `undo` is extended by what must be done if the version does not become readable."""
+        manifest."""
         rank, leader, file = self.ranks.rank, plan.shares[self.ranks.rank].leader, plan.file
         buffer: Any = None
         hashes: Hashes = {}
@@ -303,7 +304,6 @@ class Publisher:
                 list(self._threads.map(hash_chunks, ([i] for i in rest)))
                 if changed is not None:
                     stored = self._reserve(changed.nbytes)
-                    undo.callback(self._free.append, stored)
             return hashes, stored and stored.handle
 
         def write_delta() -> Hashes:
@@ -314,7 +314,7 @@ class Publisher:
             try:
                 starts, bounds = list(accumulate(map(len, delta), initial=part_starts[rank])), changed.bounds
                 chunks = range(bisect_left(bounds, starts[0]), bisect_left(bounds, starts[-1]))
-                write = partial(_write_chunk, target.fd, delta, starts)
+                write = partial(_write_chunk, target.data, delta, starts)
                 ranges = (bounds[i : i + 2] for i in chunks)
                 return dict(zip(chunks, self._threads.map(write, ranges), strict=True))
             finally:
@@ -343,28 +343,11 @@ class Publisher:
 
     def _reserve(self, nbytes: int) -> Buffer:
         """A buffer for a delta: a free one, or a new one, with room for the next deltas to be larger."""
-        for buffer in self._free[:]:
-            self._free.remove(buffer)
-            if nbytes <= buffer.nbytes:
-                return buffer
-            buffer.close()
-        return Buffer(nbytes + nbytes // 4, self.folder)
-
-    def _make_readable(self, meeting: Meeting, new: Published, delta: HeldFile | None) -> None:
-        """On rank 0 last: workers get the manifest from there."""
-
-        def switch() -> None:
-            for file in (new.held, delta):
-                if file is not None:
-                    self.files.add(file)
-            self.readable, self._spare = (new, *self.readable), None
-            self._keep_deltas((delta, *self.deltas) if delta else self.deltas)
-
-        several = len(new.plan.file.parts) > 1
-        if several:
-            meeting.step("make the version readable", lambda: switch() if self.ranks.rank else None)
-        if self.ranks.rank == 0 or not several:
-            switch()
+        while self._free and self._free[-1].nbytes < nbytes:
+            self._free.pop().close()
+        if not self._free:
+            self._free.append(Buffer(nbytes + nbytes // 4, self.folder, lazy=True))
+        return self._free[-1]
 
     def _withdraw_older(self) -> None:
         """Withdraw all versions but the newest. The buffer of one of them is the spare one then."""
@@ -407,15 +390,15 @@ class Publisher:
 
 
 def _write_chunk(
-    fd: int, pieces: Sequence[memoryview], starts: Sequence[int], chunk: tuple[int, int]
+    data: np.ndarray, pieces: Sequence[memoryview], starts: Sequence[int], chunk: tuple[int, int]
 ) -> tuple[bytes, bytes]:
     """Write a range of a file whose bytes are in these pieces, which start there. Returns its hashes."""
     start, stop = chunk
     inside = []
     for i in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
         inside.append(pieces[i][max(start - starts[i], 0) : stop - starts[i]])
-        # Through the descriptor: the kernel writes to a file faster than it maps new pages of it.
-        write_at(fd, max(start, starts[i]), inside[-1])
+        at = max(start, starts[i])
+        data[at : at + len(inside[-1])] = inside[-1]
     return manifest.hash_chunk(*inside)
 
 

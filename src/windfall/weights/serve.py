@@ -151,10 +151,9 @@ class Server:
         return await self._send(request, file, start, end)
 
     def _find(self, request: web.Request) -> HeldFile:
-        digest = request.match_info["digest"]
-        file = self.files.find(digest)
+        file = self.files.find(request.match_info["digest"])
         if file is None:
-            raise web.HTTPNotFound(text=f"{digest} is not held here\n")
+            raise web.HTTPNotFound(text=f"{request.match_info['digest']} is not held here\n")
         return file
 
     async def _send(self, request: web.Request, file: HeldFile, start: int, stop: int) -> web.StreamResponse:

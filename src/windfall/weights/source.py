@@ -80,8 +80,11 @@ def connect(
     ref: SourceRef, *, key: str, tls: ssl.SSLContext | None, timeout_s: float, stopped: Callable[[], bool]
 ) -> Source:
     """`timeout_s`: after how long without a byte the source counts as broken; a worker's limit is shorter."""
+    from windfall.weights.bucket import BucketSource
     from windfall.weights.http_source import HttpSource
     from windfall.weights.machine_source import MachineSource
 
+    if ref.kind == "bucket":
+        return BucketSource(ref, timeout_s=timeout_s, stopped=stopped)
     kind = MachineSource if ref.machine and ref.machine == machine() else HttpSource
     return kind(ref, key=key, tls=tls, timeout_s=timeout_s, stopped=stopped)

@@ -9,7 +9,7 @@ The state is soft. Workers say what they hold when they join, and the trainer wh
 again builds a directory from that. Times are arguments: same calls, same answers.
 
 Rules (`check` tests those that a state can show):
- 1. Every source of a part is usable, and has all of the part or is reading it. The parts of a route have all that its
+ 1. The source of a part is usable, and has all of the part or is reading it. The parts of a route have all that its
     reader needs.
  2. No reader follows itself, also not over others.
  3. At most one reader of a region reads a file from outside it, of those that can use each other.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from windfall.controller.directory import updates
@@ -63,9 +63,9 @@ class Directory:
         """Of the newest version."""
         self.usd = 0.0
         """What all versions have cost."""
-        self._version = -1
-        self._trainer = WeightHolder(id="", kind="trainer", region=region)
-        """Stands for all machines of the trainer."""
+        self._version, self._region = -1, region
+        self._trainers = [WeightHolder(id="", kind="trainer", region=region)]
+        """Its machines; one that is not known at first."""
         self._prices = prices
         self._contacts = Contacts(peers)
         self._rates = Rates()
@@ -122,7 +122,7 @@ class Directory:
         for each in files.holders:
             at, kind = each.location, "bucket" if each.location == files.bucket else "trainer"
             if at not in gone:
-                about = replace(self._trainer, id=at, kind=kind, location=at, machine=each.machine)
+                about = WeightHolder(id=at, kind=kind, location=at, region=self._region, machine=each.machine)
                 self._contacts.holders[at] = about
             gone.discard(at)
             for holding in each.holds:
@@ -133,6 +133,8 @@ class Directory:
         self._files = {name: known for name, known in self._files.items() if name in listed or known.readings}
         for id in sorted(gone):
             self.leave(id)
+        trainers = [holder for holder in self._contacts.holders.values() if holder.kind == "trainer"]
+        self._trainers = trainers or self._trainers
         self._repair(self._files.values(), [each.location for each in files.holders], gained=True)
         if files.digest != self.newest:
             self.end_version()
@@ -140,7 +142,7 @@ class Directory:
             delta = sum(file.nbytes for file in files.files if file.after == files.digest)
             waiting = {id for id, holder in self._contacts.holders.items() if holder.kind == "peer"}
             self.newest, self._left = files.digest, {}
-            self.traffic = Traffic(files.version, copy, delta, now_s, waiting)
+            self.traffic = Traffic(files.version, copy, delta, now_s, waiting, len(waiting) // 2)
 
     def end_version(self) -> None:
         """The next version comes, or the run ends: write the event of the newest one."""
@@ -270,7 +272,7 @@ class Directory:
         plans: dict[tuple[frozenset[str], float], tuple[m.FileRef, ...] | None] = {}
         for id, holder in self._contacts.holders.items():
             if holder.kind == "peer":
-                key = frozenset(self._held(id)), self._rate(holder, self.newest)
+                key = frozenset(self._held(id)), self._rate(holder)
                 if key not in plans:
                     plans[key] = self._plan(id, self.newest, files)
                 out.update(name for file in plans[key] or () for name in _names(file))
@@ -279,7 +281,7 @@ class Directory:
     def pack(self) -> bool:
         """Whether packed deltas save more time on the slowest link from the trainer than packing takes."""
         workers = (holder for holder in self._contacts.holders.values() if holder.kind == "peer")
-        slowest = min((self._rates.between(worker, self._trainer) for worker in workers), default=float("inf"))
+        slowest = min(map(self._rate, workers), default=float("inf"))
         return (1 - PACKED) / slowest > PACK_S_PER_BYTE
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
@@ -296,13 +298,13 @@ class Directory:
             for reader, reading in known.readings.items():
                 me = holders[reader]
                 for part in reading.parts:
-                    assert part.sources and all(self._valid(known, reader, part, id) for id in part.sources), (1, part)
-                    assert not self._contacts.dropped.intersection(part.sources), (6, part)
+                    assert self._valid(known, reader, part), (1, part)
+                    assert part.source not in self._contacts.dropped, (6, part)
                 covered = normal((part.start, part.stop) for part in reading.parts)
                 assert not reading.parts or covers(covered, reading.need), (1, reader, digest)
-                firsts = [holders[id] for id in _firsts(reading.parts)]
-                load.update(h.id for h in firsts if h.region == me.region and not h.shares_machine(me))
-                importing = any(holder.across(me) for holder in firsts)
+                sources = [holders[id] for id in reading.sources]
+                load.update(reading.sources)
+                importing = any(holder.across(me) for holder in sources)
                 for other in importers if importing else ():
                     pair = ((reader, other), (other, reader))
                     both = all(usable(*ids) and ids[1] not in known.readings[ids[0]].avoid for ids in pair)
@@ -326,7 +328,7 @@ class Directory:
     def _plan(self, reader: str, wanted: str, files: Iterable[m.FileRef]) -> tuple[m.FileRef, ...] | None:
         known = self._files.get(wanted)
         copy = known.file.nbytes if known is not None and known.file is not None else 0
-        rate, apply_s = self._rate(self._contacts.holders[reader], wanted), copy / self._verify_bytes_per_s
+        rate, apply_s = self._rate(self._contacts.holders[reader]), copy / self._verify_bytes_per_s
         return updates.plan(self._held(reader), wanted, files, bytes_per_s=rate, apply_s=apply_s)
 
     def _held(self, reader: str) -> list[str]:
@@ -338,24 +340,17 @@ class Directory:
         assert known.file is not None
         return subtract(normal([(0, known.file.nbytes)]), known.held.get(reader, ()))
 
-    def _rate(self, me: WeightHolder, wanted: str) -> float:
-        """Expected bytes per second: from the nearest complete copy, or else from the trainer."""
-        nearest = self._trainer
-        for id, ranges in self._files[wanted].held.items() if wanted in self._files else ():
-            holder = self._contacts.holders[id]
-            near = me.shares_machine(holder) or holder.region == me.region != nearest.region
-            if near and ranges == WHOLE and self._contacts.usable(me.id, id):
-                nearest = holder
-                if me.shares_machine(holder):
-                    break
-        return self._rates.between(me, nearest)
+    def _rate(self, me: WeightHolder) -> float:
+        """Expected bytes per second from the trainer. It says what a delta is worth even if a copy is nearer: somebody
+        must bring that copy."""
+        return max(self._rates.between(me, trainer) for trainer in self._trainers)
 
     # Routes
 
     def _search(self, reader: str, known: KnownFile, reading: Reading) -> tuple[Part, ...]:
         assert known.file is not None
-        rate = self._rates.between(self._trainer, self._trainer)
-        slots = fan_out(len(self._contacts.holders), known.file.nbytes, rate)
+        near = WeightHolder(id="", kind="peer", region=self._region)
+        slots = fan_out(len(self._contacts.holders), known.file.nbytes, self._rates.between(near, near))
         me = self._contacts.holders[reader]
         return RouteSearch(self._contacts, self._prices, slots, self._rates.slow, me, known).route(reading)
 
@@ -389,16 +384,13 @@ class Directory:
                 self._repair([known], [reader])
 
     def _set(self, known: KnownFile, reader: str, parts: tuple[Part, ...], why: str = "") -> None:
-        """Give a reader this route, and count the load of its first sources. `why`: for the event of an importer."""
+        """Give a reader this route, and count the load of its sources. `why`: for the event of an importer."""
         reading, me, holders = known.readings[reader], self._contacts.holders[reader], self._contacts.holders
-        for sources, sign in ((_firsts(reading.parts), -1), (_firsts(parts), 1)):
-            for id in sources:
-                holder = holders.get(id)
-                if holder is not None and holder.region == me.region and not me.shares_machine(holder):
-                    known.load[id] += sign
+        known.load.subtract(id for id in reading.sources if id in holders)
         reading.parts = parts
+        known.load.update(reading.sources)
         if parts:
-            importing = any(holders[id].across(me) for id in _firsts(parts))
+            importing = any(holders[id].across(me) for id in reading.sources)
             if importing and not reading.importing and known.file is not None:
                 at_bytes = self._loads[reader].received
                 at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": why}
@@ -406,32 +398,21 @@ class Directory:
             reading.importing = importing
 
     def _route(self, reading: Reading) -> m.ReadRoute:
-        ids = list(dict.fromkeys(id for part in reading.parts for id in part.sources))
+        ids = reading.sources
         holders = [self._contacts.holders[id] for id in ids]
-        return m.ReadRoute(
-            sources=tuple(m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine) for h in holders),
-            parts=tuple(
-                m.RoutePart(start=part.start, stop=part.stop, sources=tuple(ids.index(id) for id in part.sources))
-                for part in reading.parts
-            ),
-        )
+        refs = tuple(m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine) for h in holders)
+        parts = (m.RoutePart(start=p.start, stop=p.stop, sources=(ids.index(p.source),)) for p in reading.parts)
+        return m.ReadRoute(sources=refs, parts=tuple(parts))
 
     def _repair(self, files: Iterable[KnownFile], suspects: Collection[str], *, gained: bool = False) -> None:
-        """Something has changed about these sources. Give new routes to all whose first source is none any more.
-        `gained`: also to those that had none, which otherwise ask again."""
+        """Something has changed about these sources. Give new routes to all whose source is none any more. `gained`:
+        also to those that had none, which otherwise ask again."""
         for known in files:
-            broken = [reader for reader, reading in known.readings.items() if gained and reading.unfed]
-            for reader, reading in known.readings.items():
-                if not any(id in suspects for part in reading.parts for id in part.sources):
-                    continue
-                parts = tuple(
-                    part._replace(sources=tuple(id for id in part.sources if self._valid(known, reader, part, id)))
-                    for part in reading.parts
-                )
-                if all(new.sources[:1] == old.sources[:1] for new, old in zip(parts, reading.parts, strict=True)):
-                    reading.parts = parts
-                else:
-                    broken.append(reader)
+            broken = [
+                reader for reader, reading in known.readings.items()
+                if (gained and reading.unfed)
+                or any(part.source in suspects and not self._valid(known, reader, part) for part in reading.parts)
+            ]  # fmt: skip
             self._renew(known, broken, next(iter(suspects), "first"))
 
     def _renew(self, known: KnownFile, readers: Collection[str], why: str) -> None:
@@ -445,9 +426,9 @@ class Directory:
             if parts and known.file is not None:
                 self._routed[reader, known.file.digest] = None
 
-    def _valid(self, known: KnownFile, reader: str, part: Part, id: str) -> bool:
-        has = id in known.readings or known.has(id, part.start, part.stop)
-        return has and self._contacts.usable(reader, id)
+    def _valid(self, known: KnownFile, reader: str, part: Part) -> bool:
+        has = part.source in known.readings or known.has(part.source, part.start, part.stop)
+        return has and self._contacts.usable(reader, part.source)
 
     # Reports
 
@@ -480,8 +461,3 @@ class Directory:
 def _names(file: m.FileRef) -> tuple[str, ...]:
     """A file, and the base that it is useless without."""
     return (file.digest, file.before) if file.before and not file.after else (file.digest,)
-
-
-def _firsts(parts: Iterable[Part]) -> tuple[str, ...]:
-    """The first source of every part, each once."""
-    return tuple(dict.fromkeys(id for part in parts for id in part.sources[:1]))

@@ -62,8 +62,8 @@ class WeightHolder:
 class Part(NamedTuple):
     start: int
     stop: int
-    sources: tuple[str, ...]
-    """Ids of holders, best first."""
+    source: str
+    """Id of a holder."""
 
 
 @dataclass(slots=True)
@@ -76,6 +76,10 @@ class Reading:
     """Sources that stalled or did not have the file. It gets them only if there is no other."""
     importing: bool = False
     """It reads from another region."""
+
+    @property
+    def sources(self) -> list[str]:
+        return list(dict.fromkeys(part.source for part in self.parts))
 
     @property
     def unfed(self) -> bool:
@@ -92,7 +96,7 @@ class KnownFile:
     readings: dict[str, Reading] = field(default_factory=dict)
     """By reader, in the order in which they began."""
     load: Counter[str] = field(default_factory=Counter)
-    """By holder: readers of its region on other machines whose first source it is."""
+    """By holder: readers whose source it is."""
 
     def has(self, id: str, start: int, stop: int) -> bool:
         ranges = self.held.get(id)
@@ -100,12 +104,8 @@ class KnownFile:
 
     def follows(self, reader: str) -> set[str]:
         """The readers of this file that a reader follows."""
-        return {
-            id
-            for part in self.readings[reader].parts
-            for id in part.sources
-            if id in self.readings and not self.has(id, part.start, part.stop)
-        }
+        parts = (part for part in self.readings[reader].parts if part.source in self.readings)
+        return {part.source for part in parts if not self.has(part.source, part.start, part.stop)}
 
     def unfit(self) -> set[str]:
         """Who cannot be followed: readers without a source, and their followers. A reader is without a source while one

@@ -121,9 +121,8 @@ class Directory:
                 known.held.pop(id, None)
         for each in files.holders:
             at, kind = each.location, "bucket" if each.location == files.bucket else "trainer"
-            if at not in gone:
-                about = WeightHolder(id=at, kind=kind, location=at, region=self._region, machine=each.machine)
-                self._contacts.holders[at] = about
+            about = WeightHolder(id=at, kind=kind, location=at, region=self._region, machine=each.machine)
+            self._contacts.holders[at] = about
             gone.discard(at)
             for holding in each.holds:
                 self._known(holding.file.digest).held[at] = holding.ranges or WHOLE
@@ -185,18 +184,18 @@ class Directory:
     def ask(self, reader: str, file: str, used: Sequence[m.SourceUse], received: int) -> m.ReadRoute:
         """A source failed, or the reader needs this file, which its load did not name. It has the first `received`
         bytes of it."""
-        load, known = self._loads.get(reader), self._files.get(file)
-        if load is None or known is None or known.file is None:
+        known, wanted = self._files.get(file), self._loads[reader].wanted if reader in self._loads else ""
+        copy = self._files[wanted].file if wanted in self._files else None
+        if known is None or known.file is None or not (reader in known.readings or (copy and file in _names(copy))):
+            for use in used:
+                self._take(reader, use, None)
             return NO_ROUTE
-        if reader not in known.readings:
-            wanted = self._known(load.wanted).file
-            if wanted is None or file not in _names(wanted):
-                return NO_ROUTE
-            self.stopped(reader)  # the deltas cannot be applied: it has lost its copy
+        if reader not in known.readings:  # the deltas cannot be applied: it has lost its copy
+            self.stopped(reader)
             self._copies.pop(reader, None)
             self._keep_only(reader, set())
             known.held.pop(reader, None)
-            self._begin(reader, load.wanted, (known.file,), [Reading(self._lacks(known, reader))])
+            self._begin(reader, wanted, (known.file,), [Reading(self._lacks(known, reader))])
         reading = known.readings[reader]
         self._loads[reader].received = max(received, self._loads[reader].received)
         reading.need = subtract(self._lacks(known, reader), normal([(0, received)]))

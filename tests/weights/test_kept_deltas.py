@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,3 +139,21 @@ def test_what_is_being_uploaded_is_not_overwritten(publisher: Publisher) -> None
     assert pinned.revoked
     assert blob.revoked
     assert len(publisher.readable) == 2
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_reader_several_versions_behind_applies_the_chain(serving: Callable[..., Any], pack: bool) -> None:
+    s, w = serving(chunk_bytes=1 << 12), weights()
+    p = s.puller()
+    made = s.publisher.publish(0, w)
+    s.pull(p, made)
+    for v, skipped in enumerate((1, 2, 4, 3), 1):
+        for each in range(skipped):
+            w = moved(w, 10 * v + each)
+            made = s.publisher.publish(10 * v + each, w, pack=pack)
+        chain = s.publisher.deltas[:skipped]
+        before = p.bytes_received
+        assert s.pull(p, made) == made
+        assert p.delta_used == v
+        assert p.bytes_received - before < sum(d.manifest.nbytes + len(d.manifest.encode()) for d in chain) + 1000
+        assert all(torch.equal(t, w[name]) for name, t in p.tensors().items())

@@ -152,9 +152,9 @@ def fail(state: State, version: int, seed: int, share: float) -> Any:
 
 def test_failure_of_one_rank_fails_the_version_on_all() -> None:
     """The next version works, and its delta is from the last complete version."""
-    expected = alone([(1, 0.3), (3, 0.3)])[1]
+    expected = alone([(1, 0.1), (3, 0.1)])[1]
     with Writers(3) as writers:
-        writers.publish(0, 1, 0.3)
+        writers.publish(0, 1, 0.1)
         before = writers.call(0, content)
         for orders in writers.orders[:1] + writers.orders[2:]:
             orders.send((publish, (1, 3, 1.0, "", {})))
@@ -163,7 +163,7 @@ def test_failure_of_one_rank_fails_the_version_on_all() -> None:
             with pytest.raises(OSError if rank == 1 else PublishFailed, match="no"):
                 writers._answer(rank)
         assert writers.call(0, found)["versions"] == [0]
-        got = writers.publish(2, 3, 0.3)[0]
+        got = writers.publish(2, 3, 0.1)[0]
         check_delta(before, got, expected=True)
         assert got["manifest"].digest == expected["manifest"].digest
 

@@ -124,11 +124,11 @@ def test_no_delta_if_it_is_not_smaller() -> None:
 def test_first_large_slab_that_changed_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small tensor that changed everywhere, such as a norm, does not."""
     monkeypatch.setattr(row_writer, "SLAB_BYTES", 1 << 12)
-    compared, encode_span = [], row_writer.encode
+    compared, encode_slab = [], row_writer.encode
 
-    def compare(span: row_writer.Span, *args: Any) -> Any:
-        compared.append(span)
-        return encode_span(span, *args)
+    def compare(slab: row_writer.Slab, *args: Any) -> Any:
+        compared.append(slab)
+        return encode_slab(slab, *args)
 
     monkeypatch.setattr(row_writer, "encode", compare)
     m, rng = described(("bfloat16", 100), ("bfloat16", 100_000), chunk_bytes=1 << 12), np.random.default_rng(0)

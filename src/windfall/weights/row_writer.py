@@ -40,18 +40,6 @@ CPU = torch.device("cpu")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Span(NamedTuple):
-    """A range of elements of one width, perhaps of several tensors."""
-
-    start: int
-    stop: int
-    width: int
-
-    @property
-    def elements(self) -> int:
-        return (self.stop - self.start) // self.width
-
-
 class Slab(NamedTuple):
     """The rows of this rank in some consecutive chunks."""
 
@@ -59,8 +47,12 @@ class Slab(NamedTuple):
     stop: int
     pieces: list[tuple[Piece, int, int]]  # with the range of each that is in the slab
     runs: list[tuple[int, int]]  # ranges with no rows of other ranks
-    spans: list[Span]
     chunks: range
+
+    @property
+    def width(self) -> int:
+        """Of the elements that are compared. A wider one counts as several."""
+        return min(WIDTHS[piece.entry.dtype] for piece, _, _ in self.pieces)
 
     @property
     def origin(self) -> int:
@@ -75,7 +67,6 @@ def slabs(pieces: Iterable[Piece], bounds: Sequence[int]) -> Iterator[Slab]:
         last = max(first + 1, bisect_right(bounds, bounds[first] + SLAB_BYTES) - 1)
         mine: list[tuple[Piece, int, int]] = []
         runs: list[tuple[int, int]] = []
-        spans: list[Span] = []
         while left and left[-1].start < bounds[last]:
             piece = left[-1]
             start, stop = max(piece.start, bounds[first]), min(piece.stop, bounds[last])
@@ -83,17 +74,12 @@ def slabs(pieces: Iterable[Piece], bounds: Sequence[int]) -> Iterator[Slab]:
                 runs[-1] = (runs[-1][0], stop)
             else:
                 runs.append((start, stop))
-            width = WIDTHS[piece.entry.dtype]
-            if spans and spans[-1].width == width:
-                spans[-1] = spans[-1]._replace(stop=stop)
-            else:
-                spans.append(Span(start, stop, width))
             mine.append((piece, start, stop))
             if piece.stop > bounds[last]:
                 break
             left.pop()
         if mine:
-            yield Slab(mine[0][1], mine[-1][2], mine, runs, spans, range(first, last))
+            yield Slab(mine[0][1], mine[-1][2], mine, runs, range(first, last))
         first = last
 
 
@@ -125,21 +111,19 @@ def write(
             _gather(piece, values[piece], start, stop, new[start - slab.origin : stop - slab.origin])
         if staged:
             _copy_runs(slab, target, new)
-        fetched: list[tuple[Tensor, Tensor, Tensor] | None] = []
+        fetched = None
         if old is not None and not too_large.is_set():
             before = _stored(slab, old)
             if staged:
                 before = _copy_runs(slab, torch.zeros_like(new), before)
-            for span in slab.spans:
-                here, integers = slice(span.start - slab.origin, span.stop - slab.origin), _INTEGERS[span.width]
-                fetched.append(encode(span, before[here].view(integers), new[here].view(integers), differences))
+            fetched = encode(slab, before, new, differences)
+            if fetched is None:
+                too_large.set()
         _synchronize(device)
-        if None in fetched:
-            too_large.set()
-            return
-        for span, found in zip(slab.spans, fetched, strict=False):
-            index, length, changed = (t.numpy() for t in found or ())
-            delta.append(SpanDelta(span.start, span.elements, index[: int(length)].copy(), changed.copy()))
+        if fetched is not None:
+            index, length, changed = (t.numpy() for t in fetched)
+            elements = (slab.stop - slab.start) // changed.itemsize
+            delta.append(SpanDelta(slab.start, elements, index[: int(length)].copy(), changed.copy()))
 
     def write_somehow(slab: Slab, device: torch.device) -> None:
         try:
@@ -159,16 +143,17 @@ def write(
     return None if old is None or too_large.is_set() else sorted(delta, key=lambda span: span.start)
 
 
-def encode(span: Span, old: Tensor, new: Tensor, differences: bool) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The index, its length, and the values of the changes of a span, in host memory once the stream has come there.
-    None if the span is large, and the changes would take about as many bytes as the span."""
+def encode(slab: Slab, old: Tensor, new: Tensor, differences: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The index, its length, and the values of the changes of a slab, in host memory once the stream has come there.
+    None if the slab is large, and the changes would take about as many bytes as the slab."""
+    nbytes, width = slab.stop - slab.start, slab.width
+    old, new = (t[slab.start - slab.origin :].view(_INTEGERS[width]) for t in (old, new))
     at = (old != new).nonzero().view(-1)
-    nbytes = span.stop - span.start
-    if nbytes >= SLAB_BYTES // 2 and len(at) * (1 + span.width) > MAX_RATIO * nbytes:
+    if nbytes >= SLAB_BYTES // 2 and len(at) * (1 + width) > MAX_RATIO * nbytes:
         return None
     gaps = torch.diff(at, prepend=at.new_full((1,), -1)) - 1
     ends = (gaps // SKIP + 1).cumsum(0)
-    index = torch.full((len(at) + span.elements // SKIP,), SKIP, dtype=torch.uint8, device=at.device)
+    index = torch.full((len(at) + len(new) // SKIP,), SKIP, dtype=torch.uint8, device=at.device)
     index[ends - 1] = (gaps % SKIP).to(torch.uint8)
     changed = new[at] - old[at] if differences else new[at]
     index, length, changed = (t.to("cpu", non_blocking=True) for t in (index, ends[-1:].sum(), changed))

@@ -149,7 +149,7 @@ t.BucketStore(sys.argv[1], t.RUN).upload(t.held(60 * t.PART, kind=Slow))
 
 def test_a_killed_upload_is_continued(store: BucketStore) -> None:
     file = held(60 * PART)
-    store.upload_manifest(file.manifest)
+    store.check()
     child = subprocess.Popen([sys.executable, "-c", SLOW_UPLOAD, store.url])
     deadline = time.monotonic() + 30
     while len(objects(store)) < 6 and time.monotonic() < deadline:
@@ -205,7 +205,7 @@ def test_a_file_that_is_withdrawn_meanwhile_leaves_no_mixed_object(store: Bucket
 def test_what_is_missing_is_not_there_yet(store: BucketStore) -> None:
     file = held()
     name = file.manifest.digest
-    store.upload_manifest(held(seed=1).manifest)
+    store.check()
     reader = source(store)
     with pytest.raises(SourceWaits):
         reader.manifest(name)
@@ -343,7 +343,7 @@ def names(uploads: BucketUploads) -> set[str]:
 def test_a_joiner_always_has_a_way(uploads: BucketUploads, reports: list[m.Uploaded]) -> None:
     copies, deltas = zip(*[version(i, delta=PART if i else 0) for i in range(4)], strict=True)
     for i in range(3):
-        uploads.publish(copies[i], deltas[i], keep=[])
+        uploads.publish(copies[i], deltas[i])
         uploaded(uploads, copies[0], *deltas[1 : i + 1])
     uploads.publish(copies[3], deltas[3], keep=[deltas[2].manifest.digest])  # deltas are more than half of the copy
     assert names(uploads) == {f.manifest.digest for f in (*deltas[2:], copies[3])}
@@ -360,7 +360,7 @@ def test_an_upload_is_tried_again_until_the_bucket_is_back(uploads: BucketUpload
         path.write_text("no folder")
     else:
         uploads.store = BucketStore("s3://late/path", RUN)
-    uploads.publish(copy, None, keep=[])
+    uploads.publish(copy, None)
     while not any(report.error for report in reports):
         time.sleep(0.01)
     assert copy.pinned
@@ -374,13 +374,13 @@ def test_an_upload_is_tried_again_until_the_bucket_is_back(uploads: BucketUpload
 
 def test_after_a_lost_file_the_next_version_is_a_copy(uploads: BucketUploads) -> None:
     copies, deltas = zip(*[version(i, delta=PART if i else 0) for i in range(3)], strict=True)
-    uploads.publish(copies[0], None, keep=[])
+    uploads.publish(copies[0], None)
     uploaded(uploads, copies[0])
     deltas[1].withdraw()
-    uploads.publish(copies[1], deltas[1], keep=[])
+    uploads.publish(copies[1], deltas[1])
     uploaded(uploads, copies[0])
     assert deltas[1].manifest.digest not in names(uploads)
-    uploads.publish(copies[2], deltas[2], keep=[])
+    uploads.publish(copies[2], deltas[2])
     uploaded(uploads, copies[2], deltas[2])
 
 

@@ -231,7 +231,8 @@ class BucketSource:
         except Exception as e:  # obstore raises many kinds
             error = f"{self.ref.location}: {_line(e)}"
             if not isinstance(e, FileNotFoundError) or "NoSuchBucket" in str(e):
-                raise SourceBroken(error) from None
+                short = "Range Not Satisfiable" in str(e)  # the object ends before the range
+                raise (SourceWrong if short else SourceBroken)(error) from None
             time.sleep(delay_s(self._misses, first_s=FIRST_MISS_S, limit_s=LONGEST_MISS_S))  # a request has a price
             self._misses += 1
             raise SourceWaits(error) from None

@@ -193,7 +193,7 @@ def trainer(pipe: Connection, mib: int, address: str, bucket: str, only_bucket: 
             holders.append(m.HolderFiles(location=f"http://{address}:{WEIGHTS_PORT}", holds=holds))
         if uploads is not None:
             assert copy is not None
-            uploads.publish(copy, delta, [])
+            uploads.publish(copy, delta)
             holders.append(m.HolderFiles(location=uploads.store.location, holds=uploads.holds()))
             files += [h.file for h in uploads.holds() if h.file not in files]
         told = m.PublishedFiles(

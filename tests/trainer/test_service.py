@@ -328,9 +328,9 @@ def test_calls_repeated_after_a_lost_link_are_performed_once(before: int, again:
         made = Gate("run", "t" * 20, log=lambda *_, **__: None, max_workers=1, trainer_secret=SECRET)
         return lambda link: made.trainer(link, serve)
 
-    def publish(version: int, *order: Any) -> Any:
+    def publish(version: int, order: m.Publish) -> Any:
         trainer.done.append(f"publish {version}")
-        assert order == ((("a", "b"), True) if version == 3 and before != 2 else ((), False))
+        assert (order.keep, order.pack) == ((("a", "b"), True) if version == 3 and before != 2 else ((), False))
         return SimpleNamespace(version=version, digest="d")
 
     async def run() -> None:

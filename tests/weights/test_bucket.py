@@ -16,20 +16,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from tests.support.held_bytes import CHUNK, PART, held
 from tests.support.s3_server import BUCKET, SECRET, request, s3_server
+from windfall.controller.directory.directory import Directory
+from windfall.controller.directory.holders import WeightHolder
+from windfall.controller.directory.traffic import TrafficPrices
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.weights import bucket as buckets
-from windfall.weights import manifest
 from windfall.weights.bucket import BucketFailed, BucketSource, BucketStore, bucket_at, part_bounds
-from windfall.weights.buffers import Buffer
+from windfall.weights.buffers import views
 from windfall.weights.held_files import HeldFile, Withdrawn
+from windfall.weights.publish import Publisher
+from windfall.weights.pull import Puller, PullFailed
+from windfall.weights.serve import serve_in_thread
 from windfall.weights.source import SourceBroken, SourceWaits, SourceWrong
 from windfall.weights.uploads import BucketUploads
 
-CHUNK, PART = 1 << 12, 1 << 14
-RUN = "run"
+RUN, KEY = "run", "a-key-for-tests"
 
 
 @pytest.fixture(scope="module")
@@ -50,32 +56,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     bucket_at.cache_clear()
     yield BucketStore(url, RUN)
     bucket_at.cache_clear()
-
-
-def held(
-    nbytes: int = 5 * PART + 77,
-    *,
-    seed: int = 0,
-    cuts: tuple[int, ...] = (),
-    kind: type = HeldFile,
-    change: tuple[str, str] = ("", ""),
-) -> HeldFile:
-    buffer = Buffer(nbytes)
-    buffer.data[:] = np.frombuffer(np.random.default_rng(seed).bytes(nbytes), np.uint8)
-    hashes = [manifest.hash_chunk(buffer.data[a:b]) for a, b in pairwise(manifest.chunk_bounds(nbytes, CHUNK, cuts))]
-    entry = manifest.TensorEntry(name="w", dtype="uint8", shape=(nbytes,), offset=0, nbytes=nbytes)
-    made = manifest.make(
-        nbytes=nbytes,
-        chunk_bytes=CHUNK,
-        cuts=cuts,
-        chunks=b"".join(h[0] for h in hashes),
-        seals=b"".join(h[1] for h in hashes),
-        entries=() if change[0] else (entry,),
-        version=-1 if change[0] else seed,
-        before=change[0],
-        after=change[1],
-    )
-    return kind(made, buffer, filled=True)
 
 
 def source(store: BucketStore, stopped: Callable[[], bool] = lambda: False) -> BucketSource:
@@ -139,17 +119,18 @@ def test_only_what_is_missing_is_sent(store: BucketStore) -> None:
 
 SLOW_UPLOAD = """
 import sys, time
-from tests.weights import test_bucket as t
-class Slow(t.HeldFile):
+from tests.support import held_bytes
+from windfall.weights import bucket
+class Slow(bucket.HeldFile):
     revoked = property(lambda self: time.sleep(0.01), lambda self, value: None)
-t.buckets.PART_BYTES = t.PART
-t.BucketStore(sys.argv[1], t.RUN).upload(t.held(60 * t.PART, kind=Slow))
+bucket.PART_BYTES = held_bytes.PART
+bucket.BucketStore(sys.argv[1], "run").upload(held_bytes.held(60 * held_bytes.PART, kind=Slow))
 """
 
 
 def test_a_killed_upload_is_continued(store: BucketStore) -> None:
     file = held(60 * PART)
-    store.upload_manifest(file.manifest)
+    store.check()
     child = subprocess.Popen([sys.executable, "-c", SLOW_UPLOAD, store.url])
     deadline = time.monotonic() + 30
     while len(objects(store)) < 6 and time.monotonic() < deadline:
@@ -205,7 +186,7 @@ def test_a_file_that_is_withdrawn_meanwhile_leaves_no_mixed_object(store: Bucket
 def test_what_is_missing_is_not_there_yet(store: BucketStore) -> None:
     file = held()
     name = file.manifest.digest
-    store.upload_manifest(held(seed=1).manifest)
+    store.check()
     reader = source(store)
     with pytest.raises(SourceWaits):
         reader.manifest(name)
@@ -343,7 +324,7 @@ def names(uploads: BucketUploads) -> set[str]:
 def test_a_joiner_always_has_a_way(uploads: BucketUploads, reports: list[m.Uploaded]) -> None:
     copies, deltas = zip(*[version(i, delta=PART if i else 0) for i in range(4)], strict=True)
     for i in range(3):
-        uploads.publish(copies[i], deltas[i], keep=[])
+        uploads.publish(copies[i], deltas[i])
         uploaded(uploads, copies[0], *deltas[1 : i + 1])
     uploads.publish(copies[3], deltas[3], keep=[deltas[2].manifest.digest])  # deltas are more than half of the copy
     assert names(uploads) == {f.manifest.digest for f in (*deltas[2:], copies[3])}
@@ -360,7 +341,7 @@ def test_an_upload_is_tried_again_until_the_bucket_is_back(uploads: BucketUpload
         path.write_text("no folder")
     else:
         uploads.store = BucketStore("s3://late/path", RUN)
-    uploads.publish(copy, None, keep=[])
+    uploads.publish(copy, None)
     while not any(report.error for report in reports):
         time.sleep(0.01)
     assert copy.pinned
@@ -374,13 +355,13 @@ def test_an_upload_is_tried_again_until_the_bucket_is_back(uploads: BucketUpload
 
 def test_after_a_lost_file_the_next_version_is_a_copy(uploads: BucketUploads) -> None:
     copies, deltas = zip(*[version(i, delta=PART if i else 0) for i in range(3)], strict=True)
-    uploads.publish(copies[0], None, keep=[])
+    uploads.publish(copies[0], None)
     uploaded(uploads, copies[0])
     deltas[1].withdraw()
-    uploads.publish(copies[1], deltas[1], keep=[])
+    uploads.publish(copies[1], deltas[1])
     uploaded(uploads, copies[0])
     assert deltas[1].manifest.digest not in names(uploads)
-    uploads.publish(copies[2], deltas[2], keep=[])
+    uploads.publish(copies[2], deltas[2])
     uploaded(uploads, copies[2], deltas[2])
 
 
@@ -391,3 +372,127 @@ def test_the_base_of_adapters_stays(uploads: BucketUploads) -> None:
         uploaded(uploads, base, adapter)
     uploads.close(clear=True)
     assert objects(uploads.store) == {}
+
+
+class BucketReader:
+    """A reader and a directory, which knows the bucket, and the trainer if it has a location."""
+
+    def __init__(self, publisher: Publisher, uploads: BucketUploads, trainer: str = "") -> None:
+        self.publisher, self.uploads, self.trainer = publisher, uploads, trainer
+        self.directory = Directory(TrafficPrices())
+        self.directory.join(WeightHolder(id="reader", kind="peer"))
+        self.puller = Puller(key=KEY, timeout_s=2.0, tries=2)
+        self.asked: list[m.AskRoute] = []
+
+    def read(self) -> None:
+        """Bring the reader to the newest version, and compare its bytes with the trainer's."""
+        self.publish()
+        made = self.publisher.readable[0].manifest
+        files = self.directory.load("reader", made.digest)
+        got = self.puller.pull(m.Load(version=made.version, digest=made.digest, files=files), self._ask)
+        self.directory.loaded("reader", made.digest, got.used, 0.0)
+        for name, tensor in views(self.publisher.readable[0].buffer.data, made.entries).items():
+            assert torch.equal(self.puller.tensors()[name], tensor)
+
+    def publish(self) -> None:
+        made, bucket = self.publisher.readable[0].manifest, self.uploads.store.location
+        holders = [m.HolderFiles(location=bucket, holds=self.uploads.holds())]
+        if self.trainer:
+            holders.append(m.HolderFiles(location=self.trainer, holds=self.publisher.files.describe()))
+        files = {holding.file.digest: holding.file for each in holders for holding in each.holds}
+        told = {"files": tuple(files.values()), "holders": tuple(holders), "bucket": bucket}
+        self.directory.publish(m.PublishedFiles(version=made.version, digest=made.digest, **told), 0.0)
+
+    def _ask(self, question: m.AskRoute) -> None:
+        self.asked.append(question)
+        route = self.directory.ask("reader", question.file, question.used, question.received)
+        self.puller.reroute(m.Routed(file=question.file, route=route))
+
+    def complaints(self) -> set[tuple[str, str]]:
+        uses = [use for question in self.asked for use in question.used if use.why]
+        return {("bucket" if use.source == self.uploads.store.location else "trainer", use.why) for use in uses}
+
+
+@pytest.fixture
+def published(uploads: BucketUploads) -> Iterator[Callable[..., BucketReader]]:
+    """Publishes versions that differ in some elements, uploads them, and makes a reader."""
+    publisher = Publisher(chunk_bytes=CHUNK)
+    tensors = {"a": torch.randn(3 * PART), "b": torch.randn(PART // 2)}
+    server = serve_in_thread(publisher.files, host="127.0.0.1", port=0, key=KEY)
+
+    def publish(versions: int = 1, *, trainer: bool = False) -> BucketReader:
+        for _ in range(versions):
+            tensors["a"][:: 100 + 7 * len(publisher.readable)] += 1
+            publisher.publish((publisher.current.version if publisher.current else -1) + 1, tensors)
+            copy = publisher.readable[0].held
+            assert copy is not None
+            uploads.publish(copy, publisher.delta)
+        deadline = time.monotonic() + 20
+        while uploads._busy and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return BucketReader(publisher, uploads, f"http://127.0.0.1:{server.port}" if trainer else "")
+
+    yield publish
+    server.close()
+    uploads.close()
+    publisher.close()
+
+
+def test_a_worker_reads_everything_from_the_bucket(published: Callable[..., BucketReader]) -> None:
+    early = published()
+    early.read()
+    late = published(3)  # reads the copy of the first version, and three deltas
+    for reader in (early, late):
+        reader.read()
+        assert reader.puller.delta_used == 1
+        assert reader.complaints() == set()
+    assert early.puller.bytes_received == late.puller.bytes_received < 1.5 * late.publisher.readable[0].manifest.nbytes
+
+
+def test_a_file_can_be_read_while_it_is_uploaded(published: Callable[..., BucketReader]) -> None:
+    reader = published()
+    file = reader.publisher.readable[0].held
+    assert file is not None
+    overwrite(reader.uploads.store, path_of(file, 5), None)
+    threading.Timer(0.5, lambda: reader.uploads.store.upload(file)).start()
+    reader.read()
+    assert reader.complaints() == set()
+
+
+@pytest.mark.parametrize("fault", ["wrong bytes", "wrong size", "wrong manifest", "missing"])
+def test_a_reader_leaves_a_broken_bucket(
+    published: Callable[..., BucketReader], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    for limit in ("WAIT_S", "ASK_S", "ASK_AGAIN_S", "NO_SOURCE_S"):
+        monkeypatch.setattr(f"windfall.weights.file_sources.{limit}", 0.2)
+    reader = published()
+    file = reader.publisher.readable[0].held
+    assert file is not None
+    name = f"{RUN}/{file.manifest.digest}/manifest"
+    path, data = {
+        "wrong bytes": (path_of(file, 5), b"\0" * PART),
+        "wrong size": (path_of(file, 5), b"short"),
+        "wrong manifest": (name, b"damaged"),
+        "missing": (path_of(file, 5), None),
+    }[fault]
+    overwrite(reader.uploads.store, path, data)
+    bucket_at.cache_clear()
+    with pytest.raises(PullFailed) as caught:
+        reader.read()
+    why = "stalled" if fault == "missing" else "wrong"
+    assert reader.complaints() == {("bucket", why)}
+    assert SECRET not in str(caught.value)
+    reader.trainer = published(0, trainer=True).trainer
+    reader.read()
+    assert reader.complaints() == {("bucket", why)}
+    if fault == "missing":
+        return
+    assert reader.directory.wrong == {file.manifest.digest}  # the next version is uploaded whole
+    after = published(0)
+    after.directory.wrong, copy = reader.directory.wrong, after.publisher.readable[0].held
+    assert copy is not None
+    after.uploads.publish(copy, None, wrong=reader.directory.wrong)
+    uploaded(after.uploads, copy)
+    after.directory.uploaded(copy.manifest.digest, 0, failed=False)
+    bucket_at.cache_clear()
+    after.read()

@@ -66,7 +66,7 @@ class Setup:
     adapter: Any
     """The AdapterConfig of the adapters, or None if the whole model is trained."""
     onednn: bool
-    bucket: str
+    bucket: str = ""
     """Name of the run in the bucket, if there is one."""
 
 
@@ -171,10 +171,9 @@ class RankPart:
     def several_machines(self) -> bool:
         return self.place.local_size < self.place.size
 
-    def publish(self, version: int, keep: tuple[str, ...] = (), pack: bool = False) -> Any:
-        """Publish the present weights as this version. Returns their manifest. `keep`: files that workers may still
-        read. `pack`: compress the delta."""
-        manifest = self.weights.publish(self.publisher, version, copied=self.engine.release, pack=pack)
+    def publish(self, version: int, order: m.Publish) -> Any:
+        """Publish the present weights as this version. Returns their manifest."""
+        manifest = self.weights.publish(self.publisher, version, copied=self.engine.release, pack=order.pack)
         mine = m.HolderFiles(
             location=self.publisher.address, holds=self.publisher.files.describe(), machine=buffers.machine()
         )
@@ -184,7 +183,9 @@ class RankPart:
             bucket, base = self.uploads.store.location, self.publisher.base
             newest = self.publisher.readable[0].held
             assert newest is not None
-            self.uploads.publish(newest, self.publisher.delta, keep, base=base and base.held)
+            self.uploads.publish(
+                newest, self.publisher.delta, base=base and base.held, keep=order.keep, wrong=order.wrong
+            )
             holders = (*holders, m.HolderFiles(location=bucket, holds=self.uploads.holds()))
         files = {holding.file.digest: holding.file for each in holders for holding in each.holds}
         self.published = m.PublishedFiles(
@@ -339,7 +340,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         dialer=dialer,
         hello=_hello(loaded, part, url),
         engine=part.engine,
-        publish=lambda version, keep, pack: orders.call(part.publish, version, keep, pack),
+        publish=lambda version, order: orders.call(part.publish, version, order),
         weights=lambda: _located(part.published, url),
         save=lambda now: _save(loaded, part, now),
         load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,

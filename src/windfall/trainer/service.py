@@ -43,6 +43,9 @@ MAX_REFUSALS = 3
 """Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
 has just taken over the port of a dead controller."""
 
+NO_WISHES = m.Publish(id="")
+"""For a version that the controller did not ask for."""
+
 
 def cannot_load(path: str) -> CheckpointState:
     raise WindfallError(
@@ -119,9 +122,9 @@ class EngineTerms:
 class TrainerService:
     trainer: Trainer
     state: CheckpointState
-    publish: Callable[[int, tuple[str, ...], bool], Any]
-    """Publishes the trainer's weights as this version, and returns their manifest. Further arguments: `keep` and `pack`
-    of m.Publish. May call `engine.release`."""
+    publish: Callable[[int, m.Publish], Any]
+    """Publishes the trainer's weights as this version, and returns their manifest. The message says which files
+    must stay. May call `engine.release`."""
     save: Callable[[CheckpointState], Any]
     weights: Callable[[], m.PublishedFiles | None] = lambda: None
     """Returns what workers can read; None: they need not read."""
@@ -177,7 +180,7 @@ class TrainerService:
         last_link_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
             self._threads = threads
-            self._manifest = await self.run_in_thread(self.publish, self.state.step, (), False)
+            self._manifest = await self.run_in_thread(self.publish, self.state.step, NO_WISHES)
             while time.monotonic() - last_link_s < self.patience_s:
                 self.dialer.url = self.address()
                 earlier, unwelcome = unwelcome, 0
@@ -281,7 +284,7 @@ class TrainerService:
                     )
                 return m.Optimized(report=asdict(report))
             case m.Publish():
-                return await self._publish(request.keep, request.pack)
+                return await self._publish(request)
             case m.Save():
                 return m.Saved(path=str(await self.run_in_thread(self.save, self.state)))
             case m.LoadCheckpoint():
@@ -289,13 +292,13 @@ class TrainerService:
                 self._completed = await self.run_in_thread(self.load, request.path, room=True)
                 return await self._publish()
 
-    async def _publish(self, keep: tuple[str, ...] = (), pack: bool = False) -> m.PublishedVersion:
+    async def _publish(self, order: m.Publish = NO_WISHES) -> m.PublishedVersion:
         """Publish the weights of the completed step."""
         if self._completed is None and self._early is not None:
             return self._early
         if self._completed is None:
             raise LinkClosed("nothing to publish: no step was completed since the last version")
-        self._manifest = await self.run_in_thread(self.publish, self._completed.step, keep, pack)
+        self._manifest = await self.run_in_thread(self.publish, self._completed.step, order)
         self.state, self._completed, self._updates = self._completed, None, 0
         return m.PublishedVersion(version=self._manifest.version, digest=self._manifest.digest, weights=self.weights())
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from windfall.backoff import delay_s
 from windfall.errors import WindfallError, install_command
 from windfall.link import auth
 from windfall.link import messages as m
@@ -42,6 +43,7 @@ PUT_S = 600.0  # time limit of one object
 CONNECT_S = 10.0
 RETRY_S, MAX_RETRIES = 10.0, 3
 READ_BYTES, FOLDER_READ_BYTES = 1 << 20, 4 << 20
+FIRST_MISS_S, LONGEST_MISS_S = 0.1, 1.0
 POLL_S = 0.25
 MANIFEST = "manifest"
 FIX = "Use a URL like s3://bucket/path, gs://bucket/path, az://container/path or file:///folder."
@@ -71,14 +73,10 @@ class BucketStore:
         except Exception as e:  # obstore raises many kinds
             raise WindfallError(f"not a bucket: {_line(e)}", where=f"weights.bucket = {self.url!r}", fix=FIX) from None
 
-    def upload(self, file: HeldFile, *, stopped: Callable[[], bool] = lambda: False) -> int:
-        """Upload what is missing of the file, or of the part of it that is held. Returns the bytes sent. Raises
-        Withdrawn if the file is withdrawn meanwhile, and deletes what may be damaged."""
-        return self._call(f"upload {file.manifest.digest[:12]}", self._upload(file), stopped)
-
-    def upload_manifest(self, manifest: Manifest) -> None:
-        """The manifest of a copy that readers make from a delta."""
-        self._call(f"upload {manifest.digest[:12]}", self._upload_manifest(manifest))
+    def upload(self, file: HeldFile, *, again: bool = False, stopped: Callable[[], bool] = lambda: False) -> int:
+        """Upload what is missing of the file, or of the part of it that is held; all of it, if `again`. Returns the
+        bytes sent. Raises Withdrawn if the file is withdrawn meanwhile, and deletes what may be damaged."""
+        return self._call(f"upload {file.manifest.digest[:12]}", self._upload(file, again), stopped)
 
     def expire(self, keep: Collection[str]) -> int:
         """Delete all files but these. Returns the number of deleted objects."""
@@ -124,11 +122,7 @@ class BucketStore:
         for at in range(start, stop, FOLDER_READ_BYTES):
             yield await self._open().get_range_async(path, start=at, end=min(stop, at + FOLDER_READ_BYTES))
 
-    async def _upload_manifest(self, manifest: Manifest) -> None:
-        path = f"{self.run}/{manifest.digest}/{MANIFEST}"
-        await self._open(create=True).put_async(path, manifest.encode(), use_multipart=False)
-
-    async def _upload(self, file: HeldFile) -> int:
+    async def _upload(self, file: HeldFile, again: bool) -> int:
         name, store, turns, sent = file.manifest.digest, self._open(create=True), asyncio.Semaphore(MAX_PUTS), 0
 
         async def put(path: str, start: int, stop: int) -> None:
@@ -143,9 +137,9 @@ class BucketStore:
                     sent += stop - start
 
         with file.reading():
-            present = dict(await self._list(name))
-            if f"{self.run}/{name}/{MANIFEST}" not in present:
-                await self._upload_manifest(file.manifest)
+            present = {} if again else dict(await self._list(name))
+            if (path := f"{self.run}/{name}/{MANIFEST}") not in present:
+                await store.put_async(path, file.manifest.encode(), use_multipart=False)
             parts = {self._path(name, part[0]): part for part in pairwise(part_bounds(file.manifest))}
             puts = [
                 asyncio.ensure_future(put(path, *part))
@@ -200,6 +194,7 @@ class BucketSource:
         self._bucket = bucket_at(ref.location)
         self._pieces: AsyncIterator[Any] | None = None
         self._piece = memoryview(b"")
+        self._misses = 0
 
     def manifest(self, file: str) -> bytes:
         return self._wait(self._bucket.manifest(file))
@@ -227,14 +222,20 @@ class BucketSource:
 
     def _wait(self, request: Coroutine[Any, Any, T]) -> T:
         try:
-            return run_request(request, self._stopped, self._timeout_s)
+            result, self._misses = run_request(request, self._stopped, self._timeout_s), 0
+            return result
         except SourceBroken:
             raise
         except TimeoutError as e:
             raise SourceStalled(f"{self.ref.location}: {e}") from None
         except Exception as e:  # obstore raises many kinds
-            missing = isinstance(e, FileNotFoundError) and "NoSuchBucket" not in str(e)
-            raise (SourceWaits if missing else SourceBroken)(f"{self.ref.location}: {_line(e)}") from None
+            error = f"{self.ref.location}: {_line(e)}"
+            if not isinstance(e, FileNotFoundError) or "NoSuchBucket" in str(e):
+                short = "Range Not Satisfiable" in str(e)  # the object ends before the range
+                raise (SourceWrong if short else SourceBroken)(error) from None
+            time.sleep(delay_s(self._misses, first_s=FIRST_MISS_S, limit_s=LONGEST_MISS_S))  # a request has a price
+            self._misses += 1
+            raise SourceWaits(error) from None
 
 
 def part_bounds(manifest: Manifest) -> list[int]:

@@ -9,7 +9,8 @@ is uploaded; a full copy again if there is no delta, or if the deltas since the 
 
 - An upload that fails is tried again until it succeeds or the trainer withdraws the file. Until then the copy's buffer
   is pinned: the publisher takes another one.
-- If the way is broken, because a file was withdrawn before it was uploaded, the next version is uploaded as a copy.
+- If the way is broken, because a file was withdrawn before it was uploaded or is damaged in the bucket, the next
+  version is uploaded as a copy.
 - Files that no worker needs (`keep`) and that are not on the way are deleted.
 - On several machines each uploads the bytes that it holds. All decide the same; the first one deletes.
 """
@@ -74,11 +75,21 @@ class BucketUploads:
             return tuple(m.Holding(file=file) for file in self._held.values())
 
     def publish(
-        self, copy: HeldFile, delta: HeldFile | None, keep: Collection[str], *, base: HeldFile | None = None
+        self,
+        copy: HeldFile,
+        delta: HeldFile | None,
+        *,
+        base: HeldFile | None = None,
+        keep: Collection[str] = (),
+        wrong: Collection[str] = (),
     ) -> None:
-        """Upload what this version needs; `base`: of an adapter. `keep`: what workers may still read."""
+        """Upload what this version needs; `base`: of an adapter. `keep`: files that workers may still read. `wrong`:
+        files that are damaged in the bucket."""
         files = [file for file in (base, delta) if file is not None]
         with self._lock:
+            self._held = {name: ref for name, ref in self._held.items() if name not in wrong}
+            if any(file.digest in wrong for file in self._way):
+                self._way = ()
             copying = bool(self._way) and self._way[0].digest in self._busy
             way = extend(self._way, copy.manifest.ref, delta and delta.manifest.ref)
             if len(way) == 1 and copying and delta is not None:  # one copy at a time
@@ -94,7 +105,7 @@ class BucketUploads:
                 self._busy.add(file.manifest.digest)
                 file.pinned = True
         for file in files:
-            self._threads.submit(self._upload, file)
+            self._threads.submit(self._upload, file, file.manifest.digest in wrong)
         if self._first:
             self._threads.submit(self._expire)
 
@@ -105,12 +116,12 @@ class BucketUploads:
         if clear and self._first:
             self.store.clear()
 
-    def _upload(self, file: HeldFile) -> None:
+    def _upload(self, file: HeldFile, again: bool) -> None:
         name, failures, began_s = file.manifest.digest, 0, time.monotonic()
         try:
             while not self._stop.is_set():
                 try:
-                    sent = self.store.upload(file, stopped=self._stop.is_set)
+                    sent = self.store.upload(file, again=again, stopped=self._stop.is_set)
                     self._report(m.Uploaded(file=name, bytes=sent, s=time.monotonic() - began_s))
                     return
                 except BucketFailed as e:

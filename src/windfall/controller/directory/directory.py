@@ -59,6 +59,8 @@ class Directory:
     def __init__(self, prices: TrafficPrices, *, peers: PeerUse = "all", region: str = "") -> None:
         """`region`: of the trainer and the bucket."""
         self.newest = ""
+        self.wrong: set[str] = set()
+        """Files that are damaged in the bucket."""
         self.traffic: Traffic | None = None
         """Of the newest version."""
         self.usd = 0.0
@@ -137,7 +139,8 @@ class Directory:
             self._contacts.holders[at] = about
             gone.discard(at)
             for holding in each.holds:
-                if holding.file.digest in self._files:
+                damaged = kind == "bucket" and holding.file.digest in self.wrong
+                if holding.file.digest in self._files and not damaged:
                     self._files[holding.file.digest].held[at] = holding.ranges or WHOLE
         for id in sorted(gone):
             self.leave(id)
@@ -161,6 +164,8 @@ class Directory:
         """The trainer has sent bytes of a file to the bucket, which has the file; or not, if that failed."""
         if self.traffic is not None:
             self.traffic.bytes["upload"] += count
+        if not failed:
+            self.wrong.discard(file)
         if (known := self._files.get(file)) is not None:
             buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
             for id in buckets:
@@ -440,6 +445,7 @@ class Directory:
         dropped = False
         if known is not None and use.why == "wrong" and source.kind == "bucket":
             dropped = known.held.pop(use.source, None) is not None
+            self.wrong |= {known.file.digest} if known.file is not None else set()
         elif use.why in ("unreachable", "wrong"):
             dropped = self._contacts.report(reader, use.source, use.why)
         elif known is not None:

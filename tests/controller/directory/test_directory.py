@@ -241,7 +241,9 @@ def test_late_messages_about_an_older_load_change_nothing() -> None:
     load(d, "a")
     d.publish(published(V2, DELTA, version=2), 2.0)
     load(d, "a", "v2")
-    assert d.ask("a", "v1", (), 0) == ReadRoute(sources=(), parts=())
+    assert d.ask("a", "v1", [SourceUse(source="trainer", bytes=5, s=1.0)], 0) == ReadRoute(sources=(), parts=())
+    assert d.traffic is not None
+    assert d.traffic.describe()["trainer_bytes"] == 5  # but what was sent is counted
     assert d.ask("a", "unheard of", (), 0) == ReadRoute(sources=(), parts=())
     d.loaded("a", "v1", (), 3.0)
     assert load(d, "b", "v2") == ["a"]  # which is still reading

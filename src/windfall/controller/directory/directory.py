@@ -71,6 +71,9 @@ class Directory:
         self._rates = Rates()
         self._verify_bytes_per_s = VERIFY_BYTES_PER_S
         self._files: dict[str, KnownFile] = {}
+        """Published by the trainer, or still being read: a worker's word for a file is not enough."""
+        self._early: dict[str, dict[str, m.Ranges]] = {}
+        """What workers hold of other files, until the trainer has published the next ones."""
         self._loads: dict[str, WeightLoad] = {}
         self._copies: dict[str, str] = {}
         """By worker: the weights that it can apply deltas to. It serves them no more once its next load begins."""
@@ -88,7 +91,9 @@ class Directory:
         self.leave(holder.id)
         self._contacts.holders[holder.id] = holder
         for holding in holds:
-            self._known(holding.file.digest).held[holder.id] = normal(holding.ranges) or WHOLE
+            known, name = self._files.get(holding.file.digest), holding.file.digest
+            held = self._early.setdefault(name, {}) if known is None else known.held
+            held[holder.id] = normal(holding.ranges) or WHOLE
             if not holding.ranges and not holding.file.after:
                 self._copies[holder.id] = holding.file.digest
 
@@ -99,6 +104,8 @@ class Directory:
         self._left[id] = self._contacts.holders[id]
         self._loads.pop(id, None)
         self._copies.pop(id, None)
+        for held in self._early.values():
+            held.pop(id, None)
         for known in self._files.values():
             known.held.pop(id, None)
             self._end(known, id)
@@ -116,21 +123,22 @@ class Directory:
         for id in gone if files.version <= self._version else ():
             self._contacts.forgive(id)
         self._version = files.version
+        listed = {file.digest: file for file in files.files}
+        self._files = {name: known for name, known in self._files.items() if name in listed or known.readings}
         for known in self._files.values():
             for id in gone:
                 known.held.pop(id, None)
+        for name, file in listed.items():
+            self._files.setdefault(name, KnownFile(file, self._early.get(name, {})))
+        self._early = {}
         for each in files.holders:
             at, kind = each.location, "bucket" if each.location == files.bucket else "trainer"
-            if at not in gone:
-                about = WeightHolder(id=at, kind=kind, location=at, region=self._region, machine=each.machine)
-                self._contacts.holders[at] = about
+            about = WeightHolder(id=at, kind=kind, location=at, region=self._region, machine=each.machine)
+            self._contacts.holders[at] = about
             gone.discard(at)
             for holding in each.holds:
-                self._known(holding.file.digest).held[at] = holding.ranges or WHOLE
-        for file in files.files:
-            self._known(file.digest).file = file
-        listed = {file.digest for file in files.files}
-        self._files = {name: known for name, known in self._files.items() if name in listed or known.readings}
+                if holding.file.digest in self._files:
+                    self._files[holding.file.digest].held[at] = holding.ranges or WHOLE
         for id in sorted(gone):
             self.leave(id)
         trainers = [holder for holder in self._contacts.holders.values() if holder.kind == "trainer"]
@@ -159,16 +167,13 @@ class Directory:
                 known.held.pop(id, None) if failed else known.held.setdefault(id, WHOLE)
             self._repair([known], buckets, gained=not failed)
 
-    def _known(self, digest: str) -> KnownFile:
-        return self._files.setdefault(digest, KnownFile())
-
     # Readers
 
     def load(self, reader: str, wanted: str) -> tuple[m.FileRoute, ...]:
         """The files that bring the reader to these weights, each with its route. Nothing to read: no files. A file
         without sources: none are known, and the reader is to ask again."""
         self.stopped(reader)
-        files = {known.file.digest: known.file for known in self._files.values() if known.file is not None}
+        files = {name: known.file for name, known in self._files.items()}
         while (plan := self._plan(reader, wanted, files.values())) is not None:
             readings = [self._find(reader, file) for file in plan]
             unread = [file for file, reading in zip(plan, readings, strict=True) if reading.unfed]
@@ -176,27 +181,26 @@ class Directory:
                 break
             del files[unread[0].digest]
         else:  # no way has sources now: wait for those of the copy
-            known = self._known(wanted)
-            plan = () if known.file is None else (known.file,)
-            readings = [Reading(self._lacks(known, reader)) for _ in plan]
+            plan = (self._files[wanted].file,) if wanted in self._files else ()
+            readings = [Reading(self._lacks(self._files[wanted], reader)) for _ in plan]
         self._keep_only(reader, {name for file in plan for name in _names(file)} or {wanted})
         return self._begin(reader, wanted, plan, readings)
 
     def ask(self, reader: str, file: str, used: Sequence[m.SourceUse], received: int) -> m.ReadRoute:
         """A source failed, or the reader needs this file, which its load did not name. It has the first `received`
         bytes of it."""
-        load, known = self._loads.get(reader), self._files.get(file)
-        if load is None or known is None or known.file is None:
+        known, wanted = self._files.get(file), self._loads[reader].wanted if reader in self._loads else ""
+        copy = self._files[wanted].file if wanted in self._files else None
+        if known is None or not (reader in known.readings or (copy and file in _names(copy))):
+            for use in used:
+                self._take(reader, use, None)
             return NO_ROUTE
-        if reader not in known.readings:
-            wanted = self._known(load.wanted).file
-            if wanted is None or file not in _names(wanted):
-                return NO_ROUTE
-            self.stopped(reader)  # the deltas cannot be applied: it has lost its copy
+        if reader not in known.readings:  # the deltas cannot be applied: it has lost its copy
+            self.stopped(reader)
             self._copies.pop(reader, None)
             self._keep_only(reader, set())
             known.held.pop(reader, None)
-            self._begin(reader, load.wanted, (known.file,), [Reading(self._lacks(known, reader))])
+            self._begin(reader, wanted, (known.file,), [Reading(self._lacks(known, reader))])
         reading = known.readings[reader]
         self._loads[reader].received = max(received, self._loads[reader].received)
         reading.need = subtract(self._lacks(known, reader), normal([(0, received)]))
@@ -224,8 +228,7 @@ class Directory:
             for file in self._loads.pop(reader).files:
                 self._files[file.digest].held[reader] = WHOLE
                 self._end(self._files[file.digest], reader)
-            known = self._files.get(digest)
-            if known is not None and known.file is not None:
+            if (known := self._files.get(digest)) is not None:
                 known.held[reader] = WHOLE
                 if apply_s > 0:
                     self._verify_bytes_per_s = mean(self._verify_bytes_per_s, known.file.nbytes / apply_s)
@@ -253,21 +256,16 @@ class Directory:
     def routed(self) -> list[tuple[str, m.FileRoute]]:
         """Routes to send to readers that did not ask, since the last call."""
         changed, self._routed = self._routed, {}
-        out = []
-        for reader, digest in changed:
-            known = self._files.get(digest)
-            if known is not None and known.file is not None and reader in known.readings:
-                out.append((reader, m.FileRoute(file=known.file, route=self._route(known.readings[reader]))))
-        return out
+        still = [(r, self._files[name]) for r, name in changed if name in self._files]
+        return [(r, m.FileRoute(file=k.file, route=self._route(k.readings[r]))) for r, k in still if r in k.readings]
 
     def offered(self) -> frozenset[str]:
         """Weights that can be read from somewhere."""
-        files = (known.file for known in self._files.values() if known.file is not None and known.held)
-        return frozenset(updates.result(file) for file in files)
+        return frozenset(updates.result(known.file) for known in self._files.values() if known.held)
 
     def needed(self) -> frozenset[str]:
         """Files that must not expire."""
-        files = [known.file for known in self._files.values() if known.file is not None]
+        files = [known.file for known in self._files.values()]
         out = {self.newest} | {name for name, known in self._files.items() if known.readings}
         plans: dict[tuple[frozenset[str], float], tuple[m.FileRef, ...] | None] = {}
         for id, holder in self._contacts.holders.items():
@@ -321,23 +319,21 @@ class Directory:
         if self.newest in self._files and any(holders[id].kind == "trainer" for id in kept):
             known = self._files[self.newest]
             complete = normal(piece for id in kept for piece in known.held.get(id, ()))
-            assert known.file is not None and covers(complete, normal([(0, known.file.nbytes)])), (8, self.newest)
+            assert covers(complete, normal([(0, known.file.nbytes)])), (8, self.newest)
 
     # Plans
 
     def _plan(self, reader: str, wanted: str, files: Iterable[m.FileRef]) -> tuple[m.FileRef, ...] | None:
-        known = self._files.get(wanted)
-        copy = known.file.nbytes if known is not None and known.file is not None else 0
+        copy = self._files[wanted].file.nbytes if wanted in self._files else 0
         rate, apply_s = self._rate(self._contacts.holders[reader]), copy / self._verify_bytes_per_s
         return updates.plan(self._held(reader), wanted, files, bytes_per_s=rate, apply_s=apply_s)
 
     def _held(self, reader: str) -> list[str]:
         """All weights that the reader has complete."""
-        whole = [name for name, known in self._files.items() if known.file and not self._lacks(known, reader)]
+        whole = [name for name, known in self._files.items() if not self._lacks(known, reader)]
         return [*whole, *([self._copies[reader]] if reader in self._copies else [])]
 
     def _lacks(self, known: KnownFile, reader: str) -> m.Ranges:
-        assert known.file is not None
         return subtract(normal([(0, known.file.nbytes)]), known.held.get(reader, ()))
 
     def _rate(self, me: WeightHolder) -> float:
@@ -348,7 +344,6 @@ class Directory:
     # Routes
 
     def _search(self, reader: str, known: KnownFile, reading: Reading) -> tuple[Part, ...]:
-        assert known.file is not None
         near = WeightHolder(id="", kind="peer", region=self._region)
         slots = fan_out(len(self._contacts.holders), known.file.nbytes, self._rates.between(near, near))
         me = self._contacts.holders[reader]
@@ -379,8 +374,7 @@ class Directory:
     def _keep_only(self, reader: str, keep: set[str]) -> None:
         """The reader overwrites its copy: it serves deltas and these files only."""
         for name, known in self._files.items():
-            delta = known.file is not None and known.file.after
-            if name not in keep and not delta and known.held.pop(reader, None) is not None:
+            if name not in keep and not known.file.after and known.held.pop(reader, None) is not None:
                 self._repair([known], [reader])
 
     def _set(self, known: KnownFile, reader: str, parts: tuple[Part, ...], why: str = "") -> None:
@@ -391,7 +385,7 @@ class Directory:
         known.load.update(reading.sources)
         if parts:
             importing = any(holders[id].across(me) for id in reading.sources)
-            if importing and not reading.importing and known.file is not None:
+            if importing and not reading.importing:
                 at_bytes = self._loads[reader].received
                 at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": why}
                 self._events.append(("importer", {"region": me.region, **at}))
@@ -423,7 +417,7 @@ class Directory:
         for reader in sorted(readers, key=lambda id: (-self._loads[id].received, id)):
             parts = self._search(reader, known, known.readings[reader])
             self._set(known, reader, parts, why)
-            if parts and known.file is not None:
+            if parts:
                 self._routed[reader, known.file.digest] = None
 
     def _valid(self, known: KnownFile, reader: str, part: Part) -> bool:
@@ -453,7 +447,7 @@ class Directory:
             if use.why == "gone" and source.kind == "peer" and use.source not in known.readings:
                 dropped = known.held.pop(use.source, None) is not None
         if dropped:
-            file = known.file.digest if known is not None and known.file is not None else ""
+            file = known.file.digest if known is not None else ""
             about = {"source": use.source, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
             self._events.append(("source_dropped", about))
 

@@ -89,8 +89,7 @@ class Reading:
 
 @dataclass(slots=True)
 class KnownFile:
-    file: FileRef | None = None
-    """None until the trainer has published it: a worker's word for its size is not enough."""
+    file: FileRef
     held: dict[str, Ranges] = field(default_factory=dict)
     """By holder. A reader's own ranges from before its reading stay here."""
     readings: dict[str, Reading] = field(default_factory=dict)

@@ -208,6 +208,9 @@ def test_a_wrong_file_in_the_bucket_is_dropped_at_once() -> None:
     assert complain(d, "a", "s3://b", "wrong") == ["trainer"]
     assert [name for name, _ in d.events()] == ["source_dropped"]
     d.publish(published(V2, V1, version=2, bucket="s3://b"), 1.0)
+    assert load(d, "a") == ["trainer"]
+    (damaged,) = d.wrong
+    d.uploaded(damaged, 100, failed=False)
     assert load(d, "a") == ["s3://b"]
 
 

@@ -445,7 +445,7 @@ class Directory:
         dropped = False
         if known is not None and use.why == "wrong" and source.kind == "bucket":
             dropped = known.held.pop(use.source, None) is not None
-            self.wrong |= {known.file.digest} if known.file is not None else set()
+            self.wrong.add(known.file.digest)
         elif use.why in ("unreachable", "wrong"):
             dropped = self._contacts.report(reader, use.source, use.why)
         elif known is not None:

@@ -63,7 +63,7 @@ LAYERS = [
 BESIDE = tuple(name.replace(".", "/") + "/" for name in parts.OWN)
 """Folders of parts: the program works without each of them. A part may import only the parts that it says it needs."""
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
-PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/"))] + [
+PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/", "controller/scheduling/"))] + [
     "backoff.py",
     "defaults.py",
     "engine/base.py",
@@ -96,6 +96,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/
     "run/liveness.py",
     "run/gpu_assignment.py",
     "run/views/long_responses.py",
+    "run/views/moved_weights.py",
     "controller/cost/prices.py",
     "controller/cost/bill.py",
     "controller/cost/accounts.py",
@@ -107,6 +108,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/
     "weights/manifest.py",
     "weights/delta.py",
     "weights/plan.py",
+    "weights/slices.py",
     "trainer/model/activation_memory.py",
     "trainer/ranks/rank_budget.py",
     "plan/__init__.py",
@@ -125,7 +127,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/scheduling/
 PURE_MAY_IMPORT = {
     "__future__", "abc", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum",
     "functools", "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing",
-    "pydantic", "xxhash",
+    "blake3", "pydantic", "xxhash", "zlib",
 }  # fmt: skip
 LIGHT = [
     "run.cli",

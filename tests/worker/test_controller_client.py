@@ -27,7 +27,9 @@ def test_worker_joins_pulls_and_generates(tmp_path: Path) -> None:
             s.dispatch.open(e, s.listener)
             await s.until(lambda: "1/0" in s.ended, "the response has ended")
             assert e.tokens.tolist() == expected(e)
-            assert (w.builds, w.engine.weights, w.puller.urls) == ([SPEC], "d0", ["http://127.0.0.1:99"])
+            assert (w.builds, w.engine.weights) == ([SPEC], "d0")
+            (load,) = w.puller.loads
+            assert [source.location for source in load.files[0].route.sources] == ["http://127.0.0.1:99"]
             assert (s.hellos[0].model, s.hellos[0].version) == ("", -1)
             s.dispatch.drain("w", "the run is over")
             assert await w.ends() == 0
@@ -159,7 +161,7 @@ def test_held_weights_are_those_of_the_engine_not_of_the_last_link(tmp_path: Pat
             await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is back")
             assert w.engine.weights == "d0"
             for n, digest in ((1, "d1"), (0, "d0")):
-                s.dispatch.set_offer(Offer(version=n, digest=digest, url="http://_:99"))
+                s.dispatch.set_offer(Offer(version=n, digest=digest))
                 s.dispatch.open(episode(f"{n}/0", max_tokens=2), s.listener)
                 await s.until(lambda n=n: f"{n}/0" in s.ended, f"a response of {digest}")
                 assert w.engine.weights == digest, "the engine has the weights that it says it has"

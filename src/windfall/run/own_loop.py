@@ -113,7 +113,6 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
             model=fingerprint(engine_spec),
             engine=engine_spec,
             facts=asdict(derived),
-            url="",
             **more,
         )
 
@@ -123,7 +122,7 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
         secret=SECRET,
         dialer=_MemoryDialer(gate, policy),  # pyright: ignore[reportArgumentType]
         hello=hello,
-        publish=_LocalVersion,
+        publish=lambda version, order: _LocalVersion(version),
         save=partial(_save, recipe, model, tokenizer, trainer),
         load=partial(trained_weights.load_into, model, trainer),
         address=lambda: _MemoryDialer.url,
@@ -135,14 +134,12 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
     weights = TrainerWeights(lambda: service.manifest)
 
     def pull(order: m.Load, stop: threading.Event) -> PulledWeights:
-        return PulledWeights(
-            digest=weights.pull(order.url, order.version, order.digest, stop=stop).digest, tensors=None
-        )
+        return PulledWeights(digest=weights.pull(order, stop=stop).manifest.digest, tensors=None)
 
     serving = asyncio.create_task(service.run(), name="trainer")
     try:
         first = await policy.connected(START_S)
-        dispatch.set_offer(Offer(version=first.version, digest=first.digest, url=first.url))
+        dispatch.set_offer(Offer(version=first.version, digest=first.digest))
         async with in_process_worker(dispatch, shared, slots, pull=pull, on_failure=policy.fail):
             yield OpenedPolicy(policy=policy, text=text)
     finally:

@@ -88,13 +88,14 @@ def test_every_order_of_the_controller_is_executed(kind: type, busy: bool) -> No
     """Challenge and Welcome belong to authentication, which an in-memory link does not have."""
     orders = {
         m.Refused: m.Refused(why="no"), m.Assign: m.Assign(work=(work(7),)), m.Cancel: m.Cancel(handles=(1,)),
-        m.Release: m.Release(handles=(1,)), m.Load: m.Load(version=2, digest="b", url=""), m.Pause: m.Pause(),
+        m.Release: m.Release(handles=(1,)), m.Load: m.Load(version=2, digest="b"), m.Pause: m.Pause(),
         m.Resume: m.Resume(), m.Drain: m.Drain(why="go"),
         m.SiblingTokens: m.SiblingTokens(group="7", id="7/1", position=0, tokens=b""),
+        m.Routed: m.Routed(file="b", route=m.ReadRoute(sources=(), parts=())),
     }  # fmt: skip
 
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:
-        await dispatch.link.send(m.Load(version=1, digest="a", url=""))
+        await dispatch.link.send(m.Load(version=1, digest="a"))
         if busy:
             await dispatch.link.send(m.Assign(work=(work(1), work(2))))
         await asyncio.sleep(0.605)
@@ -204,7 +205,7 @@ def test_tokens_of_a_killed_worker_have_been_sent() -> None:
 
 def test_flapping_worker_dials_again_with_its_weights() -> None:
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:
-        await dispatch.link.send(m.Load(version=3, digest="c", url=""))
+        await dispatch.link.send(m.Load(version=3, digest="c"))
         await asyncio.sleep(1)
         worker.flap(2.0)
         await asyncio.sleep(5)
@@ -215,9 +216,9 @@ def test_flapping_worker_dials_again_with_its_weights() -> None:
 
 def test_newer_load_replaces_the_current_one() -> None:
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:
-        await dispatch.link.send(m.Load(version=1, digest="a", url=""))
+        await dispatch.link.send(m.Load(version=1, digest="a"))
         await asyncio.sleep(0.3)
-        await dispatch.link.send(m.Load(version=2, digest="b", url=""))
+        await dispatch.link.send(m.Load(version=2, digest="b"))
         await asyncio.sleep(2)
 
     assert [x.version for x in simulate(play).messages(m.Loaded)] == [2]

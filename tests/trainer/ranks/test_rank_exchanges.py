@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.rank_processes import run_ranks
+from windfall.link import messages as m
 from windfall.models import load
 from windfall.recipe.file import parse_recipe
 from windfall.trainer import trained_weights
@@ -60,7 +61,7 @@ def stop_at(ranks: TrainerRanks, folder: Path, moment: str) -> tuple[str, float]
     began_s = time.monotonic()
     try:
         trainer.optim_step()
-        trainer.orders.call(part.publish, 1)
+        trainer.orders.call(part.publish, 1, m.Publish(id=""))
     except (RankLost, PublishFailed) as e:
         return str(e), time.monotonic() - began_s
     return "", 0.0

@@ -1,0 +1,119 @@
+"""From where a reader gets which bytes of a file. Pure.
+
+    trainer ──▶ a ──▶ b ──▶ c           a chain within the region of the trainer; each follows the one before it
+       └──────▶ x ──▶ y                 another region: x is its *importer*, the one that crosses the wide link
+
+Rules:
+- The source of a part is, in this order: on the reader's machine; in its region, with a free slot; in its region;
+  elsewhere, where it costs least. Among equals, who has the bytes comes before who is reading them, and who began
+  earlier before who began later, which keeps the tree flat. A bucket comes last: it gets the bytes later.
+- So a reader imports only if it can use no source in its region, and the next readers there follow it.
+- A holder has as many slots as the file's fan-out; readers on its machine and importers may take more. A slow holder
+  has none.
+- Sources that a reader avoids come back if there is no other.
+- A reader gets one source of each byte, and asks for another if that fails. A second one in advance would be out of
+  date by then, and nobody would balance the reads that go there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from windfall.controller.directory.holders import WHOLE, Contacts, KnownFile, Part, Reading, WeightHolder
+from windfall.controller.directory.traffic import TrafficPrices
+from windfall.link.messages import Ranges
+
+MAX_FAN_OUT = 8
+CHUNK_BYTES, MAX_CHUNKS = 4 << 20, 16_384
+"""A file has chunks of this size, or as many. A chunk passes through a hop as a whole."""
+LATENCY_S = 0.002
+"""What a hop adds beside its bytes: a request and a wait. Within a region; no hop of a tree crosses regions."""
+
+
+def fan_out(readers: int, nbytes: int, bytes_per_s: float) -> int:
+    """How many readers each holder should feed at once, so that the last of all readers has the file first.
+
+    >>> fan_out(64, 16 << 30, 1e9), fan_out(64, 1 << 20, 1e9)
+    (1, 4)
+    """
+    hop_s = min(nbytes, max(CHUNK_BYTES, nbytes // MAX_CHUNKS)) / bytes_per_s + LATENCY_S
+
+    def last_s(d: int) -> float:
+        depth, reached, level = 0, 0, 1
+        while reached < readers and d > 1:
+            depth, level = depth + 1, level * d
+            reached += level
+        return d * nbytes / bytes_per_s + (depth if d > 1 else readers) * hop_s
+
+    return min(range(1, MAX_FAN_OUT + 1), key=last_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSearch:
+    """Looks for the sources of one reader for one file."""
+
+    contacts: Contacts
+    prices: TrafficPrices
+    slots: int
+    slow: Collection[str]
+    me: WeightHolder
+    known: KnownFile
+
+    def route(self, reading: Reading) -> tuple[Part, ...]:
+        """Parts that cover all that it needs; none if no sources do."""
+        unfit, avoid = self.known.unfit(), reading.avoid | self.contacts.shunned(self.me.id)
+        parts = self._cover(reading.need, unfit, avoid)
+        return parts or (self._cover(reading.need, unfit, ()) if avoid else ())
+
+    def _cover(self, ranges: Ranges, unfit: Collection[str], avoid: Collection[str]) -> tuple[Part, ...]:
+        buckets = [id for id in self.known.held if self.contacts.holders[id].kind == "bucket"]
+        holders = dict.fromkeys((*self.known.held, *self.known.readings))
+        for id in (*buckets, *avoid):
+            holders.pop(id, None)
+        holders |= dict.fromkeys(id for id in buckets if id not in avoid)
+        parts: list[Part] = []
+        for need in ranges:
+            pieces = _pieces(self.known, *need)
+            whole = self._source(holders, unfit, *need, outside=False) if len(pieces) > 1 else None
+            for start, stop in (need,) if whole else pieces:
+                found = whole or self._source(holders, unfit, start, stop, outside=True)
+                if found is None:
+                    return ()
+                joined = parts and parts[-1].stop == start and parts[-1].source == found
+                parts.append(Part(parts.pop().start if joined else start, stop, found))
+        return tuple(parts)
+
+    def _source(
+        self, ids: Mapping[str, None], unfit: Collection[str], start: int, stop: int, *, outside: bool
+    ) -> str | None:
+        """The source of these bytes; with `outside`, also from other regions."""
+        known, me, holders = self.known, self.me, self.contacts.holders
+
+        def serves(id: str) -> bool:
+            has = known.has(id, start, stop) or (id in known.readings and id not in unfit)
+            return has and self.contacts.usable(me.id, id)
+
+        def cost(id: str) -> tuple[bool, float, bool, int]:
+            usd, far = self.prices.usd_per_gb(me, holders[id]), holders[id].region != me.region
+            return far, usd, id in self.slow, not known.has(id, start, stop) if far else known.load.get(id, 0)
+
+        near = (id for id in ids if me.machine and holders[id].machine == me.machine and serves(id))
+        free = (id for id in ids if self._free(id) and serves(id))
+        rest = (id for id in ids if (outside or holders[id].region == me.region) and serves(id))
+        return next(near, None) or next(free, None) or min(rest, key=cost, default=None)
+
+    def _free(self, id: str) -> bool:
+        """Whether it is in the region, with a free slot and without a price."""
+        if self.known.load.get(id, 0) >= self.slots or id in self.slow:
+            return False
+        holder = self.contacts.holders[id]
+        return holder.region == self.me.region and not self.prices.usd_per_gb(self.me, holder)
+
+
+def _pieces(known: KnownFile, start: int, stop: int) -> list[tuple[int, int]]:
+    """These bytes, cut where the ranges of a holder begin or end."""
+    cuts = {edge for ranges in known.held.values() if ranges != WHOLE for piece in ranges for edge in piece}
+    edges = [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
+    return list(pairwise(edges))

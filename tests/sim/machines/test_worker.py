@@ -70,8 +70,8 @@ def simulate(
             acceptance=acceptance,
         )  # fmt: skip
         spec = WorkerSpec(
-            name="w", lease=Lease(), service=SERVICE, slots=8, network=Network(100.0), weights_bytes=50.0,
-            ingress_per_s=100.0, quantum_s=0.2 if granule > 1 else 0.0, lends=lends,
+            name="w", lease=Lease(), service=SERVICE, slots=8, network=Network(), weights_bytes=50.0,
+            egress_per_s=100.0, ingress_per_s=100.0, quantum_s=0.2 if granule > 1 else 0.0, lends=lends,
         )  # fmt: skip
         worker = SimWorker(spec, token_schedule, dispatch.attend, started_s=0.0)
         worker.dial()

@@ -44,7 +44,7 @@ class SimFleet:
 
     def __init__(self, scenario: Scenario, token_schedule: TokenSchedule, attend: Attend) -> None:
         self._scenario, self._token_schedule, self._attend = scenario, token_schedule, attend
-        self._network = Network(scenario.real.sim.egress_bytes_per_s)
+        self._network = Network()
         self.workers: dict[str, SimWorker] = {}
         """Current workers by node."""
         self.stays: list[Stay] = []
@@ -99,7 +99,8 @@ class SimFleet:
             name=node, lease=Lease(kind=terms, device=kind.device, price_usd_per_h=usd_per_h),
             service=self._service(node, kind.service), slots=kind.slots, kv_tokens=kind.kv_tokens,
             longest=longest(self._scenario, kind.kv_tokens),
-            network=self._network, weights_bytes=s.weights_bytes, ingress_per_s=s.ingress_bytes_per_s,
+            network=self._network, weights_bytes=s.weights_bytes, egress_per_s=s.egress_bytes_per_s,
+            ingress_per_s=s.ingress_bytes_per_s,
             heartbeat_s=self._scenario.real.fleet.heartbeat_s, latency_s=s.latency_s,
             quantum_s=self._scenario.quantum_s, make_link=self.make_link,
         )  # fmt: skip

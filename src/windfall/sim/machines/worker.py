@@ -22,7 +22,7 @@ from windfall.link import messages as m
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.decode import Decode
-from windfall.sim.machines.network import Network
+from windfall.sim.machines.network import Flow, Network
 from windfall.sim.machines.prefix_cache import PrefixCache
 from windfall.step_time import StepTime
 from windfall.types import Lease
@@ -45,6 +45,8 @@ class WorkerSpec:
     network: Network | None = None
     """None: it shares memory with the trainer and has every version at once."""
     weights_bytes: float = 0.0
+    egress_per_s: float = float("inf")
+    """Bandwidth of the trainer."""
     ingress_per_s: float = float("inf")
     heartbeat_s: float = 1.0
     quantum_s: float = 0.0
@@ -87,7 +89,7 @@ class SimWorker:
         """When the current step began, or the first of several (loop time, seconds)."""
         self._orders: list[object] = []
         self._paused = self._training = self.finished = False
-        self._pull: int | None = None
+        self._pull: Flow | None = None
         self._prompts: set[int] = set()
         self._cache = PrefixCache(spec.kv_tokens)
         self._reused = self._prefilled = self._lookups = self._hits = 0
@@ -143,9 +145,8 @@ class SimWorker:
         self._stop_timer()
         self._drop_all()
         self._cache.clear()
-        if self.spec.network is not None:
-            self.spec.network.stop(self._pull)
-        self._pull, self._paused = None, False
+        self._stop_pull()
+        self._paused = False
         self._orders = [o for o in self._orders if isinstance(o, _PauseForTraining)]
         if self._orders:  # its engine is idle, so it can pause at once
             self._loop.call_soon(self._execute_orders)
@@ -168,7 +169,7 @@ class SimWorker:
     def _heartbeat(self, link: SimLink) -> None:
         if link is self.link:
             d, now = self._decode, self._loop.time()
-            left = self.spec.network.left_bytes(self._pull) if self.spec.network is not None else 0.0
+            left = self._pull.left_bytes if self._pull is not None else 0.0
             self._send(
                 m.Stats(running=len(d), made=self._sent_tokens, steps=self._steps, idle_s=0.0,
                         evictions=d.preemptions, waiting=len(d.waiting),
@@ -197,9 +198,17 @@ class SimWorker:
         if network is None:
             self._queue_order(swap)
         else:
-            self._pulled_bytes += spec.weights_bytes - network.left_bytes(self._pull)
-            network.stop(self._pull)  # superseded by a newer version
-            self._pull = network.start(spec.weights_bytes, spec.ingress_per_s, lambda: self._pulled(swap))
+            self._stop_pull()  # superseded by a newer version
+            self._pulled_bytes += spec.weights_bytes
+            links = {"trainer": spec.egress_per_s, spec.name: spec.ingress_per_s}
+            self._pull = Flow(count_bytes=spec.weights_bytes, links=links, done=lambda: self._pulled(swap))
+            network.start(self._pull)
+
+    def _stop_pull(self) -> None:
+        if self.spec.network is not None and self._pull is not None:
+            self._pulled_bytes -= self._pull.left_bytes
+            self.spec.network.stop(self._pull)
+            self._pull = None
 
     def _pulled(self, swap: _Swap) -> None:
         self._pull = None
